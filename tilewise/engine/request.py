@@ -1,0 +1,156 @@
+"""What a user asks for, and the state of each token stream that answers it. No torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+__all__ = ["FinishReason", "Request", "SamplingParams", "Sequence"]
+
+MAX_N = 64  # samples per request: more is a denial of service, not a workload
+
+
+class FinishReason(str, enum.Enum):
+    """Why a sequence ended, in the words of the OpenAI API."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the model's context is used up
+    ABORT = "abort"  # cancelled by the caller
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to turn logits into tokens; names and defaults are those that vLLM users know.
+
+    Attributes:
+        n: samples to draw for the prompt, 1 to 64. Greedy decoding allows only 1.
+        temperature: divides the logits; 0 is greedy (argmax).
+        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
+        max_tokens: new tokens at most; None is up to the model's context.
+        seed: makes the samples reproducible whatever else is in the batch; None draws one.
+        stop: strings that end the text; they are not part of the output.
+        stop_token_ids: token ids that end the text, beside the model's own end token.
+        ignore_eos: keep going past the model's end token.
+        logprobs: report the log-probability of each token and of this many best ones.
+
+    Raises:
+        ValueError: a value is outside its range; the message names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        rules: list[tuple[bool, str]] = [
+            (1 <= self.n <= MAX_N, f"n must be in 1 ... {MAX_N}, got {self.n}"),
+            (
+                0 <= self.temperature < float("inf"),
+                f"temperature must be finite and at least 0, got {self.temperature}",
+            ),
+            (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (self.top_k >= -1, f"top_k must be -1, 0 or a count, got {self.top_k}"),
+            (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
+            (
+                self.max_tokens is None or self.max_tokens >= 1,
+                f"max_tokens must be at least 1, got {self.max_tokens}",
+            ),
+            (
+                self.logprobs is None or 0 <= self.logprobs <= 20,
+                f"logprobs must be in 0 ... 20, got {self.logprobs}",
+            ),
+            (
+                self.n == 1 or self.temperature > 0,
+                f"n must be 1 when temperature is 0 (greedy), got {self.n}",
+            ),
+            ("" not in self.stop_strings, "stop must not hold an empty string"),
+        ]
+        for holds, message in rules:
+            if not holds:
+                raise ValueError(message)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the argmax."""
+        return self.temperature == 0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings as a tuple, empty when there are none."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@dataclass(slots=True)
+class Request:
+    """One accepted prompt and how to continue it.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt_token_ids: at least one token.
+        sampling: see SamplingParams.
+        salt: prefix-cache namespace; requests with different salts never share blocks.
+        eos_token_ids: the model's own end tokens.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    salt: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One token stream of a request: the only mutable state of a generation.
+
+    A request starts as one sequence; when its whole prompt is computed and n > 1, the scheduler
+    forks n - 1 more that share its blocks.
+
+    Attributes:
+        seq_id: unique in the engine's life.
+        index: which of the request's n samples, 0 ... n - 1.
+        token_ids: prompt and generated tokens.
+        num_prompt_tokens: how many of token_ids are the prompt.
+        num_computed_tokens: how many have their keys and values in the cache.
+        block_ids: cache blocks in order of position; owned by reference count.
+        num_cached_tokens: prompt tokens that the prefix cache had at first admission.
+        num_preemptions: how often its blocks were taken away.
+        finish_reason: None while it lives.
+        stop_reason: the stop token id or stop string that ended it, when one did.
+        seed: of this sample's random numbers.
+    """
+
+    seq_id: int
+    request: Request
+    index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    seed: int = 0
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and generated."""
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]

@@ -1,0 +1,42 @@
+"""Every error that tilewise raises on purpose.
+
+    Exception
+    └── TilewiseError               catch this to catch all of ours
+        ├── UnsupportedError        also NotImplementedError: a backend cannot run this call
+        ├── CacheFullError          also RuntimeError: no free KV block
+        ├── RequestError            also ValueError: a request can never be served (HTTP 400)
+        └── CheckpointError         also ValueError: a model directory is incomplete or wrong
+
+A wrong shape or range is a plain ValueError and a wrong dtype a plain TypeError, as in torch. Every
+message follows one pattern: ``name must <rule>, got <value>``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheFullError",
+    "CheckpointError",
+    "RequestError",
+    "TilewiseError",
+    "UnsupportedError",
+]
+
+
+class TilewiseError(Exception):
+    """Base of the errors below; never raised itself."""
+
+
+class UnsupportedError(TilewiseError, NotImplementedError):
+    """A named backend cannot run this call; the message says why."""
+
+
+class CacheFullError(TilewiseError, RuntimeError):
+    """The KV cache has fewer free blocks than were asked for."""
+
+
+class RequestError(TilewiseError, ValueError):
+    """A request is malformed or can never fit; the message names the limit."""
+
+
+class CheckpointError(TilewiseError, ValueError):
+    """A checkpoint directory is incomplete, truncated or of the wrong shape."""

@@ -1,0 +1,40 @@
+"""Facts about the machine, read once: what a choice of tiles or of a backend may depend on."""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.util import find_spec
+
+import torch
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton can be imported."""
+    return find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1 before import)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+
+
+@functools.cache
+def capability(index: int) -> int:
+    """Compute capability of CUDA device `index` as major * 10 + minor, e.g. 90 for Hopper."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+@functools.cache
+def sm_count(index: int) -> int:
+    """Streaming multiprocessors of CUDA device `index`."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def arch_of(device: torch.device) -> int:
+    """Capability to choose tiles for; the interpreter on a CPU is treated as Hopper."""
+    if device.type != "cuda":
+        return 90
+    return capability(device.index if device.index is not None else torch.cuda.current_device())

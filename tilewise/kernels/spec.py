@@ -1,0 +1,117 @@
+"""Everything about one call that is not a tensor: what `ops` passes to a kernel launcher.
+
+Frozen and hashable, so that a choice (which backend, which tiles, how many splits) is a pure
+function of a spec and can be tested without a device. Dimension letters are in README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One dense or packed attention call.
+
+    Query i of a sequence (0-based, of Sq) sees key j (of Sk) when, with offset = Sk - Sq,
+    ``j <= i + offset + window_right`` (if window_right >= 0) and
+    ``j >= i + offset - window_left`` (if window_left >= 0). Causal is window_right = 0.
+
+    Attributes:
+        device_type: "cpu" or "cuda".
+        dtype: of q, k, v and o.
+        batch: number of sequences.
+        max_seqlen_q, max_seqlen_k: longest sequence, in tokens (S of a dense call).
+        head_dim, v_head_dim: D of q and k; Dv of v and o.
+        window_left, window_right: keys visible on each side of the diagonal; -1 is unlimited.
+        softmax_scale: multiplies q . k.
+        softcap: s -> softcap * tanh(s / softcap), applied after the scale; 0 is off.
+        is_varlen: packed (T, H, D) tensors with cu_seqlens instead of (B, S, H, D).
+        has_seqlens_k: dense call whose sequence b has only seqlens_k[b] valid keys.
+        has_bias, has_alibi, has_sinks: whether these tensors were given.
+        needs_grad: a backward pass may follow.
+        deterministic: the backward pass must be bitwise reproducible.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    batch: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window_left: int = -1
+    window_right: int = -1
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    is_varlen: bool = False
+    has_seqlens_k: bool = False
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_sinks: bool = False
+    needs_grad: bool = False
+    deterministic: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees no key to its right."""
+        return self.window_right == 0
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head, G = Hq / Hk."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSpec:
+    """One call of paged attention; always causal among a sequence's new tokens.
+
+    Sequence b owns rows cu_seqlens_q[b]:cu_seqlens_q[b + 1] of q, its last positions: row i of n
+    sees keys j <= seqlens_k[b] - n + i, and j >= that - window_left when window_left >= 0.
+
+    Attributes:
+        dtype, cache_dtype: of q and o; of k_cache and v_cache.
+        num_seqs: B.
+        num_tokens: T, rows of q.
+        max_seqlen_q: longest query run, 1 in pure decoding.
+        block_size: tokens per cache block.
+        max_blocks: columns of block_table, so max_blocks * block_size bounds seqlens_k.
+        batch_invariant: a sequence's bits must not depend on its neighbours.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    num_seqs: int
+    num_tokens: int
+    max_seqlen_q: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    block_size: int
+    max_blocks: int
+    window_left: int = -1
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    has_alibi: bool = False
+    has_sinks: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head, G = Hq / Hk."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class ElementSpec:
+    """An element-wise or copying op (rope, merge_states, write_kv_cache, copy_blocks)."""
+
+    device_type: str
+    dtype: torch.dtype

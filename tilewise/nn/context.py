@@ -1,0 +1,26 @@
+"""Where the rows of one engine step belong: passed down as an argument, never global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """Metadata of one packed step over a paged cache, built once and shared by all layers.
+
+    Attributes:
+        cu_seqlens_q: (B + 1,) int32; rows cu_seqlens_q[b]:cu_seqlens_q[b + 1] are sequence b.
+        max_seqlen_q: host int, the longest run of rows.
+        seqlens_k: (B,) int32, tokens of each sequence with the new ones counted.
+        block_table: (B, max_blocks) int32 cache block ids, in order of position.
+        slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
+    """
+
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    seqlens_k: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
