@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["assert_within_budget", "budget_violation", "make_qkv", "make_paged_cache"]
+__all__ = ["assert_within_budget", "budget_violation", "make_paged_cache", "make_qkv"]
 
 
 def make_qkv(
@@ -73,7 +73,9 @@ def make_paged_cache(
             block_table[row, column] = block
             filled = min(block_size, length - column * block_size)
             for cache in (k_cache, v_cache):
-                cache[block, :filled] = torch.randn(cache[block, :filled].shape, generator=generator)
+                cache[block, :filled] = torch.randn(
+                    cache[block, :filled].shape, generator=generator
+                )
     lengths = torch.tensor(seqlens_k, dtype=torch.int32)
     return (
         k_cache.to(device=device, dtype=dtype),
@@ -107,7 +109,8 @@ def budget_violation(
     if bool(want.isnan().any()):
         return "truth must not hold NaN"
     if not torch.equal(got[~finite], want[~finite]):
-        return f"must equal {want[~finite][:4].tolist()} where infinite, got {got[~finite][:4].tolist()}"
+        expected, found = want[~finite][:4].tolist(), got[~finite][:4].tolist()
+        return f"must equal {expected} where infinite, got {found}"
     got, want, plain = got[finite], want[finite], plain[finite]
     if got.numel() == 0:
         return None

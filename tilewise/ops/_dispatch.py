@@ -1,0 +1,73 @@
+"""Which backend computes a call: a pure function of its spec, never silent.
+
+A kernel module says with `why_not(spec)` in one sentence what it cannot do, or None. Automatic
+choice takes the first backend of the device that can; a named backend is obeyed or refused with its
+reason. The float64 `reference` backend is never chosen automatically: it is slow and holds O(N^2)
+memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from types import ModuleType
+
+from tilewise.errors import UnsupportedError
+from tilewise.kernels.spec import AttentionSpec, ElementSpec, PagedSpec
+
+Spec = AttentionSpec | PagedSpec | ElementSpec
+
+BACKENDS = ("reference", "cpu", "triton")
+_AUTOMATIC = {"cpu": ("cpu",), "cuda": ("triton",)}
+
+
+@functools.cache
+def kernel_module(op: str, backend: str) -> ModuleType:
+    """Import the module of `op` in `backend`: tilewise.kernels.<backend>.<op>."""
+    if backend == "reference":
+        return import_module(f"tilewise.ops._reference.{op}")
+    return import_module(f"tilewise.kernels.{backend}.{op}")
+
+
+def refusal(op: str, backend: str, spec: Spec) -> str | None:
+    """Say why `backend` cannot compute this call, or return None when it can."""
+    try:
+        module = kernel_module(op, backend)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("tilewise"):
+            raise
+        return f"needs the package {error.name!r}, which is not installed"
+    reason: str | None = module.why_not(spec)
+    return reason
+
+
+def check_backend_name(backend: str | None) -> None:
+    """Raise ValueError unless `backend` is None or a known name."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(op: str, spec: Spec, backend: str | None) -> str:
+    """Return the backend that computes `op`.
+
+    Raises:
+        UnsupportedError: the named backend, or every automatic one, refuses; the message says why.
+    """
+    names = (backend,) if backend is not None else _AUTOMATIC.get(spec.device_type, ())
+    reasons = []
+    for name in names:
+        reason = refusal(op, name, spec)
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    if backend is not None:
+        raise UnsupportedError(
+            f"backend {backend!r} cannot run {op}: {reasons[0].split(': ', 1)[1]}"
+        )
+    if not names:
+        raise UnsupportedError(f"{op} must run on a cpu or cuda device, got {spec.device_type!r}")
+    raise UnsupportedError(
+        f"no backend can run {op} on {spec.device_type} ({'; '.join(reasons)}); "
+        "backend='reference' computes anything, slowly, in float64 and O(N^2) memory"
+    )

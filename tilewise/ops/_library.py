@@ -1,0 +1,36 @@
+"""The registered boundary: torch.library schemas, fakes and the jump into the chosen kernel.
+
+Every op of the package crosses here once, so that torch.compile, export and FakeTensor see one
+opaque node with known shapes. Validation has been done above; gradients are attached beside each op
+(see attention.py, rope.py, merge.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("tilewise", "DEF")
+
+
+def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define `schema` in the tilewise namespace and return the callable torch op.
+
+    `kernel` runs on real tensors of any device (it dispatches itself); `fake` on metadata only.
+    """
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.split("(", 1)[0]
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.tilewise, name).default
+
+
+def register_gradient(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]
+) -> None:
+    """Attach a backward pass to the op `name`."""
+    torch.library.register_autograd(
+        f"tilewise::{name}", backward, setup_context=setup_context, lib=LIBRARY
+    )

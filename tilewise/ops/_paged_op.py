@@ -1,0 +1,119 @@
+"""The registered boundary of the paged ops; paged.py has validated what arrives here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import ElementSpec, PagedSpec
+from tilewise.ops import _dispatch
+from tilewise.ops._library import register
+
+
+class PagedOptions(NamedTuple):
+    """All of a paged_attention call but q and the caches; the order is that of the op's schema."""
+
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    max_seqlen_q: int
+    window_left: int
+    softmax_scale: float
+    softcap: float
+    batch_invariant: bool
+    backend: str | None
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The tensors by name, as launchers take them."""
+        return dict(zip(self._fields[:5], self[:5], strict=True))
+
+
+def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions) -> PagedSpec:
+    """Gather what dispatch and the launchers need to know beside the tensors."""
+    return PagedSpec(
+        device_type=q.device.type,
+        dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+        num_seqs=options.block_table.shape[0],
+        num_tokens=q.shape[0],
+        max_seqlen_q=options.max_seqlen_q,
+        num_q_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[2],
+        head_dim=q.shape[2],
+        v_head_dim=v_cache.shape[3],
+        block_size=k_cache.shape[1],
+        max_blocks=options.block_table.shape[1],
+        window_left=options.window_left,
+        softmax_scale=options.softmax_scale,
+        softcap=options.softcap,
+        has_alibi=options.alibi_slopes is not None,
+        has_sinks=options.sinks is not None,
+        batch_invariant=options.batch_invariant,
+    )
+
+
+def _paged_kernel(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any
+) -> tuple[Tensor, Tensor]:
+    options = PagedOptions(*values)
+    spec = make_spec(q, k_cache, v_cache, options)
+    name = _dispatch.choose("paged_attention", spec, options.backend)
+    module = _dispatch.kernel_module("paged_attention", name)
+    o, lse = module.launch(q, k_cache, v_cache, spec, **options.tensors())
+    return o.contiguous(), lse.contiguous()
+
+
+def _paged_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    o = q.new_empty((*q.shape[:2], v_cache.shape[3]))
+    return o, q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+
+
+def _write_kernel(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    backend: str | None,
+) -> None:
+    spec = ElementSpec(k_cache.device.type, k_cache.dtype)
+    name = _dispatch.choose("cache_ops", spec, backend)
+    _dispatch.kernel_module("cache_ops", name).write_kv_cache(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _copy_kernel(
+    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, backend: str | None
+) -> None:
+    spec = ElementSpec(k_cache.device.type, k_cache.dtype)
+    name = _dispatch.choose("cache_ops", spec, backend)
+    _dispatch.kernel_module("cache_ops", name).copy_blocks(k_cache, v_cache, block_pairs)
+
+
+def _no_output(*_: Any) -> None:
+    return None
+
+
+paged_attention = register(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+    "Tensor seqlens_k, Tensor cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "
+    "SymInt max_seqlen_q, int window_left, float softmax_scale, float softcap, "
+    "bool batch_invariant, str? backend) -> (Tensor, Tensor)",
+    _paged_kernel,
+    _paged_fake,
+)
+write_kv_cache = register(
+    "write_kv_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping, str? backend) -> ()",
+    _write_kernel,
+    _no_output,
+)
+copy_blocks = register(
+    "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_pairs, str? backend) -> ()",
+    _copy_kernel,
+    _no_output,
+)

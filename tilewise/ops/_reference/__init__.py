@@ -1,0 +1,1 @@
+"""The float64 oracles behind the launcher signatures of a kernel backend."""

@@ -1,0 +1,20 @@
+"""backend="reference" of rope."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.kernels.spec import ElementSpec
+from tilewise.reference import rope
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """The oracle computes every call."""
+    return None
+
+
+def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Return x rotated in float64, rounded to x's dtype."""
+    return rope.apply_rope(x.double(), cos.double(), sin.double(), interleaved=interleaved).to(
+        x.dtype
+    )

@@ -1,0 +1,92 @@
+"""apply_rope(): rotary position embedding, differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.kernels.spec import ElementSpec
+from tilewise.ops import _checks, _dispatch
+from tilewise.ops._library import register, register_gradient
+
+
+def apply_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str | None = None
+) -> Tensor:
+    """Rotate pairs of channels by the angle of each position.
+
+    (x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos), in float32, for the first R channels; the rest
+    pass unchanged. The inverse is the rotation by -sin, which is also the gradient.
+
+    Args:
+        x: (T, H, D) or (B, S, H, D), any float dtype, last dim contiguous.
+        cos, sin: float32, (T, R/2) for a packed x; (S, R/2) or (B, S, R/2) for a dense one; R <= D.
+        interleaved: pair channels (2i, 2i + 1) as GPT-J does; else (i, i + R/2) as Llama does.
+        backend: "cpu", "triton" or "reference"; None chooses.
+
+    Returns:
+        A new tensor of x's shape and dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+
+    Source: RoFormer (2021), equation 34.
+
+    Example:
+        >>> angles = torch.arange(128)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
+        >>> q = apply_rope(torch.randn(128, 8, 64), angles.cos(), angles.sin())
+    """
+    _checks.check_float("x", x)
+    if x.dim() not in (3, 4):
+        raise ValueError(f"x must be (T, H, D) or (B, S, H, D), got shape {tuple(x.shape)}")
+    _checks.check_last_dim_contiguous("x", x)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype.itemsize < 4 or not table.is_floating_point():
+            raise TypeError(f"{name} must be float32, got {_checks.dtype_name(table.dtype)}")
+        _checks.check_device(name, table, x.device)
+    _checks.check_shape("sin", sin, tuple(cos.shape))
+    rows = x.shape[:-2]
+    if tuple(cos.shape[:-1]) not in (tuple(rows), tuple(rows[-1:])):
+        raise ValueError(
+            f"cos must have one row a position, {tuple(rows)}, got shape {tuple(cos.shape)}"
+        )
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(
+            f"cos must have at most D / 2 = {x.shape[-1] // 2} columns, got {cos.shape[-1]}"
+        )
+    _dispatch.check_backend_name(backend)
+    rotated: Tensor = _rope(x, cos, sin, interleaved, backend)
+    return rotated
+
+
+def _kernel(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backend: str | None) -> Tensor:
+    name = _dispatch.choose("rope", ElementSpec(x.device.type, x.dtype), backend)
+    out: Tensor = _dispatch.kernel_module("rope", name).launch(x, cos, sin, interleaved)
+    return out.contiguous()
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_rope = register(
+    "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, str? backend) -> Tensor",
+    _kernel,
+    _fake,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.interleaved, ctx.backend = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    if grad.shape[-1] > 1 and grad.stride(-1) != 1:
+        grad = grad.contiguous()
+    return _rope(grad, cos, -sin, ctx.interleaved, ctx.backend), None, None, None, None
+
+
+register_gradient("rope", _gradient, _save)
