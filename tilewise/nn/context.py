@@ -17,6 +17,7 @@ class AttentionContext:
         seqlens_k: (B,) int32, tokens of each sequence with the new ones counted.
         block_table: (B, max_blocks) int32 cache block ids, in order of position.
         slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
+        batch_invariant: a sequence's bits must not depend on its neighbours.
     """
 
     cu_seqlens_q: Tensor
@@ -24,3 +25,4 @@ class AttentionContext:
     seqlens_k: Tensor
     block_table: Tensor
     slot_mapping: Tensor
+    batch_invariant: bool = False

@@ -1,0 +1,137 @@
+"""What a checkpoint's config.json says, in this package's own words; frozen once read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import CheckpointError
+from tilewise.models import hf_config
+from tilewise.nn.layers import ACTIVATIONS
+from tilewise.nn.rope import RopeConfig
+
+__all__ = ["ModelConfig", "read_config"]
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything that decides a decoder's shape and arithmetic.
+
+    Attributes:
+        architecture: Hugging Face's class name, e.g. "LlamaForCausalLM".
+        hidden_size, intermediate_size: width of the residual stream and of the feed-forward.
+        head_dim: D; num_q_heads * head_dim need not be hidden_size.
+        max_position_embeddings: longest sequence the model was made for, in tokens.
+        windows: per layer, keys that a query sees, its own included; None is all before it.
+        softmax_scales: per layer, what multiplies q . k.
+        rope: None when the model learns its positions (GPT-2).
+        attention_bias, o_bias, mlp_bias: of q, k, v; of the output projection; of the feed-forward.
+        qk_norm: each head of q and k is normalised before the rotation.
+        eos_token_ids: any of them ends a text.
+        dtype: name of the torch dtype that the checkpoint was saved in.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    hidden_act: str
+    windows: tuple[int | None, ...]
+    softmax_scales: tuple[float, ...]
+    rope: RopeConfig | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_q_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise CheckpointError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"num_q_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
+                f"got {self.num_q_heads}"
+            )
+        if self.hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise CheckpointError(f"hidden_act must be one of {known}, got {self.hidden_act!r}")
+        if self.dtype not in _DTYPES:
+            raise CheckpointError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        for name in ("windows", "softmax_scales"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise CheckpointError(
+                    f"{name} must have one entry per layer ({self.num_layers}), "
+                    f"got {len(getattr(self, name))}"
+                )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Translate the contents of a Hugging Face config.json.
+
+        Both spellings of the rotary settings are read: `rope_parameters` (transformers 5) and
+        `rope_theta` with `rope_scaling` (before).
+
+        Raises:
+            CheckpointError: the architecture or a setting is not supported, or a field is missing.
+        """
+        return cls(**hf_config.read(config))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return a config.json that transformers, and `from_hf`, read as this model."""
+        return hf_config.write(self)
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """Read config.json, and the end tokens that generation_config.json adds, of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or no JSON object, or see `ModelConfig.from_hf`.
+    """
+    directory = Path(directory)
+    config = dict(_read_json(directory / "config.json"))
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        ends = (hf_config.eos_token_ids(part) for part in (config, _read_json(generation)))
+        config["eos_token_id"] = list(dict.fromkeys(itertools.chain(*ends)))
+    return ModelConfig.from_hf(config)
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    if not path.parent.is_dir():
+        raise CheckpointError(f"checkpoint must be a directory, got {str(path.parent)!r}")
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint must hold {path.name}, got none in {str(path.parent)!r}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} must be valid JSON, got {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} must be a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,86 @@
+"""What every decoder offers to the engine, the trainer and the weight loader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewise.models.config import ModelConfig
+from tilewise.models.weights import Weight
+from tilewise.nn.context import AttentionContext
+
+__all__ = ["Decoder"]
+
+
+class Decoder(nn.Module):
+    """A causal language model: token ids to hidden states, hidden states to logits.
+
+    Attributes:
+        config: what it was made from.
+        embed_tokens: (vocab_size, E); also the output head when lm_head is None (tied).
+        weight_prefix: what a checkpoint of the bare model leaves out of every tensor name.
+        ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
+        residual_projections: suffixes of parameters that write to the residual stream.
+    """
+
+    weight_prefix: str = ""
+    ignored_weights: tuple[str, ...] = ()
+    residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head: nn.Linear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        *,
+        ctx: AttentionContext | None = None,
+        kv: Sequence[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """Return the last hidden states, normalised.
+
+        Args:
+            ids: int64, (B, S) dense and differentiable, or (T,) packed when ctx and kv are given.
+            positions: int64, same shape as ids; None is 0 ... S - 1 of a dense batch.
+            ctx: where the rows belong; see AttentionContext.
+            kv: per layer, the k_cache and v_cache to write the new tokens to and attend over.
+
+        Returns:
+            (B, S, E) or (T, E), in the dtype of the model.
+        """
+        raise NotImplementedError
+
+    def weight_table(self) -> tuple[Weight, ...]:
+        """Return where each parameter comes from in a Hugging Face checkpoint."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        logits = F.linear(hidden, head.weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    @torch.no_grad()
+    def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Draw random weights for training: normal(0, std), norms 1, biases 0.
+
+        Projections onto the residual stream are drawn with std / sqrt(2 * layers), so that its
+        variance does not grow with depth. Source: Radford et al., 2019 (GPT-2), section 2.3.
+        """
+        residual_std = std / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() >= 2:
+                is_residual = name.endswith(self.residual_projections)
+                parameter.normal_(0.0, residual_std if is_residual else std, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)

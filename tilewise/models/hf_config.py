@@ -1,0 +1,290 @@
+"""Hugging Face's config.json, to and from the fields of `ModelConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tilewise.errors import CheckpointError
+from tilewise.nn.rope import ROPE_TYPES, RopeConfig
+
+if TYPE_CHECKING:
+    from tilewise.models.config import ModelConfig
+
+__all__ = ["ARCHITECTURES", "eos_token_ids", "read", "write"]
+
+Json = Mapping[str, Any]
+
+ARCHITECTURES = {
+    "GPT2LMHeadModel": "gpt2",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Supported class names and the model_type of each."""
+
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_ROPE_OPTIONS = (
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+
+
+def read(config: Json) -> dict[str, Any]:
+    """Return the keyword arguments of `ModelConfig` that a config.json stands for."""
+    architecture = _architecture(config)
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unknown")
+        raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
+    reader = _read_gpt2 if architecture == "GPT2LMHeadModel" else _read_llama
+    return {
+        "architecture": architecture,
+        "vocab_size": _count(config, "vocab_size"),
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_ids": eos_token_ids(config),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        **reader(config, architecture),
+    }
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of a `ModelConfig`; `read` undoes it."""
+    ends = config.eos_token_ids
+    shared: dict[str, Any] = {
+        "architectures": [config.architecture],
+        "model_type": ARCHITECTURES[config.architecture],
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(ends) if len(ends) > 1 else next(iter(ends), None),
+        "dtype": config.dtype,
+    }
+    own = _write_gpt2(config) if config.rope is None else _write_llama(config, config.rope)
+    return shared | own
+
+
+def _architecture(config: Json) -> str:
+    names = list(config.get("architectures") or ())
+    if not names:
+        by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
+        names = [by_type.get(config.get("model_type", ""), config.get("model_type"))]
+    for name in names:
+        if name in ARCHITECTURES:
+            return str(name)
+    known = ", ".join(ARCHITECTURES)
+    raise CheckpointError(f"architecture must be one of {known}, got {names[0]!r}")
+
+
+def _require(config: Json, name: str) -> Any:
+    if config.get(name) is None:
+        raise CheckpointError(f"config.json must hold {name}, got none")
+    return config[name]
+
+
+def _count(config: Json, name: str) -> int:
+    value = _require(config, name)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _count_or(config: Json, name: str, default: int) -> int:
+    return default if config.get(name) is None else _count(config, name)
+
+
+def eos_token_ids(config: Json) -> tuple[int, ...]:
+    """Return the end tokens of a config.json or generation_config.json: none, one or many."""
+    value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
+    """Llama 2 and 3, Mistral, Qwen2 and Qwen3 share one layout and differ in these switches."""
+    num_layers = _count(config, "num_hidden_layers")
+    num_q_heads = _count(config, "num_attention_heads")
+    # Qwen3's configuration class defaults to 128; the others divide the width by the heads.
+    is_qwen3 = architecture == "Qwen3ForCausalLM"
+    head_dim = 128 if is_qwen3 else _count(config, "hidden_size") // num_q_heads
+    head_dim = _count_or(config, "head_dim", head_dim)
+    has_bias = bool(config.get("attention_bias", False))
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    return {
+        "hidden_size": _count(config, "hidden_size"),
+        "intermediate_size": _count(config, "intermediate_size"),
+        "num_layers": num_layers,
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": _count_or(config, "num_key_value_heads", num_q_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _count(config, "max_position_embeddings"),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "hidden_act": config.get("hidden_act", "silu"),
+        "windows": _windows(config, architecture, num_layers),
+        "softmax_scales": (head_dim**-0.5,) * num_layers,
+        "rope": _rope(config, head_dim),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "attention_bias": is_qwen2 or has_bias,
+        "o_bias": has_bias and not is_qwen2,
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "qk_norm": is_qwen3,
+    }
+
+
+def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """Which layers see only the last keys: all of Mistral's, some of Qwen's, none of Llama's."""
+    if architecture == "LlamaForCausalLM" or config.get("sliding_window") is None:
+        return (None,) * num_layers
+    window = _count(config, "sliding_window")
+    if architecture == "MistralForCausalLM":
+        return (window,) * num_layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    types = config.get("layer_types")
+    if types is None:
+        first = config.get("max_window_layers", 28)  # the default of Qwen's configuration class
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    unknown = [name for name in types if name not in known]
+    if unknown:
+        raise CheckpointError(f"layer_types must be among {', '.join(known)}, got {unknown[0]!r}")
+    return tuple(known[name] for name in types)
+
+
+def _rope(config: Json, head_dim: int) -> RopeConfig:
+    max_positions = _count(config, "max_position_embeddings")
+    settings = _rope_settings(config)
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
+    original = settings.get("original_max_position_embeddings") or max_positions
+    original = config.get("original_max_position_embeddings") or original
+    for name in _ROPE_NEEDS.get(kind, ()):
+        if settings.get(name) is None:
+            raise CheckpointError(f"rope_type {kind!r} must come with {name}, got none")
+    given = {name: settings[name] for name in _ROPE_OPTIONS if settings.get(name) is not None}
+    partial = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    try:
+        return RopeConfig(
+            rotary_dim=int(head_dim * partial),
+            theta=float(settings.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+            rope_type=kind,
+            max_positions=max_positions,
+            original_max_positions=original,
+            factor=settings.get("factor") or (max_positions / original if kind == "yarn" else 1.0),
+            **given,
+        )
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _rope_settings(config: Json) -> Json:
+    """The one dict of rotary settings, old or new spelling, {} when there is none."""
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    per_layer_type = [value for value in settings.values() if isinstance(value, dict)]
+    if not per_layer_type:
+        return dict(settings)
+    if any(value != per_layer_type[0] for value in per_layer_type):
+        raise CheckpointError(
+            f"rope_parameters must be the same for all layer types, got {dict(settings)}"
+        )
+    return dict(per_layer_type[0])
+
+
+def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
+    width, num_heads = _count(config, "n_embd"), _count(config, "n_head")
+    num_layers = _count(config, "n_layer")
+    if width % num_heads:
+        raise CheckpointError(f"n_embd must be a multiple of n_head {num_heads}, got {width}")
+    if config.get("add_cross_attention"):
+        raise CheckpointError("add_cross_attention must be false, got true")
+    head_dim = width // num_heads
+    scale = head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
+    by_layer = bool(config.get("scale_attn_by_inverse_layer_idx", False))
+    return {
+        "hidden_size": width,
+        "intermediate_size": _count_or(config, "n_inner", 4 * width),
+        "num_layers": num_layers,
+        "num_q_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": _count(config, "n_positions"),
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "hidden_act": config.get("activation_function", "gelu_new"),
+        "windows": (None,) * num_layers,
+        "softmax_scales": tuple(
+            scale / (layer + 1) if by_layer else scale for layer in range(num_layers)
+        ),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "attention_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    }
+
+
+def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
+    windows = [window for window in config.windows if window is not None]
+    fields: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_q_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": config.hidden_act,
+        "rope_parameters": _write_rope(config, rope),
+    }
+    if config.architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+        fields["attention_bias"] = config.attention_bias
+    if config.architecture == "LlamaForCausalLM":
+        fields["mlp_bias"] = config.mlp_bias
+    if config.architecture == "MistralForCausalLM":
+        fields["sliding_window"] = windows[0] if windows else None
+    if config.architecture.startswith("Qwen"):
+        fields["use_sliding_window"] = bool(windows)
+        fields["sliding_window"] = windows[0] if windows else None
+        fields["layer_types"] = [
+            "full_attention" if window is None else "sliding_attention" for window in config.windows
+        ]
+    return fields
+
+
+def _write_rope(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rotary_dim != config.head_dim:
+        fields["partial_rotary_factor"] = rope.rotary_dim / config.head_dim
+    if rope.rope_type != "default":
+        fields["factor"] = rope.factor
+    if rope.rope_type in ("llama3", "yarn"):
+        fields["original_max_position_embeddings"] = rope.original_max_positions
+    names = {"llama3": _ROPE_OPTIONS[:2], "yarn": _ROPE_OPTIONS[2:]}.get(rope.rope_type, ())
+    options = {name: getattr(rope, name) for name in names}
+    return fields | {name: value for name, value in options.items() if value is not None}
+
+
+def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
+    scales = config.softmax_scales
+    return {
+        "n_embd": config.hidden_size,
+        "n_inner": config.intermediate_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_q_heads,
+        "n_positions": config.max_position_embeddings,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": config.hidden_act,
+        "scale_attn_weights": scales[0] == config.head_dim**-0.5,
+        "scale_attn_by_inverse_layer_idx": scales[-1] != scales[0],
+    }

@@ -1,0 +1,90 @@
+"""From a checkpoint directory, or a configuration, to a decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tilewise.models.config import ModelConfig, read_config
+from tilewise.models.decoder import Decoder
+from tilewise.models.gpt2 import GPT2
+from tilewise.models.llama import Llama
+from tilewise.models.weights import load_weights
+
+__all__ = ["MODELS", "build_model", "load_model"]
+
+MODELS: dict[str, type[Decoder]] = {
+    "GPT2LMHeadModel": GPT2,
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Llama,
+    "Qwen2ForCausalLM": Llama,
+    "Qwen3ForCausalLM": Llama,
+}
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+) -> Decoder:
+    """Load a Hugging Face checkpoint directory, ready for inference.
+
+    Args:
+        path: holds config.json and model.safetensors, or its shards and index.
+        dtype: of the parameters, as "bfloat16" or torch.bfloat16; "auto" is the checkpoint's own.
+        device: where the parameters live.
+
+    Returns:
+        The decoder in eval mode; its parameters do require gradients.
+
+    Raises:
+        CheckpointError: the directory is incomplete or wrong; the message names the file.
+
+    Example:
+        >>> model = load_model("path/to/checkpoint", dtype="bfloat16")
+        >>> logits = model.compute_logits(model(torch.tensor([[1, 2, 3]])))
+    """
+    config = read_config(path)
+    model = _materialise(config, config.dtype if dtype == "auto" else dtype, device)
+    load_weights(model, path)
+    return model.eval()
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    generator: torch.Generator | None = None,
+) -> Decoder:
+    """Build a decoder with random weights, ready for training; see `Decoder.init_weights`.
+
+    Args:
+        config: e.g. `ModelConfig.from_hf({...})`.
+        generator: of `device`; None draws from torch's global one.
+
+    Example:
+        >>> model = build_model(ModelConfig.from_hf(json.load(open("config.json"))))
+        >>> hidden = model(torch.zeros(1, 8, dtype=torch.int64))
+    """
+    model = _materialise(config, dtype, device)
+    model.init_weights(generator=generator)
+    return model
+
+
+def _materialise(
+    config: ModelConfig, dtype: str | torch.dtype, device: str | torch.device
+) -> Decoder:
+    """Construct without memory, then allocate each parameter once, uninitialised."""
+    with torch.device("meta"):
+        model = MODELS[config.architecture](config)
+    return model.to(_torch_dtype(dtype)).to_empty(device=device)
+
+
+def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise TypeError(f"dtype must be 'auto' or a floating point dtype, got {dtype!r}")
+    return found

@@ -1,0 +1,198 @@
+"""Safetensors checkpoints, to and from parameters, by a table that each model declares.
+
+Tensors are mapped from the file and copied one at a time into parameters that already have the
+target dtype and device, so loading never holds the weights twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tilewise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tilewise.models.decoder import Decoder
+
+__all__ = ["Weight", "load_weights", "save_model"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHOWN = 3  # names listed in a message before "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter and the checkpoint tensors that it is made of.
+
+    Attributes:
+        name: in the model's own state dict.
+        sources: checkpoint names; their rows follow one another in the parameter.
+        rows: dim 0 of each source; None when there is one source.
+        transposed: the checkpoint stores (in, out), as GPT-2's Conv1D.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, name: str, source: str) -> Weight:
+        """Take one checkpoint tensor as it is."""
+        return cls(name, (source,))
+
+    def parts(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield each source's name and its view of the parameter, in the checkpoint's shape."""
+        rows = self.rows or (parameter.shape[0],)
+        for source, part in zip(self.sources, parameter.split(rows), strict=True):
+            yield source, part.T if self.transposed else part
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, directory: str | Path) -> None:
+    """Fill the parameters of `model` from model.safetensors or its shards.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, truncated, of the wrong shape or dtype, or
+            the checkpoint holds tensors that the model does not know.
+    """
+    with ExitStack() as stack:
+        found = _open_checkpoint(Path(directory), stack)
+        prefix = model.weight_prefix
+        is_bare = not any(name.startswith(prefix) for name in found)
+        for weight in model.weight_table():
+            for source, target in weight.parts(model.get_parameter(weight.name)):
+                name = source.removeprefix(prefix) if is_bare else source
+                if name not in found:
+                    raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
+                _copy(name, *found.pop(name), target)
+    ignored = [*model.ignored_weights]
+    if model.lm_head is None:
+        ignored.append(r"lm_head\.weight")  # a tied head may be stored all the same
+    extra = [name for name in found if not any(re.fullmatch(rule, name) for rule in ignored)]
+    if extra:
+        raise CheckpointError(
+            f"checkpoint must hold only tensors of {model.config.architecture}, got {_some(extra)}"
+        )
+
+
+def _copy(name: str, file: Path, reader: Any, target: Tensor) -> None:
+    try:
+        tensor: Tensor = reader.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file.name} must be readable at {name}, got {error}") from error
+    if tensor.shape != target.shape:
+        raise CheckpointError(
+            f"tensor {name} of {file.name} must have shape {tuple(target.shape)}, "
+            f"got {tuple(tensor.shape)}"
+        )
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"tensor {name} of {file.name} must be floating point, got {tensor.dtype}"
+        )
+    target.copy_(tensor)
+
+
+def _open_checkpoint(directory: Path, stack: ExitStack) -> dict[str, tuple[Path, Any]]:
+    """Map each tensor name to its file and the open reader of that file."""
+    found: dict[str, tuple[Path, Any]] = {}
+    for file in _files(directory):
+        try:
+            reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file.name} must be a whole safetensors file, got {error}"
+            ) from error
+        for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
+            found[name] = (file, reader)
+    return found
+
+
+def _files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).is_file():
+        try:
+            shards = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = [directory / name for name in sorted(set(shards.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{_INDEX} must be JSON with a weight_map of file names, got {error!r}"
+            ) from error
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint must hold every shard that {_INDEX} names, got no {_some(missing)}"
+            )
+        return files
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    others = sorted(
+        file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".safetensors")
+    )
+    raise CheckpointError(
+        f"checkpoint must hold {_SINGLE} or {_INDEX}, got {_some(others) if others else 'neither'}"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def save_model(
+    model: Decoder, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Write config.json and safetensors in Hugging Face's names: transformers can load them.
+
+    Each file is written beside its place and renamed, so a crash never leaves half a file.
+
+    Args:
+        directory: made when it does not exist; files of the same names are replaced.
+        max_shard_bytes: a shard is closed before it would exceed this; 5 GB is Hugging Face's.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for weight in model.weight_table():
+        for name, part in weight.parts(model.get_parameter(weight.name).detach()):
+            if shards[-1] and size + part.nbytes > max_shard_bytes:
+                shards.append({})
+                size = 0
+            shards[-1][name] = part
+            size, total = size + part.nbytes, total + part.nbytes
+    if len(shards) == 1:
+        _save_shard(shards[0], directory / _SINGLE)
+        (directory / _INDEX).unlink(missing_ok=True)
+    else:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        for name, shard in zip(names, shards, strict=True):
+            _save_shard(shard, directory / name)
+        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        _save_json({"metadata": {"total_size": total}, "weight_map": places}, directory / _INDEX)
+    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    _save_json(model.config.to_hf() | {"dtype": dtype}, directory / "config.json")
+
+
+def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    # Copies, because safetensors refuses tensors that share memory, as parts of one product do.
+    copies = {name: tensor.contiguous().clone().cpu() for name, tensor in tensors.items()}
+    save_file(copies, temporary, metadata={"format": "pt"})
+    temporary.replace(path)
+
+
+def _save_json(value: dict[str, Any], path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,117 @@
+"""Self-attention with its projections: MHA, GQA and MQA are head counts of one module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.layers import RMSNorm
+
+__all__ = ["Attention"]
+
+
+class Attention(nn.Module):
+    """Project to heads, rotate, attend causally, project back.
+
+    q, k and v come from one matrix product: rows of qkv_proj.weight are the Hq query heads, then
+    the Hk key heads, then the Hk value heads, D rows each.
+
+    Args:
+        hidden_size: E.
+        num_q_heads, num_kv_heads: Hq and Hk; Hq is a multiple of Hk.
+        head_dim: D; Hq * D need not be E.
+        qkv_bias, o_bias: whether the projections add a bias.
+        qk_norm_eps: normalise each head of q and k before the rotation (Qwen3); None does not.
+        window: keys that a query sees, its own included; None is all before it.
+        softmax_scale: multiplies q . k; D ** -0.5 when None.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
+        softmax_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+            raise ValueError(
+                f"num_q_heads must be a multiple of num_kv_heads {num_kv_heads}, got {num_q_heads}"
+            )
+        self.num_q_heads = num_q_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.window = window
+        self.softmax_scale = softmax_scale
+        num_heads = num_q_heads + 2 * num_kv_heads
+        self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None = None,
+        *,
+        ctx: AttentionContext | None = None,
+        kv: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attend within each sequence of a dense batch, or over a paged cache when given one.
+
+        Args:
+            x: (B, S, E) dense and differentiable; (T, E) packed when ctx and kv are given.
+            rope: cos and sin, float32, as apply_rope takes them; None does not rotate.
+            ctx: where the rows of x belong; the new keys and values are written first.
+            kv: this layer's k_cache and v_cache, each (num_blocks, block_size, Hk, D).
+
+        Returns:
+            Same shape as x.
+        """
+        q, k, v = self._project(x, rope)
+        if ctx is None or kv is None:
+            o = ops.attention(
+                q, k, v, causal=True, window=self.window, softmax_scale=self.softmax_scale
+            )
+        else:
+            k_cache, v_cache = kv
+            ops.write_kv_cache(k, v, k_cache, v_cache, ctx.slot_mapping)
+            o = ops.paged_attention(
+                q,
+                k_cache,
+                v_cache,
+                block_table=ctx.block_table,
+                seqlens_k=ctx.seqlens_k,
+                cu_seqlens_q=ctx.cu_seqlens_q,
+                max_seqlen_q=ctx.max_seqlen_q,
+                softmax_scale=self.softmax_scale,
+                window=self.window,
+                batch_invariant=ctx.batch_invariant,
+            )
+        y: Tensor = self.o_proj(o.flatten(-2))
+        return y
+
+    def _project(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (..., Hq, D), k and v (..., Hk, D), normalised and rotated."""
+        hq, hk = self.num_q_heads, self.num_kv_heads
+        heads = self.qkv_proj(x).unflatten(-1, (hq + 2 * hk, self.head_dim))
+        if self.q_norm is None or self.k_norm is None:
+            qk, v = heads.split((hq + hk, hk), dim=-2)
+            if rope is not None:
+                qk = ops.apply_rope(qk, *rope)  # q and k turn by the same angles: one call
+            q, k = qk.split((hq, hk), dim=-2)
+            return q, k, v
+        q, k, v = heads.split((hq, hk, hk), dim=-2)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
+        return q, k, v

@@ -1,0 +1,183 @@
+"""Rotary position embedding: frequencies of each scaling rule, and tables of cos and sin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ROPE_TYPES", "RopeConfig", "RotaryEmbedding", "inverse_frequencies"]
+
+_FIRST_TABLE_ROWS = 2048  # doubled as positions grow; 1 MiB of float32 for 128 rotary channels
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Which angle each pair of channels turns by, per position.
+
+    Attributes:
+        rotary_dim: R, channels that rotate (even, at most the head dim); the rest pass.
+        theta: base of the geometric series of wavelengths.
+        rope_type: a key of ROPE_TYPES.
+        max_positions: longest sequence the model was made for, in tokens.
+        original_max_positions: longest sequence before the context was stretched (llama3, yarn).
+        factor: how much the context was stretched (linear, llama3, yarn).
+        low_freq_factor, high_freq_factor: llama3; original_max_positions over these are the
+            wavelengths beyond which a channel is wholly, and below which it is never, stretched.
+        beta_fast, beta_slow: yarn; turns over the original context above which a channel is never,
+            and below which it is wholly, stretched.
+        attention_factor: yarn; multiplies cos and sin. None is the paper's 0.1 ln(factor) + 1.
+        mscale, mscale_all_dim: yarn; replace that default by a ratio when both are non-zero.
+        truncate: yarn; round the bounds between stretched and not to whole channels.
+    """
+
+    rotary_dim: int
+    theta: float = 10_000.0
+    rope_type: str = "default"
+    max_positions: int = 2048
+    original_max_positions: int | None = None
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            known = ", ".join(ROPE_TYPES)
+            raise ValueError(f"rope_type must be one of {known}, got {self.rope_type!r}")
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim must be even and at least 2, got {self.rotary_dim}")
+        for name in ("theta", "factor", "max_positions"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+def _wavelength_series(config: RopeConfig) -> Tensor:
+    """theta ** (2i / R) for i in 0 ... R/2 - 1, float32."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu")
+    series: Tensor = config.theta ** (exponents / config.rotary_dim)
+    return series
+
+
+def _default(config: RopeConfig) -> tuple[Tensor, float]:
+    return 1.0 / _wavelength_series(config), 1.0
+
+
+def _linear(config: RopeConfig) -> tuple[Tensor, float]:
+    """Position interpolation (Chen et al., 2023): every angle is divided by the factor."""
+    return 1.0 / _wavelength_series(config) / config.factor, 1.0
+
+
+def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
+    """Llama 3.1: stretch long wavelengths, keep short ones, blend in between."""
+    inv_freq = 1.0 / _wavelength_series(config)
+    original = config.original_max_positions or config.max_positions
+    turns = original * inv_freq / (2 * math.pi)  # over the original context
+    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1.0 - blend) * inv_freq / config.factor + blend * inv_freq, 1.0
+
+
+def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
+    """YaRN (Peng et al., 2023, section 3.2 and 3.4): a ramp over channels, and a temperature."""
+    series, dim = _wavelength_series(config), config.rotary_dim
+    original = config.original_max_positions or config.max_positions
+
+    def channel_of(turns: float) -> float:
+        """The (fractional) channel pair that makes so many turns over the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = channel_of(config.beta_fast), channel_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if high == low else high  # the width of HF's ramp when it has none
+    pairs = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
+    stretched = ((pairs - low) / (high - low)).clamp(0.0, 1.0)
+    inv_freq = stretched / (config.factor * series) + (1.0 - stretched) / series
+    return inv_freq, _yarn_attention_factor(config)
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    def temperature(mscale: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return temperature(config.mscale) / temperature(config.mscale_all_dim)
+    return temperature(1.0)
+
+
+ROPE_TYPES: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
+    """Return the angle per position of each channel pair, and the scale of cos and sin.
+
+    Returns:
+        (R/2,) float32 on the CPU, in radians per token; a factor for cos and sin.
+
+    Source: Su et al., 2021 (RoFormer); the scalings name their own in this file.
+    """
+    return ROPE_TYPES[config.rope_type](config)
+
+
+class RotaryEmbedding(nn.Module):
+    """Look up cos and sin of positions: angle = position * inverse frequency, all float32.
+
+    Float32 angles are what checkpoints are trained with, whatever the dtype of the model, so the
+    tables are no buffers: `module.to(dtype)` must not round them. They are computed once per
+    device and grow when a CPU caller asks for a position beyond them; on other devices they
+    cover `config.max_positions` from the start, since looking at a position would wait for it.
+    """
+
+    def __init__(self, config: RopeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._cos: Tensor | None = None
+        self._sin: Tensor | None = None
+
+    def reserve(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Make the tables cover positions 0 ... num_positions - 1 on `device`; return them."""
+        cos, sin = self._cos, self._sin
+        if cos is None or sin is None or cos.device != device or cos.shape[0] < num_positions:
+            whole = self.config.max_positions if device.type != "cpu" else 0
+            rows = max(num_positions, _FIRST_TABLE_ROWS, whole)
+            # An inference-mode tensor could not be saved for a later backward pass.
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = self._compute(1 << (rows - 1).bit_length(), device)
+            self._cos, self._sin = cos, sin
+        return cos, sin
+
+    def prefix(self, seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of positions 0 ... seqlen - 1, each (seqlen, R/2) float32."""
+        cos, sin = self.reserve(seqlen, device)
+        return cos[:seqlen], sin[:seqlen]
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each (*positions.shape, R/2) float32, of int64 positions >= 0."""
+        needed = 0
+        if positions.device.type == "cpu" and positions.numel():
+            needed = int(positions.max()) + 1
+        cos, sin = self.reserve(needed, positions.device)
+        return cos[positions], sin[positions]
+
+    def _compute(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        inv_freq, scale = inverse_frequencies(self.config)
+        positions = torch.arange(rows, dtype=torch.float32, device=device)
+        angles = positions[:, None] * inv_freq.to(device)
+        return angles.cos() * scale, angles.sin() * scale
