@@ -1,0 +1,90 @@
+"""A machine with two memories that counts: slow, large HBM and fast, small SRAM.
+
+The papers' algorithms are judged by how many elements they move between the two, how much HBM they
+need beside their inputs and outputs, and how much SRAM. Running them here measures all three.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+__all__ = ["ALL", "Memory"]
+
+ALL = slice(None)
+
+
+class Memory:
+    """Matrices by name in HBM, tiles by name in SRAM, and the traffic between them.
+
+    Everything is counted in elements. A tile keeps its room in SRAM until it is dropped or a tile
+    of the same name takes its place.
+
+    Attributes:
+        loads: elements read from HBM.
+        stores: elements written to HBM, initial values included.
+        peak_extra: most HBM elements allocated at once beside inputs and outputs.
+        peak_sram: most SRAM elements in use at once.
+    """
+
+    def __init__(self, **inputs: Tensor) -> None:
+        self.loads = 0
+        self.stores = 0
+        self.peak_extra = 0
+        self.peak_sram = 0
+        self._hbm = dict(inputs)
+        self._extra: dict[str, int] = {}
+        self._sram: dict[str, int] = {}
+        self._like = next(iter(inputs.values()))
+
+    @property
+    def accesses(self) -> int:
+        """Elements moved in either direction, what the IO theorems bound."""
+        return self.loads + self.stores
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a matrix in HBM without counting, for the caller of the algorithm."""
+        return self._hbm[name]
+
+    def alloc(
+        self, name: str, *shape: int, fill: float | None = None, output: bool = False
+    ) -> None:
+        """Make room for a matrix in HBM.
+
+        Args:
+            name: of the matrix; an older one of that name is freed.
+            shape: of the matrix.
+            fill: initial value, which costs stores; None leaves NaN.
+            output: whether it is the algorithm's result and so not additional memory.
+        """
+        value = math.nan if fill is None else fill
+        self._hbm[name] = self._like.new_full(shape, value)
+        self._extra[name] = 0 if output else math.prod(shape)
+        self.peak_extra = max(self.peak_extra, sum(self._extra.values()))
+        if fill is not None:
+            self.stores += math.prod(shape)
+
+    def load(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """Copy part of a matrix from HBM into the SRAM tile of the same name."""
+        tile = self._hbm[name][rows, columns].clone()
+        self.loads += tile.numel()
+        return self.keep(name, tile)
+
+    def store(self, name: str, value: Tensor, rows: slice = ALL, columns: slice = ALL) -> None:
+        """Copy a tile from SRAM over part of a matrix in HBM."""
+        target = self._hbm[name][rows, columns]
+        assert target.shape == value.shape, (name, target.shape, value.shape)
+        target.copy_(value)
+        self.stores += value.numel()
+
+    def keep(self, name: str, tile: Tensor) -> Tensor:
+        """Hold a tile in SRAM, in the place of one of the same name; return it."""
+        self._sram[name] = tile.numel()
+        self.peak_sram = max(self.peak_sram, sum(self._sram.values()))
+        return tile
+
+    def drop(self, *names: str) -> None:
+        """Free tiles in SRAM."""
+        for name in names:
+            del self._sram[name]
