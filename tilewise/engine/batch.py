@@ -1,7 +1,7 @@
 """What the scheduler hands to the runner, and what comes back. No torch.
 
-    schedule() -> Batch -> inputs, runner, sampler -> list[list[SampledToken]] -> update()
-               -> list[TokenEvent]
+schedule() -> Batch -> inputs, runner, sampler -> list[list[SampledToken]] -> update()
+           -> list[TokenEvent]
 """
 
 from __future__ import annotations
@@ -60,10 +60,15 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What a step did for one sample of one request."""
+    """What a step did for one sample of one request.
+
+    Attributes:
+        num_cached_tokens: prompt tokens that the prefix cache had when the request was admitted.
+    """
 
     request_id: str
     index: int
     token: SampledToken
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int = 0

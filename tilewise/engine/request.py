@@ -10,7 +10,7 @@ __all__ = ["FinishReason", "Request", "SamplingParams", "Sequence"]
 MAX_N = 64  # samples per request: more is a denial of service, not a workload
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a sequence ended, in the words of the OpenAI API."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
@@ -125,6 +125,7 @@ class Sequence:
         num_prompt_tokens: how many of token_ids are the prompt.
         num_computed_tokens: how many have their keys and values in the cache.
         block_ids: cache blocks in order of position; owned by reference count.
+        num_registered_blocks: how many leading blocks are full and known to the prefix cache.
         num_cached_tokens: prompt tokens that the prefix cache had at first admission.
         num_preemptions: how often its blocks were taken away.
         finish_reason: None while it lives.
@@ -140,6 +141,7 @@ class Sequence:
     seed: int = 0
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    num_registered_blocks: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None

@@ -1,0 +1,87 @@
+"""How much memory a token's keys and values take, and in what shape. Nothing is allocated here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CacheSpec", "KVSpec"]
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The keys and values of one token in one layer.
+
+    Attributes:
+        num_kv_heads: key/value heads, Hk.
+        head_dim: channels of a key, D.
+        v_head_dim: channels of a value, Dv.
+        dtype: a floating-point type.
+
+    Raises:
+        ValueError: a size is below 1.
+        TypeError: dtype is not floating-point.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        _require_positive("num_kv_heads", self.num_kv_heads)
+        _require_positive("head_dim", self.head_dim)
+        _require_positive("v_head_dim", self.v_head_dim)
+        if not self.dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating-point type, got {self.dtype}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in one layer: Hk (D + Dv) times the element size."""
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The paged cache of a whole model.
+
+    Attributes:
+        num_layers: layers that keep keys and values.
+        block_size: tokens per cache block, P.
+        kv: what one layer keeps of one token.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+
+    num_layers: int
+    block_size: int
+    kv: KVSpec
+
+    def __post_init__(self) -> None:
+        _require_positive("num_layers", self.num_layers)
+        _require_positive("block_size", self.block_size)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.num_layers * self.kv.bytes_per_token
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.block_size * self.bytes_per_token
+
+    def k_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
+        """Shape of one layer's k_cache: (num_blocks, P, Hk, D)."""
+        return (num_blocks, self.block_size, self.kv.num_kv_heads, self.kv.head_dim)
+
+    def v_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
+        """Shape of one layer's v_cache: (num_blocks, P, Hk, Dv)."""
+        return (num_blocks, self.block_size, self.kv.num_kv_heads, self.kv.v_head_dim)

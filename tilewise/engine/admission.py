@@ -1,0 +1,98 @@
+"""Which requests can never be served, and how long each may grow. No torch.
+
+A refusal here is what makes every accepted request end: whatever passes fits the cache alone, so
+the oldest sequence can always run to its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.engine.request import Request
+from tilewise.errors import RequestError
+
+__all__ = ["Limits"]
+
+MAX_TOKEN_ID = 2**31 - 1  # token ids travel as int32
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes that a scheduler works within.
+
+    Attributes:
+        num_blocks: cache blocks.
+        block_size: tokens per block.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens of one step.
+        max_model_len: tokens of a sequence, prompt and generated.
+        max_chunk_tokens: tokens of one sequence in one step; None is no limit of its own.
+
+    Raises:
+        ValueError: a limit is below 1, or max_model_len below 2.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one = {
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_chunk_tokens": 1 if self.max_chunk_tokens is None else self.max_chunk_tokens,
+        }
+        for name, value in at_least_one.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+
+    @property
+    def max_cached_len(self) -> int:
+        """Tokens of a sequence that has the whole cache: the last one is never written to it."""
+        return self.num_blocks * self.block_size + 1
+
+    def max_len(self, request: Request) -> int:
+        """Return how many tokens, prompt and generated, end a sequence of this request.
+
+        min(prompt + max_tokens, max_model_len); without max_tokens, as far as model and cache go.
+        """
+        max_tokens = request.sampling.max_tokens
+        if max_tokens is None:
+            return min(self.max_model_len, self.max_cached_len)
+        return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be served.
+
+        The samples of a request need not fit together: they can be preempted one by one, so one
+        alone has to fit.
+
+        Raises:
+            RequestError: the prompt is empty, too long or not of token ids, or prompt and
+                max_tokens exceed the cache.
+        """
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise RequestError("prompt must hold at least 1 token, got 0")
+        if min(prompt) < 0 or max(prompt) > MAX_TOKEN_ID:
+            worst = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise RequestError(f"prompt token ids must be in 0 ... {MAX_TOKEN_ID}, got {worst}")
+        if len(prompt) + 1 > self.max_model_len:
+            raise RequestError(
+                f"prompt must be at most {self.max_model_len - 1} tokens, so that 1 more fits the "
+                f"context of {self.max_model_len}, got {len(prompt)}"
+            )
+        needed = max(self.max_len(request), len(prompt) + 1)
+        if needed > self.max_cached_len:
+            raise RequestError(
+                f"prompt and max_tokens must be at most {self.max_cached_len} tokens together, so "
+                f"that they fit the {self.num_blocks} cache blocks of {self.block_size} tokens, "
+                f"got {needed} (prompt of {len(prompt)})"
+            )

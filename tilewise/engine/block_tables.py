@@ -1,0 +1,188 @@
+"""Which cache blocks each sequence holds: reserve, extend, fork, release. No torch.
+
+The only writer of Sequence.block_ids. It keeps two promises to the step that it prepares:
+
+    exclusive writer  a block that is written has one owner; a shared one is copied first
+    still sources     a block that is copied from is handed out again only after the step is built,
+                      so that no copy's source is another copy's destination
+"""
+
+from __future__ import annotations
+
+from tilewise.cache.allocator import BlockAllocator
+from tilewise.cache.prefix import PrefixCache
+from tilewise.engine.request import Sequence
+
+__all__ = ["BlockTables"]
+
+
+class BlockTables:
+    """Give sequences their blocks and take them back.
+
+    Args:
+        num_blocks: size of the pool.
+        block_size: tokens per block.
+        enable_prefix_caching: keep full blocks findable by content.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self.block_size = block_size
+        self.allocator = BlockAllocator(num_blocks)
+        self.prefix = PrefixCache(self.allocator, block_size) if enable_prefix_caching else None
+        self._copies: list[tuple[int, int]] = []
+        self._held_sources: list[int] = []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return ceil(num_tokens / block_size)."""
+        return -(-num_tokens // self.block_size)
+
+    def missing_blocks(self, seq: Sequence) -> int:
+        """Return how many blocks must become free before reserve() can succeed; 0 is now."""
+        return max(0, self._demand(seq, self._match(seq)) - self.allocator.num_free)
+
+    def reserve(self, seq: Sequence) -> bool:
+        """Give a sequence without blocks all those that its known tokens need, or none.
+
+        The whole prompt is reserved even if only a chunk of it runs now: two half-computed prompts
+        could otherwise each wait for the blocks of the other. What the prefix cache has is shared
+        and counts as computed.
+
+        Returns:
+            Whether the blocks were there.
+        """
+        hits = self._match(seq)
+        if self._demand(seq, hits) > self.allocator.num_free:
+            return False
+        self.allocator.share(hits)
+        fresh = self.allocator.allocate(self.blocks_for(seq.num_tokens) - len(hits))
+        seq.block_ids = hits + fresh
+        seq.num_registered_blocks = len(hits)
+        seq.num_computed_tokens = len(hits) * self.block_size
+        if self.prefix is not None:
+            self.prefix.count(seq.num_tokens, seq.num_computed_tokens)
+        return True
+
+    def extend(self, seq: Sequence, end: int) -> bool:
+        """Make positions num_computed_tokens ... end - 1 writable by this sequence alone.
+
+        Only the first block to be written can be shared, by samples of one request that forked in
+        its middle; it is replaced by a copy.
+
+        Returns:
+            Whether the blocks were there; if not, nothing has changed.
+        """
+        first = seq.num_computed_tokens // self.block_size
+        shared = first < len(seq.block_ids) and self.allocator.ref_count(seq.block_ids[first]) > 1
+        grown = max(0, self.blocks_for(end) - len(seq.block_ids))
+        if shared + grown > self.allocator.num_free:
+            return False
+        if shared:
+            source = seq.block_ids[first]
+            [copy] = self.allocator.allocate(1)
+            self._copies.append((source, copy))
+            seq.block_ids[first] = copy
+            self.allocator.release([source])
+        seq.block_ids += self.allocator.allocate(grown)
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new sequence start from all that its parent has computed."""
+        self.allocator.share(parent.block_ids)
+        child.block_ids = list(parent.block_ids)
+        child.num_registered_blocks = parent.num_registered_blocks
+        child.num_computed_tokens = parent.num_computed_tokens
+
+    def release(self, seq: Sequence) -> None:
+        """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
+        sources = {source for source, _ in self._copies}
+        self._held_sources += [b for b in seq.block_ids if b in sources]
+        self.allocator.release([b for b in seq.block_ids if b not in sources])
+        seq.block_ids = []
+        seq.num_registered_blocks = 0
+        seq.num_computed_tokens = 0
+
+    def register(self, seq: Sequence) -> None:
+        """Make the blocks that became full findable; adopt an older block of equal content."""
+        if self.prefix is None:
+            return
+        size, blocks = self.block_size, seq.block_ids
+        num_full = seq.num_computed_tokens // size
+        for i in range(seq.num_registered_blocks, num_full):
+            parent = blocks[i - 1] if i else seq.request.salt
+            tokens = seq.token_ids[i * size : (i + 1) * size]
+            kept = self.prefix.register(blocks[i], parent, tokens)
+            if kept != blocks[i]:
+                self.allocator.share([kept])
+                self.allocator.release([blocks[i]])
+                blocks[i] = kept
+        seq.num_registered_blocks = num_full
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """Return the copies (source, destination) of the step and forget them."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        self.allocator.release(self._held_sources)
+        self._held_sources.clear()
+        return copies
+
+    def num_wasted_slots(self, computed: dict[Sequence, int]) -> int:
+        """Return how many slots of used blocks hold no token; shared blocks count once.
+
+        Args:
+            computed: tokens in the cache of each sequence that holds blocks.
+        """
+        size = self.block_size
+        empty: dict[int, int] = {}
+        for seq, num_tokens in computed.items():
+            for i in range(num_tokens // size, len(seq.block_ids)):
+                filled = min(size, max(0, num_tokens - i * size))
+                block = seq.block_ids[i]
+                empty[block] = min(empty.get(block, size), size - filled)
+        return sum(empty.values())
+
+    def check_integrity(self, holders: list[Sequence]) -> None:
+        """Verify that the tables of the sequences that hold blocks agree with pool and cache.
+
+        Raises:
+            AssertionError: names the invariant that is broken.
+        """
+        self.allocator.check_integrity()
+        owners = [0] * self.allocator.num_blocks
+        for seq in holders:
+            for block in seq.block_ids:
+                owners[block] += 1
+        counts = [self.allocator.ref_count(b) for b in range(self.allocator.num_blocks)]
+        rules = [
+            (owners == counts, "a ref count is the number of tables that hold the block"),
+            (
+                all(len(s.block_ids) >= self.blocks_for(s.num_computed_tokens) for s in holders),
+                "a table covers the computed tokens",
+            ),
+            (not self._copies and not self._held_sources, "no copy is left between steps"),
+        ]
+        if self.prefix is not None:
+            self.prefix.check_integrity()
+            rules.append((all(map(self._knows, holders)), "registered blocks hold their tokens"))
+        for holds, rule in rules:
+            if not holds:
+                raise AssertionError(f"broken invariant: {rule}")
+
+    def _match(self, seq: Sequence) -> list[int]:
+        return self.prefix.match(seq.token_ids, seq.request.salt) if self.prefix else []
+
+    def _demand(self, seq: Sequence, hits: list[int]) -> int:
+        """Blocks that reserving would take from the free list: new ones and revived ones."""
+        revived = sum(self.allocator.ref_count(block) == 0 for block in hits)
+        return self.blocks_for(seq.num_tokens) - len(hits) + revived
+
+    def _knows(self, seq: Sequence) -> bool:
+        assert self.prefix is not None
+        size = self.block_size
+        parent: int | str = seq.request.salt
+        for i, block in enumerate(seq.block_ids[: seq.num_registered_blocks]):
+            if not self.prefix.holds(block, parent, seq.token_ids[i * size : (i + 1) * size]):
+                return False
+            parent = block
+        return True

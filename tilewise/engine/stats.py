@@ -1,0 +1,51 @@
+"""What the scheduler reports about itself. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SchedulerStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot; counts since the start unless it says now.
+
+    Attributes:
+        num_running: sequences that hold blocks, now.
+        num_waiting: sequences that wait for blocks or a seat, now.
+        num_blocks: size of the pool.
+        block_size: slots per block.
+        blocks_used: blocks with an owner, now.
+        blocks_peak: the most there ever were.
+        slots_used: slots of used blocks that hold a token, now; shared blocks count once.
+        slots_peak: the same in the first step that reached blocks_peak.
+        prefix_query_tokens: tokens of the sequences admitted, once per admission.
+        prefix_hit_tokens: how many of them the prefix cache had.
+        num_preemptions: how often a sequence lost its blocks.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    block_size: int
+    blocks_used: int
+    blocks_peak: int
+    slots_used: int
+    slots_peak: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+
+    @property
+    def wasted_fraction(self) -> float:
+        """Share of the slots of used blocks that hold no token, now; 0 when none is used."""
+        return self._wasted(self.slots_used, self.blocks_used)
+
+    @property
+    def peak_wasted_fraction(self) -> float:
+        """The same in the first step that reached blocks_peak."""
+        return self._wasted(self.slots_peak, self.blocks_peak)
+
+    def _wasted(self, slots: int, blocks: int) -> float:
+        return 1 - slots / (blocks * self.block_size) if blocks else 0.0
