@@ -11,11 +11,14 @@ from tilewise.ops import _checks, _dispatch, _paged_op
 from tilewise.ops._paged_op import PagedOptions
 
 
-class _Paged(TypedDict, total=False):
+class _Required(TypedDict):
     block_table: Tensor
     seqlens_k: Tensor
     cu_seqlens_q: Tensor
     max_seqlen_q: int
+
+
+class _Paged(_Required, total=False):
     softmax_scale: float | None
     window: int | None
     softcap: float

@@ -29,14 +29,10 @@ def _run(
         "sinks": tensors["sinks"],
         "return_lse": True,
     }
-    if spec.is_varlen:
+    cu_seqlens_q, cu_seqlens_k = tensors["cu_seqlens_q"], tensors["cu_seqlens_k"]
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
         o, lse = standard.attention_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q=tensors["cu_seqlens_q"],
-            cu_seqlens_k=tensors["cu_seqlens_k"],
-            **options,
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options
         )
     else:
         o, lse = standard.attention(
@@ -81,7 +77,7 @@ def launch_bwd(
         if leaf is not None:
             wanted.append(leaf.requires_grad_())
     with torch.enable_grad():
-        o64, lse64 = _run(*leaves, spec, doubles)
+        o64, lse64 = _run(leaves[0], leaves[1], leaves[2], spec, doubles)
         # A row that sees nothing has lse = -inf; its gradient is zero by definition.
         finite = lse64.isfinite()
         dlse64 = torch.zeros_like(lse64) if dlse is None else dlse.double()

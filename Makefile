@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= Once upon a time, there was a little rabbit
+
+.PHONY: demo test check bench docs compile-matrix clean
+
+demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
+	$(BIN)/tilewise generate --prompt "$(PROMPT)"
+
+test: check ## everything that must hold before a change lands
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-test ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
+	$(BIN)/tilewise bench ops --device cpu
+	$(BIN)/tilewise bench engine
+
+docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results
+	$(BIN)/python docs/plots.py
+
+compile-matrix: $(VENV)/.installed-test ## compile every kernel with each supported triton version
+	$(BIN)/python -m tests.kernels.compile_matrix
+
+clean:
+	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tilewise needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev,plot]'
+	touch $@ $(VENV)/.installed

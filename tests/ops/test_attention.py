@@ -1,0 +1,218 @@
+"""attention() and attention_varlen() on every backend over the same named cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cases import ATTENTION_CASES, AttentionCase, draw
+from tilewise import ops
+from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
+from tilewise.reference import standard
+from tilewise.testing import assert_within_budget
+
+BACKENDS = [
+    pytest.param("cpu", "cpu", id="cpu"),
+    pytest.param("triton", "cpu", id="triton-interpreted"),
+    pytest.param("triton", "cuda", id="triton", marks=pytest.mark.gpu),
+]
+METADATA = ("alibi_slopes", "seqlens_k")
+
+
+def _results(run, tensors: dict[str, Tensor], grads: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Run with fresh leaves; return o, lse and the gradient of every differentiable tensor."""
+    leaves = {
+        name: t if name in METADATA else t.detach().clone().requires_grad_()
+        for name, t in tensors.items()
+    }
+    o, lse = run(**leaves, return_lse=True)
+    seen = lse.isfinite()
+    loss = (o * grads[0].to(o.dtype)).sum() + torch.where(
+        seen, lse * grads[1].to(lse.dtype), 0
+    ).sum()
+    wanted = [t for name, t in leaves.items() if name not in METADATA]
+    names = [f"d{name}" for name in leaves if name not in METADATA]
+    computed = torch.autograd.grad(loss, wanted)
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(names, computed, strict=True))}
+
+
+def _assert_case(case: AttentionCase, dtype: torch.dtype, backend: str, place: str) -> None:
+    tensors = draw(case, dtype, place)
+    o_shape = (*tensors["q"].shape[:-1], tensors["v"].shape[-1])
+    lse_shape = (case.batch, case.num_q_heads, case.seqlen_q)
+    grads = (torch.randn(o_shape, device=place), torch.randn(lse_shape, device=place))
+    doubles = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+
+    truth = _results(lambda **t: standard.attention(**t, **case.options), doubles, grads)
+    eager = _results(lambda **t: standard.attention(**t, **case.options), tensors, grads)
+    got = _results(lambda **t: ops.attention(**t, **case.options, backend=backend), tensors, grads)
+    for name, result in got.items():
+        assert_within_budget(result, truth[name], eager[name], name=name)
+
+
+@pytest.mark.parametrize(("backend", "place"), BACKENDS)
+class TestAttention:
+    @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+    def test_forward_and_every_gradient_keep_the_budget(self, case, backend, place):
+        if case.bias_shape is not None and backend == "triton":
+            with pytest.raises(UnsupportedError, match="bias"):
+                _assert_case(case, torch.float32, backend, place)
+            return
+        dtype = torch.float32 if device.interpreting() else torch.bfloat16
+        _assert_case(case, dtype, backend, place)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_each_dtype_keeps_the_budget(self, dtype, backend, place):
+        case = next(c for c in ATTENTION_CASES if c.name == "gqa_4")
+        _assert_case(case, dtype, backend, place)
+
+    def test_fully_masked_rows_give_zero_and_minus_infinity(self, backend, place):
+        q, k, v = (torch.randn(1, n, 2, 64, device=place) for n in (6, 2, 2))
+        q.requires_grad_()
+        o, lse = ops.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        assert torch.equal(o[:, :4], torch.zeros_like(o[:, :4]))
+        assert bool(lse[..., :4].isneginf().all())
+        assert bool(lse[..., 4:].isfinite().all())
+        o.sum().backward()
+        assert torch.equal(q.grad[:, :4], torch.zeros_like(o[:, :4]))
+
+    def test_no_keys_at_all(self, backend, place):
+        q = torch.randn(2, 3, 2, 64, device=place, requires_grad=True)
+        k = torch.randn(2, 0, 2, 64, device=place)
+        o, lse = ops.attention(q, k, k, return_lse=True, backend=backend)
+        assert torch.equal(o, torch.zeros_like(o))
+        assert bool(lse.isneginf().all())
+        o.sum().backward()
+        assert torch.equal(q.grad, torch.zeros_like(q))
+
+    def test_no_queries_at_all(self, backend, place):
+        q = torch.randn(2, 0, 2, 64, device=place)
+        k = torch.randn(2, 5, 2, 64, device=place, requires_grad=True)
+        o, lse = ops.attention(q, k, k, return_lse=True, backend=backend)
+        assert o.shape == (2, 0, 2, 64)
+        assert lse.shape == (2, 2, 0)
+        o.sum().backward()
+        assert torch.equal(k.grad, torch.zeros_like(k))
+
+    def test_infinities_beyond_the_visible_keys_never_leak(self, backend, place):
+        q, k, v = (torch.randn(1, 40, 2, 64, device=place) for _ in range(3))
+        bad_k, bad_v = k.clone(), v.clone()
+        bad_k[:, 30:], bad_v[:, 30:] = float("inf"), float("nan")
+        lengths = torch.tensor([30], dtype=torch.int32, device=place)
+        results = []
+        for keys, values in ((k, v), (bad_k, bad_v)):
+            leaves = [t.clone().requires_grad_() for t in (q, keys, values)]
+            o = ops.attention(*leaves, seqlens_k=lengths, backend=backend)
+            o.sum().backward()
+            results.append([o.detach(), *(t.grad for t in leaves)])
+        for clean, poisoned in zip(*results, strict=True):
+            assert torch.equal(clean, poisoned)
+
+    def test_strided_views_need_no_copy_and_give_the_same(self, backend, place):
+        qkv = torch.randn(2, 3, 50, 2, 64, device=place).permute(0, 2, 1, 3, 4)
+        q, k, v = qkv.unbind(2)
+        want = ops.attention(
+            q.contiguous(), k.contiguous(), v.contiguous(), causal=True, backend=backend
+        )
+        assert torch.equal(ops.attention(q, k, v, causal=True, backend=backend), want)
+
+    def test_window_ends_at_its_last_key(self, backend, place):
+        """window=3 is the query's own key and two before it: a fourth key changes nothing."""
+        q, k, v = (torch.randn(1, 12, 1, 64, device=place) for _ in range(3))
+        base = ops.attention(q, k, v, window=3, backend=backend)
+        moved = k.clone()
+        moved[:, 5] += 1.0
+        changed = (ops.attention(q, moved, v, window=3, backend=backend) != base).any(-1).flatten()
+        assert changed.nonzero().flatten().tolist() == [5, 6, 7]
+
+    def test_two_runs_are_bitwise_equal(self, backend, place):
+        runs = []
+        for _ in range(2):
+            leaves = [
+                torch.randn(2, 60, 4, 64, generator=torch.Generator().manual_seed(i))
+                .to(place)
+                .requires_grad_()
+                for i in range(3)
+            ]
+            o = ops.attention(*leaves, causal=True, deterministic=True, backend=backend)
+            o.square().sum().backward()
+            runs.append([o.detach(), *(t.grad for t in leaves)])
+        for first, second in zip(*runs, strict=True):
+            assert torch.equal(first, second)
+
+
+VARLEN_CASES = {
+    "ragged": ([5, 70, 1], [5, 70, 1], {"causal": True}),
+    "empty_sequences": ([0, 9, 0, 4], [3, 9, 0, 20], {"causal": True}),
+    "cross_lengths": ([17, 3], [40, 66], {}),
+    "window": ([64, 90], [64, 90], {"window": 11}),
+    "softcap": ([33], [50], {"softcap": 3.0, "causal": True}),
+}
+
+
+@pytest.mark.parametrize(("backend", "place"), BACKENDS)
+class TestAttentionVarlen:
+    @pytest.mark.parametrize("name", VARLEN_CASES)
+    def test_packed_sequences_keep_the_budget(self, name, backend, place):
+        lengths_q, lengths_k, options = VARLEN_CASES[name]
+        dtype = torch.float32 if device.interpreting() else torch.bfloat16
+        cu_q, cu_k = (
+            torch.tensor([0, *lengths], device=place).cumsum(0).int()
+            for lengths in (lengths_q, lengths_k)
+        )
+        tensors = {
+            "q": torch.randn(sum(lengths_q), 4, 64).to(place, dtype),
+            "k": torch.randn(sum(lengths_k), 2, 64).to(place, dtype),
+            "v": torch.randn(sum(lengths_k), 2, 64).to(place, dtype),
+        }
+        grads = (torch.randn(sum(lengths_q), 4, 64), torch.randn(4, sum(lengths_q)))
+        grads = tuple(g.to(place) for g in grads)
+        packing = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+
+        def oracle(**t):
+            return standard.attention_varlen(**t, **packing, **options)
+
+        def ours(**t):
+            sizes = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+            return ops.attention_varlen(**t, **packing, **sizes, **options, backend=backend)
+
+        doubles = {n: t.double() for n, t in tensors.items()}
+        truth, eager = _results(oracle, doubles, grads), _results(oracle, tensors, grads)
+        for key, result in _results(ours, tensors, grads).items():
+            assert_within_budget(result, truth[key], eager[key], name=key)
+
+    def test_a_packed_sequence_equals_itself_alone(self, backend, place):
+        q, k, v = (torch.randn(90, 2, 64, device=place) for _ in range(3))
+        cu = torch.tensor([0, 30, 90], dtype=torch.int32, device=place)
+        packed = ops.attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_seqlen_q=60,
+            max_seqlen_k=60,
+            causal=True,
+            backend=backend,
+        )
+        alone = ops.attention(
+            q[None, 30:], k[None, 30:], v[None, 30:], causal=True, backend=backend
+        )
+        torch.testing.assert_close(packed[30:], alone[0])
+
+    def test_no_tokens_at_all(self, backend, place):
+        q = torch.randn(0, 2, 64, device=place)
+        cu = torch.zeros(3, dtype=torch.int32, device=place)
+        o = ops.attention_varlen(
+            q,
+            q,
+            q,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_seqlen_q=0,
+            max_seqlen_k=0,
+            backend=backend,
+        )
+        assert o.shape == (0, 2, 64)

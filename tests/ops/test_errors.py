@@ -1,0 +1,161 @@
+"""One row per refusal: the wrong argument, the exception, the words that name it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewise import ops
+from tilewise.errors import UnsupportedError
+
+
+def _qkv(**changes):
+    tensors = {n: torch.randn(2, 8, 4, 16) for n in "qkv"}
+    tensors.update(changes)
+    return tensors
+
+
+ATTENTION = {
+    "q_rank": (_qkv(q=torch.randn(8, 4, 16)), {}, ValueError, r"q must be \(B, S, H, D\)"),
+    "int_dtype": (
+        _qkv(q=torch.ones(2, 8, 4, 16, dtype=torch.int32)),
+        {},
+        TypeError,
+        "q must be one",
+    ),
+    "mixed_dtype": (
+        _qkv(k=torch.randn(2, 8, 4, 16).half()),
+        {},
+        TypeError,
+        "k must have dtype float32",
+    ),
+    "batch": (
+        _qkv(k=torch.randn(1, 8, 4, 16), v=torch.randn(1, 8, 4, 16)),
+        {},
+        ValueError,
+        "batch of q",
+    ),
+    "head_dim": (_qkv(k=torch.randn(2, 8, 4, 8)), {}, ValueError, "head dim of q, 16, got 8"),
+    "v_length": (_qkv(v=torch.randn(2, 7, 4, 16)), {}, ValueError, "v must have the shape of k"),
+    "heads": (
+        _qkv(k=torch.randn(2, 8, 3, 16), v=torch.randn(2, 8, 3, 16)),
+        {},
+        ValueError,
+        "multiple",
+    ),
+    "strides": (_qkv(q=torch.randn(2, 8, 16, 4).transpose(2, 3)), {}, ValueError, "stride 1"),
+    "window_zero": (_qkv(), {"window": 0}, ValueError, "window must be at least 1 key, got 0"),
+    "window_pair": (_qkv(), {"window": (-2, 0)}, ValueError, "window left must be None, -1"),
+    "window_triple": (_qkv(), {"window": (1, 2, 3)}, ValueError, r"int or \(left, right\)"),
+    "softcap": (_qkv(), {"softcap": -1.0}, ValueError, "softcap must be at least 0, got -1.0"),
+    "backend": (_qkv(), {"backend": "cuda"}, ValueError, "backend must be one of reference, cpu"),
+    "sinks_shape": (_qkv(), {"sinks": torch.zeros(3)}, ValueError, r"sinks must have shape \(4,\)"),
+    "alibi_grad": (
+        _qkv(),
+        {"alibi_slopes": torch.zeros(4, requires_grad=True)},
+        ValueError,
+        "must not require a gradient",
+    ),
+    "bias_shape": (_qkv(), {"bias": torch.zeros(3, 8)}, ValueError, "bias must broadcast to"),
+    "bias_dtype": (_qkv(), {"bias": torch.zeros(8, 8).half()}, TypeError, "bias must have dtype"),
+    "lengths_dtype": (
+        _qkv(),
+        {"seqlens_k": torch.tensor([3, 4])},
+        TypeError,
+        "seqlens_k must have",
+    ),
+    "lengths_shape": (_qkv(), {"seqlens_k": torch.zeros(3).int()}, ValueError, r"shape \(2,\)"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_refuses(name):
+    tensors, options, error, words = ATTENTION[name]
+    with pytest.raises(error, match=words):
+        ops.attention(**tensors, **options)
+
+
+def test_a_named_backend_is_never_replaced(monkeypatch):
+    """A CPU tensor does not run on triton (outside its interpreter), and the message says so."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    tensors = _qkv()
+    with pytest.raises(UnsupportedError, match="backend 'triton' cannot run attention: .*cpu"):
+        ops.attention(**tensors, softmax_scale=0.111, backend="triton")
+
+
+def test_a_meta_tensor_names_its_device():
+    tensors = {n: t.to("meta") for n, t in _qkv().items()}
+    assert ops.attention(**tensors).device.type == "meta"
+
+
+def _paged(**changes):
+    arguments = {
+        "q": torch.randn(3, 4, 16),
+        "k_cache": torch.randn(5, 8, 2, 16),
+        "v_cache": torch.randn(5, 8, 2, 16),
+        "block_table": torch.zeros(2, 3, dtype=torch.int32),
+        "seqlens_k": torch.tensor([5, 9], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 1, 3], dtype=torch.int32),
+        "max_seqlen_q": 2,
+    }
+    arguments.update(changes)
+    return arguments
+
+
+PAGED = {
+    "q_rank": ({"q": torch.randn(1, 3, 4, 16)}, ValueError, r"q must be \(T, Hq, D\)"),
+    "cache_rank": ({"k_cache": torch.randn(5, 8, 32)}, ValueError, "k_cache must be"),
+    "head_dim": ({"q": torch.randn(3, 4, 8)}, ValueError, "head dim of q, 8, got 16"),
+    "heads": ({"q": torch.randn(3, 5, 16)}, ValueError, "multiple of key heads"),
+    "v_blocks": ({"v_cache": torch.randn(4, 8, 2, 16)}, ValueError, "blocks and heads of k_cache"),
+    "v_dtype": ({"v_cache": torch.randn(5, 8, 2, 16).half()}, TypeError, "v_cache must have dtype"),
+    "table_dtype": ({"block_table": torch.zeros(2, 3).long()}, TypeError, "block_table must have"),
+    "lengths": (
+        {"seqlens_k": torch.zeros(3).int()},
+        ValueError,
+        r"seqlens_k must have shape \(2,\)",
+    ),
+    "cu": ({"cu_seqlens_q": torch.zeros(2).int()}, ValueError, r"shape \(3,\)"),
+    "window": ({"window": 0}, ValueError, "window must be None or at least 1"),
+    "max_seqlen": ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0"),
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_attention_refuses(name):
+    changes, error, words = PAGED[name]
+    arguments = _paged(**changes)
+    tensors = [arguments.pop(n) for n in ("q", "k_cache", "v_cache")]
+    with pytest.raises(error, match=words):
+        ops.paged_attention(*tensors, **arguments)
+
+
+def test_write_kv_cache_refuses_wrong_rows_and_slots():
+    k = torch.randn(3, 2, 16)
+    k_cache, v_cache = torch.zeros(5, 8, 2, 16), torch.zeros(5, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"k must have shape \(4, 2, 16\)"):
+        ops.write_kv_cache(k, k, k_cache, v_cache, torch.arange(4))
+    with pytest.raises(TypeError, match="slot_mapping must have dtype int64"):
+        ops.write_kv_cache(k, k, k_cache, v_cache, torch.arange(3).int())
+
+
+def test_copy_blocks_refuses_a_flat_list():
+    cache = torch.zeros(5, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"block_pairs must be \(n, 2\)"):
+        ops.copy_blocks(cache, cache.clone(), torch.tensor([1, 2]))
+
+
+def test_rope_refuses_tables_that_do_not_fit():
+    x, table = torch.randn(6, 2, 16), torch.randn(6, 8)
+    with pytest.raises(ValueError, match="one row a position"):
+        ops.apply_rope(x, table[:5], table[:5])
+    with pytest.raises(ValueError, match="at most D / 2 = 8 columns, got 9"):
+        ops.apply_rope(x, torch.randn(6, 9), torch.randn(6, 9))
+    with pytest.raises(TypeError, match="cos must be float32"):
+        ops.apply_rope(x, table.half(), table)
+
+
+def test_merge_states_refuses_lse_of_another_layout():
+    o = torch.randn(2, 5, 3, 16)
+    with pytest.raises(ValueError, match=r"lse_a must have shape \(2, 3, 5\)"):
+        ops.merge_states(o, torch.zeros(2, 5, 3), o, torch.zeros(2, 3, 5))

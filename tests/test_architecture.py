@@ -1,0 +1,124 @@
+"""The rules of docs/architecture.md, executed: import direction, file sizes, mirrored tests."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "tilewise"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# room -> the rooms it may import; its own folder is always allowed.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "cost": {"errors"},
+    "masks": {"errors"},
+    "reference": {"errors"},
+    "kernels": {"errors"},
+    "cache": {"errors"},
+    "ops": {"kernels", "reference", "masks", "cost", "errors"},
+    "nn": {"ops", "cache", "errors"},
+    "models": {"nn", "ops", "cache", "errors"},
+    "engine": {"models", "nn", "ops", "cache", "cost", "errors"},
+    "testing": {"reference", "errors"},
+    "bench": {
+        "engine",
+        "models",
+        "nn",
+        "ops",
+        "kernels",
+        "cache",
+        "reference",
+        "testing",
+        "cost",
+        "errors",
+    },
+    "cli": {"engine", "bench", "ops", "models", "cache", "cost", "errors"},
+}
+NO_TORCH = ("cache/allocator.py", "cache/prefix.py", "engine/scheduler.py", "engine/request.py")
+BANNED_NAMES = {"utils.py", "common.py", "base.py", "manager.py", "helpers.py"}
+MAX_LINES = 600
+
+
+def _room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def _imports(path: Path) -> list[str]:
+    """Every module imported anywhere in the file, but for type-checking-only blocks."""
+    found: list[str] = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found.extend(f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    room = _room(path)
+    if room in ("__init__", "__main__"):
+        return
+    for name in _imports(path):
+        if not name.startswith("tilewise."):
+            continue
+        target = name.split(".")[1]
+        if target in (room, "__version__"):
+            continue
+        assert target in ALLOWED[room], f"{room} must not import {target} ({name})"
+
+
+def test_nn_sees_only_the_spec_of_the_cache():
+    for path in (PACKAGE / "nn").glob("*.py"):
+        for name in _imports(path):
+            if name.startswith("tilewise.cache"):
+                assert name.startswith("tilewise.cache.spec"), f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("name", NO_TORCH)
+def test_bookkeeping_knows_no_tensors(name):
+    assert not [n for n in _imports(PACKAGE / name) if n.split(".")[0] in ("torch", "numba")]
+
+
+def test_backends_do_not_import_one_another():
+    backends = {path.name for path in (PACKAGE / "kernels").iterdir() if path.is_dir()}
+    for backend in backends - {"__pycache__"}:
+        for path in (PACKAGE / "kernels" / backend).rglob("*.py"):
+            for name in _imports(path):
+                parts = name.split(".")
+                if parts[:2] == ["tilewise", "kernels"] and parts[2] in backends:
+                    assert parts[2] == backend, f"{path.name} imports {name}"
+
+
+def test_files_stay_small_and_named_for_what_they_hold():
+    for path in FILES:
+        lines = len(path.read_text().splitlines())
+        assert lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines"
+        assert path.name not in BANNED_NAMES, f"{path.relative_to(ROOT)} is a drawer, not an idea"
+
+
+def test_every_module_says_what_it_is():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        if tree.body:
+            assert ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_every_op_has_an_oracle_a_kernel_for_each_backend_and_a_test():
+    for op in ("attention", "paged_attention", "cache_ops", "rope", "merge"):
+        assert (PACKAGE / "ops" / "_reference" / f"{op}.py").exists()
+        for backend in ("cpu", "triton"):
+            assert (PACKAGE / "kernels" / backend / f"{op}.py").exists()
