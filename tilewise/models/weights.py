@@ -120,6 +120,9 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> dict[str, tuple[Path,
 
 
 def _files(directory: Path) -> list[Path]:
+    """The single file when there is one, as transformers prefers it, else every shard."""
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
     if (directory / _INDEX).is_file():
         try:
             shards = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -134,8 +137,6 @@ def _files(directory: Path) -> list[Path]:
                 f"checkpoint must hold every shard that {_INDEX} names, got no {_some(missing)}"
             )
         return files
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
     others = sorted(
         file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".safetensors")
     )
@@ -157,31 +158,42 @@ def save_model(
     Each file is written beside its place and renamed, so a crash never leaves half a file.
 
     Args:
-        directory: made when it does not exist; files of the same names are replaced.
+        directory: made when it does not exist; model weights already there are replaced, other
+            files (a tokenizer) are left alone.
         max_shard_bytes: a shard is closed before it would exceed this; 5 GB is Hugging Face's.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    shards = _shards(model, max_shard_bytes)
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = names if len(shards) > 1 else [_SINGLE]
+    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    _save_json(model.config.to_hf() | {"dtype": dtype}, directory / "config.json")
+    for name, shard in zip(names, shards, strict=True):
+        _save_shard(shard, directory / name)
+    if len(shards) > 1:
+        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        size = sum(part.nbytes for shard in shards for part in shard.values())
+        _save_json({"metadata": {"total_size": size}, "weight_map": places}, directory / _INDEX)
+        (directory / _SINGLE).unlink(missing_ok=True)
+    else:
+        (directory / _INDEX).unlink(missing_ok=True)
+    for stale in directory.glob("model-?????-of-?????.safetensors"):
+        if stale.name not in names:
+            stale.unlink()
+
+
+def _shards(model: Decoder, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
-    size = total = 0
+    size = 0
     for weight in model.weight_table():
         for name, part in weight.parts(model.get_parameter(weight.name).detach()):
             if shards[-1] and size + part.nbytes > max_shard_bytes:
                 shards.append({})
                 size = 0
             shards[-1][name] = part
-            size, total = size + part.nbytes, total + part.nbytes
-    if len(shards) == 1:
-        _save_shard(shards[0], directory / _SINGLE)
-        (directory / _INDEX).unlink(missing_ok=True)
-    else:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        for name, shard in zip(names, shards, strict=True):
-            _save_shard(shard, directory / name)
-        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        _save_json({"metadata": {"total_size": total}, "weight_map": places}, directory / _INDEX)
-    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
-    _save_json(model.config.to_hf() | {"dtype": dtype}, directory / "config.json")
+            size += part.nbytes
+    return shards
 
 
 def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:

@@ -1,0 +1,250 @@
+"""config.json of every age becomes the same ModelConfig; what is not supported is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.models.tiny import CASES, GPT2_CASES, config_of
+from tilewise.errors import CheckpointError
+from tilewise.models import ModelConfig
+from tilewise.models.config import read_config
+from tilewise.models.hf_config import ARCHITECTURES
+from tilewise.models.registry import MODELS
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 32,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+}
+
+
+def llama(**changes):
+    return ModelConfig.from_hf({**LLAMA, **changes})
+
+
+def test_every_known_architecture_has_a_class():
+    assert set(ARCHITECTURES) == set(MODELS)
+
+
+@pytest.mark.parametrize("case", [*CASES, *GPT2_CASES])
+def test_what_transformers_writes_survives_a_round_trip(case):
+    config_class, model_class, fields = config_of(case)
+    written = json.loads(config_class(**fields).to_json_string())
+    config = ModelConfig.from_hf({**written, "architectures": [model_class.__name__]})
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    # and transformers reads ours as the same model
+    again = json.loads(config_class(**config.to_hf()).to_json_string())
+    again["architectures"] = [model_class.__name__]
+    assert ModelConfig.from_hf(again) == config
+
+
+def test_defaults_of_a_sparse_config():
+    config = llama()
+    assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 4, 1e-6)
+    assert config.windows == (None,) * 3
+    assert config.softmax_scales == (0.5,) * 3
+    assert (config.rope.theta, config.rope.rope_type, config.rope.rotary_dim) == (1e4, "default", 4)
+    assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (None, (), "float32")
+    assert not config.tie_word_embeddings
+    assert ModelConfig.from_hf(GPT2).tie_word_embeddings
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        llama().vocab_size = 1
+
+
+def test_old_and_new_rope_spellings_are_one():
+    old = llama(
+        rope_theta=5e5,
+        rope_scaling={
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    )
+    settings = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    new = llama(rope_parameters=settings)
+    per_type = llama(rope_parameters={"full_attention": settings, "sliding_attention": settings})
+    assert old == new == per_type
+    assert (new.rope.theta, new.rope.factor, new.rope.original_max_positions) == (5e5, 8.0, 16)
+    assert llama(rope_theta=3e4, rope_scaling=None).rope.theta == 3e4
+
+
+def test_yarn_without_factor_takes_the_ratio_of_the_lengths():
+    rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
+    assert llama(rope_parameters=rope).rope.factor == 4.0
+
+
+def test_partial_rotary_factor_rotates_the_first_channels_only():
+    assert llama(head_dim=8, partial_rotary_factor=0.5).rope.rotary_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 8}, (None, None, None)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8, 8, 8)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None, None)),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}, (None, None, None)),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 8, 8),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+    ],
+    ids=["llama_ignores", "mistral", "mistral_null", "qwen_off", "qwen_upper", "qwen_layer_types"],
+)
+def test_windows_follow_each_familys_rule(changes, windows):
+    assert llama(**changes).windows == windows
+
+
+def test_each_family_sets_its_own_switches():
+    by_family = {
+        name: ModelConfig.from_hf({**LLAMA, "architectures": [name]})
+        for name in ARCHITECTURES
+        if name != "GPT2LMHeadModel"
+    }
+    assert [name for name, c in by_family.items() if c.attention_bias] == ["Qwen2ForCausalLM"]
+    assert [name for name, c in by_family.items() if c.qk_norm] == ["Qwen3ForCausalLM"]
+    assert not any(c.o_bias or c.mlp_bias for c in by_family.values())
+    assert by_family["Qwen3ForCausalLM"].head_dim == 128
+
+
+def test_model_type_stands_in_for_a_missing_architecture():
+    config = {**LLAMA, "model_type": "qwen2"}
+    del config["architectures"]
+    assert ModelConfig.from_hf(config).architecture == "Qwen2ForCausalLM"
+
+
+def test_either_name_of_the_dtype_is_read():
+    assert llama(torch_dtype="bfloat16").dtype == "bfloat16"
+    assert llama(dtype="float16").dtype == "float16"
+
+
+def test_end_tokens_of_both_files_are_joined(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 2}))
+    assert read_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
+    assert read_config(tmp_path).eos_token_ids == (2, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BertModel"]}, r"architecture must be one of GPT2.*got 'BertModel'"),
+        ({"architectures": None}, r"architecture must be one of .*, got None"),
+        ({"hidden_size": None}, r"config.json must hold hidden_size, got none"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers must be a positive integer, got 0"),
+        ({"vocab_size": "32"}, r"vocab_size must be a positive integer, got '32'"),
+        ({"num_key_value_heads": 3}, r"num_q_heads must be a multiple of num_kv_heads 3, got 4"),
+        ({"hidden_act": "xielu"}, r"hidden_act must be one of silu, .*, got 'xielu'"),
+        ({"dtype": "int8"}, r"dtype must be one of float32, .*, got 'int8'"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            r"rope_type must be one of default, linear, llama3, yarn, got 'dynamic'",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_type 'linear' must come with factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            r"rope_type 'llama3' must come with low_freq_factor, got none",
+        ),
+        ({"head_dim": 5}, r"rotary_dim must be even and at least 2, got 5"),
+        ({"rope_theta": -1.0}, r"theta must be positive, got -1.0"),
+        (
+            {"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}},
+            r"rope_parameters must be the same for all layer types",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"quantization_config must be absent \(float weights\), got 'gptq'",
+        ),
+    ],
+)
+def test_unsupported_settings_are_refused_in_one_sentence(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        llama(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types must be among full_attention"),
+        ({"layer_types": ["full_attention"]}, "windows must have one entry per layer .3., got 1"),
+        ({"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+    ],
+)
+def test_wrong_windows_are_refused(changes, message):
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
+    with pytest.raises(CheckpointError, match=message):
+        llama(**{**qwen, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_head": 3}, "n_embd must be a multiple of n_head 3, got 16"),
+        ({"add_cross_attention": True}, "add_cross_attention must be false, got true"),
+        ({"n_positions": None}, "config.json must hold n_positions, got none"),
+    ],
+)
+def test_wrong_gpt2_settings_are_refused(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf({**GPT2, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"checkpoint must hold config.json, got none in "),
+        ("{", r"config.json must be valid JSON, got "),
+        ("[]", r"config.json must be a JSON object, got list"),
+    ],
+)
+def test_unreadable_config_json_is_named(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_directory_that_is_none_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="checkpoint must be a directory, got '.*nowhere'"):
+        read_config(tmp_path / "nowhere")

@@ -1,0 +1,104 @@
+"""The Llama family equals transformers: logits, tokens through both paths, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.tiny import (
+    CASES,
+    VOCAB,
+    PagedLoop,
+    float64_logits,
+    greedy_dense,
+    greedy_hf,
+    greedy_paged,
+    make_hf,
+    save_hf,
+)
+from tilewise.models import load_model
+from tilewise.testing import assert_within_budget
+
+PROMPTS = [[5, 17, 3, 88, 41, 9, 60, 22, 71, 13, 2], [7], [31, 4, 19, 99, 8]]
+
+
+@pytest.fixture(params=CASES, scope="module")
+def pair(request, tmp_path_factory):
+    """transformers' model and ours, from the same files."""
+    hf = make_hf(request.param)
+    return hf, load_model(save_hf(hf, tmp_path_factory.mktemp(request.param)))
+
+
+def test_logits_are_within_the_budget_of_float64(pair):
+    hf, ours = pair
+    ids = torch.randint(0, VOCAB, (2, 70))
+    with torch.no_grad():
+        logits, eager = ours.compute_logits(ours(ids)), hf(ids).logits
+    assert logits.dtype == torch.float32
+    assert_within_budget(logits, float64_logits(hf, ids), eager, name="logits")
+
+
+def test_paged_path_gives_the_logits_of_the_dense_path_whatever_the_chunks(pair):
+    hf, ours = pair
+    ids = torch.randint(0, VOCAB, (2, 33))
+    loop = PagedLoop(ours, max_tokens=33, num_seqs=2)
+    first, second = ids.tolist()
+    rows = [
+        loop.step({0: first[:6]}),
+        loop.step({1: second[:21], 0: first[6:7]})[[-1]],
+        loop.step({0: first[7:33]}),
+        loop.step({1: second[21:33]}),
+    ]
+    with torch.no_grad():
+        truth, eager = float64_logits(hf, ids), hf(ids).logits
+    assert_within_budget(
+        torch.cat(rows), torch.cat([truth[0], truth[1, 21:]]), torch.cat([eager[0], eager[1, 21:]])
+    )
+
+
+def test_greedy_tokens_equal_transformers_through_the_paged_path(pair):
+    hf, ours = pair
+    expected = [greedy_hf(hf, prompt, 22) for prompt in PROMPTS]
+    assert greedy_paged(ours, PROMPTS, steps=22, chunk=3) == expected
+    assert greedy_paged(ours, PROMPTS[::-1], steps=22, chunk=64) == expected[::-1]
+
+
+def test_greedy_tokens_equal_transformers_through_the_dense_path(pair):
+    hf, ours = pair
+    assert greedy_dense(ours, PROMPTS[0], 22) == greedy_hf(hf, PROMPTS[0], 22)
+
+
+def test_gradients_of_the_dense_path_equal_transformers(pair):
+    hf, ours = pair
+    ids = torch.randint(0, VOCAB, (2, 19))
+    hf.zero_grad(), ours.zero_grad()
+    for logits in (ours.compute_logits(ours(ids)), hf(ids).logits):
+        torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        ).backward()
+    theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    for weight in ours.weight_table():
+        for source, part in weight.parts(ours.get_parameter(weight.name).grad):
+            error = (part - theirs[source]).norm() / theirs[source].norm()
+            assert error < 1e-4, (source, error.item())
+
+
+def test_given_positions_equal_implied_ones(pair):
+    _, ours = pair
+    ids = torch.randint(0, VOCAB, (2, 9))
+    positions = torch.arange(9).expand(2, 9)
+    with torch.inference_mode():
+        assert torch.equal(ours(ids, positions), ours(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_exact_as_transformers(tmp_path, dtype):
+    hf = make_hf("llama3_rope").to(dtype)
+    ours = load_model(save_hf(hf, tmp_path))
+    assert ours.embed_tokens.weight.dtype == dtype
+    ids = torch.randint(0, VOCAB, (2, 40))
+    with torch.no_grad():
+        logits, eager = ours.compute_logits(ours(ids)), hf(ids).logits
+    # Logits are rounded to the model's dtype before they are widened, as in transformers.
+    assert logits.dtype == torch.float32
+    assert_within_budget(logits.to(dtype), float64_logits(hf, ids), eager)

@@ -1,0 +1,115 @@
+"""Models are built without doubling memory, initialised sanely, and import nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.models.tiny import VOCAB, make_hf, save_hf
+from tilewise.models import ModelConfig, build_model, load_model
+from tilewise.models.registry import MODELS
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 512,
+    "n_embd": 128,
+    "n_layer": 8,
+    "n_head": 4,
+    "n_positions": 64,
+}
+
+
+@pytest.mark.parametrize("hf", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_random_weights_have_the_spread_of_gpt2(hf):
+    model = build_model(ModelConfig.from_hf(hf))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert parameter.std().item() == pytest.approx(0.02 / 4, rel=0.05), name  # sqrt(2 * 8)
+        elif parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
+        else:
+            assert torch.equal(parameter, torch.full_like(parameter, not name.endswith("bias")))
+
+
+@pytest.mark.parametrize("hf", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_fresh_model_predicts_uniformly_and_learns(hf):
+    model = build_model(ModelConfig.from_hf(hf), generator=torch.Generator().manual_seed(1))
+    assert model.training
+    ids = torch.randint(0, 512, (4, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(8):
+        logits = model.compute_logits(model(ids[:, :-1]))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(torch.tensor(512.0).log().item(), abs=0.3)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_a_generator_makes_the_weights_reproducible():
+    config = ModelConfig.from_hf(LLAMA)
+    first, second = (
+        build_model(config, generator=torch.Generator().manual_seed(5)).state_dict()
+        for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_construction_allocates_no_weights_before_they_are_needed(monkeypatch):
+    devices = []
+    original = torch.nn.Module.to_empty
+
+    def spy(module, **kwargs):
+        devices.extend(parameter.device.type for parameter in module.parameters())
+        return original(module, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", spy)
+    build_model(ModelConfig.from_hf(LLAMA))
+    assert set(devices) == {"meta"}
+
+
+def test_loaded_model_is_in_eval_mode_with_its_config(tmp_path):
+    model = load_model(save_hf(make_hf("qwen3_norm_wide_heads"), tmp_path))
+    assert not model.training
+    assert type(model) is MODELS["Qwen3ForCausalLM"]
+    assert (model.config.vocab_size, model.config.head_dim) == (VOCAB, 16)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_dtype_is_converted_on_load(tmp_path, dtype):
+    hf = make_hf("llama")
+    model = load_model(save_hf(hf, tmp_path), dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.norm.weight, hf.model.norm.weight.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", ["int8", torch.int64, "float31"])
+def test_a_dtype_that_is_no_float_is_refused(tmp_path, dtype):
+    save_hf(make_hf("llama"), tmp_path)
+    with pytest.raises(TypeError, match="dtype must be 'auto' or a floating point dtype, got"):
+        load_model(tmp_path, dtype=dtype)
+
+
+def test_importing_models_imports_nothing_heavy():
+    code = (
+        "import sys, tilewise.models\n"
+        "heavy = {'transformers', 'numba', 'triton', 'fastapi', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,140 @@
+"""The attention module against float64 attention written by hand, dense and paged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise.nn import Attention, AttentionContext, RMSNorm, RopeConfig, RotaryEmbedding
+from tilewise.testing import assert_within_budget
+
+E, D = 40, 8
+CASES = {
+    "mha": {"num_q_heads": 4, "num_kv_heads": 4},
+    "gqa": {"num_q_heads": 6, "num_kv_heads": 2},
+    "mqa": {"num_q_heads": 5, "num_kv_heads": 1},
+    "biases": {"num_q_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "o_bias": True},
+    "qk_norm": {"num_q_heads": 6, "num_kv_heads": 3, "qk_norm_eps": 1e-6},
+    "window": {"num_q_heads": 4, "num_kv_heads": 2, "window": 3},
+    "window_of_one": {"num_q_heads": 4, "num_kv_heads": 2, "window": 1},
+    "scale": {"num_q_heads": 4, "num_kv_heads": 2, "softmax_scale": 0.7},
+}
+
+
+def make(case: str) -> Attention:
+    attention = Attention(E, head_dim=D, **CASES[case])
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.shape == (D,) else 0.0, 0.3)
+    return attention
+
+
+def by_hand(attention: Attention, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The definition, in the dtype of x: (B, S, E) to (B, S, E)."""
+    weights = {name: p.to(x.dtype) for name, p in attention.named_parameters()}
+    hq, hk = attention.num_q_heads, attention.num_kv_heads
+    heads = x @ weights["qkv_proj.weight"].T + weights.get("qkv_proj.bias", 0)
+    q, k, v = heads.unflatten(-1, (hq + 2 * hk, D)).split((hq, hk, hk), dim=2)
+    if isinstance(attention.q_norm, RMSNorm):
+        q, k = (
+            t * (t.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weights[name]
+            for t, name in ((q, "q_norm.weight"), (k, "k_norm.weight"))
+        )
+    if rope is not None:
+        cos, sin = (table.to(x.dtype).unsqueeze(-2) for table in rope)
+        q, k = (
+            torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+            for a, b in (t.chunk(2, dim=-1) for t in (q, k))
+        )
+    k, v = (t.repeat_interleave(hq // hk, dim=2) for t in (k, v))
+    scale = D**-0.5 if attention.softmax_scale is None else attention.softmax_scale
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+    seen = (distance >= 0) & (distance < (attention.window or x.shape[1]))
+    p = s.masked_fill(~seen, float("-inf")).softmax(-1)
+    o = torch.einsum("bhij,bjhd->bihd", p, v).flatten(2)
+    return o @ weights["o_proj.weight"].T + weights.get("o_proj.bias", 0)
+
+
+def rope_of(seqlen: int) -> tuple[Tensor, Tensor]:
+    return RotaryEmbedding(RopeConfig(rotary_dim=D)).prefix(seqlen, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("rotated", [True, False], ids=["rope", "no_rope"])
+@pytest.mark.parametrize("case", CASES)
+def test_dense_path_and_its_gradients_are_within_the_budget(case, rotated):
+    attention, rope = make(case), rope_of(11) if rotated else None
+    x, do = torch.randn(2, 11, E, requires_grad=True), torch.randn(2, 11, E)
+    leaves = [x, *attention.parameters()]
+
+    def run(function, dtype):
+        y = function(x.to(dtype))
+        return [y, *torch.autograd.grad(y, leaves, do.to(y.dtype))]
+
+    actual = run(lambda x: attention(x, rope), torch.float32)
+    eager = run(lambda x: by_hand(attention, x, rope), torch.float32)
+    exact = make(case).double()
+    exact.load_state_dict(attention.state_dict())
+    x64 = x.detach().double().requires_grad_()
+    truth = [by_hand(exact, x64, rope)]
+    truth += torch.autograd.grad(truth[0], [x64, *exact.parameters()], do.double())
+    names = ["y", "dx", *(f"d{name}" for name, _ in attention.named_parameters())]
+    for name, *results in zip(names, actual, truth, eager, strict=True):
+        if not rotated and name == "dqkv_proj.bias":
+            # Without a rotation a key's bias moves no probability: its gradient is pure rounding.
+            hq, hk = attention.num_q_heads, attention.num_kv_heads
+            results = [
+                t.unflatten(0, (-1, D))[[*range(hq), *range(hq + hk, hq + 2 * hk)]] for t in results
+            ]
+        assert_within_budget(*results, name=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_paged_path_equals_the_definition(case):
+    attention, rope = make(case), rope_of(11)
+    x = torch.randn(1, 11, E)
+    cache_shape = (5, 4, attention.num_kv_heads, D)
+    kv = (torch.full(cache_shape, float("nan")), torch.full(cache_shape, float("nan")))
+    blocks = torch.tensor([[3, 0, 4]], dtype=torch.int32)
+    rows, first = [], 0
+    for count in (5, 1, 4, 1):
+        end = first + count
+        positions = torch.arange(first, end)
+        ctx = AttentionContext(
+            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
+            max_seqlen_q=count,
+            seqlens_k=torch.tensor([end], dtype=torch.int32),
+            block_table=blocks,
+            slot_mapping=blocks[0, positions // 4].long() * 4 + positions % 4,
+        )
+        step_rope = (rope[0][first:end], rope[1][first:end])
+        with torch.inference_mode():
+            rows.append(attention(x[0, first:end], step_rope, ctx=ctx, kv=kv))
+        first = end
+    exact = make(case).double()
+    exact.load_state_dict(attention.state_dict())
+    with torch.no_grad():
+        truth, eager = by_hand(exact, x.double(), rope)[0], by_hand(attention, x, rope)[0]
+    assert_within_budget(torch.cat(rows), truth, eager)
+
+
+def test_batch_invariance_is_asked_of_the_kernel(monkeypatch):
+    asked = []
+
+    def spy(q, *args, batch_invariant, **kwargs):
+        asked.append(batch_invariant)
+        return q
+
+    monkeypatch.setattr("tilewise.nn.attention.ops.write_kv_cache", lambda *_: None)
+    monkeypatch.setattr("tilewise.nn.attention.ops.paged_attention", spy)
+    nothing, kv = torch.zeros(2, dtype=torch.int32), (torch.zeros(1), torch.zeros(1))
+    for invariant in (False, True):
+        ctx = AttentionContext(nothing, 1, nothing, nothing, nothing, batch_invariant=invariant)
+        make("gqa")(torch.randn(1, E), ctx=ctx, kv=kv)
+    assert asked == [False, True]
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(4, 3), (2, 4), (4, 0)])
+def test_heads_must_group_evenly(num_q_heads, num_kv_heads):
+    with pytest.raises(ValueError, match="num_q_heads must be a multiple of num_kv_heads"):
+        Attention(E, num_q_heads, num_kv_heads, D)

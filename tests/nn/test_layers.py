@@ -1,0 +1,88 @@
+"""Norms and feed-forward blocks against float64 and against transformers' rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, RMSNorm
+from tilewise.testing import assert_within_budget
+
+
+def exact_norm(x, weight, eps):
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def make_norm(dim, dtype, eps=1e-5):
+    ours, theirs = RMSNorm(dim, eps), LlamaRMSNorm(dim, eps)
+    ours.weight.data = 1 + 0.3 * torch.randn(dim)
+    theirs.weight = ours.weight
+    return ours.to(dtype), theirs.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 33), (2, 3, 4, 16), (0, 8)], ids=str)
+def test_rms_norm_is_within_the_budget_of_float64(dtype, shape):
+    ours, theirs = make_norm(shape[-1], dtype)
+    x = (3 * torch.randn(shape)).to(dtype)
+    with torch.no_grad():
+        assert_within_budget(ours(x), exact_norm(x, ours.weight, 1e-5), theirs(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rms_norm_rounds_where_transformers_does(dtype):
+    ours, theirs = make_norm(96, dtype)
+    x = torch.randn(50, 96, dtype=dtype)
+    with torch.no_grad():
+        eps = torch.finfo(dtype).eps
+        # Half types must agree to the bit; float32 sums may be ordered differently.
+        tolerance = 4 * eps if dtype == torch.float32 else 0.0
+        torch.testing.assert_close(ours(x), theirs(x), rtol=tolerance, atol=0)
+
+
+def test_rms_norm_statistics_do_not_overflow_half_precision():
+    norm = RMSNorm(8, 1e-6).half()
+    with torch.no_grad():
+        y = norm(torch.full((1, 8), 60_000.0, dtype=torch.float16))
+    torch.testing.assert_close(y, torch.ones_like(y))
+
+
+def test_rms_norm_of_zeros_is_zero():
+    with torch.no_grad():
+        assert torch.equal(RMSNorm(8, 1e-6)(torch.zeros(2, 8)), torch.zeros(2, 8))
+
+
+def test_rms_norm_gradients_are_exact():
+    norm = RMSNorm(6, 1e-5).double()
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, (x,))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_equal_transformers(name):
+    x = torch.linspace(-6, 6, 301, dtype=torch.float64)
+    # gelu_fast of transformers shortens sqrt(2 / pi) to ten digits.
+    tolerance = 1e-9 if name == "gelu_fast" else 1e-12
+    torch.testing.assert_close(ACTIVATIONS[name](x), ACT2FN[name](x), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp_takes_the_gate_from_the_first_rows(bias):
+    mlp = GatedMLP(6, 10, "silu", bias=bias).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    gate, up = mlp.gate_up_proj.weight.split(10)
+    gate_bias, up_bias = mlp.gate_up_proj.bias.split(10) if bias else (0.0, 0.0)
+    inner = F.silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(inner), rtol=1e-12, atol=1e-12)
+
+
+def test_mlp_is_up_activation_down():
+    mlp = MLP(6, 10, "gelu_new").double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    inner = F.gelu(x @ mlp.up_proj.weight.T + mlp.up_proj.bias, approximate="tanh")
+    expected = inner @ mlp.down_proj.weight.T + mlp.down_proj.bias
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-12, atol=1e-12)
