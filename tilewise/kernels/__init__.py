@@ -1,0 +1,1 @@
+"""How each op is computed, one folder a backend; knows tensors, not users."""

@@ -1,15 +1,18 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
 from tilewise.ops.attention import attention, attention_varlen
+from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.merge import merge_states
 from tilewise.ops.paged import copy_blocks, paged_attention, write_kv_cache
 from tilewise.ops.rope import apply_rope
 
 __all__ = [
+    "Explanation",
     "apply_rope",
     "attention",
     "attention_varlen",
     "copy_blocks",
+    "explain",
     "merge_states",
     "paged_attention",
     "write_kv_cache",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.ops import _checks, _dispatch, _paged_op
-from tilewise.ops._paged_op import PagedOptions
+from tilewise.ops._paged_args import check_cache_pair, prepare_paged
 
 
 class _Required(TypedDict):
@@ -103,39 +103,19 @@ def paged_attention(
         >>> o = paged_attention(q, k_cache, v_cache, block_table=table, seqlens_k=lengths,
         ...                     cu_seqlens_q=torch.arange(9, dtype=torch.int32), max_seqlen_q=1)
     """
-    _checks.check_float("q", q)
-    _checks.check_dims("q", q, "(T, Hq, D)")
-    _check_cache_pair(k_cache, v_cache)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _checks.check_device(name, cache, q.device)
-    num_q_heads, head_dim = q.shape[1:]
-    if k_cache.shape[3] != head_dim:
-        raise ValueError(f"k_cache must have the head dim of q, {head_dim}, got {k_cache.shape[3]}")
-    _checks.check_heads(num_q_heads, k_cache.shape[2])
-    _checks.check_last_dim_contiguous("q", q)
-    _checks.check_dims("block_table", block_table, "(B, max_blocks)")
-    num_seqs = block_table.shape[0]
-    _checks.check_int32("block_table", block_table, tuple(block_table.shape), q.device)
-    _checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), q.device)
-    _checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), q.device)
-    if max_seqlen_q < 0:
-        raise ValueError(f"max_seqlen_q must be at least 0, got {max_seqlen_q}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be None or at least 1 key, got {window}")
-    _checks.check_softcap(softcap)
-    _checks.check_per_head("alibi_slopes", alibi_slopes, num_q_heads, q.device)
-    _checks.check_per_head("sinks", sinks, num_q_heads, q.device)
-    _dispatch.check_backend_name(backend)
-    options = PagedOptions(
+    options = prepare_paged(
+        q,
+        k_cache,
+        v_cache,
         block_table=block_table,
         seqlens_k=seqlens_k,
         cu_seqlens_q=cu_seqlens_q,
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().contiguous(),
-        sinks=None if sinks is None else sinks.float().contiguous(),
         max_seqlen_q=max_seqlen_q,
-        window_left=-1 if window is None else window - 1,
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=softmax_scale,
+        window=window,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         batch_invariant=batch_invariant,
         backend=backend,
     )
@@ -170,7 +150,7 @@ def write_kv_cache(
     Example:
         >>> write_kv_cache(k, v, k_cache, v_cache, torch.tensor([5, 6, -1]))
     """
-    _check_cache_pair(k_cache, v_cache)
+    check_cache_pair(k_cache, v_cache)
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
         _checks.check_float(name, rows)
         _checks.check_shape(name, rows, (slot_mapping.shape[0], *cache.shape[2:]))
@@ -201,25 +181,10 @@ def copy_blocks(
     Example:
         >>> copy_blocks(k_cache, v_cache, torch.tensor([[0, 7], [3, 8]]))
     """
-    _check_cache_pair(k_cache, v_cache)
+    check_cache_pair(k_cache, v_cache)
     _checks.check_same_dtype("block_pairs", block_pairs, torch.int64)
     if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
         raise ValueError(f"block_pairs must be (n, 2), got shape {tuple(block_pairs.shape)}")
     _checks.check_device("block_pairs", block_pairs, k_cache.device)
     _dispatch.check_backend_name(backend)
     _paged_op.copy_blocks(k_cache, v_cache, block_pairs, backend)
-
-
-def _check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:
-    layout = "(num_blocks, block_size, Hk, D)"
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _checks.check_float(name, cache)
-        _checks.check_dims(name, cache, layout)
-        _checks.check_last_dim_contiguous(name, cache)
-    _checks.check_same_dtype("v_cache", v_cache, k_cache.dtype)
-    _checks.check_device("v_cache", v_cache, k_cache.device)
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache must have the blocks and heads of k_cache, {tuple(k_cache.shape[:3])}, "
-            f"got {tuple(v_cache.shape[:3])}"
-        )

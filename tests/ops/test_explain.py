@@ -1,0 +1,78 @@
+"""explain() tells what would run without running it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewise import ops
+from tilewise.testing import make_paged_cache, make_qkv
+
+
+def test_a_cpu_call_names_its_backend_and_why_not_the_others():
+    told = ops.explain("attention", *make_qkv(1, 32, 32, 2, 2, 64), causal=True)
+    assert told.backend == "cpu"
+    assert told.refusals["reference"] == "runs only when named"
+    assert set(told.refusals) == {"reference", "triton"}
+    assert told.seconds is None  # no measured peaks of this machine: say nothing
+
+
+def test_the_cost_is_the_papers_count():
+    told = ops.explain("attention", *make_qkv(1, 64, 64, 2, 2, 64))
+    assert told.cost.flops == 2 * 4 * 64 * 64 * 64
+    causal = ops.explain("attention", *make_qkv(1, 64, 64, 2, 2, 64), causal=True)
+    assert causal.cost.flops == told.cost.flops * 65 // 128
+
+
+def test_packed_sequences_are_counted_one_by_one():
+    q = torch.randn(30, 2, 64)
+    cu = torch.tensor([0, 10, 30], dtype=torch.int32)
+    told = ops.explain(
+        "attention_varlen",
+        q,
+        q,
+        q,
+        cu_seqlens_q=cu,
+        cu_seqlens_k=cu,
+        max_seqlen_q=20,
+        max_seqlen_k=20,
+    )
+    assert told.cost.flops == 2 * 4 * 64 * (10 * 10 + 20 * 20)
+
+
+def test_decode_costs_the_bytes_of_its_keys_and_values():
+    k_cache, v_cache, table, lengths = make_paged_cache([20, 7], 16, 2, 64)
+    told = ops.explain(
+        "paged_attention",
+        torch.randn(2, 4, 64),
+        k_cache,
+        v_cache,
+        block_table=table,
+        seqlens_k=lengths,
+        cu_seqlens_q=torch.arange(3, dtype=torch.int32),
+        max_seqlen_q=1,
+    )
+    assert told.backend == "cpu"
+    assert told.cost.bytes_read == 27 * 2 * (64 + 64) * 4 + 2 * 4 * 64 * 4
+
+
+def test_a_call_that_nobody_can_run_says_why():
+    q, k, v = make_qkv(1, 8, 8, 2, 2, 64)
+    told = ops.explain("attention", q.to("meta"), k.to("meta"), v.to("meta"), backend="triton")
+    assert told.backend is None
+    assert "meta" in told.refusals["triton"]
+
+
+def test_it_prints_as_a_table():
+    text = str(ops.explain("attention", *make_qkv(1, 32, 32, 2, 2, 64), backend="triton"))
+    assert text.startswith("attention: triton")
+    assert "tiles fwd" in text
+    assert "FLOPs a byte" in text
+
+
+def test_arguments_are_checked_as_the_op_checks_them():
+    q, k, v = make_qkv(1, 8, 8, 2, 2, 64)
+    with pytest.raises(ValueError, match="softcap must be at least 0"):
+        ops.explain("attention", q, k, v, softcap=-2.0)
+    with pytest.raises(ValueError, match="op_name must be one of attention"):
+        ops.explain("softmax", q)

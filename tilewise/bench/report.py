@@ -1,0 +1,33 @@
+"""Rows of measurements: a table for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def format_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> str:
+    """Lay out `columns` of `rows` as aligned text; a missing value is a dash."""
+    cells = [columns] + [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def emit(document: dict[str, Any], json_path: str | None) -> None:
+    """Write `document` to `json_path` if given, and print it as the last line."""
+    text = json.dumps(document)
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(document, indent=1) + "\n")
+    print(text)

@@ -1,0 +1,58 @@
+"""What the machine can do at best, measured in the same process as the kernels."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tilewise.bench.timing import time_call
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured limits: FLOP/s of a large matrix product, bytes/s of a large read and copy."""
+
+    device: str
+    name: str
+    torch_version: str
+    matmul_flops: float
+    read_bytes: float
+    copy_bytes: float
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+def device_name(device: str) -> str:
+    """The product name of the processor or GPU."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo") as info:
+            model = next(line.split(":", 1)[1].strip() for line in info if "model name" in line)
+    except (OSError, StopIteration):
+        model = platform.processor() or "CPU"
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def measure_ceilings(device: str, dtype: torch.dtype = torch.bfloat16) -> Ceilings:
+    """Measure a matrix product in `dtype` and streaming memory on "cpu" or "cuda"."""
+    n = 8192 if device == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    matmul = 2 * n**3 / time_call(lambda: a @ b, device).median
+    words = 1 << (30 if device == "cuda" else 27)
+    x = torch.randn(words // 64, device=device).repeat(64)
+    y = torch.empty_like(x)
+    read = x.nbytes / _fastest_read(x, device)
+    copy = 2 * x.nbytes / time_call(lambda: y.copy_(x), device).median
+    return Ceilings(device, device_name(device), torch.__version__, matmul, max(read, copy), copy)
+
+
+def _fastest_read(x: torch.Tensor, device: str) -> float:
+    """Seconds of the fastest of a few ways to touch every byte once."""
+    rows = x.view(1024, -1)
+    ways = (lambda: x.sum(), lambda: x.amax(), lambda: rows.sum(1), lambda: torch.dot(x, x))
+    return min(time_call(way, device, budget=0.3).median for way in ways)

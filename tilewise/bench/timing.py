@@ -1,0 +1,110 @@
+"""One way to time a call: warm up, repeat, report the median and the spread.
+
+On CUDA each repetition is timed by events after the L2 cache has been overwritten, so that inputs
+smaller than the cache do not look faster than memory allows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_L2_BYTES = 256 << 20  # several times the largest L2 in use (H200: 60 MB)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call: the median of `repeats` runs, with the fastest and slowest tenth."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @property
+    def spread(self) -> float:
+        """Width between the fastest and slowest tenth over the median."""
+        return (self.high - self.low) / self.median
+
+
+def _summary(seconds: list[float]) -> Timing:
+    ordered = sorted(seconds)
+    tenth = len(ordered) // 10
+    return Timing(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
+
+
+def _time_cpu(call: Callable[[], object], budget: float) -> Timing:
+    call()
+    seconds: list[float] = []
+    end = time.perf_counter() + budget
+    while len(seconds) < 5 or (time.perf_counter() < end and len(seconds) < 200):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return _summary(seconds)
+
+
+def _time_cuda(call: Callable[[], object], budget: float) -> Timing:
+    flush = torch.empty(_L2_BYTES, dtype=torch.int8, device="cuda")
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    estimate = max(time.perf_counter() - start, 1e-6)
+    repeats = max(10, min(200, int(budget / estimate)))
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
+    for begin, end in pairs:
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return _summary([begin.elapsed_time(end) / 1e3 for begin, end in pairs])
+
+
+def time_call(call: Callable[[], object], device: str, *, budget: float = 0.5) -> Timing:
+    """Time `call` on "cpu" or "cuda" for about `budget` seconds, after a warm-up."""
+    return _time_cuda(call, budget) if device == "cuda" else _time_cpu(call, budget)
+
+
+def time_graph(call: Callable[[], object], *, budget: float = 0.3) -> Timing:
+    """Time `call` replayed from a CUDA graph: the device's time without the host's launches."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return _time_cuda(graph.replay, budget)
+
+
+def peak_memory(call: Callable[[], object], device: str) -> int:
+    """Return the bytes that `call` needs at its peak beyond what was allocated before it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+    with open("/proc/self/clear_refs", "w") as clear:  # 5 resets the peak resident size (Linux)
+        clear.write("5")
+    before = _status_bytes("VmRSS")
+    call()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status must have {field}, got none")

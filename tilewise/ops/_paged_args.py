@@ -1,0 +1,80 @@
+"""From a user's arguments to the registered op's: checks and defaults of paged attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.ops import _checks, _dispatch
+from tilewise.ops._paged_op import PagedOptions
+
+
+def prepare_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> PagedOptions:
+    """Check the arguments of `paged_attention` and put them into the registered op's order."""
+    _checks.check_float("q", q)
+    _checks.check_dims("q", q, "(T, Hq, D)")
+    check_cache_pair(k_cache, v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _checks.check_device(name, cache, q.device)
+    num_q_heads, head_dim = q.shape[1:]
+    if k_cache.shape[3] != head_dim:
+        raise ValueError(f"k_cache must have the head dim of q, {head_dim}, got {k_cache.shape[3]}")
+    _checks.check_heads(num_q_heads, k_cache.shape[2])
+    _checks.check_last_dim_contiguous("q", q)
+    _checks.check_dims("block_table", block_table, "(B, max_blocks)")
+    num_seqs = block_table.shape[0]
+    _checks.check_int32("block_table", block_table, tuple(block_table.shape), q.device)
+    _checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), q.device)
+    _checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), q.device)
+    if max_seqlen_q < 0:
+        raise ValueError(f"max_seqlen_q must be at least 0, got {max_seqlen_q}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be None or at least 1 key, got {window}")
+    _checks.check_softcap(softcap)
+    _checks.check_per_head("alibi_slopes", alibi_slopes, num_q_heads, q.device)
+    _checks.check_per_head("sinks", sinks, num_q_heads, q.device)
+    _dispatch.check_backend_name(backend)
+    return PagedOptions(
+        block_table=block_table,
+        seqlens_k=seqlens_k,
+        cu_seqlens_q=cu_seqlens_q,
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().contiguous(),
+        sinks=None if sinks is None else sinks.float().contiguous(),
+        max_seqlen_q=max_seqlen_q,
+        window_left=-1 if window is None else window - 1,
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        softcap=softcap,
+        batch_invariant=batch_invariant,
+        backend=backend,
+    )
+
+
+def check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise unless the two caches have the same blocks, heads, dtype and device."""
+    layout = "(num_blocks, block_size, Hk, D)"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _checks.check_float(name, cache)
+        _checks.check_dims(name, cache, layout)
+        _checks.check_last_dim_contiguous(name, cache)
+    _checks.check_same_dtype("v_cache", v_cache, k_cache.dtype)
+    _checks.check_device("v_cache", v_cache, k_cache.device)
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"v_cache must have the blocks and heads of k_cache, {tuple(k_cache.shape[:3])}, "
+            f"got {tuple(v_cache.shape[:3])}"
+        )

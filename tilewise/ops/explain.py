@@ -1,0 +1,170 @@
+"""explain(): what a call would do, and why, without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import cost
+from tilewise.errors import UnsupportedError
+from tilewise.kernels import device as devices
+from tilewise.kernels.spec import AttentionSpec, PagedSpec
+from tilewise.kernels.tiles import TileConfig
+from tilewise.ops import _attention_op, _dispatch, _paged_op
+from tilewise.ops._attention_args import prepare_dense, prepare_packed
+from tilewise.ops._attention_op import AttentionOptions
+from tilewise.ops._paged_args import prepare_paged
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What one call would run; print it for a table.
+
+    Attributes:
+        op: the op's name.
+        backend: the one that would run, None when all refuse.
+        refusals: why each of the other backends would not run.
+        tiles: tile sizes by kernel part, where the backend has a table of them.
+        cost: FLOPs and bytes of the forward pass, from the papers' formulas.
+        seconds: what `cost` takes on the measured peaks of this device, None where there are none.
+    """
+
+    op: str
+    backend: str | None
+    refusals: dict[str, str]
+    tiles: dict[str, TileConfig] = field(default_factory=dict)
+    cost: cost.Cost | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend or 'no backend can run this call'}"]
+        for part, tile in self.tiles.items():
+            lines.append(
+                f"  tiles {part:<8} {tile.tile_m} queries x {tile.tile_n} keys, "
+                f"{tile.num_warps} warps, {tile.num_stages} stages"
+            )
+        if self.cost is not None:
+            lines.append(f"  FLOPs          {self.cost.flops:.4g}")
+            lines.append(f"  bytes          {self.cost.bytes:.4g}")
+            lines.append(f"  FLOPs a byte   {self.cost.intensity:.4g}")
+        if self.seconds is not None:
+            lines.append(f"  at best        {self.seconds * 1e6:.4g} us")
+        lines += [f"  not {name:<10} {reason}" for name, reason in self.refusals.items()]
+        return "\n".join(lines)
+
+
+def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Tell which backend and tiles a call would run with, why the others not, and what it costs.
+
+    Args:
+        op_name: "attention", "attention_varlen" or "paged_attention".
+        args, kwargs: of that op; they are checked as it would check them. Nothing is computed.
+
+    Returns:
+        An Explanation; a call that no backend can run has backend None.
+
+    Raises:
+        ValueError, TypeError: as the op itself.
+
+    Example:
+        >>> print(explain("attention", q, k, v, causal=True))
+    """
+    if op_name not in _EXPLAINED:
+        raise ValueError(f"op_name must be one of {', '.join(_EXPLAINED)}, got {op_name!r}")
+    kwargs.pop("return_lse", None)
+    return _EXPLAINED[op_name](op_name, *args, **kwargs)
+
+
+def _backends(
+    op: str, spec: AttentionSpec | PagedSpec, named: str | None
+) -> tuple[str | None, dict[str, str]]:
+    try:
+        chosen: str | None = _dispatch.choose(op, spec, named)
+    except UnsupportedError:
+        chosen = None
+    refusals = {}
+    for name in _dispatch.BACKENDS:
+        if name == chosen:
+            continue
+        reason = _dispatch.refusal(op, name, spec)
+        if reason is None:
+            reason = f"{named} was named" if named else "runs only when named"
+        refusals[name] = reason
+    return chosen, refusals
+
+
+def _seconds(work: cost.Cost, tensor: Tensor) -> float | None:
+    """Predict on devices whose peaks were measured; elsewhere say nothing rather than guess."""
+    if tensor.device.type == "cuda" and "H200" in torch.cuda.get_device_name(tensor.device):
+        return work.time(cost.H200)
+    return None
+
+
+def _lengths(q: Tensor, k: Tensor, options: AttentionOptions) -> list[tuple[int, int]]:
+    """Query and key tokens of each sequence; reads the metadata, so it waits for the device."""
+    if options.cu_seqlens_q is not None and options.cu_seqlens_k is not None:
+        lengths = (options.cu_seqlens_q.diff().tolist(), options.cu_seqlens_k.diff().tolist())
+        return list(zip(*lengths, strict=True))
+    if options.seqlens_k is not None:
+        return [(q.shape[1], length) for length in options.seqlens_k.tolist()]
+    return [(q.shape[1], k.shape[1])] * q.shape[0]
+
+
+def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Explanation:
+    prepare = prepare_packed if op_name == "attention_varlen" else prepare_dense
+    q, k, v, options = prepare(q, k, v, **kwargs)
+    spec = _attention_op.make_spec(q, k, v, options)
+    backend, refusals = _backends("attention", spec, options.backend)
+    tiles: dict[str, TileConfig] = {}
+    if backend == "triton":
+        tile_config = _dispatch.kernel_module("attention", backend).tile_config
+        arch = devices.arch_of(q.device)
+        tiles = {part: tile_config(spec, part, arch) for part in ("fwd", "dkdv", "dq")}
+    rows = tiles["fwd"].tile_m if tiles else max(1, spec.max_seqlen_q)
+    work = cost.Cost(0, 0, 0)
+    for seqlen_q, seqlen_k in _lengths(q, k, options):
+        work += cost.flash_attention_cost(
+            seqlen_q,
+            seqlen_k,
+            spec.head_dim,
+            tile_q=rows,
+            num_q_heads=spec.num_q_heads,
+            v_head_dim=spec.v_head_dim,
+            window_left=spec.window_left,
+            window_right=spec.window_right,
+            itemsize=spec.dtype.itemsize,
+            writes_lse=True,
+        )
+    return Explanation(op_name, backend, refusals, tiles, work, _seconds(work, q))
+
+
+def _explain_paged(
+    op_name: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, **kwargs: Any
+) -> Explanation:
+    options = prepare_paged(q, k_cache, v_cache, **kwargs)
+    spec = _paged_op.make_spec(q, k_cache, v_cache, options)
+    backend, refusals = _backends("paged_attention", spec, options.backend)
+    runs = options.cu_seqlens_q.diff().tolist()
+    work = cost.paged_attention_cost(
+        options.seqlens_k.tolist(),
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        seqlens_q=runs,
+        window_left=spec.window_left,
+        itemsize=spec.dtype.itemsize,
+        cache_itemsize=spec.cache_dtype.itemsize,
+    )
+    return Explanation(op_name, backend, refusals, {}, work, _seconds(work, q))
+
+
+_EXPLAINED: dict[str, Callable[..., Explanation]] = {
+    "attention": _explain_attention,
+    "attention_varlen": _explain_attention,
+    "paged_attention": _explain_paged,
+}
