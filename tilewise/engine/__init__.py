@@ -1,0 +1,1 @@
+"""From requests to tokens: scheduling, one model step at a time, sampling, text."""

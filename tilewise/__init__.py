@@ -1,0 +1,78 @@
+"""Efficient attention, from the kernel to the server.
+
+Every public name is here; each is imported when it is first used, so that `import tilewise` costs
+nothing and a program that only parses arguments never loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tilewise.errors import (
+    CacheFullError,
+    CheckpointError,
+    RequestError,
+    TilewiseError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from tilewise.engine.llm import LLM
+    from tilewise.engine.outputs import RequestOutput
+    from tilewise.engine.request import SamplingParams
+    from tilewise.ops.attention import attention, attention_varlen
+    from tilewise.ops.explain import Explanation, explain
+    from tilewise.ops.merge import merge_states
+    from tilewise.ops.paged import copy_blocks, paged_attention, write_kv_cache
+    from tilewise.ops.rope import apply_rope
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CacheFullError",
+    "CheckpointError",
+    "Explanation",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "TilewiseError",
+    "UnsupportedError",
+    "apply_rope",
+    "attention",
+    "attention_varlen",
+    "copy_blocks",
+    "explain",
+    "merge_states",
+    "paged_attention",
+    "write_kv_cache",
+]
+
+# name -> the module that defines it (PEP 562)
+_LAZY = {
+    "Explanation": "tilewise.ops",
+    "LLM": "tilewise.engine.llm",
+    "RequestOutput": "tilewise.engine.outputs",
+    "SamplingParams": "tilewise.engine.request",
+    "apply_rope": "tilewise.ops",
+    "attention": "tilewise.ops",
+    "attention_varlen": "tilewise.ops",
+    "copy_blocks": "tilewise.ops",
+    "explain": "tilewise.ops",
+    "merge_states": "tilewise.ops",
+    "paged_attention": "tilewise.ops",
+    "write_kv_cache": "tilewise.ops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,280 @@
+"""The command line: argument parsing, exit codes and nothing else.
+
+Exit codes: 0 done, 1 something failed, 2 the request was wrong, 130 interrupted, 141 the reader of
+the output went away (`tilewise generate | head`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import tilewise
+from tilewise.errors import CheckpointError, RequestError, UnsupportedError
+
+__all__ = ["main"]
+
+OPENING = "Once upon a time"
+# Shells report a process that signal s ended as 128 + s: SIGINT is 2, SIGPIPE is 13.
+INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13
+_DTYPES = ("float32", "float16", "bfloat16")
+_WRONG_REQUEST = (CheckpointError, RequestError, UnsupportedError, ValueError, TypeError, OSError)
+
+_EXAMPLES = """\
+examples:
+  tilewise generate                                        a story from the model in the package
+  tilewise generate --prompt "The dragon" --greedy         always the same continuation
+  tilewise generate --model path/to/checkpoint --prompt-file chapter.txt --max-tokens 400
+  tilewise generate --prompt "A" --prompt "B" -n 4 --json | jq .stats
+  tilewise explain cache story                             what a token costs in memory
+  tilewise explain attention --shape 1,4096,4096,32,8,128 --causal
+  tilewise bench ops                                       kernels against their peers
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        run: Callable[[argparse.Namespace], int | None] = options.run
+        code = run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if options.debug:
+            raise
+        return _complain(error)
+    return code or 0
+
+
+def _complain(error: Exception) -> int:
+    """Say in one sentence what is wrong and return the exit code."""
+    sentence = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, _WRONG_REQUEST):
+        print(f"tilewise: {sentence}", file=sys.stderr)
+        return 2
+    print(f"tilewise: {sentence} (--debug shows where)", file=sys.stderr)
+    return 1
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the examples as they are and appends defaults to the help of options."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False) or action.help is None:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewise",
+        description="Efficient attention, from the kernel to the server.",
+        epilog=_EXAMPLES,
+        formatter_class=_Formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tilewise {tilewise.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_bench(commands)
+    _add_explain(commands)
+    return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    run: Callable[[argparse.Namespace], int | None] | None = None,
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=_Formatter,
+    )
+    if run is not None:
+        parser.add_argument("--debug", action="store_true", help="show tracebacks")
+        parser.set_defaults(run=run)
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands,
+        "generate",
+        "continue prompts with a model",
+        _generate,
+        epilog="The text goes to standard output; one line about speed and cache follows on\n"
+        "standard error.",
+    )
+    text = parser.add_argument_group("what to continue")
+    text.add_argument(
+        "--model", default="story", help="checkpoint directory, or the packaged model's name"
+    )
+    text.add_argument(
+        "--prompt", action="append", metavar="TEXT", help=f"may be repeated (default: {OPENING})"
+    )
+    text.add_argument(
+        "--prompt-file",
+        action="append",
+        metavar="PATH",
+        help="a file that is one prompt, - for standard input; may be repeated",
+    )
+    how = parser.add_argument_group("how to continue it")
+    how.add_argument("-n", type=int, metavar="N", default=1, help="samples for each prompt")
+    how.add_argument("--max-tokens", type=int, metavar="N", default=200, help="new tokens at most")
+    how.add_argument(
+        "--temperature", type=float, metavar="T", default=0.8, help="divides the logits"
+    )
+    how.add_argument(
+        "--top-p", type=float, metavar="P", default=1.0, help="smallest set this probable"
+    )
+    how.add_argument(
+        "--top-k", type=int, metavar="K", default=0, help="the k most likely tokens; 0 is all"
+    )
+    how.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        default=0.0,
+        help="share of the best token's probability",
+    )
+    how.add_argument("--greedy", action="store_true", help="always the most likely token")
+    how.add_argument("--seed", type=int, metavar="N", help="makes the samples reproducible")
+    how.add_argument("--stop", action="append", metavar="TEXT", help="end here; may be repeated")
+    how.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+    engine = parser.add_argument_group("the engine")
+    engine.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...")
+    engine.add_argument("--dtype", default="auto", help="of the parameters, e.g. bfloat16")
+    engine.add_argument(
+        "--kv-cache-dtype", metavar="DTYPE", default="auto", help="of the cache, e.g. bfloat16"
+    )
+    engine.add_argument(
+        "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
+    )
+    engine.add_argument(
+        "--num-blocks", type=int, metavar="N", help="cache blocks (default: what is needed)"
+    )
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and text together"
+    )
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    shown.add_argument("--no-echo", action="store_true", help="leave the prompt out")
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from tilewise.engine.console import generate, read_prompt
+    from tilewise.engine.request import SamplingParams
+
+    params = SamplingParams(
+        n=options.n,
+        temperature=0.0 if options.greedy else options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        stop=options.stop,
+        ignore_eos=options.ignore_eos,
+    )
+    prompts = [*(options.prompt or []), *map(read_prompt, options.prompt_file or [])]
+    generate(
+        options.model,
+        prompts or [OPENING],
+        params,
+        as_json=options.json,
+        echoes_prompt=not options.no_echo,
+        device=options.device,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+        block_size=options.block_size,
+        num_blocks=options.num_blocks,
+        max_model_len=options.max_model_len,
+    )
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "bench", "measure this machine, beside its peers", _bench)
+    parser.add_argument("what", choices=("ops", "engine"), help="what to measure")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; try ops --help"
+    )
+
+
+def _bench(options: argparse.Namespace) -> int | None:
+    from importlib import import_module
+
+    main_of: Callable[[Sequence[str]], int | None] = import_module(
+        f"tilewise.bench.{options.what}"
+    ).main
+    return main_of(options.rest)
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "explain", "say what something costs before it runs")
+    topics = parser.add_subparsers(title="topics", metavar="TOPIC", required=True)
+    attention = _add_command(
+        topics, "attention", "backend, tiles, FLOPs and bytes of one call", _explain_attention
+    )
+    attention.add_argument(
+        "--shape",
+        required=True,
+        type=_shape,
+        metavar="B,SQ,SK,HQ,HK,D",
+        help="batch, queries, keys, query heads, key heads, channels; e.g. 1,4096,4096,32,8,128",
+    )
+    attention.add_argument(
+        "--dtype", default="float32", choices=_DTYPES, help="of queries, keys and values"
+    )
+    attention.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
+    attention.add_argument("--causal", action="store_true", help="keys after a query are hidden")
+    attention.add_argument(
+        "--window", type=int, metavar="N", help="keys that a query sees, its own included"
+    )
+    cache = _add_command(topics, "cache", "memory of a model's keys and values", _explain_cache)
+    cache.add_argument("model", help="checkpoint directory, or the packaged model's name: story")
+    cache.add_argument(
+        "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
+    )
+    cache.add_argument("--dtype", default="auto", choices=("auto", *_DTYPES), help="of the cache")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """Parse six sizes with commas between them."""
+    parts = text.split(",")
+    if len(parts) != 6 or not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be six sizes B,SQ,SK,HQ,HK,D, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def _explain_attention(options: argparse.Namespace) -> None:
+    from tilewise.engine.console import explain_attention
+
+    explain_attention(
+        options.shape,
+        dtype=options.dtype,
+        device=options.device,
+        causal=options.causal,
+        window=options.window,
+    )
+
+
+def _explain_cache(options: argparse.Namespace) -> None:
+    from tilewise.engine.console import explain_cache
+
+    explain_cache(options.model, options.block_size, options.dtype)

@@ -1,0 +1,121 @@
+"""What `tilewise generate` and `tilewise explain` do once their arguments are parsed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.engine.llm import LLM, cache_spec, model_directory
+from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
+from tilewise.engine.request import SamplingParams
+from tilewise.models.config import read_config
+from tilewise.ops import explain
+
+__all__ = ["explain_attention", "explain_cache", "generate", "read_prompt"]
+
+# Sequences that run at once at most; the cache is made no larger than the prompts at hand need.
+MAX_NUM_SEQS = 256
+
+
+def generate(
+    model: str,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    *,
+    as_json: bool = False,
+    echoes_prompt: bool = True,
+    **settings: Any,
+) -> None:
+    """Continue prompts on standard output, then say on standard error how it went.
+
+    One sample of one prompt streams; more are printed when all are done.
+
+    Args:
+        model: see LLM.
+        as_json: print one JSON object instead of text.
+        echoes_prompt: print the prompt before its continuation.
+        settings: further arguments of LLM.
+    """
+    progress = Progress(terminal())
+    progress.show(f"loading {model} ...")
+    max_num_seqs = min(len(prompts) * params.n, MAX_NUM_SEQS)
+    try:
+        llm = LLM(model, max_num_seqs=max_num_seqs, **settings)
+    finally:
+        progress.close()
+    if len(prompts) == 1 and params.n == 1 and not as_json:
+        _stream(llm, prompts[0], params, echoes_prompt)
+    else:
+        outputs = llm.generate(prompts, params, use_progress=sys.stderr.isatty())
+        if as_json:
+            _print_json(llm, outputs)
+        else:
+            _print_samples(outputs, echoes_prompt)
+    print(stats_line(llm.engine.stats()), file=sys.stderr)
+
+
+def explain_attention(
+    shape: Sequence[int], *, dtype: str, device: str, causal: bool, window: int | None
+) -> None:
+    """Print what one call of attention would run and cost.
+
+    Args:
+        shape: batch, queries, keys, query heads, key heads, channels.
+        dtype: name of a torch dtype.
+    """
+    batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim = shape
+    # Only shapes matter: one row stands for all, so that no shape is too large to ask about.
+    row = torch.empty(head_dim, dtype=getattr(torch, dtype), device=device)
+    q = row.expand(batch, seqlen_q, num_q_heads, head_dim)
+    k = row.expand(batch, seqlen_k, num_kv_heads, head_dim)
+    print(explain("attention", q, k, k, causal=causal, window=window))
+
+
+def explain_cache(model: str, block_size: int, dtype: str) -> None:
+    """Print what the keys and values of a model cost in memory; reads its config.json only."""
+    config = read_config(model_directory(model))
+    name = config.dtype if dtype == "auto" else dtype
+    spec = cache_spec(config, block_size, getattr(torch, name))
+    print(cache_report(spec, config.max_position_embeddings))
+
+
+def read_prompt(path: str) -> str:
+    """Return the text of a file, or of standard input for "-", without its last line break."""
+    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    return text.removesuffix("\n")
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams, echoes_prompt: bool) -> None:
+    deltas = llm.stream(prompt, params)
+    if echoes_prompt:
+        print(prompt, end="", flush=True)
+    for delta in deltas:
+        print(delta, end="", flush=True)
+    print(flush=True)
+
+
+def _print_samples(outputs: Sequence[RequestOutput], echoes_prompt: bool) -> None:
+    for i, output in enumerate(outputs, start=1):
+        for completion in output.outputs:
+            title = (
+                f"prompt {i}/{len(outputs)}, sample {completion.index + 1}/{len(output.outputs)}"
+            )
+            text = completion.text
+            if echoes_prompt and output.prompt is not None:
+                text = output.prompt + text
+            print(f"--- {title} ({completion.finish_reason}) ---\n{text}\n", flush=True)
+
+
+def _print_json(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
+    record = {
+        "outputs": [asdict(output) for output in outputs],
+        "stats": stats_record(llm.engine.stats()),
+    }
+    print(json.dumps(record, ensure_ascii=False, indent=2), flush=True)

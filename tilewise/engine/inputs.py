@@ -1,0 +1,124 @@
+"""From a Batch of token runs to the tensors of one model step: built in numpy, sent in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.nn.context import AttentionContext
+
+__all__ = ["ModelInputs", "build_inputs"]
+
+# Triton compiles one variant of a kernel for pointers that are 16-byte aligned and another for the
+# rest; parts that always start aligned keep it to one.
+ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """One packed step on the device of the model.
+
+    Attributes:
+        ids: (T,) int64 token ids.
+        positions: (T,) int64 position of each token in its sequence.
+        ctx: where the rows belong in the paged cache.
+        logits_rows: (R,) int64 rows whose logits are sampled, one per sequence that samples.
+        block_copies: (C, 2) int64 cache blocks (source, destination) to copy before the step.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    ctx: AttentionContext
+    logits_rows: Tensor
+    block_copies: Tensor
+
+
+def build_inputs(batch: Batch, block_size: int, device: torch.device) -> ModelInputs:
+    """Lay out `batch` as packed tensors on `device`.
+
+    Row r at position p of a sequence writes slot ``block_ids[p // block_size] * block_size +
+    p % block_size``. Everything is computed on the host and sent as one copy, which on a CUDA
+    device starts from pinned memory and does not wait.
+
+    Args:
+        batch: at least one sequence, each with at least one token and enough blocks.
+        block_size: tokens per cache block.
+        device: of the model and its cache.
+    """
+    sequences = batch.sequences
+    lengths = _int64([len(s.token_ids) for s in sequences])
+    starts = _int64([s.start for s in sequences])
+    assert int(lengths.min()) > 0
+    cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
+    row_of = np.repeat(np.arange(len(sequences)), lengths)  # (T,) sequence of each row
+    positions = np.arange(len(row_of)) + (starts - cu_seqlens_q[:-1])[row_of]  # (T,)
+    block_table = _block_table(sequences)
+    slots = block_table[row_of, positions // block_size] * block_size + positions % block_size
+    samples = np.array([s.num_samples > 0 for s in sequences], dtype=bool)
+    parts = (
+        _flatten(s.token_ids for s in sequences),
+        positions,
+        slots,
+        cu_seqlens_q[1:][samples] - 1,
+        _flatten(batch.block_copies),
+        cu_seqlens_q.astype(np.int32),
+        (starts + lengths).astype(np.int32),
+        block_table.astype(np.int32).ravel(),
+    )
+    ids, positions_, slots_, rows, copies, cu, seqlens, table = _send(parts, device)
+    return ModelInputs(
+        ids=ids,
+        positions=positions_,
+        ctx=AttentionContext(
+            cu_seqlens_q=cu,
+            max_seqlen_q=int(lengths.max()),
+            seqlens_k=seqlens,
+            block_table=table.view(block_table.shape),
+            slot_mapping=slots_,
+        ),
+        logits_rows=rows,
+        block_copies=copies.view(-1, 2),
+    )
+
+
+def _block_table(sequences: Sequence[ScheduledSequence]) -> NDArray[np.int64]:
+    """Return the (B, max_blocks) ids of the blocks, -1 past the last one of a sequence."""
+    counts = _int64([len(s.block_ids) for s in sequences])
+    table = np.full((len(sequences), max(int(counts.max()), 1)), -1, dtype=np.int64)
+    table[np.arange(table.shape[1]) < counts[:, None]] = _flatten(s.block_ids for s in sequences)
+    return table
+
+
+def _send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+    """Copy all `parts` to `device` at once and return them as views of one buffer there."""
+    offsets = [0]
+    for part in parts:
+        offsets.append(offsets[-1] + -(-part.nbytes // ALIGNMENT) * ALIGNMENT)
+    # The pinned allocator of torch keeps the memory until the copies that read it are done.
+    host = torch.zeros(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    view = host.numpy()
+    for part, offset in zip(parts, offsets, strict=False):
+        view[offset : offset + part.nbytes] = part.view(np.uint8)
+    buffer = host.to(device, non_blocking=True)
+    return [
+        buffer[offset : offset + part.nbytes].view(_TORCH_DTYPES[part.dtype])
+        for part, offset in zip(parts, offsets, strict=False)
+    ]
+
+
+_TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+
+
+def _int64(values: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
+
+
+def _flatten(values: Iterable[Iterable[int]]) -> NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(values), dtype=np.int64)

@@ -1,0 +1,111 @@
+"""Numbers for people: the closing line of a run, the size of a cache, progress on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from tilewise.cache.spec import CacheSpec
+from tilewise.engine.engine import EngineStats
+
+__all__ = ["Progress", "cache_report", "stats_line", "stats_record"]
+
+
+def stats_line(stats: EngineStats) -> str:
+    """Return one line that says how fast a run was and what its cache held."""
+    scheduler = stats.scheduler
+    return " | ".join(
+        [
+            f"prefill {_rate(stats.prefill_rate)}",
+            f"decode {_rate(stats.decode_rate)}",
+            f"KV blocks {scheduler.blocks_peak}/{scheduler.num_blocks} at peak",
+            f"{stats.cache_bytes_per_token:,} B/token",
+            f"{scheduler.peak_wasted_fraction:.1%} of them wasted",
+            f"prefix cache {scheduler.prefix_hit_tokens}/{scheduler.prefix_query_tokens} tokens",
+        ]
+    )
+
+
+def stats_record(stats: EngineStats) -> dict[str, Any]:
+    """Return the same as a JSON object, with the counts behind it."""
+    return {
+        **asdict(stats),
+        "prefill_tokens_per_second": stats.prefill_rate,
+        "decode_tokens_per_second": stats.decode_rate,
+        "peak_wasted_fraction": stats.scheduler.peak_wasted_fraction,
+    }
+
+
+def cache_report(spec: CacheSpec, max_model_len: int) -> str:
+    """Say what the keys and values of a model cost in memory."""
+    kv, gib = spec.kv, 2**30
+    dtype = str(kv.dtype).removeprefix("torch.")
+    heads = "heads" if kv.num_kv_heads > 1 else "head"
+    rows = [
+        (
+            "one token",
+            f"{_bytes(spec.bytes_per_token)} = {spec.num_layers} layers x {kv.num_kv_heads} "
+            f"{heads} x ({kv.head_dim} + {kv.v_head_dim}) channels x {kv.dtype.itemsize} bytes "
+            f"({dtype})",
+        ),
+        ("one block", f"{_bytes(spec.bytes_per_block)} = {spec.block_size} tokens"),
+        (
+            "one full context",
+            f"{_bytes(-(-max_model_len // spec.block_size) * spec.bytes_per_block)} = "
+            f"{max_model_len:,} tokens",
+        ),
+        ("one GiB holds", f"{gib // spec.bytes_per_block * spec.block_size:,} tokens"),
+    ]
+    return "\n".join(f"{name:<18}{value}" for name, value in rows)
+
+
+class Progress:
+    """A line on a terminal that is written over as work goes on, and wiped at the end.
+
+    Args:
+        stream: where to write; None writes nothing.
+        interval: seconds between two lines at least.
+    """
+
+    def __init__(self, stream: TextIO | None, interval: float = 0.1) -> None:
+        self._stream = stream
+        self._interval = interval
+        self._due = 0.0
+
+    def show(self, text: str) -> None:
+        """Write `text` over the line, unless one was written a moment ago."""
+        now = time.monotonic()
+        if self._stream is not None and now >= self._due:
+            self._stream.write(f"\r\x1b[K{text}")
+            self._stream.flush()
+            self._due = now + self._interval
+
+    def close(self) -> None:
+        """Wipe the line."""
+        if self._stream is not None and self._due:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._due = 0.0
+
+
+def terminal(wanted: bool | None = None) -> TextIO | None:
+    """Return stderr if progress is wanted there; by default when it is a terminal."""
+    if wanted is None:
+        wanted = sys.stderr.isatty()
+    return sys.stderr if wanted else None
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.0f} tok/s"
+
+
+def _bytes(count: int) -> str:
+    """Return e.g. "36,864 B", "2.25 MiB"."""
+    size, units = float(count), ["KiB", "MiB", "GiB", "TiB"]
+    if count < 10 * 1024:
+        return f"{count:,} B"
+    while size >= 1024 and units:
+        size, unit = size / 1024, units.pop(0)
+    return f"{size:,.2f} {unit}"

@@ -1,0 +1,163 @@
+"""From logits to tokens: greedy or drawn, the same for a sample whatever shares its batch.
+
+A drawn token is the inverse of the cumulative distribution at one uniform number that belongs to
+(seed, tokens drawn before). The distribution is summed in integers, which are exact in any order:
+a token of probability 0 is never drawn, and no neighbour can move a boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
+from tilewise.engine.philox import uniforms
+
+__all__ = ["sample", "truncate"]
+
+# Probability 1 as an integer weight. 2**48 leaves 15 bits of int64 above it for rounding, and
+# nothing that float64 holds above 3.6e-15 is lost.
+WEIGHT_OF_ONE = 2.0**48
+# Elements that are sorted and summed in float64 at a time: 128 MiB per temporary.
+MAX_ELEMENTS = 2**24
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, batch: Batch) -> list[list[SampledToken]]:
+    """Draw the tokens that `batch` asks for.
+
+    Args:
+        logits: (R, V) float32, one row per sequence with num_samples > 0, in their order.
+        batch: num_samples, seeds and num_generated of its sequences say what to draw.
+
+    Returns:
+        One list per sequence of `batch`, of num_samples tokens (empty for 0).
+
+    Raises:
+        FloatingPointError: a row of logits has no finite maximum (NaN or infinity).
+    """
+    rows = [s for s in batch.sequences if s.num_samples > 0]
+    if not rows:
+        return [[] for _ in batch.sequences]
+    assert logits.shape[0] == len(rows)
+    best, argmax = logits.max(dim=-1)  # the first of equal ones; NaN when the row has one
+    if not bool(best.isfinite().all()):
+        raise FloatingPointError("logits must be finite, got NaN or infinity from the model")
+    drawn = iter(_with_logprobs(logits, rows, _draw(logits, rows, argmax)))
+    return [next(drawn) if s.num_samples > 0 else [] for s in batch.sequences]
+
+
+def truncate(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return the probabilities `p` with those of the tokens that may not be drawn set to 0.
+
+    In this order: keep the tokens with fewer than top_k more likely ones; of these, renormalised,
+    the ones for which all more likely ones have less than top_p between them; of these the ones
+    at least min_p times as likely as the most likely. Ties stand or fall together; the most likely
+    token always stays. (The rules of `reference.sampling`, for many rows at once.)
+
+    Args:
+        p: (R, V) float64, rows that sum to 1.
+        top_k: (R,) int64; less than 1 keeps all.
+        top_p: (R,) in (0, 1].
+        min_p: (R,) in [0, 1].
+
+    Returns:
+        (R, V), not renormalised.
+    """
+    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]  # (R, 1)
+    ordered, token_ids = p.sort(dim=-1, descending=True)
+    kth = ordered.gather(-1, (top_k - 1).clamp(0, p.shape[-1] - 1))
+    kept = (ordered >= kth) | (top_k < 1)
+    renormalised = ordered * kept
+    renormalised /= renormalised.sum(dim=-1, keepdim=True)
+    before = renormalised.cumsum(dim=-1) - renormalised
+    leads = ordered != ordered.roll(1, dims=-1)  # the first of equal ones
+    leads[:, 0] = True
+    # `before` ascends, so a running maximum gives all of a tie what its first has.
+    more_likely = torch.where(leads, before, 0.0).cummax(dim=-1).values
+    kept &= (more_likely < top_p) | (top_p >= 1)
+    kept &= ordered >= min_p * ordered[:, :1]
+    return torch.zeros_like(p).scatter(-1, token_ids, ordered * kept)
+
+
+def _draw(logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor) -> list[list[int]]:
+    """Return the token ids of each row."""
+    tokens = [[token] * s.num_samples for s, token in zip(rows, argmax.tolist(), strict=True)]
+    drawn = [i for i, s in enumerate(rows) if not s.sampling.greedy]
+    step = max(MAX_ELEMENTS // logits.shape[-1], 1)
+    for first in range(0, len(drawn), step):
+        chosen = drawn[first : first + step]
+        index = torch.tensor(chosen, device=logits.device)
+        some = logits if len(chosen) == len(rows) else logits.index_select(0, index)
+        for i, ids in zip(chosen, _draw_rows(some, [rows[i] for i in chosen]), strict=True):
+            tokens[i] = ids[: rows[i].num_samples]
+    return tokens
+
+
+def _draw_rows(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[list[int]]:
+    """Draw max(num_samples) token ids from each row of logits (R, V); none is greedy."""
+    params = [s.sampling for s in rows]
+    temperature, top_p, min_p = torch.tensor(
+        [
+            [p.temperature for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+        ],
+        dtype=torch.float64,
+    ).to(logits.device)
+    # The maximum goes before the division, which could overflow at a small temperature.
+    scaled = logits.double()
+    scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    probabilities = scaled.softmax(dim=-1)
+    if any(p.top_k >= 1 or p.top_p < 1 or p.min_p > 0 for p in params):
+        top_k = torch.tensor([p.top_k for p in params]).to(logits.device)
+        probabilities = truncate(probabilities, top_k, top_p, min_p)
+        probabilities /= probabilities.sum(dim=-1, keepdim=True)
+    weights = (probabilities * WEIGHT_OF_ONE).to(torch.int64)
+    cumulative = weights.cumsum(dim=-1)  # (R, V)
+    total = cumulative[:, -1:]
+    u = torch.from_numpy(_uniforms_of(rows)).to(logits.device)  # (R, n)
+    threshold = torch.minimum((u * total).to(torch.int64), total - 1)
+    token_ids: list[list[int]] = torch.searchsorted(cumulative, threshold, right=True).tolist()
+    return token_ids
+
+
+def _uniforms_of(rows: Sequence[ScheduledSequence]) -> NDArray[np.float64]:
+    """Return (R, max(num_samples)) uniform numbers, zero where a row draws fewer."""
+    counts = np.array([s.num_samples for s in rows])
+    assert all(len(s.seeds) == s.num_samples for s in rows)
+    u = np.zeros((len(rows), int(counts.max())))
+    u[np.arange(u.shape[1]) < counts[:, None]] = uniforms(
+        [seed for s in rows for seed in s.seeds],
+        [s.num_generated for s in rows for _ in s.seeds],
+    )
+    return u
+
+
+def _with_logprobs(
+    logits: Tensor, rows: Sequence[ScheduledSequence], tokens: Sequence[Sequence[int]]
+) -> list[list[SampledToken]]:
+    """Attach log_softmax of the untouched logits to the rows that ask for it."""
+    samples = [[SampledToken(token) for token in ids] for ids in tokens]
+    asking = [i for i, s in enumerate(rows) if s.sampling.logprobs is not None]
+    if not asking:
+        return samples
+    index = torch.tensor(asking, device=logits.device)
+    logprobs = logits.index_select(0, index).log_softmax(dim=-1)
+    count = max(rows[i].sampling.logprobs or 0 for i in asking)
+    top, top_ids = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    longest = max(len(tokens[i]) for i in asking)
+    padded = torch.tensor([[*tokens[i], *[0] * (longest - len(tokens[i]))] for i in asking])
+    own = logprobs.gather(-1, padded.to(logits.device)).tolist()
+    for i, values, ids, best in zip(asking, own, top_ids.tolist(), top.tolist(), strict=True):
+        kept = rows[i].sampling.logprobs or 0
+        alternatives = tuple(zip(ids[:kept], best[:kept], strict=True))
+        samples[i] = [
+            SampledToken(token, value, alternatives)
+            for token, value in zip(tokens[i], values, strict=False)
+        ]
+    return samples

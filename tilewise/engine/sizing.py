@@ -1,0 +1,131 @@
+"""How many cache blocks a device has room for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from tilewise.cache.spec import CacheSpec
+from tilewise.cache.storage import KVStorage, num_blocks_for
+from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.inputs import build_inputs
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.runner import CausalModel, ModelRunner
+from tilewise.engine.sampler import sample
+
+__all__ = ["available_memory", "blocks_on_cpu", "blocks_on_cuda", "widest_batch"]
+
+# Main memory is shared with everything else that runs, so the cache is modest unless told.
+CPU_FRACTION = 0.25
+
+
+def available_memory() -> int:
+    """Return the bytes of main memory that this process may still use, without swapping.
+
+    The smallest of what the kernel calls available, and what the limits of the process's control
+    group leave, where these exist; else the free physical pages.
+    """
+    candidates = [_meminfo_available(Path("/proc/meminfo"))]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        allowed, taken = _read_int(Path(limit)), _read_int(Path(used))
+        candidates.append(None if allowed is None or taken is None else max(allowed - taken, 0))
+    known = [c for c in candidates if c is not None]
+    if known:
+        return min(known)
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def blocks_on_cpu(spec: CacheSpec, max_num_seqs: int, max_model_len: int) -> int:
+    """Return blocks for max_num_seqs sequences of max_model_len tokens, in a quarter of the memory.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    wanted = max_num_seqs * -(-max_model_len // spec.block_size)
+    return min(wanted, num_blocks_for(spec, int(available_memory() * CPU_FRACTION)))
+
+
+def blocks_on_cuda(
+    model: CausalModel,
+    spec: CacheSpec,
+    device: torch.device,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    gpu_memory_utilization: float,
+) -> int:
+    """Return blocks for what the widest step leaves of the device's memory.
+
+    The step is run once. Its temporaries stay with torch's allocator, so that what the driver then
+    reports as free is what is left beside weights, temporaries and other processes.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    batch = widest_batch(max_num_seqs, max_num_batched_tokens, spec.block_size)
+    run_once(model, spec, batch, device)
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return num_blocks_for(spec, int(total * gpu_memory_utilization) - (total - free))
+
+
+def widest_batch(max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> Batch:
+    """Return a step of all the tokens and all the samples that the limits allow.
+
+    Its sequences share their blocks, which no real step does: only its memory matters.
+    """
+    num_seqs = min(max_num_seqs, max_num_batched_tokens)
+    shorter, longer = divmod(max_num_batched_tokens, num_seqs)
+    sampling = SamplingParams(top_p=0.9)  # the costliest path of the sampler
+    lengths = [shorter + (i < longer) for i in range(num_seqs)]
+    return Batch(
+        tuple(
+            ScheduledSequence(
+                seq_id=i,
+                token_ids=(0,) * length,
+                start=0,
+                block_ids=tuple(range(-(-length // block_size))),
+                num_samples=1,
+                sampling=sampling,
+                seeds=(i,),
+            )
+            for i, length in enumerate(lengths)
+        )
+    )
+
+
+def run_once(model: CausalModel, spec: CacheSpec, batch: Batch, device: torch.device) -> None:
+    """Run a step over a throw-away cache."""
+    num_blocks = 1 + max(block for s in batch.sequences for block in s.block_ids)
+    runner = ModelRunner(model, KVStorage(spec, num_blocks, device))
+    sample(runner.forward(build_inputs(batch, spec.block_size, device)), batch)
+
+
+def _meminfo_available(path: Path) -> int | None:
+    """Return MemAvailable in bytes; None without such a file or line."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024  # the file says kB and means KiB
+    return None
+
+
+def _read_int(path: Path) -> int | None:
+    """Return the number in a file; None without the file, or when it says "max"."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,114 @@
+"""The text side of a checkpoint directory: its tokenizer and its special tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewise.engine.text import Detokenizer
+from tilewise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+GPT2_END = "<|endoftext|>"  # in GPT-2's vocabulary, whose files name no special token
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        library: the tokenizer of the `tokenizers` library.
+        config: the contents of tokenizer_config.json, special_tokens_map.json merged in.
+
+    Attributes:
+        special_ids: tokens that have no text, such as the end token.
+        bos_token_id, eos_token_id: None where the model has none.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+        self._library = library
+        names = [_token_text(config.get(key)) for key in _SPECIAL_KEYS]
+        library.add_special_tokens([n for n in names if n and library.token_to_id(n) is not None])
+        self.special_ids = frozenset(
+            i for i, token in library.get_added_tokens_decoder().items() if token.special
+        )
+        self.bos_token_id = self._id_of(config.get("bos_token"))
+        self.eos_token_id = self._id_of(config.get("eos_token"))
+        self._adds_bos = config.get("add_bos_token") is True and self.bos_token_id is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, with the special tokens that the model puts around it."""
+        ids: list[int] = self._library.encode(text).ids
+        if self._adds_bos and ids[:1] != [self.bos_token_id]:
+            assert self.bos_token_id is not None
+            ids.insert(0, self.bos_token_id)
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of `token_ids` without special tokens."""
+        text: str = self._library.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def detokenizer(self, prompt_token_ids: list[int]) -> Detokenizer:
+        """Return a fresh incremental decoder for the tokens that follow a prompt."""
+        return Detokenizer(self.decode, self.special_ids, prompt_token_ids)
+
+    def _id_of(self, token: object) -> int | None:
+        text = _token_text(token)
+        found: int | None = None if text is None else self._library.token_to_id(text)
+        return found
+
+
+_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """Read tokenizer.json, or the vocab.json and merges.txt of GPT-2; None when there is neither.
+
+    Raises:
+        CheckpointError: a file is there but cannot be read.
+    """
+    import tokenizers
+
+    config = {
+        **_read_json(directory / "special_tokens_map.json"),
+        **_read_json(directory / "tokenizer_config.json"),
+    }
+    whole, vocab, merges = (
+        directory / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
+    )
+    try:
+        if whole.is_file():
+            return Tokenizer(tokenizers.Tokenizer.from_file(str(whole)), config)
+        if vocab.is_file() and merges.is_file():
+            model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
+            library = tokenizers.Tokenizer(model)
+            library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            library.decoder = tokenizers.decoders.ByteLevel()
+            return Tokenizer(library, {"eos_token": GPT2_END, **config})
+    except Exception as error:  # the library raises bare Exception for a malformed file
+        raise CheckpointError(f"tokenizer of {directory} must be readable, got {error}") from error
+    return None
+
+
+def _token_text(token: object) -> str | None:
+    """Return the text of a special token, which files give as a string or as an object."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} must hold JSON, got {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
