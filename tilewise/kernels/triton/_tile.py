@@ -1,0 +1,203 @@
+"""Device helpers that every tiled Triton kernel shares: where a tile lies, what it may see.
+
+Everything here is inlined at compile time. Lengths, strides and windows are runtime values; only
+what changes the code is constexpr. Strides come as tuples (batch, row, head) counted in units of
+`HeadDims.unit` elements, which proves to the compiler that rows start on a vector boundary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)  # log2(e): exp(x) = exp2(x * LOG2E)
+LN2 = tl.constexpr(0.6931471805599453)  # 1 / LOG2E
+
+
+class Sequences(NamedTuple):
+    """Where sequences start and how long they are: pointers, None where a call has none."""
+
+    cu_q: object  # int32 (B + 1,), first row of each packed sequence
+    cu_k: object  # int32 (B + 1,)
+    seqlens_k: object  # int32 (B,), valid keys of each dense sequence
+
+
+class HeadDims(NamedTuple):
+    """Constexpr: channels of one head."""
+
+    d: int  # of q and k
+    dv: int  # of v and o
+    d_pad: int  # powers of two
+    dv_pad: int
+    unit: int  # strides are counted in units of so many elements
+
+
+class Variant(NamedTuple):
+    """Constexpr: what changes the code of the loops."""
+
+    left: bool  # keys far to the left of the diagonal are hidden
+    right: bool  # keys far to its right are
+    softcap: bool
+    alibi: bool
+    plain: bool  # s = softmax_scale * q . k with a positive scale: the scale rides in the fma
+
+
+@triton.jit
+def tile_of_program(num_tiles, heads_per_section, LAST_FIRST: tl.constexpr):
+    """Split this program's id into (tile, batch * head).
+
+    Heads are cut into sections whose keys and values stay in L2 together. Inside a section all
+    heads of one tile index are neighbours, and tile indices go from much to little work, so that
+    the programs that start last are the cheapest.
+    """
+    num_heads = tl.num_programs(0) // num_tiles
+    section = tl.program_id(0) // (num_tiles * heads_per_section)
+    within = tl.program_id(0) % (num_tiles * heads_per_section)
+    first_head = section * heads_per_section
+    size = tl.minimum(heads_per_section, num_heads - first_head)
+    tile = within // size
+    if LAST_FIRST:
+        tile = num_tiles - 1 - tile
+    return tile, first_head + within % size
+
+
+@triton.jit
+def sequence(b, cu_seqlens_ptr, seqlens_ptr, seqlen):
+    """Return (first row, rows) of sequence b: packed, or dense with an own or the common length."""
+    first = b * 0
+    if cu_seqlens_ptr is not None:
+        first = tl.load(cu_seqlens_ptr + b)
+        length = tl.load(cu_seqlens_ptr + b + 1) - first
+    elif seqlens_ptr is not None:
+        length = tl.load(seqlens_ptr + b)
+    else:
+        length = seqlen
+    return first, length
+
+
+@triton.jit
+def head_base(ptr, b, first, h, strides, unit: tl.constexpr):
+    """Return the address of row `first` of head h of sequence b, in 64-bit arithmetic."""
+    offset = b.to(tl.int64) * strides[0] + first.to(tl.int64) * strides[1]
+    return ptr + (offset + h.to(tl.int64) * strides[2]) * unit
+
+
+@triton.jit
+def row_pointers(base, rows, strides, width: tl.constexpr, unit: tl.constexpr):
+    """Return (len(rows), width) addresses; even inside a tile offsets may pass 2**31."""
+    offsets = rows.to(tl.int64) * strides[1] * unit
+    return base + offsets[:, None] + tl.arange(0, width)[None, :]
+
+
+@triton.jit
+def row_step(count: tl.constexpr, strides, unit: tl.constexpr):
+    """Return the distance of `count` rows, in elements, int64."""
+    return tl.full([], count, tl.int64) * strides[1] * unit
+
+
+@triton.jit
+def load_rows(ptrs, valid, d: tl.constexpr, d_pad: tl.constexpr, MASKED: tl.constexpr):
+    """Load a (rows, d_pad) tile, zero where a row is not valid or a channel lies past d."""
+    if MASKED and d < d_pad:
+        inside = tl.arange(0, d_pad) < d
+        tile = tl.load(ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
+    elif MASKED:
+        tile = tl.load(ptrs, mask=valid[:, None], other=0.0)
+    elif d < d_pad:
+        inside = tl.arange(0, d_pad) < d
+        tile = tl.load(ptrs, mask=inside[None, :], other=0.0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
+
+
+@triton.jit
+def store_rows(ptrs, tile, valid, d: tl.constexpr, d_pad: tl.constexpr):
+    """Store the valid rows and the first d channels of a tile, rounded to the pointer's type."""
+    mask = valid[:, None]
+    if d < d_pad:
+        mask = mask & (tl.arange(0, d_pad) < d)[None, :]
+    tl.store(ptrs, tile.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def keys_of_rows(rows, seqlen_q, seqlen_k, window_left, window_right, variant: tl.constexpr):
+    """Return per row the half-open range of keys it sees; bottom-right alignment."""
+    diagonal = rows + (seqlen_k - seqlen_q)
+    begin = diagonal * 0
+    end = begin + seqlen_k
+    if variant.left:
+        begin = tl.maximum(diagonal - window_left, 0)
+    if variant.right:
+        end = tl.minimum(diagonal + window_right + 1, seqlen_k)
+    return begin, end
+
+
+@triton.jit
+def visible(cols, begin, end, variant: tl.constexpr):
+    """Return begin <= cols < end, broadcast; a range that starts at 0 needs one comparison."""
+    seen = cols < end
+    if variant.left:
+        seen = seen & (cols >= begin)
+    return seen
+
+
+@triton.jit
+def span_of_tile(
+    first, tile, length, limit, shift, before, after,
+    STEP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """Cut the inner loop of rows [first, first + tile) of `length` into its three ranges.
+
+    Row i meets the columns [i + shift - before, i + shift + after] of [0, limit), each side only if
+    BEFORE or AFTER. Returns (begin, full_begin, full_end, end, seen_begin): every row meets all of
+    [full_begin, full_end), so no mask is needed there; no row meets anything outside
+    [seen_begin, end). begin, full_begin and full_end are multiples of STEP.
+    """
+    last = tl.minimum(first + tile, length) - 1
+    seen_begin = first * 0
+    full_begin = seen_begin
+    end = seen_begin + limit
+    full_end = end
+    if BEFORE:
+        seen_begin = tl.minimum(tl.maximum(first + shift - before, 0), limit)
+        full_begin = tl.maximum(last + shift - before, 0)
+    if AFTER:
+        end = tl.minimum(tl.maximum(last + shift + after + 1, 0), limit)
+        full_end = tl.minimum(tl.maximum(first + shift + after + 1, 0), limit)
+    begin = seen_begin // STEP * STEP
+    end = tl.maximum(end, begin)
+    full_begin = tl.minimum(tl.cdiv(full_begin, STEP), tl.cdiv(end, STEP)) * STEP
+    full_end = tl.maximum(full_end // STEP * STEP, full_begin)
+    return begin, full_begin, full_end, end, seen_begin
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh to a few ulp: a series near 0, where (1 - e) / (1 + e) cancels."""
+    size = tl.abs(x)
+    e = tl.exp2(size * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    x2 = tl.minimum(x * x, 1.0)
+    # Taylor coefficients; at |x| = 1/4 the next term is 9e-9 of the value.
+    series = tl.fma(x2, 62.0 / 2835.0, -17.0 / 315.0)
+    series = tl.fma(x2, series, 2.0 / 15.0)
+    series = tl.fma(x2, series, -1.0 / 3.0)
+    near = tl.fma(x2 * series, x, x)
+    return tl.where(size < 0.25, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def logits_log2(qk, distance, softmax_scale, softcap, slope, variant: tl.constexpr):
+    """Return (logits in base-2 units, tanh of the capped ones) of raw products q . k."""
+    if variant.softcap:
+        capped = tanh(qk * (softmax_scale / softcap))
+        s = capped * (softcap * LOG2E)
+    else:
+        capped = qk
+        s = qk * (softmax_scale * LOG2E)
+    if variant.alibi:
+        s -= tl.abs(distance).to(tl.float32) * (slope * LOG2E)
+    return s, capped

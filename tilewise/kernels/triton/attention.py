@@ -1,0 +1,338 @@
+"""Launch the portable Triton attention kernels: allocate, choose tiles, fill the grid.
+
+The contract of these functions is shared by every backend: `why_not` refuses with a reason,
+`tile_config` says how a call would be cut, `launch_fwd` and `launch_bwd` run it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.attention_tiles import Part, candidates
+from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.tiles import TileConfig, padded_head_dim
+from tilewise.kernels.triton._tile import HeadDims, Sequences, Variant
+from tilewise.kernels.triton.attention_bwd import (
+    BwdStrides,
+    attention_bwd_dkdv_kernel,
+    attention_bwd_dq_kernel,
+    attention_bwd_rows_kernel,
+)
+from tilewise.kernels.triton.attention_fwd import FwdStrides, attention_fwd_kernel
+
+__all__ = ["launch_bwd", "launch_fwd", "tile_config", "why_not"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Keys and values that one wave of programs shares in L2, bytes: 32 MiB of Hopper's 50 MB, the
+# section size of FlashAttention-3's scheduler (section 3.1 of its tile scheduler).
+_SECTION_BYTES = 32 << 20
+_VECTOR_BYTES = 16  # the widest load of one thread
+_ROWS_TILE = 64  # rows per program of the row terms: bandwidth-bound, any power of two will do
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """Say why these kernels cannot run `spec`, or return None when they can."""
+    if not device.has_triton():
+        return "triton is not installed"
+    if spec.device_type not in ("cpu", "cuda"):
+        return f"device must be cuda, got {spec.device_type}"
+    if spec.device_type == "cpu" and not device.interpreting():
+        return "a CPU runs Triton kernels only in the interpreter (TRITON_INTERPRET=1)"
+    if spec.dtype not in _DTYPES:
+        return f"dtype must be float16, bfloat16 or float32, got {spec.dtype}"
+    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+        if not 16 <= width <= 256 or width % 8:
+            return f"{name} must be a multiple of 8 from 16 to 256, got {width}"
+    if spec.has_bias:
+        return "an additive bias has no Triton kernel yet"
+    return None
+
+
+def tile_config(spec: AttentionSpec, part: Part = "fwd", arch: int = 90) -> TileConfig:
+    """Return the tiles with which `part` of `spec` runs on compute capability `arch`."""
+    return candidates(spec, part, arch)[0]
+
+
+def launch_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tile: TileConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward pass; see `ops.attention` for shapes and rules.
+
+    Args:
+        tile: overrides the table, for tuning.
+
+    Returns:
+        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
+    """
+    assert bias is None, "why_not refuses a bias"
+    o = _allocate(q, (*q.shape[:-1], spec.v_head_dim), spec)
+    lse = _allocate_rows(q, spec)
+    tile = tile or tile_config(spec, "fwd", device.arch_of(q.device))
+    tensors = (q, k, v, o)
+    unit = _unit(*tensors)
+    strides = FwdStrides(*(_strides(x, spec, unit) for x in tensors), _row_strides(lse))
+    num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
+    num_heads = spec.batch * spec.num_q_heads
+    if num_tiles * num_heads == 0:
+        return o, lse
+    attention_fwd_kernel[(num_tiles * num_heads,)](
+        q, k, v, o, lse, alibi_slopes, sinks,
+        Sequences(cu_seqlens_q, cu_seqlens_k, seqlens_k), strides,
+        num_tiles, _query_heads_per_section(spec), *_numbers(spec),
+        dims=_dims(spec, unit), variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def launch_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tile_dkdv: TileConfig | None = None,
+    tile_dq: TileConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
+    """Run the backward pass; bitwise reproducible.
+
+    Args:
+        do: gradient of o, any strides.
+        dlse: gradient of lse, None for zero.
+        o, lse: what `launch_fwd` returned.
+        tile_dkdv, tile_dq: override the tables, for tuning.
+
+    Returns:
+        dq, dk, dv like q, k, v; None for the bias; dsinks (Hq,) float32 or None.
+    """
+    assert bias is None, "why_not refuses a bias"
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
+    given = {
+        "sequences": Sequences(cu_seqlens_q, cu_seqlens_k, seqlens_k),
+        "alibi_slopes": alibi_slopes,
+    }
+    dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, tile=tile_dkdv, **given)
+    dq = launch_dq(do, q, k, v, lse_log2, delta, spec, tile=tile_dq, **given)
+    dsinks = None
+    if sinks is not None:
+        heads = sinks.view(-1, 1)
+        p_sink = torch.exp(heads - lse.masked_fill(lse == -math.inf, math.inf))
+        axes = (1,) if spec.is_varlen else (0, 2)
+        dsinks = -(p_sink * delta).sum(dim=axes)
+    return dq, dk, dv, None, dsinks
+
+
+def launch_rows(
+    o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Return (lse in base 2, delta), both float32 in the shape of lse."""
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    num_rows = lse.shape[-1]
+    num_tiles = triton.cdiv(num_rows, _ROWS_TILE)
+    if lse.numel() > 0:
+        unit = _unit(o, do)
+        # A packed batch is one long sequence here: no row looks at another.
+        attention_bwd_rows_kernel[(num_tiles * (lse.numel() // num_rows),)](
+            o, do, lse, dlse, lse_log2, delta,
+            _strides(o, spec, unit), _strides(do, spec, unit), _row_strides(lse),
+            num_rows, num_tiles, spec.num_q_heads,
+            dims=_dims(spec, unit), TILE_M=_ROWS_TILE,
+        )  # fmt: skip
+    return lse_log2, delta
+
+
+def launch_dkdv(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse_log2: Tensor,
+    delta: Tensor,
+    spec: AttentionSpec,
+    *,
+    sequences: Sequences,
+    alibi_slopes: Tensor | None = None,
+    tile: TileConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, given the row terms of `launch_rows`."""
+    dk, dv = _allocate(k, k.shape, spec), _allocate(v, v.shape, spec)
+    tile = tile or tile_config(spec, "dkdv", device.arch_of(q.device))
+    num_tiles = triton.cdiv(spec.max_seqlen_k, tile.tile_n)
+    num_heads = spec.batch * spec.num_kv_heads
+    if num_tiles * num_heads > 0:
+        unit, strides = _bwd_strides(spec, q, k, v, do, q, dk, dv, lse_log2)
+        bytes_per_head = spec.group_size * spec.max_seqlen_q * _bytes_per_row(spec)
+        attention_bwd_dkdv_kernel[(num_tiles * num_heads,)](
+            q, k, v, do, lse_log2, delta, dk, dv, alibi_slopes, sequences, strides,
+            num_tiles, _heads_per_section(spec, bytes_per_head), *_numbers(spec),
+            dims=_dims(spec, unit), variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return dk, dv
+
+
+def launch_dq(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse_log2: Tensor,
+    delta: Tensor,
+    spec: AttentionSpec,
+    *,
+    sequences: Sequences,
+    alibi_slopes: Tensor | None = None,
+    tile: TileConfig | None = None,
+) -> Tensor:
+    """Return dq, given the row terms of `launch_rows`."""
+    dq = _allocate(q, q.shape, spec)
+    tile = tile or tile_config(spec, "dq", device.arch_of(q.device))
+    num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
+    num_heads = spec.batch * spec.num_q_heads
+    if num_tiles * num_heads > 0:
+        unit, strides = _bwd_strides(spec, q, k, v, do, dq, k, v, lse_log2)
+        attention_bwd_dq_kernel[(num_tiles * num_heads,)](
+            q, k, v, do, lse_log2, delta, dq, alibi_slopes, sequences, strides,
+            num_tiles, _query_heads_per_section(spec), *_numbers(spec),
+            dims=_dims(spec, unit), variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return dq
+
+
+def _allocate(like: Tensor, shape: tuple[int, ...], spec: AttentionSpec) -> Tensor:
+    """Return an output; packed rows that belong to no sequence are never written, so zero them."""
+    if spec.is_varlen:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _allocate_rows(q: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return lse (B, Hq, Sq) or (Hq, T); -inf in packed rows that belong to no sequence."""
+    if spec.is_varlen:
+        shape = (spec.num_q_heads, q.shape[0])
+        return torch.full(shape, -math.inf, dtype=torch.float32, device=q.device)
+    shape = (spec.batch, spec.num_q_heads, q.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _unit(*tensors: Tensor) -> int:
+    """Return in how many elements strides may be counted: one vector, or 1 if one is not whole."""
+    unit = _VECTOR_BYTES // tensors[0].element_size()
+    for tensor in tensors:
+        assert tensor.stride(-1) == 1, f"last dim must be contiguous, got {tensor.stride()}"
+        sizes_strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        if any(stride % unit for size, stride in sizes_strides if size > 1):
+            return 1
+    return unit
+
+
+def _strides(tensor: Tensor, spec: AttentionSpec, unit: int) -> tuple[int, int, int]:
+    """Return (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
+    steps = [
+        stride // unit if size > 1 else 0
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ]
+    batch, row, head = (0, *steps) if spec.is_varlen else steps
+    return batch, row, head
+
+
+def _row_strides(rows: Tensor) -> tuple[int, int, int]:
+    """Return (batch, row, head) strides of a contiguous (B, Hq, Sq) or (Hq, T)."""
+    batch, head, row = (0, *rows.stride()) if rows.dim() == 2 else rows.stride()
+    return batch, row, head
+
+
+def _bwd_strides(spec: AttentionSpec, *tensors: Tensor) -> tuple[int, BwdStrides]:
+    """Return (unit, strides) of q, k, v, do, dq, dk, dv and the row terms."""
+    *rows_of_heads, row_terms = tensors
+    unit = _unit(*rows_of_heads)
+    steps = (_strides(x, spec, unit) for x in rows_of_heads)
+    return unit, BwdStrides(*steps, _row_strides(row_terms))
+
+
+def _dims(spec: AttentionSpec, unit: int) -> HeadDims:
+    """Return the head dims as the kernels count them."""
+    return HeadDims(
+        spec.head_dim,
+        spec.v_head_dim,
+        padded_head_dim(spec.head_dim),
+        padded_head_dim(spec.v_head_dim),
+        unit,
+    )
+
+
+def _variant(spec: AttentionSpec) -> Variant:
+    """Return which code `spec` needs; a window that hides nothing is compiled away."""
+    return Variant(
+        left=0 <= spec.window_left < spec.max_seqlen_k - 1,
+        right=0 <= spec.window_right < spec.max_seqlen_q - 1,
+        softcap=spec.softcap > 0,
+        alibi=spec.has_alibi,
+        plain=spec.softcap == 0 and not spec.has_alibi and spec.softmax_scale > 0,
+    )
+
+
+def _numbers(spec: AttentionSpec) -> tuple[int, int, int, int, int, int, float, float]:
+    """Return the runtime numbers that all three kernels take, in their order."""
+    return (
+        spec.num_q_heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        spec.window_left,
+        spec.window_right,
+        spec.softmax_scale,
+        spec.softcap,
+    )
+
+
+def _bytes_per_row(spec: AttentionSpec) -> int:
+    """Return the bytes of one row of k and v, or of q and do, of one head."""
+    return (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
+
+
+def _heads_per_section(spec: AttentionSpec, bytes_per_head: int) -> int:
+    """Return how many heads share a section of the tile order.
+
+    Without a diagonal all tiles cost the same, so one head after the other is best for L2.
+    """
+    if spec.window_right < 0:
+        return 1
+    return max(1, _SECTION_BYTES // max(1, bytes_per_head))
+
+
+def _query_heads_per_section(spec: AttentionSpec) -> int:
+    """Return the same for kernels that loop over keys: whole groups, which share theirs."""
+    bytes_per_head = spec.max_seqlen_k * _bytes_per_row(spec)
+    return spec.group_size * _heads_per_section(spec, bytes_per_head)

@@ -1,0 +1,157 @@
+"""Forward pass of attention, dense and packed, in portable Triton.
+
+What: o = softmax(s) v and lse, with s = softmax_scale * q k^T, capped, ALiBi, masked, with a sink.
+Grid: one axis, query tiles x (batch x query heads), ordered by `tile_of_program`.
+One program: TILE_M queries of one head; loops over the keys they see, TILE_N at a time.
+Traffic: q is read and o, lse are written once; k and v once per query tile (mostly from L2).
+Numerics: products in the input type with float32 sums; m, l, acc float32; exponentials in base 2
+with softmax_scale * log2(e) folded into one fma. Rows that see nothing give o = 0, lse = -inf.
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton._tile import (
+    LN2,
+    LOG2E,
+    head_base,
+    keys_of_rows,
+    load_rows,
+    logits_log2,
+    row_pointers,
+    row_step,
+    sequence,
+    span_of_tile,
+    store_rows,
+    tile_of_program,
+    visible,
+)
+
+
+class FwdStrides(NamedTuple):
+    """(batch, row, head) of each tensor, in units; of lse in elements."""
+
+    q: tuple[int, int, int]
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
+    o: tuple[int, int, int]
+    lse: tuple[int, int, int]
+
+
+@triton.jit
+def _attend(
+    acc, l, m, q, k_base, v_base, k_strides, v_strides, begin, end, seen_begin, seen_end,
+    diagonal, key_begin, key_end, softmax_scale, softcap, slope,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys [begin, end) into (acc, l, m): one range of the online softmax."""
+    cols = begin + tl.arange(0, TILE_N)
+    k_ptrs = row_pointers(k_base, cols, k_strides, dims.d_pad, dims.unit)
+    v_ptrs = row_pointers(v_base, cols, v_strides, dims.dv_pad, dims.unit)
+    k_step = row_step(TILE_N, k_strides, dims.unit)
+    v_step = row_step(TILE_N, v_strides, dims.unit)
+    for _ in range(begin, end, TILE_N):
+        loaded = (cols >= seen_begin) & (cols < seen_end)
+        k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if not variant.plain:
+            distance = diagonal[:, None] - cols[None, :]
+            s, _ = logits_log2(s, distance, softmax_scale, softcap, slope, variant)
+        if MASKED:
+            seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
+            s = tl.where(seen, s, float("-inf"))
+        # A plain s stays in raw units: a positive scale commutes with max and rides in the fma.
+        if variant.plain:
+            m_new = tl.maximum(m, tl.max(s, 1) * (softmax_scale * LOG2E))
+        else:
+            m_new = tl.maximum(m, tl.max(s, 1))
+        shift = m_new
+        if MASKED:  # exp2(-inf - -inf) would be NaN in a row that has seen nothing yet
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if variant.plain:
+            p = tl.exp2(tl.fma(s, softmax_scale * LOG2E, -shift[:, None]))
+        else:
+            p = tl.exp2(s - shift[:, None])
+        alpha = tl.exp2(m - shift)
+        l = tl.fma(l, alpha, tl.sum(p, 1))
+        acc = acc * alpha[:, None]
+        v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        m = m_new
+        k_ptrs += k_step
+        v_ptrs += v_step
+        cols += TILE_N
+    return acc, l, m
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles", "heads_per_section", "num_q_heads", "group_size",
+        "seqlen_q", "seqlen_k", "window_left", "window_right",
+    ]
+)  # fmt: skip
+def attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, alibi_ptr, sinks_ptr, sequences, strides,
+    num_tiles, heads_per_section, num_q_heads, group_size, seqlen_q, seqlen_k,
+    window_left, window_right, softmax_scale, softcap,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of o and lse; see the module's docstring."""
+    DV_PAD: tl.constexpr = dims.dv_pad
+    tile, head = tile_of_program(num_tiles, heads_per_section, variant.right)
+    b, h = head // num_q_heads, head % num_q_heads
+    first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q)
+    first_k, length_k = sequence(b, sequences.cu_k, sequences.seqlens_k, seqlen_k)
+    first_row = tile * TILE_M
+    if first_row >= length_q:
+        return
+    rows = first_row + tl.arange(0, TILE_M)
+    stored = rows < length_q
+    q_base = head_base(q_ptr, b, first_q, h, strides.q, dims.unit)
+    k_base = head_base(k_ptr, b, first_k, h // group_size, strides.k, dims.unit)
+    v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
+    q_ptrs = row_pointers(q_base, rows, strides.q, dims.d_pad, dims.unit)
+    q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
+
+    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    l = tl.zeros([TILE_M], tl.float32)
+    if sinks_ptr is not None:  # the sink is a first key whose value is 0
+        m = tl.zeros([TILE_M], tl.float32) + tl.load(sinks_ptr + h) * LOG2E
+        l = tl.where(m > float("-inf"), 1.0, 0.0)
+    acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
+    slope = 0.0
+    if variant.alibi:
+        slope = tl.load(alibi_ptr + h)
+
+    diagonal = rows + (length_k - length_q)
+    begin, full_begin, full_end, end, seen_begin = span_of_tile(
+        first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
+        TILE_N, variant.left, variant.right,
+    )  # fmt: skip
+    key_begin, key_end = keys_of_rows(rows, length_q, length_k, window_left, window_right, variant)
+    if variant.left:
+        acc, l, m = _attend(
+            acc, l, m, q, k_base, v_base, strides.k, strides.v, begin, full_begin, seen_begin, end,
+            diagonal, key_begin, key_end, softmax_scale, softcap, slope,
+            dims, variant, TILE_N, True,
+        )  # fmt: skip
+    acc, l, m = _attend(
+        acc, l, m, q, k_base, v_base, strides.k, strides.v, full_begin, full_end, seen_begin, end,
+        diagonal, key_begin, key_end, softmax_scale, softcap, slope, dims, variant, TILE_N, False,
+    )  # fmt: skip
+    acc, l, m = _attend(
+        acc, l, m, q, k_base, v_base, strides.k, strides.v, full_end, end, seen_begin, end,
+        diagonal, key_begin, key_end, softmax_scale, softcap, slope, dims, variant, TILE_N, True,
+    )  # fmt: skip
+
+    total = tl.where(l == 0.0, 1.0, l)
+    lse_base = head_base(lse_ptr, b, first_q, h, strides.lse, 1)
+    tl.store(lse_base + rows, (m + tl.log2(total)) * LN2, mask=stored)
+    o_base = head_base(o_ptr, b, first_q, h, strides.o, dims.unit)
+    o_ptrs = row_pointers(o_base, rows, strides.o, dims.dv_pad, dims.unit)
+    store_rows(o_ptrs, acc / total[:, None], stored, dims.dv, dims.dv_pad)
