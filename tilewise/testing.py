@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["assert_within_budget", "budget_violation", "make_paged_cache", "make_qkv"]
+__all__ = [
+    "accumulator_scales",
+    "assert_within_budget",
+    "budget_violation",
+    "make_paged_cache",
+    "make_qkv",
+]
 
 
 def make_qkv(
@@ -85,25 +91,52 @@ def make_paged_cache(
     )
 
 
+def accumulator_scales(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax_scale: float
+) -> dict[str, float]:
+    """Bound what the accumulators of attention hold on the way to o, lse, dq, dk and dv.
+
+    Rounding a logit s once changes p by |s| eps, and so o by |s| max|v| eps. In the gradient dp and
+    delta cancel: with one visible key dq is 0, and all that is left of the two is their rounding.
+    Both |s| and |dp| are bounded by Cauchy-Schwarz.
+    """
+    if min(q.numel(), k.numel(), v.numel(), do.numel()) == 0:
+        return {}
+    q_norm, k_norm, v_norm, do_norm = (float(t.double().norm(dim=-1).max()) for t in (q, k, v, do))
+    s = softmax_scale * q_norm * k_norm
+    ds = do_norm * v_norm * softmax_scale * max(1.0, s)
+    return {
+        "o": s * float(v.abs().max()),
+        "lse": s,
+        "dv": s * float(do.abs().max()),
+        "dq": ds * float(k.abs().max()),
+        "dk": ds * float(q.abs().max()),
+    }
+
+
 def budget_violation(
-    actual: Tensor, truth: Tensor, eager: Tensor, *, factor: float = 2.0
+    actual: Tensor, truth: Tensor, eager: Tensor, *, factor: float = 2.0, scale: float = 0.0
 ) -> str | None:
     """Say how `actual` breaks the error budget, or return None when it keeps it.
 
-    max|actual - truth| <= factor * max|eager - truth| + eps * max|truth|, and the same for the
-    root mean square; eps is that of actual's dtype. Infinities must stand in the same places.
+    max|actual - truth| <= factor * max|eager - truth| + eps * max|truth| + eps_acc * scale, and the
+    same for the root mean square; eps is that of actual's dtype, eps_acc that of the accumulators
+    (float32, or float64 for float64). Infinities must stand in the same places.
 
     Args:
         actual: the result under test, any float dtype.
         truth: float64, from the same rounded inputs, same shape.
         eager: plain PyTorch in the dtype of the inputs, same shape.
         factor: how many times the error of eager is allowed.
+        scale: magnitude of what the accumulators hold, where that is more than the result:
+            rounding it once is nobody's mistake (see `accumulator_scales`).
     """
     if actual.shape != truth.shape:
         return f"shape must be {tuple(truth.shape)}, got {tuple(actual.shape)}"
     if actual.numel() == 0:
         return None
     eps = torch.finfo(actual.dtype).eps
+    eps_acc = min(eps, torch.finfo(torch.float32).eps)
     got, want, plain = (t.detach().double().cpu() for t in (actual, truth, eager))
     finite = want.isfinite()
     if bool(want.isnan().any()):
@@ -120,16 +153,23 @@ def budget_violation(
         ("max", lambda t: t.abs().max().item()),
         ("rms", lambda t: t.square().mean().sqrt().item()),
     ):
-        error, allowance = norm(got - want), factor * norm(plain - want) + eps * norm(want)
+        error = norm(got - want)
+        allowance = factor * norm(plain - want) + eps * norm(want) + eps_acc * scale
         if error > allowance:
             return f"{name} error must be at most {allowance:.3e}, got {error:.3e}"
     return None
 
 
 def assert_within_budget(
-    actual: Tensor, truth: Tensor, eager: Tensor, *, name: str = "result", factor: float = 2.0
+    actual: Tensor,
+    truth: Tensor,
+    eager: Tensor,
+    *,
+    name: str = "result",
+    factor: float = 2.0,
+    scale: float = 0.0,
 ) -> None:
     """Raise AssertionError when `budget_violation` finds one; see there for the rule."""
-    violation = budget_violation(actual, truth, eager, factor=factor)
+    violation = budget_violation(actual, truth, eager, factor=factor, scale=scale)
     if violation is not None:
         raise AssertionError(f"{name}: {violation}")
