@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewise.kernels.spec import PagedSpec
+
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
@@ -24,3 +26,126 @@ class TileConfig:
     tile_n: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """How the keys of short runs are dealt out to programs; all of it known on the host.
+
+    A pair is (sequence, split). The device cuts every sequence into ceil(tiles / t) splits, t being
+    split_tiles or, unless it is fixed, as many more as keep the pairs within target_pairs + B.
+
+    Attributes:
+        target_pairs: pairs that fill the device.
+        split_tiles: key tiles of a split, at least (exactly, when fixed).
+        num_pairs: pairs launched, an upper bound; a program without a pair leaves at once.
+        fixed: a split's size does not depend on the other sequences.
+        alone: no sequence can have a second split, so nothing is merged.
+    """
+
+    target_pairs: int
+    split_tiles: int
+    num_pairs: int
+    fixed: bool
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PagedWork:
+    """Which kernels one call of paged attention launches.
+
+    Attributes:
+        split_run: sequences with 1 ... split_run new tokens have their keys split; 0 is none.
+        split_config, split_plan: tiles and plan of that kernel.
+        rows_config: tiles of the kernel for the longer runs; None when there cannot be any.
+    """
+
+    split_run: int
+    split_config: TileConfig
+    split_plan: SplitPlan
+    rows_config: TileConfig | None
+
+
+MAX_SPLIT_RUN = 8  # new tokens: speculative drafts; longer runs reuse keys enough without splits
+MIN_SPLIT_KEYS = 256  # below this a second split costs more to merge than it saves
+INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
+PROGRAMS_PER_SM = 8  # four waves of two resident programs: an uneven last wave costs little
+WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Channels of a tile: the next power of two, at least the 16 that a tensor core multiplies."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _compute_bytes(spec: PagedSpec) -> int:
+    """Bytes of an operand: mixed dtypes are multiplied in float32."""
+    return spec.dtype.itemsize if spec.dtype == spec.cache_dtype else 4
+
+
+def _row_bytes(spec: PagedSpec) -> int:
+    """Shared memory of one key and its value."""
+    width = padded_head_dim(spec.head_dim) + padded_head_dim(spec.v_head_dim)
+    return width * _compute_bytes(spec)
+
+
+def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
+    """Tiles of the split kernel for runs of `run` tokens: 32 KiB of keys and values a step."""
+    rows = run * spec.group_size
+    tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
+    tile_n = min(max(16, 1 << (32768 // _row_bytes(spec)).bit_length() - 1), 128)
+    stages = 3 if arch in WIDE_SHARED_MEMORY else 2
+    return TileConfig(tile_m, tile_n, num_warps=4, num_stages=stages)
+
+
+def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
+    """Tiles of the kernel for long runs; a function of the heads alone, not of the batch."""
+    width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+    wide = arch in WIDE_SHARED_MEMORY
+    if _compute_bytes(spec) == 4:
+        return TileConfig(32 if width > 128 else 64, 16 if width > 128 else 32, 8, 2)
+    if width > 128:
+        return TileConfig(128 if wide else 64, 32, 8, 2)
+    return TileConfig(128, 64, 8, 3 if wide else 2)
+
+
+def plan_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:
+    """Bound the splits of a call from what the host knows: the width of the block table."""
+    span = spec.max_blocks * spec.block_size
+    if spec.window_left >= 0:
+        span = min(span, spec.window_left + run + config.tile_n)  # + a first tile cut by the window
+    most_tiles = max(1, -(-span // config.tile_n))
+    keys = INVARIANT_SPLIT_KEYS if spec.batch_invariant else MIN_SPLIT_KEYS
+    split_tiles = max(1, keys // config.tile_n)
+    if most_tiles <= split_tiles:
+        return SplitPlan(1, most_tiles, spec.num_seqs, fixed=True, alone=True)
+    num_pairs = spec.num_seqs * -(-most_tiles // split_tiles)
+    if spec.batch_invariant:
+        return SplitPlan(1, split_tiles, num_pairs, fixed=True, alone=False)
+    programs_per_pair = spec.num_kv_heads * -(-run * spec.group_size // config.tile_m)
+    target = -(-sm_count * PROGRAMS_PER_SM // programs_per_pair)
+    return SplitPlan(
+        target, split_tiles, min(num_pairs, target + spec.num_seqs), fixed=False, alone=False
+    )
+
+
+def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
+    """Choose the kernels of one call: split keys for short runs, tiles of rows for long ones.
+
+    With batch_invariant a sequence's kernel and tiles follow from its own run alone.
+    """
+    longest = max(1, spec.max_seqlen_q)
+    rows_config: TileConfig | None = paged_rows_config(spec, arch)
+    assert rows_config is not None
+    programs = -(-longest * spec.group_size // rows_config.tile_m) * spec.num_kv_heads
+    if longest == 1:
+        split_run, rows_config = 1, None
+    elif spec.batch_invariant:
+        split_run = 1
+    elif longest <= MAX_SPLIT_RUN or programs * spec.num_seqs * 2 <= sm_count:
+        split_run, rows_config = longest, None
+    else:
+        split_run = 0 if spec.num_tokens == spec.num_seqs * longest else 1
+    split_config = paged_split_config(spec, max(1, split_run), arch)
+    plan = plan_splits(spec, split_config, max(1, split_run), sm_count)
+    return PagedWork(split_run, split_config, plan, rows_config)

@@ -1,0 +1,164 @@
+"""Device helpers shared by the two kernels that read a paged cache.
+
+what     the loop over cached keys, and where a row of q or o lies; `paged_attention` and
+         `paged_decode` differ only in who computes which rows and keys
+grid     none: these functions are inlined
+rows     a program owns TILE_M rows of one sequence and one key head. Row r is new token r // GROUP
+         and query head r % GROUP of the head's group, so keys and values are read once per group
+traffic  TILE_N keys and values per step, addressed one by one through the block table, so TILE_N
+         does not depend on the block size; a block that holds whole tiles is looked up once
+numerics logits in base 2; m, l and acc float32; products of float32 operands in full float32.
+         m starts at a finite value, so a row that sees nothing never makes inf - inf
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton._tile import LN2, tanh
+
+LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
+
+
+@triton.jit
+def key_tile_range(seqlen_k, num_rows, WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr):
+    """Return the first tile and the number of tiles that hold a key some row of a run sees.
+
+    Works on scalars and on vectors (one element per sequence). `num_rows` are the run's new tokens.
+    """
+    num_tiles = (seqlen_k + TILE_N - 1) // TILE_N
+    first = num_tiles * 0
+    if WINDOW_LEFT >= 0:
+        first = tl.maximum(seqlen_k - num_rows - WINDOW_LEFT, 0) // TILE_N
+    return first, num_tiles - first
+
+
+@triton.jit
+def attend_keys(
+    q, acc, l, m, pos, slope,
+    k_ptr, v_ptr, block_row_ptr,
+    stride_kb, stride_kp, stride_vb, stride_vp,
+    first, last, key_lo, key_hi, scale_log2, softcap_log2,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    TILE_D: tl.constexpr, TILE_DV: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
+
+    q (TILE_M, TILE_D); pos (TILE_M,) is the last key each row sees. With MASKED a tile may reach
+    past key_lo ... key_hi - 1 or past a row's own keys; without, every row sees all of it.
+    """
+    offs_n = tl.arange(0, TILE_N)
+    offs_d = tl.arange(0, TILE_D)
+    offs_dv = tl.arange(0, TILE_DV)
+    # Block ids are loaded a tile ahead of the keys they lead to: the pipeline of loads below then
+    # starts from a value at hand instead of spending its stages on the chain id -> key.
+    block = _load_blocks(block_row_ptr, first, last, key_lo, key_hi, TILE_N, BLOCK_SIZE)
+    for tile in range(first, last):
+        key = tile * TILE_N + offs_n
+        owned = (key >= key_lo) & (key < key_hi)
+        if BLOCK_SIZE % TILE_N == 0:
+            slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n
+            k_row = k_ptr + block * stride_kb + slot[:, None] * stride_kp
+            v_row = v_ptr + block * stride_vb + slot[:, None] * stride_vp
+        else:
+            slot = (key % BLOCK_SIZE)[:, None]
+            k_row = k_ptr + (block[:, None] * stride_kb + slot * stride_kp)
+            v_row = v_ptr + (block[:, None] * stride_vb + slot * stride_vp)
+        block = _load_blocks(block_row_ptr, tile + 1, last, key_lo, key_hi, TILE_N, BLOCK_SIZE)
+        k = _load_rows(k_row, offs_d, owned, HEAD_DIM, TILE_D, MASKED)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        s = s * scale_log2
+        if HAS_SOFTCAP:
+            s = softcap_log2 * tanh(s / softcap_log2)
+        if HAS_ALIBI:
+            s -= slope[:, None] * (pos[:, None] - key[None, :]).to(tl.float32)
+        if MASKED:
+            visible = owned[None, :] & (key[None, :] <= pos[:, None])
+            if WINDOW_LEFT >= 0:
+                visible &= key[None, :] >= pos[:, None] - WINDOW_LEFT
+            s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        alpha = tl.math.exp2(m - m_new)
+        p = tl.math.exp2(s - m_new[:, None])
+        l = l * alpha + tl.sum(p, 1)
+        v = _load_rows(v_row, offs_dv, owned, V_HEAD_DIM, TILE_DV, MASKED).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+    return acc, l, m
+
+
+@triton.jit
+def _load_blocks(
+    block_row_ptr, tile, last, key_lo, key_hi, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Load the int64 block ids of a tile's keys, or the one id of a tile within a block.
+
+    Entries of the table outside key_lo ... key_hi - 1 or past tile last - 1 are not read.
+    """
+    if BLOCK_SIZE % TILE_N == 0:
+        column = tile // (BLOCK_SIZE // TILE_N)
+        block = tl.load(block_row_ptr + column, mask=tile < last, other=0)
+    else:
+        key = tile * TILE_N + tl.arange(0, TILE_N)
+        owned = (key >= key_lo) & (key < key_hi)
+        block = tl.load(block_row_ptr + key // BLOCK_SIZE, mask=owned & (tile < last), other=0)
+    return block.to(tl.int64)
+
+
+@triton.jit
+def _load_rows(
+    row_ptrs, offs_d, owned,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load (TILE_N, TILE_D) of a cache; channels past HEAD_DIM and keys not owned are 0."""
+    if HEAD_DIM == TILE_D:
+        if MASKED:
+            x = tl.load(row_ptrs + offs_d[None, :], mask=owned[:, None], other=0.0)
+        else:
+            x = tl.load(row_ptrs + offs_d[None, :])
+    else:
+        inside = offs_d[None, :] < HEAD_DIM
+        if MASKED:
+            inside &= owned[:, None]
+        x = tl.load(row_ptrs + offs_d[None, :], mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def add_sink(acc, l, m, sink_log2):
+    """Count one more logit per row in the denominator; -inf counts nothing."""
+    m_new = tl.maximum(m, sink_log2)
+    alpha = tl.math.exp2(m - m_new)
+    l = l * alpha + tl.math.exp2(sink_log2 - m_new)
+    return acc * alpha[:, None], l, m_new
+
+
+@triton.jit
+def normalise(acc, l, m):
+    """Return o and lse (natural log) of the running sums; 0 and -inf for a row without a key."""
+    seen = l > 0.0
+    l = tl.where(seen, l, 1.0)
+    lse = tl.where(seen, (m + tl.math.log2(l)) * LN2, float("-inf"))
+    return acc / l[:, None], lse
+
+
+@triton.jit
+def clear_padding_rows(
+    o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, first, step, num_tokens, head,
+    GROUP: tl.constexpr, TILE_G: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_DV: tl.constexpr,
+):  # fmt: skip
+    """Write o = 0 and lse = -inf to rows of no sequence, every step-th from `first`."""
+    offs_g = tl.arange(0, TILE_G)
+    offs_dv = tl.arange(0, TILE_DV)
+    in_group = offs_g < GROUP
+    heads = head * GROUP + offs_g
+    zeros = tl.zeros([TILE_G, TILE_DV], dtype=o_ptr.dtype.element_ty)
+    for token in range(first, num_tokens, step):
+        o_row = o_ptr + tl.full([TILE_G], token, tl.int64) * stride_ot + heads * stride_oh
+        inside = in_group[:, None] & (offs_dv[None, :] < V_HEAD_DIM)
+        tl.store(o_row[:, None] + offs_dv[None, :], zeros, mask=inside)
+        empty = tl.full([TILE_G], float("-inf"), dtype=tl.float32)
+        tl.store(lse_ptr + heads * stride_lh + token, empty, mask=in_group)

@@ -1,0 +1,283 @@
+"""Paged attention of short runs of new tokens: the keys of a sequence are split over programs.
+
+what     flash-decoding (Dao et al. 2023) over a block table: partial o and lse per split of a
+         sequence's keys, then one merge by log-sum-exp
+grid     split kernel: (pairs * Hk, tiles of rows), a pair being (sequence, split), heads fastest so
+         that neighbours read neighbouring bytes; merge kernel: (B * run, Hq)
+program  reads every sequence's length, deals the keys out in splits of equal size, finds the pair
+         it owns, folds its keys; a sequence with one split is written straight to o and lse
+traffic  K and V once (once per tile of rows), q once per split; partials 4 * (Dv + 1) bytes per
+         row and split, which is under 1 % of the keys for splits of 512 keys or more
+numerics as in `_paged`; partial o float32 and normalised; weights of the merge are exp2(lse - max)
+
+The number of splits follows from the lengths on the device, within bounds that the host knows: no
+synchronisation, and a captured CUDA graph stays right when lengths change. With batch_invariant
+the size of a split is a constant, so how a sequence is cut depends on its own length alone.
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles import SplitPlan, TileConfig, padded_head_dim
+from tilewise.kernels.triton._paged import (
+    LOWEST,
+    add_sink,
+    attend_keys,
+    clear_padding_rows,
+    key_tile_range,
+    normalise,
+)
+from tilewise.kernels.triton._tile import LN2, LOG2E
+
+TILE_B = 128  # sequences whose lengths are scanned at once; one warp instruction per warp of four
+MERGE_TILE = 16  # splits merged at once: 16 * 128 float32 are 64 registers of one warp
+
+
+@triton.jit
+def _run_tiles(
+    seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run,
+    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Return the key tiles of each sequence of `seq`: at least 1 when it has a row, else 0."""
+    inside = seq < num_seqs
+    seqlen_k = tl.load(seqlens_k_ptr + seq, mask=inside, other=0)
+    start = tl.load(cu_seqlens_q_ptr + seq, mask=inside, other=0)
+    stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0)
+    num_rows = stop - start
+    _, num_tiles = key_tile_range(seqlen_k, num_rows, WINDOW_LEFT, TILE_N)
+    num_tiles = tl.maximum(num_tiles, 1)
+    return tl.where((num_rows > 0) & (num_rows <= max_run), num_tiles, 0)
+
+
+@triton.jit
+def _find_split(
+    seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
+    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
+):  # fmt: skip
+    """Return (sequence, its first pair, tiles per split) of a pair; sequence = B past the last one.
+
+    Tiles per split is split_tiles, or without FIXED as many more as keep all pairs within
+    target_pairs + B: sum of ceil(tiles_b / t) <= sum of tiles_b / t + B.
+    """
+    if not FIXED:
+        total = 0
+        for base in range(0, num_seqs, TILE_B):
+            seq = base + tl.arange(0, TILE_B)
+            total += tl.sum(
+                _run_tiles(
+                    seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run, WINDOW_LEFT, TILE_N
+                )
+            )
+        split_tiles = tl.maximum(split_tiles, (total + target_pairs - 1) // target_pairs)
+    found = 0
+    pairs_before = 0
+    first_pair = 0
+    for base in range(0, num_seqs, TILE_B):
+        seq = base + tl.arange(0, TILE_B)
+        tiles = _run_tiles(
+            seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run, WINDOW_LEFT, TILE_N
+        )
+        ends = pairs_before + tl.cumsum((tiles + split_tiles - 1) // split_tiles, 0)
+        passed = (ends <= pair) & (seq < num_seqs)
+        found += tl.sum(passed.to(tl.int32))
+        first_pair = tl.maximum(first_pair, tl.max(tl.where(passed, ends, 0)))
+        pairs_before = tl.max(ends)
+    return found, first_pair, split_tiles
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
+                               "num_pairs"])  # fmt: skip
+def _split_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
+    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
+    stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
+    stride_ot, stride_oh, stride_lh, stride_table,
+    num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, scale_log2, softcap_log2,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, FIXED: tl.constexpr, ALONE: tl.constexpr,
+    CLEARS: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % NUM_KV_HEADS
+    pair = tl.program_id(0) // NUM_KV_HEADS
+    if CLEARS and tl.program_id(1) == 0:
+        used = tl.load(cu_seqlens_q_ptr + num_seqs)
+        clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
+                           num_tokens, head, GROUP, TILE_G, V_HEAD_DIM, TILE_DV)  # fmt: skip
+    seq, first_pair, split_tiles = _find_split(
+        seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
+        WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
+    if seq >= num_seqs:
+        return
+    start = tl.load(cu_seqlens_q_ptr + seq)
+    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+    seqlen_k = tl.load(seqlens_k_ptr + seq)
+    first_tile, num_tiles = key_tile_range(seqlen_k, run, WINDOW_LEFT, TILE_N)
+    num_splits = (tl.maximum(num_tiles, 1) + split_tiles - 1) // split_tiles
+    split = pair - first_pair
+    if not ALONE and (split == 0) and (tl.program_id(0) % NUM_KV_HEADS == 0):
+        tl.store(plan_ptr + 2 * seq, first_pair)
+        tl.store(plan_ptr + 2 * seq + 1, num_splits)
+
+    row = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
+    token = row // GROUP
+    q_head = head * GROUP + row % GROUP
+    in_run = token < run
+    pos = seqlen_k - run + token
+    offs_d = tl.arange(0, TILE_D)
+    offs_dv = tl.arange(0, TILE_DV)
+    q_row = q_ptr + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
+    q_inside = in_run[:, None] & (offs_d[None, :] < HEAD_DIM)
+    q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
+    if q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+        q = q.to(tl.float32)
+    slope = tl.zeros([TILE_M], dtype=tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + q_head).to(tl.float32) * LOG2E
+
+    key_lo = 0
+    if WINDOW_LEFT >= 0:
+        key_lo = tl.maximum(seqlen_k - run - WINDOW_LEFT, 0)
+    acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
+    l = tl.zeros([TILE_M], dtype=tl.float32)
+    m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
+    acc, l, m = attend_keys(
+        q, acc, l, m, pos, slope,
+        k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh,
+        block_table_ptr + seq.to(tl.int64) * stride_table,
+        stride_kb, stride_kp, stride_vb, stride_vp,
+        first_tile + split * num_tiles // num_splits,
+        first_tile + (split + 1) * num_tiles // num_splits,
+        key_lo, seqlen_k, scale_log2, softcap_log2,
+        HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE, WINDOW_LEFT,
+        HAS_SOFTCAP, HAS_ALIBI, True)  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E
+        acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
+    o, lse = normalise(acc, l, m)
+
+    inside = in_run[:, None] & (offs_dv[None, :] < V_HEAD_DIM)
+    if ALONE or num_splits == 1:
+        o_row = o_ptr + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh
+        tl.store(o_row[:, None] + offs_dv[None, :], o.to(o_ptr.dtype.element_ty), mask=inside)
+        tl.store(lse_ptr + q_head * stride_lh + start + token, lse, mask=in_run)
+    else:
+        part = (pair.to(tl.int64) * NUM_KV_HEADS + head) * (max_run * GROUP) + row
+        tl.store(part_o_ptr + part[:, None] * V_HEAD_DIM + offs_dv[None, :], o, mask=inside)
+        tl.store(part_lse_ptr + part, lse, mask=in_run)
+
+
+@triton.jit(do_not_specialize=["max_run"])
+def _merge_kernel(
+    part_o_ptr, part_lse_ptr, plan_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
+    stride_ot, stride_oh, stride_lh, max_run,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    TILE_DV: tl.constexpr, MERGE_TILE: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0) // max_run
+    token = tl.program_id(0) % max_run
+    q_head = tl.program_id(1)
+    start = tl.load(cu_seqlens_q_ptr + seq)
+    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+    if (token >= run) | (run > max_run):
+        return
+    first_pair = tl.load(plan_ptr + 2 * seq)
+    num_splits = tl.load(plan_ptr + 2 * seq + 1)
+    if num_splits == 1:
+        return
+    row = token * GROUP + q_head % GROUP
+    offs_s = tl.arange(0, MERGE_TILE)
+    offs_dv = tl.arange(0, TILE_DV)
+    acc = tl.zeros([TILE_DV], dtype=tl.float32)
+    l = 0.0
+    m = LOWEST
+    for base in range(0, num_splits, MERGE_TILE):
+        split = base + offs_s
+        part = (first_pair + split).to(tl.int64) * NUM_KV_HEADS + q_head // GROUP
+        part = part * (max_run * GROUP) + row
+        inside = split < num_splits
+        lse = tl.load(part_lse_ptr + part, mask=inside, other=float("-inf"))
+        o = tl.load(
+            part_o_ptr + part[:, None] * V_HEAD_DIM + offs_dv[None, :],
+            mask=inside[:, None] & (offs_dv[None, :] < V_HEAD_DIM),
+            other=0.0,
+        )
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        weight = tl.math.exp2((lse - m_new) * LOG2E)
+        alpha = tl.math.exp2((m - m_new) * LOG2E)
+        acc = acc * alpha + tl.sum(o * weight[:, None], 0)
+        l = l * alpha + tl.sum(weight, 0)
+        m = m_new
+    seen = l > 0.0
+    l = tl.where(seen, l, 1.0)
+    o_row = o_ptr + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh
+    tl.store(o_row + offs_dv, (acc / l).to(o_ptr.dtype.element_ty), mask=offs_dv < V_HEAD_DIM)
+    total = tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf"))
+    tl.store(lse_ptr + q_head * stride_lh + start + token, total)
+
+
+def launch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    spec: PagedSpec,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    config: TileConfig,
+    plan: SplitPlan,
+    max_run: int,
+    clears: bool,
+) -> None:
+    """Write rows of o and lse of every sequence that has 1 ... max_run new tokens.
+
+    Args:
+        o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place; other rows are left alone.
+        plan: from `tiles.plan_splits` for this spec, config and max_run.
+        clears: also write the rows past the last sequence (o = 0, lse = -inf).
+    """
+    group = spec.group_size
+    num_heads = spec.num_kv_heads * plan.num_pairs
+    parts = plan.num_pairs * spec.num_kv_heads * max_run * group
+    if plan.alone:
+        part_o, part_lse, bounds = o, lse, seqlens_k  # never touched
+    else:
+        part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
+        bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=q.device)
+    _split_kernel[(num_heads, triton.cdiv(max_run * group, config.tile_m))](
+        q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
+        block_table, seqlens_k, cu_seqlens_q,
+        alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
+        spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
+        plan.num_pairs, spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
+        NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, TILE_G=triton.next_power_of_2(group),
+        HEAD_DIM=spec.head_dim, V_HEAD_DIM=spec.v_head_dim,
+        TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
+        BLOCK_SIZE=spec.block_size, WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
+        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, FIXED=plan.fixed,
+        ALONE=plan.alone, CLEARS=clears, TILE_B=TILE_B,
+        TILE_M=config.tile_m, TILE_N=config.tile_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if plan.alone:
+        return
+    _merge_kernel[(spec.num_seqs * max_run, spec.num_q_heads)](
+        part_o, part_lse, bounds, cu_seqlens_q, o, lse,
+        o.stride(0), o.stride(1), lse.stride(0), max_run,
+        NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, V_HEAD_DIM=spec.v_head_dim,
+        TILE_DV=padded_head_dim(spec.v_head_dim), MERGE_TILE=MERGE_TILE, num_warps=1,
+    )  # fmt: skip
