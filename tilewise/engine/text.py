@@ -43,10 +43,11 @@ class Detokenizer:
     ) -> None:
         self._decode = decode
         self._special_ids = special_ids
-        self._window = [t for t in prompt_token_ids[-PROMPT_CONTEXT:] if t not in special_ids]
+        tail = [t for t in prompt_token_ids[-PROMPT_CONTEXT:] if t not in special_ids]
+        self._window = self._from_a_character(tail)
         self._num_context = len(self._window)
         self._text = decode(self._window)
-        self._sent = len(self._text) - _unfinished(self._text)
+        self._shown = self._text[: len(self._text) - _unfinished(self._text)]
 
     def push(self, token_id: int) -> str:
         """Take one token and return the text that is certain now, often one word, maybe empty."""
@@ -58,9 +59,7 @@ class Detokenizer:
         if text == self._text and not unfinished:
             self._window.pop()  # a token without text, such as a padding id of the vocabulary
             return ""
-        certain = len(text) - unfinished
-        delta = text[self._sent : certain]
-        self._text, self._sent = text, max(self._sent, certain)
+        delta = self._advance(text, len(text) - unfinished)
         if delta and not unfinished:
             self._keep(self._window[self._num_context :], unfinished)
         elif len(self._window) > MAX_WINDOW:
@@ -69,7 +68,28 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back, an unfinished character as replacement characters."""
-        delta, self._sent = self._text[self._sent :], len(self._text)
+        delta = self._text[len(self._shown) :]
+        self._shown = self._text
+        return delta
+
+    def _from_a_character(self, tokens: list[int]) -> list[int]:
+        """Drop the first tokens while they begin inside a character, which spoils what follows."""
+        for start in range(len(tokens)):
+            text = self._decode(tokens[start:])
+            if REPLACEMENT not in text[: len(text) - _unfinished(text)]:
+                return tokens[start:]
+        return []
+
+    def _advance(self, text: str, certain: int) -> str:
+        """Take the window's new text, of which `certain` characters are, and return what is new."""
+        self._text = text
+        # A decoder with byte fallback gives up a whole run of bytes until its last is there, and
+        # with it characters that were shown before: wait for them to come back.
+        if certain < len(text) and not text.startswith(self._shown):
+            return ""
+        delta = text[len(self._shown) : certain]
+        if delta:
+            self._shown = text[:certain]
         return delta
 
     def _keep(self, tokens: list[int], unfinished: int) -> None:
@@ -78,7 +98,7 @@ class Detokenizer:
         if text:
             self._window, self._text = tokens, text
             self._num_context = 0 if unfinished else len(tokens)
-            self._sent = max(len(text) - unfinished, 0)
+            self._shown = text[: max(len(text) - unfinished, 0)]
 
 
 def _unfinished(text: str) -> int:
