@@ -3,8 +3,7 @@
 The only writer of Sequence.block_ids. It keeps two promises to the step that it prepares:
 
     exclusive writer  a block that is written has one owner; a shared one is copied first
-    still sources     a block that is copied from is handed out again only after the step is built,
-                      so that no copy's source is another copy's destination
+    still sources     no copy's source is another copy's destination, so copies have no order
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class BlockTables:
         self.allocator = BlockAllocator(num_blocks)
         self.prefix = PrefixCache(self.allocator, block_size) if enable_prefix_caching else None
         self._copies: list[tuple[int, int]] = []
-        self._held_sources: list[int] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return ceil(num_tokens / block_size)."""
@@ -96,9 +94,7 @@ class BlockTables:
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
-        sources = {source for source, _ in self._copies}
-        self._held_sources += [b for b in seq.block_ids if b in sources]
-        self.allocator.release([b for b in seq.block_ids if b not in sources])
+        self.allocator.release(seq.block_ids)
         seq.block_ids = []
         seq.num_registered_blocks = 0
         seq.num_computed_tokens = 0
@@ -120,11 +116,16 @@ class BlockTables:
         seq.num_registered_blocks = num_full
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """Return the copies (source, destination) of the step and forget them."""
+        """Return the copies (source, destination) of the step and forget them.
+
+        A source keeps an owner while the step is built: its owners are samples of one request that
+        have not run since they forked. If one of them lacks a block, the newer ones are preempted,
+        and the last one left writes in place.
+        """
         copies = tuple(self._copies)
         self._copies.clear()
-        self.allocator.release(self._held_sources)
-        self._held_sources.clear()
+        sources = {source for source, _ in copies}
+        assert sources.isdisjoint(copy for _, copy in copies), "a source is never a destination"
         return copies
 
     def num_wasted_slots(self, computed: dict[Sequence, int]) -> int:
@@ -160,7 +161,7 @@ class BlockTables:
                 all(len(s.block_ids) >= self.blocks_for(s.num_computed_tokens) for s in holders),
                 "a table covers the computed tokens",
             ),
-            (not self._copies and not self._held_sources, "no copy is left between steps"),
+            (not self._copies, "no copy is left between steps"),
         ]
         if self.prefix is not None:
             self.prefix.check_integrity()

@@ -1,0 +1,50 @@
+"""The tensors of the paged cache and how many blocks a budget holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.cache.storage import KVStorage, num_blocks_for
+
+SPEC = CacheSpec(
+    num_layers=3,
+    block_size=4,
+    kv=KVSpec(num_kv_heads=2, head_dim=8, v_head_dim=6, dtype=torch.float16),
+)
+
+
+def test_each_layer_has_its_own_keys_and_values():
+    storage = KVStorage(SPEC, num_blocks=5, device="cpu")
+    assert len(storage.layers) == 3
+    for k_cache, v_cache in storage.layers:
+        assert k_cache.shape == (5, 4, 2, 8)
+        assert v_cache.shape == (5, 4, 2, 6)
+        assert k_cache.dtype == v_cache.dtype == torch.float16
+    pointers = {t.data_ptr() for layer in storage.layers for t in layer}
+    assert len(pointers) == 6
+
+
+def test_the_tensors_take_the_bytes_that_the_spec_promises():
+    storage = KVStorage(SPEC, num_blocks=5)
+    assert storage.num_bytes == sum(t.nbytes for layer in storage.layers for t in layer)
+
+
+def test_a_budget_holds_the_blocks_that_fit_whole():
+    size = SPEC.bytes_per_block
+    assert num_blocks_for(SPEC, size) == 1
+    assert num_blocks_for(SPEC, 7 * size - 1) == 6
+    assert num_blocks_for(SPEC, 7 * size) == 7
+
+
+def test_a_budget_below_one_block_is_refused_with_the_sizes():
+    size = SPEC.bytes_per_block
+    with pytest.raises(ValueError, match=f"at least one cache block of {size} bytes") as caught:
+        num_blocks_for(SPEC, size - 1)
+    assert f"got {size - 1}" in str(caught.value)
+
+
+def test_a_storage_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
+        KVStorage(SPEC, num_blocks=0)
