@@ -1,0 +1,358 @@
+"""LLM on small random checkpoints: transformers' tokens, whatever the batch, chunk or pool."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
+from tilewise.engine.llm import LLM, packaged_model
+from tilewise.engine.request import SamplingParams
+from tilewise.errors import CheckpointError, RequestError
+
+STEPS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+CASES = ("llama", "qwen3_norm_wide_heads", "gpt2")
+
+
+def _prompts():
+    draw = random.Random(0)
+    return [[draw.randrange(3, VOCAB) for _ in range(n)] for n in (1, 5, 16, 17, 30, 43)]
+
+
+PROMPTS = _prompts()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Per case: the directory, transformers' model, and its continuation of each prompt."""
+    found = {}
+    for case in CASES:
+        directory = tmp_path_factory.mktemp(case)
+        model = write_checkpoint(directory, case)
+        found[case] = (directory, model, [greedy_tokens(model, p, STEPS) for p in PROMPTS])
+    return found
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoints):
+    return checkpoints["llama"][0]
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    return make(directory)
+
+
+def make(directory, **settings):
+    return LLM(directory, device="cpu", **{"num_blocks": 200, "block_size": 4, **settings})
+
+
+def as_ids(prompts):
+    return [{"prompt_token_ids": p} for p in prompts]
+
+
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_idle(llm):
+    assert not llm.engine.has_unfinished()
+    assert llm.engine.stats().scheduler.blocks_used == 0
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_greedy_tokens_are_those_of_transformers(checkpoints, case, chunk):
+    directory, _, wanted = checkpoints[case]
+    llm = make(directory, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 4))
+    assert tokens_of(llm.generate(as_ids(PROMPTS), GREEDY)) == wanted
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_preemption_keeps_the_tokens(checkpoints, case, enable_prefix_caching):
+    directory, _, wanted = checkpoints[case]
+    llm = make(
+        directory,
+        num_blocks=24,
+        max_num_batched_tokens=32,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    assert tokens_of(llm.generate(as_ids(PROMPTS), GREEDY)) == wanted
+    assert llm.engine.stats().scheduler.num_preemptions > 0
+    assert_idle(llm)
+
+
+def test_equal_beginnings_are_computed_once_and_change_nothing(checkpoints):
+    directory, model, _ = checkpoints["llama"]
+    llm = make(directory)
+    prompts = [[*PROMPTS[4], 5], [*PROMPTS[4], 6, 7]]
+    first, second = (llm.generate(as_ids([p]), GREEDY)[0] for p in prompts)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 28)
+    for output, prompt in zip((first, second), prompts, strict=True):
+        assert output.outputs[0].token_ids == greedy_tokens(model, prompt, STEPS)
+
+
+def test_text_goes_in_and_comes_out(llm):
+    prompts = ["once upon a time", "the quick"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.prompt for o in outputs] == prompts
+    for output in outputs:
+        assert output.prompt_token_ids == llm.tokenizer.encode(output.prompt)
+        [sample] = output.outputs
+        assert sample.text == llm.tokenizer.decode(sample.token_ids)
+        assert (sample.finish_reason, sample.stop_reason) == ("length", None)
+        assert (sample.index, sample.logprobs, sample.cumulative_logprob) == (0, None, None)
+        assert output.finished
+        metrics = output.metrics
+        assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+
+
+def test_every_form_of_prompt_is_taken(llm):
+    text = "the lazy dog"
+    ids = llm.tokenizer.encode(text)
+    [alone] = llm.generate(text, GREEDY)
+    [alone_ids] = llm.generate({"prompt_token_ids": ids}, GREEDY)
+    mixed = llm.generate([text, {"prompt_token_ids": tuple(ids)}], [GREEDY, GREEDY])
+    assert tokens_of([alone, alone_ids]) == tokens_of(mixed)
+    assert alone_ids.prompt is None
+    assert alone_ids.outputs[0].text == alone.outputs[0].text
+    assert llm.generate([]) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    outputs = llm.generate(["the", "once"], [short, GREEDY])
+    assert [len(ids) for ids in tokens_of(outputs)] == [3, STEPS]
+    with pytest.raises(ValueError, match="as many as the 2 prompts, got 1"):
+        llm.generate(["the", "once"], [short])
+
+
+def test_seeded_samples_are_reproducible_in_any_company(directory):
+    params = SamplingParams(n=3, seed=7, temperature=1.2, top_p=0.9, max_tokens=10)
+    llm = make(directory, num_blocks=40, max_num_seqs=6)
+    [alone] = llm.generate("once upon", params)
+    crowd = llm.generate(["the quick", "once upon", "a small cat"], [GREEDY, params, GREEDY])
+    samples = [c.token_ids for c in alone.outputs]
+    assert [c.token_ids for c in crowd[1].outputs] == samples
+    assert len(set(map(tuple, samples))) == 3
+    assert [c.index for c in alone.outputs] == [0, 1, 2]
+    [first] = llm.generate("once upon", SamplingParams(seed=7, temperature=1.2, top_p=0.9))
+    assert first.outputs[0].token_ids[:10] == samples[0]
+
+
+def test_unseeded_samples_follow_the_seed_of_the_engine(directory):
+    def draw(seed):
+        llm = make(directory, seed=seed)
+        return tokens_of(llm.generate(["the", "the"], SamplingParams(max_tokens=8)))
+
+    one, again, other = draw(1), draw(1), draw(2)
+    assert one == again != other
+    assert one[0] != one[1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_stop_string_ends_the_text_before_it(llm, length):
+    [whole] = llm.generate("the quick brown", GREEDY)
+    text = whole.outputs[0].text
+    stop = text[9 : 9 + length]
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True, stop=["@@", stop])
+    [output] = llm.generate("the quick brown", params)
+    [sample] = output.outputs
+    assert sample.text == text[: text.index(stop)]
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+    assert sample.token_ids == whole.outputs[0].token_ids[: len(sample.token_ids)]
+    assert stop in llm.tokenizer.decode(sample.token_ids)
+    assert_idle(llm)
+
+
+def test_a_stop_token_ends_the_text_and_is_no_part_of_it(llm):
+    [whole] = llm.generate("the quick brown", GREEDY)
+    ids = whole.outputs[0].token_ids
+    stop = ids[6]
+    count = ids.index(stop) + 1
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, stop_token_ids=[stop])
+    [sample] = llm.generate("the quick brown", params)[0].outputs
+    assert sample.token_ids == ids[:count]
+    assert sample.text == llm.tokenizer.decode(ids[: count - 1])
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+
+
+def test_the_models_end_token_ends_the_text_unless_ignored(tmp_path, checkpoints):
+    _, model, wanted = checkpoints["llama"]
+    end = wanted[1][5]
+    config = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [end]
+    model.save_pretrained(tmp_path)
+    model.generation_config.eos_token_id = config
+    llm = make(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS)
+    stopped, ignored = llm.generate(as_ids([PROMPTS[1]] * 2), [params, GREEDY])
+    assert stopped.outputs[0].token_ids == wanted[1][: wanted[1].index(end) + 1]
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert stopped.outputs[0].stop_reason is None
+    assert ignored.outputs[0].token_ids == wanted[1]
+
+
+def test_logprobs_are_those_of_the_model(checkpoints):
+    directory, model, wanted = checkpoints["llama"]
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=3)
+    [sample] = make(directory).generate(as_ids([PROMPTS[2]]), params)[0].outputs
+    assert sample.token_ids == wanted[2][:5]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPTS[2], *wanted[2][:4]]])).logits[0, -5:]
+    truth = logits.double().log_softmax(-1)
+    assert len(sample.logprobs) == 5
+    total = 0.0
+    for row, token, entry in zip(truth, sample.token_ids, sample.logprobs, strict=True):
+        top = row.topk(3)
+        assert list(entry) == top.indices.tolist()
+        assert list(entry.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+        total += row[token].item()
+    assert sample.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_a_drawn_token_outside_the_best_has_its_logprob_too(llm):
+    params = SamplingParams(temperature=5.0, seed=3, max_tokens=6, logprobs=1)
+    [sample] = llm.generate("the", params)[0].outputs
+    assert all(
+        token in entry for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)
+    )
+    assert max(len(entry) for entry in sample.logprobs) == 2
+
+
+def test_the_context_ends_a_text_without_max_tokens(directory):
+    llm = make(directory, max_model_len=40)
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    [output] = llm.generate(as_ids([PROMPTS[4]]), params)
+    assert len(output.outputs[0].token_ids) == 10
+    assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt_token_ids": []}, "at least 1 token, got 0"),
+        ({"prompt_token_ids": [5, VOCAB]}, "below vocab_size 300, got 300"),
+        ({"prompt_token_ids": [5, -1]}, "got -1"),
+        ({"prompt_token_ids": [5, 1.5]}, "must be integers, got 1.5"),
+        ({"prompt_token_ids": [5] * 300}, "at most 255 tokens"),
+        ({"text": "the"}, "must be a str or"),
+        (7, "must be a str or .* got int"),
+        ("", "at least 1 token, got 0"),
+    ],
+)
+def test_a_bad_prompt_is_named_before_any_work(llm, bad, message):
+    before = llm.engine.stats()
+    with pytest.raises(RequestError, match=rf"^prompts\[1\]: .*{message}"):
+        llm.generate(["the", bad, "once"], GREEDY)
+    assert llm.engine.stats() == before
+    assert len(llm.generate("the", GREEDY)[0].outputs[0].token_ids) == STEPS
+    if not isinstance(bad, int):
+        with pytest.raises(RequestError, match=rf"^(?!prompts).*{message}"):
+            llm.generate(bad, GREEDY)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_aborts_everything_and_leaves_the_engine_clean(directory, monkeypatch, error):
+    llm = make(directory)
+    whole, steps = llm.engine.runner.forward, []
+
+    def interrupted(inputs):
+        steps.append(inputs)
+        if len(steps) == 5:
+            raise error
+        return whole(inputs)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", interrupted)
+    with pytest.raises(error):
+        llm.generate(["the quick", "once"], GREEDY)
+    assert_idle(llm)
+    monkeypatch.undo()
+    assert tokens_of(llm.generate("once", GREEDY)) == tokens_of(
+        make(directory).generate("once", GREEDY)
+    )
+
+
+def test_streaming_gives_the_text_in_pieces(llm):
+    [output] = llm.generate("once upon a", GREEDY)
+    deltas = list(llm.stream("once upon a", GREEDY))
+    assert "".join(deltas) == output.outputs[0].text
+    assert len(deltas) > 5
+    assert all(deltas)
+    assert_idle(llm)
+
+
+def test_a_dropped_stream_is_aborted(llm):
+    deltas = llm.stream("once upon a", GREEDY)
+    next(deltas)
+    assert llm.engine.has_unfinished()
+    deltas.close()
+    assert_idle(llm)
+
+
+def test_a_stream_and_other_requests_share_the_engine(llm):
+    alone = [o.outputs[0].text for o in llm.generate(["once", "the"], GREEDY)]
+    deltas = llm.stream("once", GREEDY)
+    text = next(deltas)
+    [other] = llm.generate("the", GREEDY)
+    assert [text + "".join(deltas), other.outputs[0].text] == alone
+    assert_idle(llm)
+
+
+def test_a_stream_is_checked_when_it_is_asked_for(llm):
+    with pytest.raises(RequestError, match="n must be 1 to stream, got 2"):
+        llm.stream("once", SamplingParams(n=2))
+    with pytest.raises(RequestError, match="at least 1 token"):
+        llm.stream("")
+
+
+def test_a_model_without_tokenizer_takes_token_ids(tmp_path, checkpoints):
+    write_checkpoint(tmp_path, "llama", has_tokenizer=False)
+    llm = make(tmp_path)
+    [output] = llm.generate(as_ids([PROMPTS[1]]), GREEDY)
+    assert output.outputs[0].token_ids == checkpoints["llama"][2][1]
+    assert output.outputs[0].text == ""
+    with pytest.raises(RequestError, match="must be token ids"):
+        llm.generate("the")
+    with pytest.raises(RequestError, match="stop must be None"):
+        llm.generate(as_ids([PROMPTS[1]]), SamplingParams(stop="x"))
+
+
+def test_the_cache_may_be_narrower_than_the_model(directory, checkpoints):
+    llm = make(directory, kv_cache_dtype="bfloat16")
+    assert llm.engine.stats().cache_bytes_per_token == 2 * 2 * 8 * 2 * 2
+    [output] = llm.generate(as_ids([PROMPTS[3]]), GREEDY)
+    assert output.outputs[0].token_ids[0] == checkpoints["llama"][2][3][0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be auto"),
+        ({"device": "meta"}, "device must be cpu or cuda, got meta"),
+        ({"max_model_len": 257}, "max_model_len must be in 2 ... 256 .* got 257"),
+        ({"max_model_len": 1}, "max_model_len must be in"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be in"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(directory, settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(directory, **{"device": "cpu", "num_blocks": 8, **settings})
+
+
+def test_a_missing_model_is_named():
+    with pytest.raises(CheckpointError, match="no/such/model"):
+        LLM("no/such/model")
+
+
+def test_the_packaged_model_has_a_place():
+    assert packaged_model().parts[-3:] == ("tilewise", "assets", "story")
