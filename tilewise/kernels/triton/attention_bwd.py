@@ -79,8 +79,7 @@ def attention_bwd_rows_kernel(
 @triton.jit
 def _fold_queries(
     dk, dv, k, v, q_base, do_base, lse_base, delta_base, q_strides, do_strides,
-    begin, end, seen_begin, seen_end, cols, length_q, length_k, window_left, window_right,
-    softmax_scale, softcap, slope,
+    begin, end, length_q, diagonal, query_begin, query_end, softmax_scale, softcap, slope,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the queries [begin, end) into dk and dv; scores stand transposed, (keys, queries)."""
@@ -90,7 +89,7 @@ def _fold_queries(
     q_step = row_step(TILE_M, q_strides, dims.unit)
     do_step = row_step(TILE_M, do_strides, dims.unit)
     for _ in range(begin, end, TILE_M):
-        loaded = (rows >= seen_begin) & (rows < seen_end)
+        loaded = rows < length_q
         q = load_rows(q_ptrs, loaded, dims.d, dims.d_pad, MASKED)
         if MASKED:
             lse_log2 = tl.load(lse_base + rows, mask=loaded, other=float("inf"))
@@ -102,15 +101,14 @@ def _fold_queries(
         if variant.plain:
             s = tl.fma(s, softmax_scale * LOG2E, -lse_log2[None, :])
         else:
-            distance = (rows + (length_k - length_q))[None, :] - cols[:, None]
+            distance = rows[None, :] - diagonal[:, None]
             s, capped = logits_log2(s, distance, softmax_scale, softcap, slope, variant)
             s -= lse_log2[None, :]
-        if MASKED:
-            key_begin, key_end = keys_of_rows(
-                rows, length_q, length_k, window_left, window_right, variant
-            )
-            seen = visible(cols[:, None], key_begin[None, :], key_end[None, :], variant)
-            s = tl.where(seen, s, float("-inf"))
+        # Rows past the last query have lse = +inf, so p = 0; keys past the last are dropped below.
+        if MASKED and variant.right:
+            s = tl.where(rows[None, :] >= query_begin[:, None], s, float("-inf"))
+        if MASKED and variant.left:
+            s = tl.where(rows[None, :] < query_end[:, None], s, float("-inf"))
         p = tl.exp2(s)
         do = load_rows(do_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
@@ -152,9 +150,10 @@ def attention_bwd_dkdv_kernel(
     if first_col >= last_stored:
         return
     cols = first_col + tl.arange(0, TILE_N)
-    # Query i sees key j when j - shift_k - right <= i <= j - shift_k + left, shift_k = Sk - Sq.
+    diagonal = cols - (length_k - length_q)  # the query whose diagonal key this is
+    query_begin, query_end = diagonal - window_right, diagonal + window_left + 1
     limit = tl.where(first_col < length_k, length_q, 0)
-    begin, full_begin, full_end, end, seen_begin = span_of_tile(
+    begin, full_begin, full_end, end, _ = span_of_tile(
         first_col, TILE_N, length_k, limit, length_q - length_k, window_right, window_left,
         TILE_M, variant.right, variant.left,
     )  # fmt: skip
@@ -182,20 +181,20 @@ def attention_bwd_dkdv_kernel(
         if variant.right:
             dk, dv = _fold_queries(
                 dk, dv, k, v, q_base, do_base, lse_base, delta_base, strides.q, strides.do,
-                begin, full_begin, seen_begin, end, cols, length_q, length_k,
-                window_left, window_right, softmax_scale, softcap, slope,
+                begin, full_begin, length_q, diagonal, query_begin, query_end,
+                softmax_scale, softcap, slope,
                 dims, variant, TILE_M, True,
             )  # fmt: skip
         dk, dv = _fold_queries(
             dk, dv, k, v, q_base, do_base, lse_base, delta_base, strides.q, strides.do,
-            full_begin, full_end, seen_begin, end, cols, length_q, length_k,
-            window_left, window_right, softmax_scale, softcap, slope,
+            full_begin, full_end, length_q, diagonal, query_begin, query_end,
+            softmax_scale, softcap, slope,
             dims, variant, TILE_M, False,
         )  # fmt: skip
         dk, dv = _fold_queries(
             dk, dv, k, v, q_base, do_base, lse_base, delta_base, strides.q, strides.do,
-            full_end, end, seen_begin, end, cols, length_q, length_k,
-            window_left, window_right, softmax_scale, softcap, slope,
+            full_end, end, length_q, diagonal, query_begin, query_end,
+            softmax_scale, softcap, slope,
             dims, variant, TILE_M, True,
         )  # fmt: skip
     # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
@@ -223,7 +222,7 @@ def _fold_keys(
     k_step = row_step(TILE_N, k_strides, dims.unit)
     v_step = row_step(TILE_N, v_strides, dims.unit)
     for _ in range(begin, end, TILE_N):
-        loaded = (cols >= seen_begin) & (cols < seen_end)
+        loaded = visible(cols, seen_begin, seen_end, variant)
         k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
         v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")

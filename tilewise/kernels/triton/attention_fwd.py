@@ -56,7 +56,7 @@ def _attend(
     k_step = row_step(TILE_N, k_strides, dims.unit)
     v_step = row_step(TILE_N, v_strides, dims.unit)
     for _ in range(begin, end, TILE_N):
-        loaded = (cols >= seen_begin) & (cols < seen_end)
+        loaded = visible(cols, seen_begin, seen_end, variant)
         k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if not variant.plain:
