@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 
 import torch
 
@@ -12,6 +13,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+    from tests.kernels import interpreter
+
+    interpreter.repair()
 
 
 def _called_from_tilewise() -> bool:
