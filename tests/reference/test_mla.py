@@ -56,6 +56,17 @@ def test_absorbed_equals_expanded(num_heads, interleaved, causal):
     torch.testing.assert_close(absorbed, expanded, **EXACT)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_only_the_difference_of_positions_matters(interleaved):
+    weights, x = make_weights(), torch.randn(1, 6, 16, dtype=F64)
+    near, far, stretched = (
+        mla_expanded(x, weights, *rope_cos_sin(at, 4, dtype=F64), interleaved=interleaved)
+        for at in (torch.arange(6), torch.arange(6) + 100, 2 * torch.arange(6))
+    )
+    torch.testing.assert_close(far, near, **EXACT)
+    assert not torch.allclose(stretched, near, atol=1e-3)
+
+
 def test_one_head_without_rotation_is_the_formula_of_the_paper():
     """softmax(X D_q E Z^T / sqrt(d)) Z F with E = U_q U_k^T and F = U_v W_f."""
     w = make_weights(num_heads=1)

@@ -75,20 +75,21 @@ def test_sequences_can_share_blocks():
     assert not torch.equal(o[0], o[1])
 
 
-def test_entries_past_the_last_block_are_never_read():
-    k_cache, _, block_table, _ = make_paged_cache([5], 4, 1, 4, dtype=F64)
-    wild = torch.cat([block_table, torch.tensor([[10**6, -(10**6)]], dtype=torch.int32)], 1)
-    assert torch.equal(
-        gather_sequence(k_cache, wild[0], 5), gather_sequence(k_cache, block_table[0], 5)
-    )
-    assert gather_sequence(k_cache, wild[0], 0).shape == (0, 1, 4)
+@pytest.mark.parametrize("length", [0, 3, 4, 5, 8])
+def test_entries_past_the_last_block_are_never_read(length):
+    k_cache, _, block_table, _ = make_paged_cache([length], 4, 1, 4, dtype=F64)
+    owned = block_table[0, : -(-length // 4)]
+    wild = torch.cat([owned, torch.tensor([10**6, -(10**6)], dtype=torch.int32)])
+    got = gather_sequence(k_cache, wild, length)
+    assert torch.equal(got, k_cache[owned.long()].flatten(0, 1)[:length])
+    assert not got.isnan().any()
 
 
 def test_written_tokens_are_found_again_and_minus_one_skips():
     k_cache = torch.full((4, 3, 2, 5), math.nan, dtype=torch.bfloat16)
     v_cache = torch.full((4, 3, 2, 6), math.nan, dtype=torch.bfloat16)
     k, v = torch.randn(5, 2, 5), torch.randn(5, 2, 6)
-    slots = torch.tensor([7, -1, 0, 11, 4])
+    slots = torch.tensor([7, -1, 0, 10, 4])
     write_kv_cache(k, v, k_cache, v_cache, slots)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
