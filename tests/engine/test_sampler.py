@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tilewise.engine import sampler
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampler import sample, truncate
@@ -21,18 +22,11 @@ def draw(logits, *rows):
     return [[t.token_id for t in tokens] for tokens in sample(logits, Batch(rows))]
 
 
-def truncated(logits, **options):
-    """`truncate` with the arguments of the oracle, one row of options for all rows of logits."""
-    temperature = options.pop("temperature", 1.0)
-    top_k, top_p, min_p = (
-        torch.full((len(logits),), options.get(name, default), dtype=dtype)
-        for name, default, dtype in (
-            ("top_k", 0, torch.int64),
-            ("top_p", 1.0, torch.float64),
-            ("min_p", 0.0, torch.float64),
-        )
+def truncated(logits, temperature=1.0, **options):
+    """`truncate` with the arguments of the oracle."""
+    kept = truncate(
+        (logits.double() / temperature).softmax(-1), [SamplingParams(**options)] * len(logits)
     )
-    kept = truncate((logits.double() / temperature).softmax(-1), top_k, top_p, min_p)
     return kept / kept.sum(-1, keepdim=True)
 
 
@@ -76,15 +70,25 @@ def test_truncation_keeps_exactly_what_the_oracle_keeps(options, has_ties):
 
 
 def test_rows_are_truncated_each_by_its_own_rule():
-    logits = torch.randn(3, 50).double()
-    got = truncate(
-        logits.softmax(-1),
-        torch.tensor([5, 0, 0]),
-        torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64),
-        torch.tensor([0.0, 0.0, 0.3], dtype=torch.float64),
-    )
-    for i, options in enumerate(({"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3})):
-        assert torch.equal(got[i] > 0, target_distribution(logits[i], **options) > 0)
+    logits = torch.randn(4, 50).double()
+    rules = ({"top_k": 5}, {"top_p": 0.5}, {}, {"min_p": 0.3})
+    got = truncate(logits.softmax(-1), [SamplingParams(**rule) for rule in rules])
+    for row_of, wanted, rule in zip(got, logits, rules, strict=True):
+        assert torch.equal(row_of > 0, target_distribution(wanted, **rule) > 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.5}, {"top_p": 0.99}, {"top_k": 3}, {"top_k": 40, "top_p": 0.9}]
+)
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_looking_at_few_candidates_first_changes_nothing(monkeypatch, options, has_ties):
+    logits = torch.randn(60, 101, generator=torch.Generator().manual_seed(4)) * 2
+    if has_ties:
+        logits = logits.round()
+    wanted = truncated(logits, **options)
+    monkeypatch.setattr("tilewise.engine.sampler.CANDIDATES", 8)
+    assert torch.equal(truncated(logits, **options), wanted)
+    assert torch.equal(wanted > 0, target_distribution(logits, **options) > 0)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_many_rows_are_drawn_in_slices_of_bounded_memory(monkeypatch):
     logits = torch.randn(9, 64)
     rows = [row(SamplingParams(top_k=9), seeds=(i,)) for i in range(9)]
     whole = draw(logits, *rows)
-    monkeypatch.setattr("tilewise.engine.sampler.MAX_ELEMENTS", 130)  # two rows at a time
+    monkeypatch.setitem(sampler.MAX_ELEMENTS, "cpu", 130)  # two rows at a time
     assert draw(logits, *rows) == whole
 
 

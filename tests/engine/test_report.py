@@ -1,0 +1,85 @@
+"""Numbers for people say what was measured."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import torch
+
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.engine.engine import EngineStats
+from tilewise.engine.report import Progress, cache_report, stats_line, stats_record
+from tilewise.engine.stats import SchedulerStats
+
+STATS = EngineStats(
+    scheduler=SchedulerStats(
+        num_running=0,
+        num_waiting=0,
+        num_blocks=64,
+        block_size=16,
+        blocks_used=0,
+        blocks_peak=10,
+        slots_used=0,
+        slots_peak=156,
+        prefix_query_tokens=27,
+        prefix_hit_tokens=16,
+        num_preemptions=0,
+    ),
+    cache_bytes_per_token=2048,
+    prefill_tokens=3000,
+    prefill_seconds=2.0,
+    decode_tokens=90,
+    decode_seconds=0.5,
+)
+
+
+def test_the_closing_line_has_speed_and_cache():
+    assert stats_line(STATS) == (
+        "prefill 1,500 tok/s | decode 180 tok/s | KV blocks 10/64 at peak, 2.5% of them empty | "
+        "2,048 bytes a token | prefix cache hit 16/27"
+    )
+
+
+def test_the_record_is_json_with_rates_and_counts():
+    record = json.loads(json.dumps(stats_record(STATS)))
+    assert record["decode_tokens_per_second"] == 180
+    assert record["prefill_tokens_per_second"] == 1500
+    assert round(record["peak_wasted_fraction"], 6) == 0.025
+    assert record["scheduler"]["blocks_peak"] == 10
+
+
+def test_the_size_of_a_cache_is_spelled_out():
+    spec = CacheSpec(32, 16, KVSpec(8, 128, 128, torch.bfloat16))
+    lines = cache_report(spec, 8192).splitlines()
+    assert lines[0].split(maxsplit=2)[2] == (
+        "128.00 KiB = 32 layers x 8 heads x (128 + 128) channels x 2 bytes (bfloat16)"
+    )
+    assert lines[1].endswith("2.00 MiB = 16 tokens")
+    assert lines[2].endswith("1.00 GiB = 8,192 tokens")
+    assert lines[3].endswith("8,192 tokens")
+
+
+def test_progress_is_written_over_and_wiped():
+    stream = io.StringIO()
+    progress = Progress(stream, interval=0.0)
+    progress.show("1/2")
+    progress.show("2/2")
+    progress.close()
+    assert stream.getvalue() == "\r\x1b[K1/2\r\x1b[K2/2\r\x1b[K"
+    progress.close()
+    assert stream.getvalue().count("\r") == 3
+
+
+def test_progress_is_not_written_more_often_than_its_interval():
+    stream = io.StringIO()
+    progress = Progress(stream, interval=1000.0)
+    for i in range(5):
+        progress.show(str(i))
+    assert stream.getvalue() == "\r\x1b[K0"
+
+
+def test_progress_without_a_terminal_writes_nothing():
+    progress = Progress(None)
+    progress.show("1/2")
+    progress.close()

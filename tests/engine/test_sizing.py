@@ -1,0 +1,84 @@
+"""The number of cache blocks follows from memory, and the widest step is as wide as the limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.test_engine import CacheReader
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.engine import sizing
+from tilewise.engine.sizing import available_memory, blocks_on_cpu, run_once, widest_batch
+
+SPEC = CacheSpec(2, 4, KVSpec(1, 8, 8, torch.float32))  # 512 bytes a block
+
+
+def test_available_memory_is_a_plausible_part_of_the_machine():
+    assert 2**20 < available_memory() < 2**50
+
+
+def test_the_smallest_of_kernel_and_control_group_counts(monkeypatch):
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 3000 kB\n",
+        "/sys/fs/cgroup/memory.max": "2000000\n",
+        "/sys/fs/cgroup/memory.current": "500000\n",
+    }
+
+    def read_text(path, encoding):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert available_memory() == 1_500_000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert available_memory() == 3000 * 1024
+    files["/sys/fs/cgroup/memory.max"] = "100000\n"
+    assert available_memory() == 0
+    files.clear()
+    assert available_memory() > 2**20  # the physical pages that sysconf counts
+
+
+def test_blocks_are_what_full_contexts_need_and_at_most_a_quarter_of_the_memory(monkeypatch):
+    monkeypatch.setattr(sizing, "available_memory", lambda: 512 * 400)
+    assert blocks_on_cpu(SPEC, max_num_seqs=3, max_model_len=9) == 9
+    assert blocks_on_cpu(SPEC, max_num_seqs=100, max_model_len=9) == 100
+    monkeypatch.setattr(sizing, "available_memory", lambda: 512)
+    with pytest.raises(ValueError, match="at least one cache block of 512 bytes"):
+        blocks_on_cpu(SPEC, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "lengths"), [(3, 8, [3, 3, 2]), (8, 3, [1, 1, 1]), (1, 9, [9])]
+)
+def test_the_widest_step_has_every_token_and_every_sample(seqs, tokens, lengths):
+    batch = widest_batch(seqs, tokens, block_size=4)
+    assert [len(s.token_ids) for s in batch.sequences] == lengths
+    assert batch.num_tokens == tokens
+    assert all(s.num_samples == 1 for s in batch.sequences)
+    assert all(len(s.block_ids) == -(-len(s.token_ids) // 4) for s in batch.sequences)
+
+
+def test_the_widest_step_runs():
+    spec = CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32))
+    model = CacheReader()
+    run_once(model, spec, widest_batch(3, 8, 4), torch.device("cpu"))
+    assert model.steps == 1
+
+
+@pytest.mark.gpu
+def test_a_gpus_cache_fills_what_the_step_leaves():
+    device = torch.device("cuda")
+    spec = CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32))
+    _, total = torch.cuda.mem_get_info(device)
+    num_blocks = sizing.blocks_on_cuda(
+        CacheReader(),
+        spec,
+        device,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        gpu_memory_utilization=0.5,
+    )
+    assert 0 < num_blocks * spec.bytes_per_block <= 0.5 * total

@@ -1,0 +1,201 @@
+"""The command line: text on stdout, one line about it on stderr, exit codes for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import tilewise
+from tests.engine.checkpoint import write_checkpoint
+from tilewise.cli import main
+from tilewise.engine.llm import LLM
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory, "llama")
+    return str(directory)
+
+
+def generate(model, *arguments):
+    return main(["generate", "--model", model, "--device", "cpu", *arguments])
+
+
+def test_one_prompt_streams_and_one_line_follows(model, capsys):
+    code = generate(model, "--prompt", "the quick", "--greedy", "--max-tokens", "12")
+    out, err = capsys.readouterr()
+    [wanted] = LLM(model, device="cpu", num_blocks=99).generate(
+        "the quick", tilewise.SamplingParams(temperature=0.0, max_tokens=12)
+    )
+    assert code == 0
+    assert out == f"the quick{wanted.outputs[0].text}\n"
+    assert err.count("\n") == 1
+    assert "prefill" in err
+    assert "KV blocks" in err
+
+
+def test_the_prompt_may_be_left_out(model, capsys):
+    generate(model, "--prompt", "the quick", "--greedy", "--max-tokens", "4", "--no-echo")
+    assert not capsys.readouterr().out.startswith("the quick")
+
+
+def test_prompts_come_from_files_and_standard_input(model, capsys, tmp_path, monkeypatch):
+    path = tmp_path / "prompt.txt"
+    path.write_text("from a file\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(read=lambda: "from a pipe\n"))
+    code = generate(model, "--prompt-file", str(path), "--prompt-file", "-", "--max-tokens", "2")
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "--- prompt 1/2, sample 1/1 (length) ---\nfrom a file" in out
+    assert "--- prompt 2/2, sample 1/1 (length) ---\nfrom a pipe" in out
+
+
+def test_json_has_every_sample_and_the_stats(model, capsys):
+    arguments = ["--prompt", "the", "--prompt", "once", "-n", "2", "--seed", "3", "--json"]
+    assert generate(model, *arguments, "--max-tokens", "5", "--top-k", "9") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [o["prompt"] for o in record["outputs"]] == ["the", "once"]
+    assert [[c["index"] for c in o["outputs"]] for o in record["outputs"]] == [[0, 1], [0, 1]]
+    assert record["outputs"][0]["outputs"][0]["finish_reason"] == "length"
+    assert record["stats"]["scheduler"]["blocks_peak"] > 0
+
+
+def test_stop_strings_are_kept_out(model, capsys):
+    base = ["--prompt", "the quick", "--greedy", "--max-tokens", "12", "--no-echo"]
+    generate(model, *base)
+    whole = capsys.readouterr().out.removesuffix("\n")
+    stop = whole[3:5]
+    generate(model, *base, "--stop", stop)
+    assert capsys.readouterr().out.removesuffix("\n") == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--temperature", "-1"], "temperature must be finite and at least 0, got -1.0"),
+        (["--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
+        (["--num-blocks", "1"], "prompt and max_tokens must be at most 17 tokens together"),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype must be auto"),
+        (["--prompt-file", "no/such/file"], "No such file"),
+        (["--model", "no/such/model"], "no/such/model"),
+    ],
+)
+def test_wrong_requests_are_one_sentence_and_exit_2(model, capsys, arguments, sentence):
+    assert generate(model, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tilewise: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_unknown_options_exit_2_with_usage(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "--tmperature", "1"])
+    assert caught.value.code == 2
+    assert "usage: tilewise" in capsys.readouterr().err
+
+
+def test_failures_exit_1_and_debug_shows_where(model, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("tilewise.engine.console.generate", fail)
+    assert generate(model) == 1
+    assert capsys.readouterr().err == "tilewise: out of luck (--debug shows where)\n"
+    with pytest.raises(RuntimeError, match="out of luck"):
+        generate(model, "--debug")
+
+
+def test_an_interrupt_exits_130_quietly(model, capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilewise.engine.console.generate", interrupt)
+    assert generate(model) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_default_is_a_story_from_the_packaged_model(monkeypatch):
+    calls = []
+    monkeypatch.setattr("tilewise.engine.console.generate", lambda *a, **k: calls.append((a, k)))
+    assert main(["generate"]) == 0
+    [((model, prompts, params), settings)] = calls
+    assert (model, prompts) == ("story", ["Once upon a time"])
+    assert (params.max_tokens, params.temperature, params.n) == (200, 0.8, 1)
+    assert settings["num_blocks"] is None
+
+
+def test_bench_hands_its_options_on(monkeypatch):
+    seen = []
+    for name in ("ops", "engine"):
+        module = types.ModuleType(f"tilewise.bench.{name}")
+        module.main = lambda rest, name=name: seen.append((name, rest)) or 3
+        monkeypatch.setitem(sys.modules, f"tilewise.bench.{name}", module)
+    assert main(["bench", "ops", "--device", "cpu"]) == 3
+    assert main(["bench", "engine"]) == 3
+    assert seen == [("ops", ["--device", "cpu"]), ("engine", [])]
+
+
+def test_explain_attention_prints_backend_and_cost(capsys):
+    assert main(["explain", "attention", "--shape", "1,64,64,4,2,32", "--causal"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("attention: cpu")
+    assert "FLOPs" in out
+    assert main(["explain", "attention", "--shape", "1,64,64,4,3,32"]) == 2
+    with pytest.raises(SystemExit):
+        main(["explain", "attention", "--shape", "1,64"])
+    assert "must be six sizes" in capsys.readouterr().err
+
+
+def test_explain_cache_reads_the_configuration_only(model, capsys, tmp_path):
+    (tmp_path / "config.json").write_text((Path(model) / "config.json").read_text())
+    assert main(["explain", "cache", str(tmp_path), "--dtype", "bfloat16"]) == 0
+    assert "128 B = 2 layers x 2 heads x (8 + 8) channels x 2 bytes" in capsys.readouterr().out
+
+
+def test_help_has_examples_and_version_is_printed(capsys):
+    for arguments, text in ((["--help"], "examples:"), (["--version"], tilewise.__version__)):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+def _start(model):
+    arguments = ["--model", model, "--device", "cpu", "--ignore-eos", "--max-tokens", "240"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tilewise", "generate", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_a_reader_that_goes_away_is_no_error(model):
+    with _start(model) as process:
+        assert process.stdout.read(1) == b"O"
+        process.stdout.close()
+        process.wait(timeout=60)
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_control_c_ends_a_stream_quietly(model):
+    with _start(model) as process:
+        assert process.stdout.read(1) == b"O"
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+        assert process.stderr.read() == b""
+    assert process.returncode == 130

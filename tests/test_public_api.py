@@ -1,0 +1,55 @@
+"""What `import tilewise` offers, and what it does not cost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tilewise
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_every_public_name_is_there():
+    for name in tilewise.__all__:
+        assert getattr(tilewise, name).__name__ == name
+    assert set(tilewise.__all__) <= set(dir(tilewise))
+
+
+def test_the_list_is_sorted_and_complete():
+    # ruff's order: constants, then classes, then functions
+    key = [(not n.isupper(), not n[0].isupper(), n) for n in tilewise.__all__]
+    assert key == sorted(key)
+    assert set(tilewise._LAZY) <= set(tilewise.__all__)
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        tilewise.atention  # noqa: B018
+
+
+def test_the_version_is_that_of_the_distribution():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert tilewise.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("module", ["tilewise", "tilewise.cli", "tilewise.engine.request"])
+def test_importing_loads_nothing_heavy(module):
+    heavy = {"torch", "triton", "numba", "numpy", "tokenizers", "safetensors", "transformers"}
+    code = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_the_engine_runs_without_transformers():
+    code = "import sys, tilewise; tilewise.LLM; print('transformers' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "False"
