@@ -335,7 +335,10 @@ def test_the_cache_may_be_narrower_than_the_model(directory, checkpoints):
     ("settings", "message"),
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be auto"),
-        ({"device": "meta"}, "device must be cpu or cuda, got meta"),
+        ({"device": "meta"}, "device must be cpu or cuda, got 'meta'"),
+        ({"device": "gpu"}, "device must be cpu or cuda, got 'gpu'"),
+        ({"device": "cuda:99"}, "device must be one of the .* GPUs that torch sees, got 'cuda:99'"),
+        ({"dtype": "int3"}, "dtype must be 'auto' or a floating point dtype"),
         ({"max_model_len": 257}, "max_model_len must be in 2 ... 256 .* got 257"),
         ({"max_model_len": 1}, "max_model_len must be in"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be in"),
@@ -345,7 +348,7 @@ def test_the_cache_may_be_narrower_than_the_model(directory, checkpoints):
     ],
 )
 def test_settings_out_of_range_are_refused(directory, settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         LLM(directory, **{"device": "cpu", "num_blocks": 8, **settings})
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from tilewise.engine.llm import LLM, cache_spec, model_directory
+from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.settings import cache_spec, model_directory
 from tilewise.models.config import read_config
 from tilewise.ops import explain
 

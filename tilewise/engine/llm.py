@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation, RequestOutput
@@ -17,25 +16,24 @@ from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.runner import ModelRunner
 from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.settings import (
+    DEFAULT_BATCHED_TOKENS,
+    cache_dtype,
+    cache_spec,
+    compute_device,
+    context_length,
+    model_directory,
+    packaged_model,
+)
 from tilewise.engine.sizing import blocks_on_cpu, blocks_on_cuda
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import RequestError
 from tilewise.models import load_model
 from tilewise.models.config import ModelConfig
 
-__all__ = ["LLM", "cache_spec", "model_directory", "packaged_model"]
+__all__ = ["LLM", "packaged_model"]
 
 Prompt = str | Mapping[str, Any]
-
-PACKAGED = "story"
-# Tokens of one step when nothing is said: enough to fill the device's matrix products with a
-# prompt, and few enough that running sequences do not wait long for their next token.
-DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-_CACHE_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 class LLM:
@@ -88,15 +86,15 @@ class LLM:
                 f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}"
             )
         directory = model_directory(model)
-        on = _device(device)
+        on = compute_device(device)
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on)
         self.config: ModelConfig = self.model.config
-        max_model_len = _max_model_len(max_model_len, self.config)
+        max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
         parameter_dtype = self.model.embed_tokens.weight.dtype
-        spec = cache_spec(self.config, block_size, _cache_dtype(kv_cache_dtype, parameter_dtype))
+        spec = cache_spec(self.config, block_size, cache_dtype(kv_cache_dtype, parameter_dtype))
         if num_blocks is None:
             num_blocks = (
                 blocks_on_cpu(spec, max_num_seqs, max_model_len)
@@ -278,53 +276,6 @@ class LLM:
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(seed=next(self._scheduler_seeds), **self._scheduler_settings)
-
-
-def packaged_model() -> Path:
-    """Return the directory of the small story model that comes with the package."""
-    return Path(__file__).parents[1] / "assets" / PACKAGED
-
-
-def model_directory(model: str | Path) -> Path:
-    """Return the checkpoint directory that a user means: a path, or "story"."""
-    path = Path(model)
-    return packaged_model() if str(model) == PACKAGED and not path.is_dir() else path
-
-
-def cache_spec(config: ModelConfig, block_size: int, dtype: torch.dtype) -> CacheSpec:
-    """Return the cache that a model needs."""
-    kv = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
-    return CacheSpec(config.num_layers, block_size, kv)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type not in DEFAULT_BATCHED_TOKENS:
-        raise ValueError(f"device must be cpu or cuda, got {device}")
-    return found
-
-
-def _cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtype:
-    if isinstance(name, torch.dtype):
-        return name
-    if name == "auto":
-        return model_dtype
-    if name not in _CACHE_DTYPES:
-        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_CACHE_DTYPES)}, got {name!r}")
-    return _CACHE_DTYPES[name]
-
-
-def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
-    longest = config.max_position_embeddings
-    if wanted is None:
-        return longest
-    if not 2 <= wanted <= longest:
-        raise ValueError(
-            f"max_model_len must be in 2 ... {longest} (the model's positions), got {wanted}"
-        )
-    return wanted
 
 
 def _progress_text(generations: Sequence[Generation]) -> str:

@@ -1,0 +1,100 @@
+"""From what a user says (a name, "auto", nothing) to a directory, a device, a dtype, a length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.models.config import ModelConfig
+
+__all__ = [
+    "DEFAULT_BATCHED_TOKENS",
+    "cache_dtype",
+    "cache_spec",
+    "compute_device",
+    "context_length",
+    "model_directory",
+    "packaged_model",
+]
+
+PACKAGED = "story"
+# Tokens of one step when nothing is said: enough to fill the device's matrix products with a
+# prompt, and few enough that running sequences do not wait long for their next token.
+DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+_CACHE_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def packaged_model() -> Path:
+    """Return the directory of the small story model that comes with the package."""
+    return Path(__file__).parents[1] / "assets" / PACKAGED
+
+
+def model_directory(model: str | Path) -> Path:
+    """Return the checkpoint directory that a user means: a path, or "story"."""
+    path = Path(model)
+    return packaged_model() if str(model) == PACKAGED and not path.is_dir() else path
+
+
+def cache_spec(config: ModelConfig, block_size: int, dtype: torch.dtype) -> CacheSpec:
+    """Return the cache that a model needs."""
+    kv = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
+    return CacheSpec(config.num_layers, block_size, kv)
+
+
+def compute_device(device: str | torch.device) -> torch.device:
+    """Return the device that a user means: a name, or "auto" for a GPU if there is one.
+
+    Raises:
+        ValueError: it is neither a CPU nor a CUDA device, or torch sees no such GPU.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu or cuda, got {device!r}") from error
+    if found.type not in DEFAULT_BATCHED_TOKENS:
+        raise ValueError(f"device must be cpu or cuda, got {str(device)!r}")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device must be one of the {torch.cuda.device_count()} GPUs that torch sees, "
+            f"got {str(device)!r}"
+        )
+    return found
+
+
+def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the cache: a name, or "auto" for that of the parameters.
+
+    Raises:
+        ValueError: the name is none of those offered.
+    """
+    if isinstance(name, torch.dtype):
+        return name
+    if name == "auto":
+        return model_dtype
+    if name not in _CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_CACHE_DTYPES)}, got {name!r}")
+    return _CACHE_DTYPES[name]
+
+
+def context_length(wanted: int | None, config: ModelConfig) -> int:
+    """Return max_model_len: what is wanted, or all positions that the model has.
+
+    Raises:
+        ValueError: the model has fewer, or it is below 2.
+    """
+    longest = config.max_position_embeddings
+    if wanted is None:
+        return longest
+    if not 2 <= wanted <= longest:
+        raise ValueError(
+            f"max_model_len must be in 2 ... {longest} (the model's positions), got {wanted}"
+        )
+    return wanted
