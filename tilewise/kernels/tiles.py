@@ -94,19 +94,22 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     rows = run * spec.group_size
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
     tile_n = min(max(16, 1 << (32768 // _row_bytes(spec)).bit_length() - 1), 128)
-    stages = 3 if arch in WIDE_SHARED_MEMORY else 2
-    return TileConfig(tile_m, tile_n, num_warps=4, num_stages=stages)
+    # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
+    num_warps = 8 if tile_m == 64 and arch < 90 else 4
+    return TileConfig(tile_m, tile_n, num_warps, num_stages=3 if arch in WIDE_SHARED_MEMORY else 2)
 
 
 def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
-    """Tiles of the kernel for long runs; a function of the heads alone, not of the batch."""
-    width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    wide = arch in WIDE_SHARED_MEMORY
+    """Tiles of the kernel for long runs, the largest that keep its loops free of spills.
+
+    A function of the widths alone, not of the batch.
+    """
+    wide = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)) > 128
     if _compute_bytes(spec) == 4:
-        return TileConfig(32 if width > 128 else 64, 16 if width > 128 else 32, 8, 2)
-    if width > 128:
-        return TileConfig(128 if wide else 64, 32, 8, 2)
-    return TileConfig(128, 64, 8, 3 if wide else 2)
+        return TileConfig(16, 16, 4, 2) if wide else TileConfig(32, 32, 4, 2)
+    if arch < 90:
+        return TileConfig(64, 32, 8, 2) if wide else TileConfig(128, 32, 8, 3)
+    return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
 
 
 def plan_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:

@@ -42,7 +42,7 @@ def attend_keys(
     first, last, key_lo, key_hi, scale_log2, softcap_log2,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr, TILE_DV: tl.constexpr, TILE_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
@@ -60,13 +60,17 @@ def attend_keys(
         key = tile * TILE_N + offs_n
         owned = (key >= key_lo) & (key < key_hi)
         if BLOCK_SIZE % TILE_N == 0:
-            slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n
-            k_row = k_ptr + block * stride_kb + slot[:, None] * stride_kp
-            v_row = v_ptr + block * stride_vb + slot[:, None] * stride_vp
+            slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n[:, None]
+            k_row = k_ptr + block * stride_kb + slot * stride_kp
+            v_row = v_ptr + block * stride_vb + slot * stride_vp
         else:
             slot = (key % BLOCK_SIZE)[:, None]
-            k_row = k_ptr + (block[:, None] * stride_kb + slot * stride_kp)
-            v_row = v_ptr + (block[:, None] * stride_vb + slot * stride_vp)
+            k_offset = block[:, None] * stride_kb + slot * stride_kp
+            v_offset = k_offset
+            if not SAME_STRIDES:
+                v_offset = block[:, None] * stride_vb + slot * stride_vp
+            k_row = k_ptr + k_offset
+            v_row = v_ptr + v_offset
         block = _load_blocks(block_row_ptr, tile + 1, last, key_lo, key_hi, TILE_N, BLOCK_SIZE)
         k = _load_rows(k_row, offs_d, owned, HEAD_DIM, TILE_D, MASKED)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")

@@ -67,9 +67,9 @@ def _rows_kernel(
     num_seqs, num_tokens, min_run, num_tiles, scale_log2, softcap_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, TILE_B: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % NUM_KV_HEADS
     tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
@@ -132,7 +132,7 @@ def _rows_kernel(
                 q, acc, l, m, pos, slope, k_ptr, v_ptr, block_row_ptr,
                 stride_kb, stride_kp, stride_vb, stride_vp, lo, hi, key_lo, key_hi,
                 scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
-                WINDOW_LEFT, HAS_SOFTCAP, HAS_ALIBI, phase != 1)  # fmt: skip
+                SAME_STRIDES, WINDOW_LEFT, HAS_SOFTCAP, HAS_ALIBI, phase != 1)  # fmt: skip
     if HAS_SINKS:
         acc, l, m = add_sink(acc, l, m, tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E)
     o, lse = normalise(acc, l, m)
@@ -237,7 +237,8 @@ def _launch_rows(
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, TILE_G=triton.next_power_of_2(group),
         HEAD_DIM=spec.head_dim, V_HEAD_DIM=spec.v_head_dim,
         TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
-        BLOCK_SIZE=spec.block_size, WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
+        BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+        WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
         HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,

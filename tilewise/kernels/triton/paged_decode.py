@@ -100,9 +100,10 @@ def _split_kernel(
     num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, scale_log2, softcap_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, FIXED: tl.constexpr, ALONE: tl.constexpr,
-    CLEARS: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % NUM_KV_HEADS
     pair = tl.program_id(0) // NUM_KV_HEADS
@@ -155,7 +156,8 @@ def _split_kernel(
         first_tile + split * num_tiles // num_splits,
         first_tile + (split + 1) * num_tiles // num_splits,
         key_lo, seqlen_k, scale_log2, softcap_log2,
-        HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE, WINDOW_LEFT,
+        HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
+        SAME_STRIDES, WINDOW_LEFT,
         HAS_SOFTCAP, HAS_ALIBI, True)  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E
@@ -267,7 +269,8 @@ def launch_decode(
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, TILE_G=triton.next_power_of_2(group),
         HEAD_DIM=spec.head_dim, V_HEAD_DIM=spec.v_head_dim,
         TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
-        BLOCK_SIZE=spec.block_size, WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
+        BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+        WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
         HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, FIXED=plan.fixed,
         ALONE=plan.alone, CLEARS=clears, TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
