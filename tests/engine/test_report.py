@@ -36,8 +36,8 @@ STATS = EngineStats(
 
 def test_the_closing_line_has_speed_and_cache():
     assert stats_line(STATS) == (
-        "prefill 1,500 tok/s | decode 180 tok/s | KV blocks 10/64 at peak, 2.5% of them empty | "
-        "2,048 bytes a token | prefix cache hit 16/27"
+        "prefill 1,500 tok/s | decode 180 tok/s | KV blocks 10/64 at peak, 2.5% of their slots "
+        "empty | 2,048 bytes a token | prefix cache had 16 of 27 tokens"
     )
 
 

@@ -51,12 +51,13 @@ def test_blocks_are_what_full_contexts_need_and_at_most_a_quarter_of_the_memory(
 
 
 @pytest.mark.parametrize(
-    ("seqs", "tokens", "lengths"), [(3, 8, [3, 3, 2]), (8, 3, [1, 1, 1]), (1, 9, [9])]
+    ("seqs", "tokens", "lengths"),
+    [(3, 8, [3, 3, 2]), (8, 3, [1, 1, 1]), (1, 9, [9]), (2, 99, [12, 12])],
 )
 def test_the_widest_step_has_every_token_and_every_sample(seqs, tokens, lengths):
-    batch = widest_batch(seqs, tokens, block_size=4)
+    batch = widest_batch(seqs, tokens, max_model_len=12, block_size=4)
     assert [len(s.token_ids) for s in batch.sequences] == lengths
-    assert batch.num_tokens == tokens
+    assert batch.num_tokens == min(tokens, 12 * seqs)
     assert all(s.num_samples == 1 for s in batch.sequences)
     assert all(len(s.block_ids) == -(-len(s.token_ids) // 4) for s in batch.sequences)
 
@@ -64,7 +65,7 @@ def test_the_widest_step_has_every_token_and_every_sample(seqs, tokens, lengths)
 def test_the_widest_step_runs():
     spec = CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32))
     model = CacheReader()
-    run_once(model, spec, widest_batch(3, 8, 4), torch.device("cpu"))
+    run_once(model, spec, widest_batch(3, 8, 100, 4), torch.device("cpu"))
     assert model.steps == 1
 
 
@@ -79,6 +80,7 @@ def test_a_gpus_cache_fills_what_the_step_leaves():
         device,
         max_num_seqs=2,
         max_num_batched_tokens=8,
+        max_model_len=8,
         gpu_memory_utilization=0.5,
     )
     assert 0 < num_blocks * spec.bytes_per_block <= 0.5 * total

@@ -105,6 +105,7 @@ class LLM:
                     on,
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens,
+                    max_model_len=max_model_len,
                     gpu_memory_utilization=gpu_memory_utilization,
                 )
             )

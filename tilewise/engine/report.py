@@ -21,9 +21,10 @@ def stats_line(stats: EngineStats) -> str:
             f"prefill {_rate(stats.prefill_rate)}",
             f"decode {_rate(stats.decode_rate)}",
             f"KV blocks {scheduler.blocks_peak}/{scheduler.num_blocks} at peak, "
-            f"{scheduler.peak_wasted_fraction:.1%} of them empty",
+            f"{scheduler.peak_wasted_fraction:.1%} of their slots empty",
             f"{stats.cache_bytes_per_token:,} bytes a token",
-            f"prefix cache hit {scheduler.prefix_hit_tokens}/{scheduler.prefix_query_tokens}",
+            f"prefix cache had {scheduler.prefix_hit_tokens} of "
+            f"{scheduler.prefix_query_tokens} tokens",
         ]
     )
 

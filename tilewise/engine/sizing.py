@@ -61,6 +61,7 @@ def blocks_on_cuda(
     *,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    max_model_len: int,
     gpu_memory_utilization: float,
 ) -> int:
     """Return blocks for what the widest step leaves of the device's memory.
@@ -71,20 +72,22 @@ def blocks_on_cuda(
     Raises:
         ValueError: not even one block fits.
     """
-    batch = widest_batch(max_num_seqs, max_num_batched_tokens, spec.block_size)
+    batch = widest_batch(max_num_seqs, max_num_batched_tokens, max_model_len, spec.block_size)
     run_once(model, spec, batch, device)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return num_blocks_for(spec, int(total * gpu_memory_utilization) - (total - free))
 
 
-def widest_batch(max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> Batch:
+def widest_batch(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+) -> Batch:
     """Return a step of all the tokens and all the samples that the limits allow.
 
     Its sequences share their blocks, which no real step does: only its memory matters.
     """
     num_seqs = min(max_num_seqs, max_num_batched_tokens)
-    shorter, longer = divmod(max_num_batched_tokens, num_seqs)
+    shorter, longer = divmod(min(max_num_batched_tokens, num_seqs * max_model_len), num_seqs)
     sampling = SamplingParams(top_p=0.9)  # the costliest path of the sampler
     lengths = [shorter + (i < longer) for i in range(num_seqs)]
     return Batch(
