@@ -113,3 +113,14 @@ def test_importing_models_imports_nothing_heavy():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_dense_path_compiles_to_one_graph():
+    model = build_model(ModelConfig.from_hf({**LLAMA, "num_hidden_layers": 1}))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids, positions = torch.randint(0, 512, (2, 16)), torch.arange(16).expand(2, 16)
+    for arguments in ((ids,), (ids, positions)):
+        actual = compiled(*arguments)
+        torch.testing.assert_close(actual, model(*arguments))
+    actual.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.layers.parameters())

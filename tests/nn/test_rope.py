@@ -41,6 +41,8 @@ SCALED = {
         "truncate": False,
     },
     "yarn_no_stretch": {"rope_type": "yarn", "original": 4096, "factor": 1.0},
+    "yarn_shrunk": {"rope_type": "yarn", "original": 4096, "factor": 0.5},
+    "yarn_ramp_of_no_width": {"rope_type": "yarn", "original": 6, "factor": 4.0},
 }
 
 

@@ -141,8 +141,8 @@ class RotaryEmbedding(nn.Module):
 
     Float32 angles are what checkpoints are trained with, whatever the dtype of the model, so the
     tables are no buffers: `module.to(dtype)` must not round them. They are computed once per
-    device and grow when a CPU caller asks for a position beyond them; on other devices they
-    cover `config.max_positions` from the start, since looking at a position would wait for it.
+    device and grow when a CPU caller asks for a position beyond them. Where looking at a position
+    would wait for a device or break a compiled graph, they cover `config.max_positions`.
     """
 
     def __init__(self, config: RopeConfig) -> None:
@@ -155,8 +155,7 @@ class RotaryEmbedding(nn.Module):
         """Make the tables cover positions 0 ... num_positions - 1 on `device`; return them."""
         cos, sin = self._cos, self._sin
         if cos is None or sin is None or cos.device != device or cos.shape[0] < num_positions:
-            whole = self.config.max_positions if device.type != "cpu" else 0
-            rows = max(num_positions, _FIRST_TABLE_ROWS, whole)
+            rows = max(num_positions, _FIRST_TABLE_ROWS)
             # An inference-mode tensor could not be saved for a later backward pass.
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = self._compute(1 << (rows - 1).bit_length(), device)
@@ -170,9 +169,9 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (*positions.shape, R/2) float32, of int64 positions >= 0."""
-        needed = 0
-        if positions.device.type == "cpu" and positions.numel():
-            needed = int(positions.max()) + 1
+        needed = self.config.max_positions
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            needed = int(positions.max()) + 1 if positions.numel() else 0
         cos, sin = self.reserve(needed, positions.device)
         return cos[positions], sin[positions]
 
