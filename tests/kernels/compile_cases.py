@@ -1,0 +1,170 @@
+"""What test_compile.py compiles: calls of real launchers on meta tensors, so nothing is computed.
+
+A case is a function that calls a launcher; whatever kernels it would have run on a GPU are compiled
+for an architecture instead, with the very arguments, specialisations and options of that call. To
+add cases, append to CASES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.attention_tiles import Part, candidates
+from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.tiles import TileConfig
+
+ARCHITECTURES = (80, 90, 100)
+_PARTS: tuple[Part, ...] = ("fwd", "dkdv", "dq")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to compile.
+
+    Attributes:
+        name: unique; the test's id.
+        arch: compute capability it is compiled for.
+        launch: calls a launcher with meta tensors.
+        products: the kernels multiply matrices, so an MMA instruction must appear.
+        hot: loops that multiply must stay in registers (but for a few percent) and in step.
+        slow: compiled only with `-m slow`.
+    """
+
+    name: str
+    arch: int
+    launch: Callable[[], object]
+    products: bool = True
+    hot: bool = True
+    slow: bool = False
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor with a shape and strides but no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def attention_spec(
+    head_dim: int,
+    v_head_dim: int | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    **changes: object,
+) -> AttentionSpec:
+    """Return 2 sequences of 4,096 tokens, 16 query heads on 4 key heads."""
+    fields: dict[str, object] = {
+        "device_type": "cuda",
+        "dtype": dtype,
+        "batch": 2,
+        "max_seqlen_q": 4096,
+        "max_seqlen_k": 4096,
+        "num_q_heads": 16,
+        "num_kv_heads": 4,
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim or head_dim,
+        "window_right": 0 if causal else -1,
+        "softmax_scale": head_dim**-0.5,
+        "needs_grad": True,
+    }
+    return AttentionSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def launch_attention(spec: AttentionSpec, part: Part, tile: TileConfig | None = None) -> None:
+    """Call the launcher of one part of an attention call; "rows" are part of "dkdv"."""
+    from tilewise.kernels.triton import attention
+    from tilewise.kernels.triton._tile import Sequences
+
+    def tensor(heads: int, width: int, seqlen: int) -> Tensor:
+        rows = (spec.batch * seqlen,) if spec.is_varlen else (spec.batch, seqlen)
+        return meta(*rows, heads, width, dtype=spec.dtype)
+
+    def numbers(present: bool, size: int, dtype: torch.dtype) -> Tensor | None:
+        return meta(size, dtype=dtype) if present else None
+
+    q = tensor(spec.num_q_heads, spec.head_dim, spec.max_seqlen_q)
+    k = tensor(spec.num_kv_heads, spec.head_dim, spec.max_seqlen_k)
+    v = tensor(spec.num_kv_heads, spec.v_head_dim, spec.max_seqlen_k)
+    o = tensor(spec.num_q_heads, spec.v_head_dim, spec.max_seqlen_q)
+    cu_seqlens = numbers(spec.is_varlen, spec.batch + 1, torch.int32)
+    sequences = Sequences(
+        cu_seqlens, cu_seqlens, numbers(spec.has_seqlens_k, spec.batch, torch.int32)
+    )
+    slopes = numbers(spec.has_alibi, spec.num_q_heads, torch.float32)
+    if part == "fwd":
+        attention.launch_fwd(
+            q, k, v, spec, tile=tile,
+            cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
+            seqlens_k=sequences.seqlens_k, alibi_slopes=slopes,
+            sinks=numbers(spec.has_sinks, spec.num_q_heads, torch.float32),
+        )  # fmt: skip
+        return
+    lse = attention._allocate_rows(q, spec)
+    if part == "dkdv":
+        attention.launch_rows(o, o, lse, lse, spec)
+        attention.launch_dkdv(
+            o, q, k, v, lse, lse, spec, sequences=sequences, alibi_slopes=slopes, tile=tile
+        )
+    else:
+        attention.launch_dq(
+            o, q, k, v, lse, lse, spec, sequences=sequences, alibi_slopes=slopes, tile=tile
+        )
+
+
+def _attention_case(
+    name: str, arch: int, spec: AttentionSpec, part: Part, tile: TileConfig, slow: bool, hot: bool
+) -> Case:
+    shape = "x".join(map(str, (tile.tile_m, tile.tile_n, tile.num_warps, tile.num_stages)))
+    return Case(
+        f"sm_{arch}-{part}-{name}-{shape}",
+        arch,
+        lambda: launch_attention(spec, part, tile),
+        products=spec.dtype != torch.float32,  # IEEE float32 products run on the FMA units
+        hot=hot,
+        slow=slow,
+    )
+
+
+def attention_cases() -> Iterator[Case]:
+    """Yield every row of the tables, and every feature on its default row."""
+    for arch in ARCHITECTURES:
+        for head_dim in (64, 128, 256):
+            spec = attention_spec(head_dim)
+            for part in _PARTS:
+                for index, tile in enumerate(candidates(spec, part, arch)):
+                    name = f"d{head_dim}-causal"
+                    yield _attention_case(name, arch, spec, part, tile, index > 0, True)
+        everything = attention_spec(
+            128,
+            window_left=1000,
+            softcap=30.0,
+            is_varlen=True,
+            has_alibi=True,
+            has_sinks=True,
+        )
+        features = {
+            "full-d128": attention_spec(128, causal=False),
+            "window-d128": attention_spec(128, window_left=1000),
+            "varlen-d64": attention_spec(64, is_varlen=True),
+            "seqlens-d64": attention_spec(64, has_seqlens_k=True, causal=False),
+            "everything-d128": everything,
+            "fp16-d128": attention_spec(128, dtype=torch.float16),
+            "fp32-d64": attention_spec(64, dtype=torch.float32),
+            "fp32-d128": attention_spec(128, dtype=torch.float32),
+            "fp32-d256": attention_spec(256, dtype=torch.float32),
+            "d16": attention_spec(16),
+            "d32": attention_spec(32),
+            "padded-d80": attention_spec(80),
+            "mla-d192-128": attention_spec(192, 128),
+        }
+        quick = {"everything-d128", "fp32-d64", "mla-d192-128"} if arch == 90 else set()
+        for name, spec in features.items():
+            for part in _PARTS:
+                tile = candidates(spec, part, arch)[0]
+                yield _attention_case(name, arch, spec, part, tile, name not in quick, False)
+
+
+CASES: list[Case] = [*attention_cases()]

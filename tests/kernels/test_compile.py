@@ -1,0 +1,79 @@
+"""Every Triton kernel compiles for every architecture, fits it, and loops in registers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.compile_cases import CASES, Case
+
+_ROOT = Path(__file__).parents[2]
+_CACHE = _ROOT / ".cache" / "triton-compile"
+# Shared memory that one program may have, bytes (CUDA programming guide, compute capabilities).
+_SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
+# Part of a loop's instructions that may be spills: those of the boundary tiles of the widest rows.
+_LOCAL_SHARE = 0.03
+_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+def _run_worker(arch: int, names: list[str]) -> tuple[list[dict[str, Any]], int]:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(_CACHE)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_worker", str(arch), *names],
+        cwd=_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(done.stderr[-4000:])
+    return lines, done.returncode
+
+
+@functools.cache
+def _reports(arch: int, slow: bool) -> dict[str, list[dict[str, Any]]]:
+    """Compile all cases of an architecture; when one aborts the process, go on after it."""
+    waiting = [case.name for case in CASES if case.arch == arch and case.slow == slow]
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in waiting}
+    while waiting:
+        lines, status = _run_worker(arch, waiting)
+        for line in lines:
+            if "begins" not in line:
+                reports[line["case"]].append(line)
+        begun = [line["case"] for line in lines if "begins" in line]
+        if status != 0:
+            reports[begun[-1]].append({"error": f"the compiler ended with status {status}"})
+        waiting = waiting[len(begun) :]
+    return reports
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+        for case in CASES
+    ],
+)
+def test_compiles_without_a_gpu(case: Case) -> None:
+    kernels = _reports(case.arch, case.slow)[case.name]
+    assert kernels, "the launcher launched nothing"
+    for kernel in kernels:
+        assert "error" not in kernel, kernel["error"]
+        assert kernel["shared"] <= _SHARED_LIMIT[case.arch], kernel
+    if case.products:
+        assert any(_MMA[case.arch] in kernel["mma"] for kernel in kernels), kernels
+    if case.hot:
+        for kernel in kernels:
+            assert kernel["local_share"] <= _LOCAL_SHARE, kernel
+            assert not kernel["complaints"], kernel
