@@ -39,7 +39,7 @@ class VirtualModel:
         prefixes = {}
         written: set[tuple[int, int]] = set()
         for run in batch.sequences:
-            seq = self.scheduler._live[run.seq_id]
+            seq = self.scheduler.roster.live[run.seq_id]
             end = run.start + len(run.token_ids)
             assert list(run.token_ids) == seq.token_ids[run.start : end]
             assert len(run.block_ids) == -(-end // self.block_size)
@@ -62,7 +62,7 @@ class VirtualModel:
         assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
 
     def _oldest_id(self) -> int:
-        family = next(iter(self.scheduler._requests.values()))
+        family = next(iter(self.scheduler.roster.requests.values()))
         return next(s.seq_id for s in family if s.finish_reason is None)
 
     def _copy(self, batch: Batch) -> None:

@@ -40,7 +40,7 @@ def step(scheduler: Scheduler, *token_ids: int) -> tuple[Batch, list[TokenEvent]
 
 def run_ids(scheduler: Scheduler, batch: Batch) -> list[str]:
     """Who runs, while the batch is in flight."""
-    return [scheduler._live[run.seq_id].request.request_id for run in batch.sequences]
+    return [scheduler.roster.live[run.seq_id].request.request_id for run in batch.sequences]
 
 
 # The token budget
@@ -114,7 +114,7 @@ def test_a_small_request_does_not_overtake_a_large_one():
     scheduler.add(ask("small", 1, max_tokens=1))
     batch = scheduler.schedule()
     assert run_ids(scheduler, batch) == ["a"]
-    assert scheduler.explain("large") == "waiting: 1 more cache blocks must become free"
+    assert scheduler.explain("large") == "waiting: 2 more cache blocks must become free"
     assert scheduler.explain("small") == "waiting: 1 sequences are before it"
 
 
@@ -236,10 +236,10 @@ def test_finishing_an_unknown_sample_is_no_error():
 
 
 def refusal(scheduler: Scheduler, request: Request) -> str:
-    before = list(scheduler._live)
+    before = list(scheduler.roster.live)
     with pytest.raises(RequestError) as caught:
         scheduler.add(request)
-    assert list(scheduler._live) == before
+    assert list(scheduler.roster.live) == before
     scheduler.check_integrity()
     return str(caught.value)
 
@@ -324,6 +324,18 @@ def test_a_context_without_room_for_an_answer_is_refused():
 # Preemption
 
 
+def test_a_prompt_that_would_take_the_next_block_of_a_running_sequence_waits():
+    scheduler = make(num_blocks=4)
+    scheduler.add(ask("a", 8, max_tokens=8))
+    step(scheduler)
+    scheduler.add(ask("b", 8, max_tokens=1))
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler.explain("b").startswith("waiting")
+    finish_all(scheduler)
+    assert scheduler.stats().num_preemptions == 0
+
+
 def test_the_newest_loses_its_blocks_and_the_tokens_stay_the_same():
     scheduler = make(num_blocks=7)
     requests = [ask(name, 7, max_tokens=10, seed=ord(name)) for name in "abc"]
@@ -350,20 +362,18 @@ def test_a_preempted_request_keeps_its_place_in_the_queue():
     scheduler = make(num_blocks=5, block_size=4)
     scheduler.add(ask("a", 8, max_tokens=9))
     scheduler.add(ask("b", 8, max_tokens=3))
+    step(scheduler)  # a and b hold 2 blocks each
     scheduler.add(ask("c", 4, max_tokens=1))
-    step(scheduler)  # a and b hold 2 blocks each, c the last one and ends
-    scheduler.add(ask("d", 4, max_tokens=1))
     step(scheduler)  # a takes the last block; b, the newest, has to go
     [b] = scheduler.sequences("b")
     assert (b.num_preemptions, b.block_ids, b.num_computed_tokens) == (1, [], 0)
-    assert [s.request.request_id for s in scheduler._waiting] == ["b", "d"]
+    assert [s.request.request_id for s in scheduler.roster.waiting] == ["b", "c"]
 
 
 def test_a_resumed_sequence_finds_what_it_had_in_the_prefix_cache():
     scheduler = make(num_blocks=5, block_size=4)
     scheduler.add(ask("a", 8, max_tokens=2))
     scheduler.add(ask("b", 8, max_tokens=3))
-    scheduler.add(ask("c", 4, max_tokens=1))
     step(scheduler)
     step(scheduler)  # b is preempted, a ends
     [b] = scheduler.sequences("b")

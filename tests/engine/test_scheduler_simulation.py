@@ -103,12 +103,12 @@ class Story:
 
     def note_first_runs(self, batch) -> None:
         for run in batch.sequences:
-            request_id = self.scheduler._live[run.seq_id].request.request_id
+            request_id = self.scheduler.roster.live[run.seq_id].request.request_id
             if request_id not in self.first_runs:
                 self.first_runs.append(request_id)
 
     def meddle(self) -> None:
-        live = list(self.scheduler._live.values())
+        live = list(self.scheduler.roster.live.values())
         if not live:
             return
         seq = self.rng.choice(live)

@@ -22,6 +22,10 @@ class BlockTables:
         num_blocks: size of the pool.
         block_size: tokens per block.
         enable_prefix_caching: keep full blocks findable by content.
+
+    Attributes:
+        blocks_peak: the most blocks that a step ever used.
+        slots_peak: slots of them that held a token in the first such step.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -30,28 +34,34 @@ class BlockTables:
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
         self.prefix = PrefixCache(self.allocator, block_size) if enable_prefix_caching else None
+        self.blocks_peak = 0
+        self.slots_peak = 0
         self._copies: list[tuple[int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return ceil(num_tokens / block_size)."""
         return -(-num_tokens // self.block_size)
 
-    def missing_blocks(self, seq: Sequence) -> int:
+    def missing_blocks(self, seq: Sequence, spare: int) -> int:
         """Return how many blocks must become free before reserve() can succeed; 0 is now."""
-        return max(0, self._demand(seq, self._match(seq)) - self.allocator.num_free)
+        return max(0, self._demand(seq, self._match(seq)) + spare - self.allocator.num_free)
 
-    def reserve(self, seq: Sequence) -> bool:
+    def reserve(self, seq: Sequence, spare: int) -> bool:
         """Give a sequence without blocks all those that its known tokens need, or none.
 
         The whole prompt is reserved even if only a chunk of it runs now: two half-computed prompts
         could otherwise each wait for the blocks of the other. What the prefix cache has is shared
         and counts as computed.
 
+        Args:
+            seq: it waits.
+            spare: blocks that must stay free.
+
         Returns:
             Whether the blocks were there.
         """
         hits = self._match(seq)
-        if self._demand(seq, hits) > self.allocator.num_free:
+        if self._demand(seq, hits) + spare > self.allocator.num_free:
             return False
         self.allocator.share(hits)
         fresh = self.allocator.allocate(self.blocks_for(seq.num_tokens) - len(hits))
@@ -82,7 +92,8 @@ class BlockTables:
             self._copies.append((source, copy))
             seq.block_ids[first] = copy
             self.allocator.release([source])
-        seq.block_ids += self.allocator.allocate(grown)
+        if grown:
+            seq.block_ids += self.allocator.allocate(grown)
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -128,8 +139,20 @@ class BlockTables:
         assert sources.isdisjoint(copy for _, copy in copies), "a source is never a destination"
         return copies
 
-    def num_wasted_slots(self, computed: dict[Sequence, int]) -> int:
-        """Return how many slots of used blocks hold no token; shared blocks count once.
+    def note_peak(self, holders: list[Sequence], added: dict[Sequence, int]) -> None:
+        """Remember the step if it uses more blocks than any before.
+
+        Args:
+            holders: sequences that hold blocks.
+            added: tokens that the step adds to the cache of each that runs.
+        """
+        if self.allocator.num_used > self.blocks_peak:
+            self.blocks_peak = self.allocator.num_used
+            computed = {s: s.num_computed_tokens + added.get(s, 0) for s in holders}
+            self.slots_peak = self.slots_used(computed)
+
+    def slots_used(self, computed: dict[Sequence, int]) -> int:
+        """Return how many slots of used blocks hold a token; shared blocks count once.
 
         Args:
             computed: tokens in the cache of each sequence that holds blocks.
@@ -141,7 +164,7 @@ class BlockTables:
                 filled = min(size, max(0, num_tokens - i * size))
                 block = seq.block_ids[i]
                 empty[block] = min(empty.get(block, size), size - filled)
-        return sum(empty.values())
+        return self.allocator.num_used * size - sum(empty.values())
 
     def check_integrity(self, holders: list[Sequence]) -> None:
         """Verify that the tables of the sequences that hold blocks agree with pool and cache.
