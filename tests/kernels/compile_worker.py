@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.compile_cases import CASES
+from tests.kernels import compile_cases, compile_cases_paged
 from tilewise.kernels import device
 
 _LOCAL_MEMORY = ("LDL", "STL")
@@ -142,7 +142,7 @@ def main(arch: int, names: list[str], folder: Path) -> None:
         compiled.append(original(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only
-    cases = {case.name: case for case in CASES}
+    cases = {case.name: case for case in (*compile_cases.CASES, *compile_cases_paged.CASES)}
     for name in names:
         print(json.dumps({"case": name, "begins": True}), flush=True)
         compiled.clear()

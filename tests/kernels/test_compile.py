@@ -14,7 +14,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.compile_cases import CASES, Case
+from tests.kernels import compile_cases, compile_cases_paged
+from tests.kernels.compile_cases import Case
+
+CASES = [*compile_cases.CASES, *compile_cases_paged.CASES]
 
 _ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / ".cache" / "triton-compile"

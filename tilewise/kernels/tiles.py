@@ -112,13 +112,21 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
     return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
 
 
-def plan_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:
+def plan_splits(
+    spec: PagedSpec,
+    config: TileConfig,
+    run: int,
+    sm_count: int,
+    *,
+    programs_per_sm: int = PROGRAMS_PER_SM,
+    min_split_keys: int = MIN_SPLIT_KEYS,
+) -> SplitPlan:
     """Bound the splits of a call from what the host knows: the width of the block table."""
     span = spec.max_blocks * spec.block_size
     if spec.window_left >= 0:
         span = min(span, spec.window_left + run + config.tile_n)  # + a first tile cut by the window
     most_tiles = max(1, -(-span // config.tile_n))
-    keys = INVARIANT_SPLIT_KEYS if spec.batch_invariant else MIN_SPLIT_KEYS
+    keys = INVARIANT_SPLIT_KEYS if spec.batch_invariant else min_split_keys
     split_tiles = max(1, keys // config.tile_n)
     if most_tiles <= split_tiles:
         return SplitPlan(1, most_tiles, spec.num_seqs, fixed=True, alone=True)
@@ -126,7 +134,7 @@ def plan_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) ->
     if spec.batch_invariant:
         return SplitPlan(1, split_tiles, num_pairs, fixed=True, alone=False)
     programs_per_pair = spec.num_kv_heads * -(-run * spec.group_size // config.tile_m)
-    target = -(-sm_count * PROGRAMS_PER_SM // programs_per_pair)
+    target = -(-sm_count * programs_per_sm // programs_per_pair)
     return SplitPlan(
         target, split_tiles, min(num_pairs, target + spec.num_seqs), fixed=False, alone=False
     )

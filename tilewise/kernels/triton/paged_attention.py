@@ -193,7 +193,7 @@ def launch(
             plan=work.split_plan, max_run=work.split_run, clears=work.rows_config is None,
         )  # fmt: skip
     if work.rows_config is not None:
-        _launch_rows(q, k_cache, v_cache, spec, o, lse, work.rows_config, work.split_run, **tensors)
+        launch_rows(q, k_cache, v_cache, spec, o, lse, work.rows_config, work.split_run, **tensors)
     return o, lse
 
 
@@ -207,7 +207,7 @@ def _sm_count(where: torch.device) -> int:
     return device.sm_count(where.index if where.index is not None else torch.cuda.current_device())
 
 
-def _launch_rows(
+def launch_rows(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,

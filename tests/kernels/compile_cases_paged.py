@@ -1,0 +1,121 @@
+"""Compile cases of the kernels over a paged cache and of the small kernels beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
+from tilewise.kernels.spec import PagedSpec
+
+_DECODE = {"max_seqlen_q": 1, "num_tokens": 16}
+_PREFILL = {"max_seqlen_q": 2048, "num_tokens": 16 * 2048}
+_ALL = {"window_left": 1000, "softcap": 30.0, "has_alibi": True, "has_sinks": True}
+
+# name -> (changes of the spec, whether its loops must stay in registers, compiled only if slow)
+_PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
+    "decode": (_DECODE, True, False),
+    "decode-group-8": (_DECODE | {"num_q_heads": 64}, True, True),
+    "decode-mha": (_DECODE | {"num_kv_heads": 32}, True, True),
+    "decode-block-1": (_DECODE | {"block_size": 1}, True, True),
+    "decode-block-256": (_DECODE | {"block_size": 256}, True, False),
+    "decode-d64": (_DECODE | {"head_dim": 64, "v_head_dim": 64}, True, True),
+    "decode-d80": (_DECODE | {"head_dim": 80, "v_head_dim": 80}, True, True),
+    "decode-d192-128": (_DECODE | {"head_dim": 192}, True, True),
+    "decode-d256": (_DECODE | {"head_dim": 256, "v_head_dim": 256}, True, True),
+    "decode-everything": (_DECODE | _ALL, True, False),
+    "decode-fp32": (_DECODE | {"dtype": torch.float32, "cache_dtype": torch.float32}, False, True),
+    "decode-mixed-dtypes": (_DECODE | {"cache_dtype": torch.float16}, False, True),
+    "decode-invariant": (_DECODE | {"batch_invariant": True}, True, True),
+    "decode-short": (_DECODE | {"max_blocks": 4}, True, True),
+    "drafts": ({"max_seqlen_q": 8, "num_tokens": 16 * 8}, True, True),
+    "prefill": (_PREFILL, True, False),
+    "prefill-d64": (_PREFILL | {"head_dim": 64, "v_head_dim": 64}, True, True),
+    "prefill-d256": (_PREFILL | {"head_dim": 256, "v_head_dim": 256}, True, True),
+    "prefill-block-128": (_PREFILL | {"block_size": 128}, True, True),
+    "prefill-fp32": (
+        _PREFILL | {"dtype": torch.float32, "cache_dtype": torch.float32},
+        False,
+        True,
+    ),
+    "mixed-everything": (_PREFILL | _ALL | {"num_tokens": 5000}, True, True),
+}
+
+
+def paged_spec(changes: dict[str, object]) -> PagedSpec:
+    """Return 16 sequences of up to 32,768 tokens, 32 query heads on 8 key heads of 128."""
+    fields: dict[str, object] = {
+        "device_type": "cuda",
+        "dtype": torch.bfloat16,
+        "cache_dtype": torch.bfloat16,
+        "num_seqs": 16,
+        "num_q_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "v_head_dim": 128,
+        "block_size": 16,
+        "max_blocks": 32768 // int(str(changes.get("block_size", 16))),
+    }
+    return PagedSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def launch_paged(spec: PagedSpec) -> None:
+    """Call the launcher of paged attention."""
+    from tilewise.kernels.triton import paged_attention
+
+    slots = (4096, spec.block_size, spec.num_kv_heads)
+    per_head = meta(spec.num_q_heads, dtype=torch.float32)
+    paged_attention.launch(
+        meta(spec.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
+        meta(*slots, spec.head_dim, dtype=spec.cache_dtype),
+        meta(*slots, spec.v_head_dim, dtype=spec.cache_dtype),
+        spec,
+        block_table=meta(spec.num_seqs, spec.max_blocks, dtype=torch.int32),
+        seqlens_k=meta(spec.num_seqs, dtype=torch.int32),
+        cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
+        alibi_slopes=per_head if spec.has_alibi else None,
+        sinks=per_head if spec.has_sinks else None,
+    )
+
+
+def launch_elementwise(head_dim: int, dtype: torch.dtype) -> None:
+    """Call every launcher that only moves or weighs elements."""
+    from tilewise.kernels.triton import cache_ops, merge, rope
+
+    new = meta(512, 8, head_dim, dtype=dtype)
+    cache = meta(4096, 16, 8, head_dim, dtype=dtype)
+    cache_ops.write_kv_cache(new, new, cache, cache, meta(512, dtype=torch.int64))
+    cache_ops.copy_blocks(cache, cache, meta(7, 2, dtype=torch.int64))
+    table = meta(512, head_dim // 2, dtype=torch.float32)
+    for interleaved in (False, True):
+        rope.launch(new, table, table, interleaved)
+    lse = meta(8, 512, dtype=torch.float32)
+    merge.launch(new, lse, new, lse)
+
+
+def paged_cases() -> Iterator[Case]:
+    """Yield every width, block size and feature on the tiles that its table gives."""
+    for arch in ARCHITECTURES:
+        for name, (changes, hot, slow) in _PAGED.items():
+            spec = paged_spec(changes)
+            yield Case(
+                f"sm_{arch}-paged-{name}",
+                arch,
+                lambda spec=spec: launch_paged(spec),  # type: ignore[misc]
+                # 16 rows of a decode are too few for WGMMA and tcgen05: mma.sync everywhere.
+                products=hot and (arch == 80 or "prefill" in name),
+                hot=hot,
+                slow=slow or (arch != 90 and name != "decode"),
+            )
+        for head_dim, dtype in ((128, torch.bfloat16), (80, torch.float32)):
+            yield Case(
+                f"sm_{arch}-elementwise-d{head_dim}",
+                arch,
+                lambda head_dim=head_dim, dtype=dtype: launch_elementwise(head_dim, dtype),  # type: ignore[misc]
+                products=False,
+                slow=arch != 90 or head_dim != 128,
+            )
+
+
+CASES = [*paged_cases()]
