@@ -1,0 +1,364 @@
+"""Launch tiled exact attention on the CPU, for dense and packed (varlen) tensors.
+
+What      checks that the kernels can run a call, describes it to them in plain numbers, allocates.
+Grid      see forward.py and backward.py.
+One call  is one parallel region; the backward pass adds a few element-wise torch operations.
+Traffic   forward: inputs and outputs once, no copies of strided inputs.
+Numerics  see forward.py and backward.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.backward import attention_backward
+from tilewise.kernels.cpu.forward import MAX_TILES, TILE_M, TILE_N, attention_forward
+from tilewise.kernels.cpu.problem import (
+    DK,
+    DO,
+    DQ,
+    DV,
+    K_LEN,
+    LSE,
+    Q_LEN,
+    TASK,
+    Arrays,
+    Gradients,
+    K,
+    O,
+    Problem,
+    Q,
+    Rule,
+    Sizes,
+    V,
+    bias_numbers,
+    byte_strides,
+    float_type,
+    packed_type,
+    per_head,
+)
+from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
+from tilewise.kernels.cpu.threads import run_tasks
+from tilewise.kernels.spec import AttentionSpec
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """Say why these kernels cannot run `spec`, or return None when they can."""
+    if spec.device_type != "cpu":
+        return f"device must be cpu, got {spec.device_type}"
+    return why_not_dtype(spec.dtype)
+
+
+def launch_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute o = softmax(logits) v and the log-sum-exp of the logits.
+
+    Args:
+        q, k, v: (B, S, H, D), or (T, H, D) when spec.is_varlen; strided in all dims but the last.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), when spec.is_varlen.
+        seqlens_k: int32 (B,), when spec.has_seqlens_k.
+        bias: broadcastable to (B, Hq, Sq, Sk); alibi_slopes, sinks: (Hq,).
+
+    Returns:
+        o like q with v's head dim; lse (B, Hq, Sq) or (Hq, T), float32, float64 for float64.
+
+    Source: Dao 2023, FlashAttention-2, algorithm 1.
+    """
+    q, k, v = (_unit_stride(tensor.detach()) for tensor in (q, k, v))
+    covers_all = not spec.is_varlen or int(cu_seqlens_q[-1]) == q.shape[0]
+    make = torch.empty if covers_all else torch.zeros
+    o = make((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype)
+    lse = torch.empty(lse_shape(q, spec), dtype=float_type(q.dtype))
+    if not covers_all:
+        lse.fill_(float("-inf"))
+    problem = describe(
+        q, k, v, o, spec, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    run_forward(problem, lse)
+    return o, lse
+
+
+def launch_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Compute the gradients of `launch_fwd`'s inputs; bitwise reproducible.
+
+    ds = p (dp - delta + dlse), delta = rowsum(do * o); dsinks = -sum exp(sink - lse) (delta - dlse).
+
+    Args:
+        do, dlse: gradients of o and lse; dlse None is zero.
+        o, lse: what `launch_fwd` returned; the rest are its arguments.
+
+    Returns:
+        dq, dk, dv, dbias (None without bias), dsinks (None without sinks), shaped like the inputs.
+
+    Source: Dao 2023, FlashAttention-2, algorithm 2.
+    """
+    do, q, k, v = (_unit_stride(tensor.detach()) for tensor in (do, q, k, v))
+    real = float_type(q.dtype)
+    # (B, S, H) -> (B, H, S), (T, H) -> (H, T), as lse lies
+    shifts = (do.to(real) * o.detach().to(real)).sum(-1).transpose(-1, -2)
+    shifts = (shifts if dlse is None else shifts - dlse).contiguous()
+    lse = lse.detach().contiguous()
+    problem = describe(
+        q, k, v, o, spec, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
+    plan = _BackwardPlan.of(spec, bias)
+    dq = torch.zeros((plan.num_chunks, *q.shape), dtype=real)
+    dbias = torch.zeros(plan.dbias_shape, dtype=real)
+    grads = _place_gradients(problem, plan, do, dq, dk, dv, dbias)
+    num_tasks = plan.num_owners * plan.num_chunks
+    run_tasks(
+        attention_backward, num_tasks, problem.sizes, problem.rule, grads, problem.arrays,
+        lse.view(-1).numpy(), shifts.view(-1).numpy(), dq.view(-1).numpy(), dbias.view(-1).numpy(),
+    )  # fmt: skip
+    dq = (dq[0] if plan.num_chunks == 1 else dq.sum(0)).mul_(spec.softmax_scale).to(q.dtype)
+    dsinks = None
+    if sinks is not None:
+        weights = torch.exp(sinks.detach().to(real).unsqueeze(-1) - lse)
+        weights = torch.where(lse == float("-inf"), 0.0, weights)
+        kept = (weights * shifts).sum(-1)
+        dsinks = -(kept if spec.is_varlen else kept.sum(0)).to(sinks.dtype)
+    if bias is not None:
+        dbias = dbias.sum(0).sum_to_size(bias.shape).to(bias.dtype)
+    return dq, dk, dv, dbias if bias is not None else None, dsinks
+
+
+class _BackwardPlan(NamedTuple):
+    """How the backward pass is cut into tasks, from shapes alone, so that bits do not depend on
+    threads.
+
+    Attributes:
+        num_chunks, tiles_per_chunk: parts of the keys, and tiles of keys in each.
+        num_owners: tasks per chunk.
+        dbias_shape: (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) that tasks add to, or (0,).
+    """
+
+    num_chunks: int
+    tiles_per_chunk: int
+    num_owners: int
+    dbias_shape: tuple[int, ...]
+    shares_batch: bool
+    shares_heads: bool
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, bias: Tensor | None) -> _BackwardPlan:
+        shares_batch = shares_heads = False
+        wide: tuple[int, ...] = (0,)
+        if bias is not None:
+            shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+            if shape[2] == 1 or shape[3] == 1:
+                # A bias of O(N) per head: each task may have a copy, summed afterwards.
+                wide = (spec.batch, spec.num_q_heads, *shape[2:])
+            else:
+                shares_batch, shares_heads = shape[0] == 1, shape[1] == 1
+                wide = shape
+        owners = 1 if shares_batch else spec.batch
+        owners *= 1 if shares_heads else spec.num_kv_heads
+        num_tiles = max(1, -(-spec.max_seqlen_k // TILE_N))
+        # 16 tasks keep 8 cores busy; each chunk costs a float32 copy of dq.
+        wanted = min(-(-16 // max(owners, 1)), num_tiles)
+        tiles_per_chunk = -(-num_tiles // wanted)
+        num_chunks = -(-num_tiles // tiles_per_chunk)
+        if bias is not None:
+            is_whole = wide[2] > 1 and wide[3] > 1
+            wide = (1 if is_whole else num_chunks, *wide)
+        return cls(num_chunks, tiles_per_chunk, owners, wide, shares_batch, shares_heads)
+
+
+def _place_gradients(
+    problem: Problem,
+    plan: _BackwardPlan,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor,
+) -> Gradients:
+    """Write the gradients' addresses into problem.arrays.starts and describe their strides."""
+    starts, is_varlen = problem.arrays.starts, do.ndim == 3
+    for column, like, tensor in ((DO, Q, do), (DK, K, dk), (DV, V, dv), (DQ, Q, dq[0])):
+        first = np.arange(len(starts))
+        if is_varlen:
+            first = problem.first_q if like == Q else problem.first_k
+        first = first * tensor.stride(0)
+        starts[:, column] = (
+            first if column == DQ else tensor.data_ptr() + first * tensor.element_size()
+        )
+    (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
+    strides = [0] * 5
+    if dbias.ndim == 5:
+        strides = [
+            stride if size > 1 else 0
+            for stride, size in zip(dbias.stride(), dbias.shape, strict=True)
+        ]
+    return Gradients(
+        do_row=do_row,
+        do_head=do_head,
+        dk_row=dk_row,
+        dk_head=dk_head,
+        dv_row=dv_row,
+        dv_head=dv_head,
+        dq_chunk=dq.stride(0),
+        dq_row=dq.stride(-3),
+        has_dbias=dbias.ndim == 5,
+        shares_batch=plan.shares_batch,
+        shares_heads=plan.shares_heads,
+        dbias_chunk=strides[0],
+        dbias_batch=strides[1],
+        dbias_head=strides[2],
+        dbias_row=strides[3],
+        dbias_column=strides[4],
+        num_chunks=plan.num_chunks,
+        tiles_per_chunk=plan.tiles_per_chunk,
+    )
+
+
+def run_forward(problem: Problem, lse: Tensor) -> None:
+    """Fill o, through its addresses, and lse."""
+    starts, sizes = problem.arrays.starts, problem.sizes
+    num_tiles = -(-starts[:, Q_LEN] * sizes.group // TILE_M)
+    # Sharing packed keys among tiles saves packing; four tasks a thread keep threads busy.
+    per_thread = int(num_tiles.sum()) * sizes.num_kv_heads // (4 * torch.get_num_threads())
+    tiles = min(MAX_TILES, max(1, per_thread))
+    tasks = -(-num_tiles // tiles) * sizes.num_kv_heads
+    starts[:, TASK] = np.cumsum(tasks) - tasks
+    num_tasks = int(tasks.sum())
+    run_tasks(attention_forward, num_tasks, *problem[:3], lse.view(-1).numpy(), tiles)
+
+
+def lse_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
+    """(Hq, T) for packed and (B, Hq, Sq) for dense queries."""
+    if spec.is_varlen:
+        return q.shape[1], q.shape[0]
+    return q.shape[0], q.shape[2], q.shape[1]
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    spec: AttentionSpec,
+    *,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqlens_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Problem:
+    """Put a dense or packed call into the numbers that the kernels take."""
+    starts = np.zeros((spec.batch, 12), np.int64)
+    first_q, first_k = np.arange(spec.batch), np.arange(spec.batch)
+    if spec.is_varlen:
+        edges_q, edges_k = cu_seqlens_q.numpy(), cu_seqlens_k.numpy()
+        first_q, first_k = edges_q[:-1].astype(np.int64), edges_k[:-1].astype(np.int64)
+        starts[:, Q_LEN], starts[:, K_LEN] = np.diff(edges_q), np.diff(edges_k)
+        starts[:, LSE] = first_q
+    else:
+        starts[:, Q_LEN], starts[:, K_LEN] = q.shape[1], k.shape[1]
+        starts[:, LSE] = first_q * spec.num_q_heads * q.shape[1]
+        if seqlens_k is not None:
+            starts[:, K_LEN] = seqlens_k.numpy()
+    for column, tensor, first in (
+        (Q, q, first_q),
+        (K, k, first_k),
+        (V, v, first_k),
+        (O, o, first_q),
+    ):
+        starts[:, column] = tensor.data_ptr() + first * tensor.stride(0) * tensor.element_size()
+    (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
+        byte_strides, (q, k, v, o)
+    )
+    shape = (spec.batch, spec.num_q_heads, spec.max_seqlen_q, spec.max_seqlen_k)
+    bias_address, bias_code, bias_batch, bias_head, bias_row, bias_column = bias_numbers(
+        bias, shape
+    )
+    sizes = Sizes(
+        num_kv_heads=spec.num_kv_heads,
+        group=spec.group_size,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        q_code=DTYPE_CODES[q.dtype],
+        k_code=DTYPE_CODES[k.dtype],
+        k_size=k.element_size(),
+        q_row=q_row,
+        q_head=q_head,
+        k_row=k_row,
+        k_head=k_head,
+        v_row=v_row,
+        v_head=v_head,
+        o_row=o_row,
+        o_head=o_head,
+        lse_head=q.shape[0] if spec.is_varlen else q.shape[1],
+        block_size=0,
+        k_block=0,
+        v_block=0,
+        bias=bias_address,
+        bias_code=bias_code,
+        bias_batch=bias_batch,
+        bias_head=bias_head,
+        bias_row=bias_row,
+        bias_column=bias_column,
+    )
+    rule = Rule(
+        is_scaled_only=bias is None
+        and alibi_slopes is None
+        and spec.softcap == 0.0
+        and spec.softmax_scale > 0.0,
+        scale=float(spec.softmax_scale),
+        softcap=float(spec.softcap),
+        has_bias=bias is not None,
+        has_alibi=alibi_slopes is not None,
+    )
+    real = np.float64 if q.dtype == torch.float64 else np.float32
+    arrays = Arrays(
+        like=np.empty(0, real),
+        packed_like=np.empty(0, packed_type(q.dtype, simd.HAS_BF16_DOT)),
+        starts=starts,
+        table=np.empty((0, 0), np.int32),
+        slopes=per_head(alibi_slopes, spec.num_q_heads, 0.0, real),
+        sinks=per_head(sinks, spec.num_q_heads, -np.inf, real),
+    )
+    return Problem(sizes, rule, arrays, first_q, first_k)
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy when its last dim is strided."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

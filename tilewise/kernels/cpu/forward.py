@@ -1,0 +1,245 @@
+"""Tiled exact attention, forward: FlashAttention-2 with the caches of a CPU for shared memory.
+
+What      o = softmax(logits) v and lse, for dense, packed and paged keys.
+Grid      one task per (sequence, key head, block of query tiles), taken from a counter by each
+          thread, the longest rows of a causal sequence first.
+One task  holds up to 8 tiles of 64 query rows (heads of a group side by side) with their sums;
+          for each tile of 128 keys: packs K and V, then per query tile S = Q K^T, softmax, O += P V.
+Traffic   a task reads q once and writes o once; K and V are read once per task. Scratch is under
+          0.7 MB per thread for D = 128, so tiles stay in the L2 cache; no Sq x Sk matrix.
+Numerics  m, l and sums in float32 (float64 for float64); P is rounded to the type of the product's
+          operands. A row's bits depend on its own keys alone, not on threads or neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
+from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
+from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
+from tilewise.kernels.cpu.rows import load_row, load_strided, store_row
+from tilewise.kernels.cpu.softmax import logits_row, softmax_row, visible_keys
+from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
+
+TILE_M = 64  # query rows: 8 register blocks
+TILE_N = 128  # keys: one panel of V (128 x 32 bfloat16, 8 KiB) and P's block fit the L1 cache
+MAX_TILES = 8  # query tiles that share a packed tile of keys
+
+
+@inner
+def block_ranges(like, low, high, begin, end, blocks):
+    """Fill each block's range of columns that any of its MR rows sees, in whole registers."""
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    for block in range(blocks):
+        lowest, highest = TILE_N, 0
+        for row in range(block * MR, block * MR + MR):
+            if low[row] < high[row]:
+                lowest = min(lowest, low[row])
+                highest = max(highest, high[row])
+        begin[block] = lowest // lanes * lanes if highest > 0 else 0
+        end[block] = (highest + lanes - 1) // lanes * lanes
+
+
+@inner
+def score_tile(s, q, qi, ld, k_panels, head_dim, begin, end, blocks):
+    """S = Q K^T of one tile, only where a block of MR rows sees keys."""
+    width = panel_columns(s)
+    elements = words_to_elements(q)
+    for panel in range(TILE_N // width):
+        for block in range(blocks):
+            if begin[block] < (panel + 1) * width and end[block] > panel * width:
+                multiply(
+                    s, block * MR * TILE_N + panel * width, TILE_N, width,
+                    q, qi + block * MR * ld, ld, elements,
+                    k_panels, panel * width * ld, head_dim // elements, s,
+                )  # fmt: skip
+
+
+@inner
+def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, low, high, rows):
+    """c = c * rescale + p v row by row over visible keys alone, for tiles with inf or NaN."""
+    for row in range(rows):
+        for column in range(dim):
+            total = c[ci + row * ldc + column] * rescale[row]
+            for key in range(low[row], high[row]):
+                total += simd.load_one(p, row * TILE_N + key) * simd.load_one(v, key * ld + column)
+            c[ci + row * ldc + column] = total
+
+
+@inner
+def add_products(c, ci, ldc, dim, p, v_panels, begin, end, rescale, blocks):
+    """c = c * rescale + P V for each block of MR rows, over its own range of keys."""
+    width = panel_columns(c)
+    elements = words_to_elements(p)
+    for column in range(0, dim, width):
+        base = column * TILE_N
+        for block in range(blocks):
+            multiply_add(
+                c, ci + block * MR * ldc + column, ldc, dim - column,
+                p, block * MR * TILE_N + begin[block], TILE_N, elements,
+                v_panels, base + begin[block] * width,
+                (end[block] - begin[block]) // elements, rescale, block * MR,
+            )  # fmt: skip
+
+
+@inner
+def load_bias_row(sizes, like, bias, sequence, head, query, first, count):
+    """Fill bias[0 : count] with the bias of keys first ... first + count of one query."""
+    address = (
+        sizes.bias
+        + sequence * sizes.bias_batch
+        + head * sizes.bias_head
+        + query * sizes.bias_row
+        + first * sizes.bias_column
+    )
+    load_strided(like, sizes.bias_code, bias, 0, address, sizes.bias_column, count)
+
+
+@inner
+def _softmax_tile(sizes, rule, arrays, s, p, tile, rows, sequence, kv_head, first_row, first_key, low, high,
+                  begin, end, m, l, rescale, bias):  # fmt: skip
+    """Probabilities of one tile, and the running maximum and sum of its rows."""
+    like = arrays.like
+    q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
+    factor = rule.scale if rule.is_scaled_only else 1.0
+    for row in range(rows):
+        block = row // MR
+        index = tile * TILE_M + row
+        if not rule.is_scaled_only and low[row] < high[row]:
+            query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
+            head += kv_head * sizes.group
+            if rule.has_bias:
+                load_bias_row(sizes, like, bias, sequence, head, query, first_key, high[row])
+            diagonal = query + k_len - q_len - first_key
+            logits_row(like, rule, s, row * TILE_N, begin[block], end[block],
+                       arrays.slopes[head], diagonal, bias, bias, TILE_N)  # fmt: skip
+        m[index], total, rescale[row] = softmax_row(
+            like, s, row * TILE_N, factor, p, row * TILE_N, begin[block], end[block],
+            low[row], high[row], m[index],
+        )  # fmt: skip
+        l[index] = l[index] * rescale[row] + total
+
+
+@inner
+def _forward_task(sizes, rule, arrays, lse, sequence, kv_head, first_tile, tiles):
+    """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
+    group, head_dim, dim = sizes.group, sizes.head_dim, sizes.v_head_dim
+    ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
+    k_start = starts[sequence, K] + kv_head * sizes.k_head
+    v_start = starts[sequence, V] + kv_head * sizes.v_head
+    first_row = first_tile * TILE_M
+    num_rows = min(tiles * TILE_M, q_len * group - first_row)
+    q = zero_scratch(tiles * TILE_M * ld, packed)
+    acc = zero_scratch(tiles * TILE_M * ldv, like)
+    k_rows, v_rows = zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed)
+    k_panels, v_panels = scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed)
+    s, p = scratch(TILE_M * TILE_N, like), scratch(TILE_M * TILE_N, packed)
+    bias = zero_scratch(2 * TILE_N, like)
+    m, l = scratch(tiles * TILE_M, like), scratch(tiles * TILE_M, like)
+    rescale = zero_scratch(TILE_M, like)
+    index_like = starts[0]
+    lows, highs = scratch(tiles * TILE_M, index_like), scratch(tiles * TILE_M, index_like)
+    low, high = scratch(TILE_M, index_like), scratch(TILE_M, index_like)
+    begin, end = scratch(TILE_M // MR, index_like), scratch(TILE_M // MR, index_like)
+    first_key, end_key = k_len, 0
+    for row in range(tiles * TILE_M):
+        lows[row], highs[row] = 0, 0
+        m[row], l[row] = -math.inf, 0.0
+        if row < num_rows:
+            query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
+            address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
+            load_row(like, sizes.q_code, q, row * ld, address, head_dim)
+            lows[row], highs[row] = visible_keys(
+                first_row + row, group, q_len, k_len, sizes.window_left, sizes.window_right
+            )
+            if lows[row] < highs[row]:
+                first_key, end_key = min(first_key, lows[row]), max(end_key, highs[row])
+            if arrays.sinks[head] > -math.inf:
+                m[row], l[row] = arrays.sinks[head], 1.0
+    for key in range(first_key // TILE_N * TILE_N, end_key, TILE_N):
+        count = min(TILE_N, end_key - key)
+        padded = (count + 31) // 32 * 32
+        gather_tile(
+            like, sizes.k_code, k_rows, ld, head_dim, key, count, padded,
+            k_start, sizes.k_row,
+            arrays.table, sequence, sizes.block_size, sizes.k_block,
+        )  # fmt: skip
+        check = gather_tile(
+            like, sizes.k_code, v_rows, ldv, dim, key, count, padded,
+            v_start, sizes.v_row,
+            arrays.table, sequence, sizes.block_size, sizes.v_block,
+        )  # fmt: skip
+        transpose_tile(like, k_rows, padded, ld, k_panels)
+        pair_tile(like, v_rows, padded, ldv, v_panels, TILE_N)
+        for tile in range(tiles):
+            rows = min(TILE_M, num_rows - tile * TILE_M)
+            if rows <= 0:
+                break
+            # The next tile's rows travel to the L2 cache while this one is computed.
+            share = key + TILE_N + tile * TILE_N // tiles
+            share_end = min(key + TILE_N + (tile + 1) * TILE_N // tiles, end_key)
+            prefetch_rows(share, share_end, sizes.k_size * head_dim, k_start, sizes.k_row,
+                          arrays.table, sequence, sizes.block_size, sizes.k_block)  # fmt: skip
+            prefetch_rows(share, share_end, sizes.k_size * dim, v_start, sizes.v_row,
+                          arrays.table, sequence, sizes.block_size, sizes.v_block)  # fmt: skip
+            sees_any = False
+            for row in range(TILE_M):
+                low[row] = max(lows[tile * TILE_M + row] - key, 0)
+                high[row] = min(highs[tile * TILE_M + row] - key, count)
+                if low[row] >= high[row]:
+                    low[row], high[row] = 0, 0
+                else:
+                    sees_any = True
+            if not sees_any:
+                continue
+            blocks = (rows + MR - 1) // MR
+            block_ranges(like, low, high, begin, end, blocks)
+            score_tile(s, q, tile * TILE_M * ld, ld, k_panels, head_dim, begin, end, blocks)
+            _softmax_tile(sizes, rule, arrays, s, p, tile, blocks * MR, sequence, kv_head,
+                          first_row + tile * TILE_M, key, low, high, begin, end, m, l, rescale,
+                          bias)  # fmt: skip
+            if check == 0.0:
+                add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, begin, end,
+                             rescale, blocks)  # fmt: skip
+            else:
+                add_rows_exactly(acc, tile * TILE_M * ldv, ldv, dim, p, v_rows, ldv, rescale,
+                                 low, high, rows)  # fmt: skip
+    for row in range(num_rows):
+        query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
+        inverse = like.dtype.type(0.0) if l[row] == 0.0 else like.dtype.type(1.0) / l[row]
+        address = starts[sequence, O] + query * sizes.o_row + head * sizes.o_head
+        store_row(like, sizes.q_code, acc, row * ldv, inverse, address, dim)
+        log_sum = m[row] + math.log(l[row]) if l[row] != 0.0 else -math.inf
+        lse[starts[sequence, LSE] + head * sizes.lse_head + query] = log_sum
+
+
+@kernel
+def attention_forward(sizes, rule, arrays, lse, tiles, counter, num_tasks):
+    """Take tasks until none is left; see the head of this file.
+
+    Args:
+        sizes, rule, arrays: parts of a `Problem`; o is written through its addresses.
+        lse: flat array of like's type.
+        tiles: query tiles of a task, 1 ... MAX_TILES.
+        counter: (1,) int64, the next task.
+    """
+    starts = arrays.starts
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            return
+        sequence = 0
+        while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= task:
+            sequence += 1
+        task -= starts[sequence, TASK]
+        num_tiles = (starts[sequence, Q_LEN] * sizes.group + TILE_M - 1) // TILE_M
+        num_blocks = (num_tiles + tiles - 1) // tiles
+        first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
+        _forward_task(
+            sizes, rule, arrays, lse, sequence, task % sizes.num_kv_heads, first,
+            min(tiles, num_tiles - first),
+        )  # fmt: skip

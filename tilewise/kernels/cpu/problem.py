@@ -1,0 +1,157 @@
+"""What the tile kernels need to know of one call: strides, sizes and rules as plain numbers.
+
+A query tile mixes the heads that share a key head: flat row r of a sequence is query r // G of
+head hk * G + r % G, so a tile of keys is packed once for the whole group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.rows import DTYPE_CODES, F32
+
+# Columns of `Problem.starts`: where a sequence's first rows are, and how long it is.
+Q, K, V, O, LSE, Q_LEN, K_LEN, TASK, DO, DK, DV, DQ = range(12)
+
+
+class Sizes(NamedTuple):
+    """Shapes, dtype codes, byte strides and k_size, bytes of a key element; lse_head counts elements.
+
+    block_size is 0 for dense and packed keys. bias_* are byte strides of the broadcast bias.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    v_head_dim: int
+    window_left: int
+    window_right: int
+    q_code: int
+    k_code: int
+    k_size: int
+    q_row: int
+    q_head: int
+    k_row: int
+    k_head: int
+    v_row: int
+    v_head: int
+    o_row: int
+    o_head: int
+    lse_head: int
+    block_size: int
+    k_block: int
+    v_block: int
+    bias: int
+    bias_code: int
+    bias_batch: int
+    bias_head: int
+    bias_row: int
+    bias_column: int
+
+
+class Rule(NamedTuple):
+    """How a product q . k becomes a logit.
+
+    is_scaled_only: no softcap, bias or ALiBi, and a positive scale, so that the largest product
+    is the largest logit and the scale can wait until exp2.
+    """
+
+    is_scaled_only: bool
+    scale: float
+    softcap: float
+    has_bias: bool
+    has_alibi: bool
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call.
+
+    Attributes:
+        like: empty array of the float type to compute in.
+        packed_like: empty array of the type of the product's operands; uint16 is bfloat16.
+        starts: (B, 12) int64, see the column names above.
+        table: (B, M) int32 block table, (0, 0) without one.
+        slopes, sinks: (Hq,) of like's type; 0 and -inf where there is none.
+    """
+
+    like: np.ndarray
+    packed_like: np.ndarray
+    starts: np.ndarray
+    table: np.ndarray
+    slopes: np.ndarray
+    sinks: np.ndarray
+
+
+class Gradients(NamedTuple):
+    """Where gradients lie: byte strides; dbias_*, in elements, are 0 where bias is broadcast.
+
+    shares_batch, shares_heads: the bias gradient of all sequences, or heads, is one and the same
+    memory, so one task must own them all.
+    """
+
+    do_row: int
+    do_head: int
+    dk_row: int
+    dk_head: int
+    dv_row: int
+    dv_head: int
+    dq_chunk: int
+    dq_row: int
+    has_dbias: bool
+    shares_batch: bool
+    shares_heads: bool
+    dbias_chunk: int
+    dbias_batch: int
+    dbias_head: int
+    dbias_row: int
+    dbias_column: int
+    num_chunks: int
+    tiles_per_chunk: int
+
+
+class Problem(NamedTuple):
+    """One call: what kernels take, and the first row of each sequence of a packed tensor."""
+
+    sizes: Sizes
+    rule: Rule
+    arrays: Arrays
+    first_q: np.ndarray
+    first_k: np.ndarray
+
+
+def float_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of statistics and sums for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def packed_type(dtype: torch.dtype, has_bf16_dot: bool) -> type:
+    """NumPy type of the operands of the product for inputs of `dtype`."""
+    if dtype == torch.float64:
+        return np.float64
+    return np.uint16 if dtype == torch.bfloat16 and has_bf16_dot else np.float32
+
+
+def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type) -> np.ndarray:
+    """A (Hq,) tensor, or `default` for each head, as an array of `dtype`."""
+    if values is None:
+        return np.full(num_heads, default, dtype)
+    return values.detach().to(float_type(values.dtype)).numpy().astype(dtype)
+
+
+def byte_strides(tensor: Tensor) -> tuple[int, int]:
+    """Bytes from row to row and from head to head of a (..., S, H, D) tensor."""
+    size = tensor.element_size()
+    return tensor.stride(-3) * size, tensor.stride(-2) * size
+
+
+def bias_numbers(bias: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """Address, dtype code and four byte strides of `bias` broadcast to `shape`."""
+    if bias is None:
+        return 0, F32, 0, 0, 0, 0
+    wide = bias.detach().expand(shape)
+    size = bias.element_size()
+    return wide.data_ptr(), DTYPE_CODES[bias.dtype], *(stride * size for stride in wide.stride())

@@ -1,0 +1,420 @@
+"""Explicit vectors for numba: one `Vector` value is one register of the CPU.
+
+What      numba's own loops vectorise when LLVM proves that they may; attention needs exp2, masked
+          rows and bfloat16, where it cannot. These intrinsics emit the vector instructions of the
+          LLVM language, so a kernel is written lane by lane in Python and runs at register width.
+Grid      none: every function is inlined into the kernel that calls it.
+One call  LANES elements: 16 float32 with AVX-512, 8 with AVX2, 4 with SSE or NEON; float64 half.
+Traffic   loads and stores are unaligned; an address is an int, an array a one-dimensional ndarray.
+Numerics  bfloat16 lives in uint16 arrays and is rounded to nearest even; exp2 is accurate to one
+          unit in the last place on (-inf, 126], flushes results below 2^-126 to 0, keeps NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from functools import partial
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+# With NUMBA_CPU_NAME or NUMBA_CPU_FEATURES set, code may be meant for another CPU than this one.
+_is_native = not (numba.config.CPU_NAME or numba.config.CPU_FEATURES)
+_features = dict(llvm.get_host_cpu_features()) if _is_native else {}
+HAS_BF16_DOT = bool(_features.get("avx512bf16"))
+HAS_HALF = bool(_features.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
+REGISTER_BYTES = 64 if _features.get("avx512f") else 32 if _features.get("avx2") else 16
+NUM_REGISTERS = 16 if REGISTER_BYTES == 32 else 32
+
+_i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_f32, _f64 = ir.FloatType(), ir.DoubleType()
+
+
+def lanes_of(dtype) -> int:
+    """Elements of numba or numpy `dtype` in one register; bfloat16 words count as float32."""
+    return REGISTER_BYTES // (8 if dtype in (types.float64, np.float64) else 4)
+
+
+class Vector(types.Type):
+    """The numba type of a register of floats."""
+
+    def __init__(self, dtype: types.Float) -> None:
+        self.dtype = dtype
+        super().__init__(name=f"Vector({dtype})")
+
+
+class Mask(types.Type):
+    """The numba type of a register of truth values, as many as `dtype` has lanes."""
+
+    def __init__(self, dtype: types.Float) -> None:
+        self.dtype = dtype
+        super().__init__(name=f"Mask({dtype})")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, vector_ir(fe_type.dtype))
+
+
+@register_model(Mask)
+class _MaskModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, ir.VectorType(ir.IntType(1), lanes_of(fe_type.dtype)))
+
+
+def float_of(array: types.Array) -> types.Float:
+    """Type of the numbers that a vector loaded from `array` holds."""
+    return types.float64 if array.dtype == types.float64 else types.float32
+
+
+def vector_ir(dtype) -> ir.VectorType:
+    return ir.VectorType(_f64 if dtype == types.float64 else _f32, lanes_of(dtype))
+
+
+def pointer_to(context, builder, array_type, array, index):
+    """LLVM pointer to array[index]."""
+    data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
+    return builder.gep(data, [index])
+
+
+def call_llvm(builder, name, result, operands):
+    kinds = [operand.type for operand in operands]
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, kinds), f"llvm.{name}"
+    )
+    return builder.call(function, operands)
+
+
+def suffix_of(kind: ir.VectorType) -> str:
+    return f"v{kind.count}f{64 if kind.element == _f64 else 32}"
+
+
+def fuse(builder, a, b, c):
+    """a * b + c, fused where the CPU can."""
+    return call_llvm(builder, f"fmuladd.{suffix_of(a.type)}", a.type, [a, b, c])
+
+
+def constant(kind: ir.VectorType, value) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def broadcast(builder, scalar, count):
+    kind = ir.VectorType(scalar.type, count)
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_i32, 0))
+    return builder.shuffle_vector(
+        first, undefined, ir.Constant(ir.VectorType(_i32, count), [0] * count)
+    )
+
+
+def load_vector(builder, pointer, kind, align):
+    return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=align)
+
+
+def store_vector(builder, value, pointer, align):
+    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=align)
+
+
+def widen_bf16(builder, bits):
+    """<n x i16> bfloat16 bits -> <n x float>."""
+    wide = ir.VectorType(_i32, bits.type.count)
+    shifted = builder.shl(builder.zext(bits, wide), constant(wide, 16))
+    return builder.bitcast(shifted, ir.VectorType(_f32, bits.type.count))
+
+
+def narrow_bf16(builder, value):
+    """<n x float> -> <n x i16> bfloat16 bits, to nearest even; NaN stays a quiet NaN."""
+    count = value.type.count
+    if HAS_BF16_DOT and count == 16:
+        kind = ir.VectorType(_i16, count)
+        return call_llvm(builder, "x86.avx512bf16.cvtneps2bf16.512", kind, [value])
+    wide = ir.VectorType(_i32, count)
+    bits = builder.bitcast(value, wide)
+    odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
+    rounded = builder.add(bits, builder.add(odd, constant(wide, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    quiet = builder.or_(bits, constant(wide, 0x00400000))
+    kept = builder.select(is_nan, quiet, rounded)
+    return builder.trunc(builder.lshr(kept, constant(wide, 16)), ir.VectorType(_i16, count))
+
+
+@intrinsic
+def load(typingctx, array, index):
+    """LANES elements array[index:]; uint16 is read as bfloat16."""
+    dtype = float_of(array)
+
+    def codegen(context, builder, sig, args):
+        pointer = pointer_to(context, builder, array, *args)
+        kind = vector_ir(dtype)
+        if array.dtype == types.uint16:
+            bits = load_vector(builder, pointer, ir.VectorType(_i16, kind.count), 2)
+            return widen_bf16(builder, bits)
+        return load_vector(builder, pointer, kind, 4)
+
+    return Vector(dtype)(array, types.int64), codegen
+
+
+@intrinsic
+def store(typingctx, array, index, vector):
+    """array[index:] = the lanes of `vector`; uint16 is written as bfloat16."""
+
+    def codegen(context, builder, sig, args):
+        pointer = pointer_to(context, builder, array, *args[:2])
+        value = args[2]
+        if array.dtype == types.uint16:
+            store_vector(builder, narrow_bf16(builder, value), pointer, 2)
+        else:
+            store_vector(builder, value, pointer, 4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, vector), codegen
+
+
+@intrinsic
+def store_pair(typingctx, array, index, even, odd):
+    """Store bfloat16 words whose low halves are `even` and whose high halves are `odd`.
+
+    Kernels for floats name this call in a branch that they never take; it stores nothing there.
+    """
+
+    def codegen(context, builder, sig, args):
+        if array.dtype != types.uint16:
+            return context.get_dummy_value()
+        pointer = pointer_to(context, builder, array, *args[:2])
+        low, high = narrow_bf16(builder, args[2]), narrow_bf16(builder, args[3])
+        count = low.type.count
+        order = [half * count + lane for lane in range(count) for half in (0, 1)]
+        order_ir = ir.Constant(ir.VectorType(_i32, 2 * count), order)
+        store_vector(builder, builder.shuffle_vector(low, high, order_ir), pointer, 2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, even, odd), codegen
+
+
+@intrinsic
+def splat(typingctx, array, number):
+    """`number` in every lane, as the float type of `array`."""
+    dtype = float_of(array)
+
+    def codegen(context, builder, sig, args):
+        scalar = context.cast(builder, args[1], number, dtype)
+        return broadcast(builder, scalar, lanes_of(dtype))
+
+    return Vector(dtype)(array, number), codegen
+
+
+@intrinsic
+def load_one(typingctx, array, index):
+    """array[index] as a float; uint16 is read as bfloat16."""
+    dtype = float_of(array)
+
+    def codegen(context, builder, sig, args):
+        pointer = pointer_to(context, builder, array, *args)
+        if array.dtype != types.uint16:
+            return builder.load(pointer)
+        bits = load_vector(builder, pointer, ir.VectorType(_i16, 1), 2)
+        return builder.extract_element(widen_bf16(builder, bits), ir.Constant(_i32, 0))
+
+    return dtype(array, types.int64), codegen
+
+
+@intrinsic
+def store_one(typingctx, array, index, number):
+    """array[index] = number; uint16 is written as bfloat16."""
+    dtype = float_of(array)
+
+    def codegen(context, builder, sig, args):
+        pointer = pointer_to(context, builder, array, *args[:2])
+        scalar = context.cast(builder, args[2], number, dtype)
+        if array.dtype == types.uint16:
+            store_vector(builder, narrow_bf16(builder, broadcast(builder, scalar, 1)), pointer, 2)
+        else:
+            builder.store(scalar, pointer)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, number), codegen
+
+
+def _elementwise(emit):
+    """The code generator of an intrinsic that emit(builder, *operands) describes."""
+
+    def codegen(context, builder, sig, args):
+        return emit(builder, *args)
+
+    return codegen
+
+
+@intrinsic
+def add(typingctx, a, b):
+    return a(a, a), _elementwise(lambda builder, x, y: builder.fadd(x, y))
+
+
+@intrinsic
+def sub(typingctx, a, b):
+    return a(a, a), _elementwise(lambda builder, x, y: builder.fsub(x, y))
+
+
+@intrinsic
+def mul(typingctx, a, b):
+    return a(a, a), _elementwise(lambda builder, x, y: builder.fmul(x, y))
+
+
+@intrinsic
+def div(typingctx, a, b):
+    return a(a, a), _elementwise(lambda builder, x, y: builder.fdiv(x, y))
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """a * b + c."""
+    return a(a, a, a), _elementwise(fuse)
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """The larger, lane by lane; `b` where either is NaN."""
+    return a(a, a), _elementwise(
+        lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y)
+    )
+
+
+@intrinsic
+def absolute(typingctx, a):
+    def emit(builder, x):
+        return call_llvm(builder, f"fabs.{suffix_of(x.type)}", x.type, [x])
+
+    return a(a), _elementwise(emit)
+
+
+@intrinsic
+def select(typingctx, mask, a, b):
+    """a where `mask` holds, else b."""
+    return a(mask, a, a), _elementwise(lambda builder, m, x, y: builder.select(m, x, y))
+
+
+@intrinsic
+def within(typingctx, array, start, low, high):
+    """Mask of the lanes whose index start + lane lies in low ... high - 1."""
+    dtype = float_of(array)
+
+    def codegen(context, builder, sig, args):
+        kind = ir.VectorType(_i32, lanes_of(dtype))
+        lane = ir.Constant(kind, list(range(kind.count)))
+        first, end = (
+            broadcast(builder, builder.trunc(builder.sub(bound, args[1]), _i32), kind.count)
+            for bound in args[2:]
+        )
+        return builder.and_(
+            builder.icmp_signed(">=", lane, first), builder.icmp_signed("<", lane, end)
+        )
+
+    return Mask(dtype)(array, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def at_least(typingctx, a, b):
+    """Mask of a >= b; false where either is NaN."""
+    return Mask(a.dtype)(a, a), _elementwise(lambda builder, x, y: builder.fcmp_ordered(">=", x, y))
+
+
+def _chebyshev(function, low, high, degree) -> list[float]:
+    """Coefficients, constant first, of the interpolation of `function` at Chebyshev nodes."""
+    fit = np.polynomial.Chebyshev.interpolate(function, degree, domain=[low, high])
+    return fit.convert(kind=np.polynomial.Polynomial).coef.tolist()
+
+
+# Interpolation errors, relative: 4e-9 (float32 rounds at 6e-8) and 3e-17 (float64 at 1.1e-16).
+_EXP2 = {32: _chebyshev(np.exp2, -0.5, 0.5, 6), 64: _chebyshev(np.exp2, -0.5, 0.5, 12)}
+_TANH_LIMIT = 0.55  # below it 1 - exp(-2x) cancels, so tanh(x) / x is a polynomial in x^2
+
+
+def _tanh_ratio(square):
+    root = np.sqrt(np.maximum(square, 1e-300))
+    return np.where(square < 1e-12, 1.0 - square / 3.0, np.tanh(root) / root)
+
+
+_TANH = {
+    32: _chebyshev(_tanh_ratio, 0.0, _TANH_LIMIT**2, 5),
+    64: _chebyshev(_tanh_ratio, 0.0, _TANH_LIMIT**2, 11),
+}
+
+
+def _horner(builder, x, coefficients):
+    result = constant(x.type, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result = fuse(builder, result, x, constant(x.type, coefficient))
+    return result
+
+
+def _emit_exp2(builder, x):
+    """2^x = 2^n 2^f with f in [-1/2, 1/2]; adding 1.5 * 2^mantissa leaves n in the low bits."""
+    kind = x.type
+    is_double = kind.element == _f64
+    word = ir.VectorType(_i64 if is_double else _i32, kind.count)
+    mantissa, smallest = (52, -1022.0) if is_double else (23, -126.0)
+    magic = constant(kind, 1.5 * 2.0**mantissa)
+    underflows = builder.fcmp_ordered("<", x, constant(kind, smallest))
+    shifted = builder.fadd(x, magic)
+    fraction = builder.fsub(x, builder.fsub(shifted, magic))
+    power = _horner(builder, fraction, _EXP2[64 if is_double else 32])
+    exponent = builder.shl(builder.bitcast(shifted, word), constant(word, mantissa))
+    result = builder.bitcast(builder.add(builder.bitcast(power, word), exponent), kind)
+    return builder.select(underflows, constant(kind, 0.0), result)
+
+
+def _emit_tanh(builder, x):
+    kind = x.type
+    magnitude = call_llvm(builder, f"fabs.{suffix_of(kind)}", kind, [x])
+    one = constant(kind, 1.0)
+    decay = _emit_exp2(builder, builder.fmul(magnitude, constant(kind, -2.0 / math.log(2.0))))
+    large = builder.fdiv(builder.fsub(one, decay), builder.fadd(one, decay))
+    large = call_llvm(builder, f"copysign.{suffix_of(kind)}", kind, [large, x])
+    ratio = _horner(builder, builder.fmul(x, x), _TANH[64 if kind.element == _f64 else 32])
+    is_small = builder.fcmp_ordered("<", magnitude, constant(kind, _TANH_LIMIT))
+    return builder.select(is_small, builder.fmul(x, ratio), large)
+
+
+@intrinsic
+def exp2(typingctx, a):
+    return a(a), _elementwise(_emit_exp2)
+
+
+@intrinsic
+def tanh(typingctx, a):
+    return a(a), _elementwise(_emit_tanh)
+
+
+def _reduce(combine, builder, x):
+    """Fold the upper half onto the lower until one lane is left: a fixed order of additions."""
+    count = x.type.count
+    while count > 1:
+        count //= 2
+        undefined = ir.Constant(x.type, ir.Undefined)
+        low, high = (
+            builder.shuffle_vector(
+                x, undefined, ir.Constant(ir.VectorType(_i32, count), list(range(s, s + count)))
+            )
+            for s in (0, count)
+        )
+        x = combine(builder, low, high)
+    return builder.extract_element(x, ir.Constant(_i32, 0))
+
+
+@intrinsic
+def sum_lanes(typingctx, a):
+    return a.dtype(a), _elementwise(partial(_reduce, lambda b, x, y: b.fadd(x, y)))
+
+
+@intrinsic
+def max_lanes(typingctx, a):
+    def larger(builder, x, y):
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+    return a.dtype(a), _elementwise(partial(_reduce, larger))

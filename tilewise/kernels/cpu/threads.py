@@ -1,0 +1,82 @@
+"""Run a compiled kernel on as many threads as torch uses.
+
+Kernels are compiled without numba's own thread pool: its fall-back layer aborts the process when
+two Python threads enter it, its OpenMP layer when a forked child does. Here a kernel is a function
+that releases the GIL and takes task numbers from a shared counter until none is left; it runs on
+the caller's thread and on helpers from a pool, and whoever comes late finds less to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# Every kernel: compiled once per machine, then loaded from numba's cache.
+kernel = njit(nogil=True, cache=True, error_model="numpy")
+# What kernels call: never called from Python, so no wrapper is built for it.
+inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def _new_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="tilewise-kernel")
+
+
+_pool = _new_pool()
+
+
+def _renew_pool() -> None:
+    """A forked child inherits the pool but none of its threads."""
+    global _pool
+    _pool = _new_pool()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_pool)
+
+
+def run_tasks(function: Callable[..., None], num_tasks: int, *args: Any) -> None:
+    """Call function(*args, counter, num_tasks) on as many threads as torch uses."""
+    counter = np.zeros(1, np.int64)
+    helpers = min(num_tasks, torch.get_num_threads()) - 1
+    futures = [_pool.submit(function, *args, counter, num_tasks) for _ in range(helpers)]
+    try:
+        function(*args, counter, num_tasks)
+    finally:
+        for future in futures:
+            future.cancel() or future.result()
+
+
+@intrinsic
+def next_task(typingctx, counter):
+    """Atomically take the number in counter[0] and leave the next one."""
+
+    def codegen(context, builder, sig, args):
+        data = cgutils.create_struct_proxy(counter)(context, builder, value=args[0]).data
+        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), codegen
+
+
+@inner
+def scratch(count, like):
+    """An uninitialised array of `count` elements of like's dtype on a cache-line boundary."""
+    raw = np.empty(count + 64 // like.itemsize, like.dtype)
+    skip = (-raw.ctypes.data % 64) // like.itemsize
+    return raw[skip : skip + count]
+
+
+@inner
+def zero_scratch(count, like):
+    """A zeroed `scratch`."""
+    array = scratch(count, like)
+    array[:] = 0
+    return array
