@@ -85,9 +85,16 @@ def head_base(ptr, b, first, h, strides, unit: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(base, rows, strides, width: tl.constexpr, unit: tl.constexpr):
-    """Return (len(rows), width) addresses; even inside a tile offsets may pass 2**31."""
-    offsets = rows.to(tl.int64) * strides[1] * unit
+def row_pointers(
+    base, first, count: tl.constexpr, strides, width: tl.constexpr, dims: tl.constexpr
+):  # fmt: skip
+    """Return (count, width) addresses of rows first, first + 1, ...
+
+    The first row goes into the scalar base: offsets inside a tile are then the same wherever it
+    lies, and the ranges of a loop share their registers. They may pass 2**31 too.
+    """
+    base += first.to(tl.int64) * strides[1] * dims.unit
+    offsets = tl.arange(0, count).to(tl.int64) * strides[1] * dims.unit
     return base + offsets[:, None] + tl.arange(0, width)[None, :]
 
 

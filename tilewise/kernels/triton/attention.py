@@ -31,7 +31,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Keys and values that one wave of programs shares in L2, bytes: 32 MiB of Hopper's 50 MB, the
 # section size of FlashAttention-3's scheduler (section 3.1 of its tile scheduler).
 _SECTION_BYTES = 32 << 20
-_VECTOR_BYTES = 16  # the widest load of one thread
+_VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it when they allow
 _ROWS_TILE = 64  # rows per program of the row terms: bandwidth-bound, any power of two will do
 
 
@@ -85,8 +85,8 @@ def launch_fwd(
     lse = _allocate_rows(q, spec)
     tile = tile or tile_config(spec, "fwd", device.arch_of(q.device))
     tensors = (q, k, v, o)
-    unit = _unit(*tensors)
-    strides = FwdStrides(*(_strides(x, spec, unit) for x in tensors), _row_strides(lse))
+    dims = _dims(spec, *tensors)
+    strides = FwdStrides(*(_strides(x, spec, dims) for x in tensors), _row_strides(lse))
     num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
     num_heads = spec.batch * spec.num_q_heads
     if num_tiles * num_heads == 0:
@@ -95,7 +95,7 @@ def launch_fwd(
         q, k, v, o, lse, alibi_slopes, sinks,
         Sequences(cu_seqlens_q, cu_seqlens_k, seqlens_k), strides,
         num_tiles, _query_heads_per_section(spec), *_numbers(spec),
-        dims=_dims(spec, unit), variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+        dims=dims, variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return o, lse
@@ -160,13 +160,13 @@ def launch_rows(
     num_rows = lse.shape[-1]
     num_tiles = triton.cdiv(num_rows, _ROWS_TILE)
     if lse.numel() > 0:
-        unit = _unit(o, do)
+        dims = _dims(spec, o, do)
         # A packed batch is one long sequence here: no row looks at another.
         attention_bwd_rows_kernel[(num_tiles * (lse.numel() // num_rows),)](
             o, do, lse, dlse, lse_log2, delta,
-            _strides(o, spec, unit), _strides(do, spec, unit), _row_strides(lse),
+            _strides(o, spec, dims), _strides(do, spec, dims), _row_strides(lse),
             num_rows, num_tiles, spec.num_q_heads,
-            dims=_dims(spec, unit), TILE_M=_ROWS_TILE,
+            dims=dims, TILE_M=_ROWS_TILE,
         )  # fmt: skip
     return lse_log2, delta
 
@@ -190,12 +190,12 @@ def launch_dkdv(
     num_tiles = triton.cdiv(spec.max_seqlen_k, tile.tile_n)
     num_heads = spec.batch * spec.num_kv_heads
     if num_tiles * num_heads > 0:
-        unit, strides = _bwd_strides(spec, q, k, v, do, q, dk, dv, lse_log2)
+        dims, strides = _bwd_strides(spec, q, k, v, do, q, dk, dv, lse_log2)
         bytes_per_head = spec.group_size * spec.max_seqlen_q * _bytes_per_row(spec)
         attention_bwd_dkdv_kernel[(num_tiles * num_heads,)](
             q, k, v, do, lse_log2, delta, dk, dv, alibi_slopes, sequences, strides,
             num_tiles, _heads_per_section(spec, bytes_per_head), *_numbers(spec),
-            dims=_dims(spec, unit), variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            dims=dims, variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dk, dv
@@ -220,11 +220,11 @@ def launch_dq(
     num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
     num_heads = spec.batch * spec.num_q_heads
     if num_tiles * num_heads > 0:
-        unit, strides = _bwd_strides(spec, q, k, v, do, dq, k, v, lse_log2)
+        dims, strides = _bwd_strides(spec, q, k, v, do, dq, k, v, lse_log2)
         attention_bwd_dq_kernel[(num_tiles * num_heads,)](
             q, k, v, do, lse_log2, delta, dq, alibi_slopes, sequences, strides,
             num_tiles, _query_heads_per_section(spec), *_numbers(spec),
-            dims=_dims(spec, unit), variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            dims=dims, variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dq
@@ -246,21 +246,22 @@ def _allocate_rows(q: Tensor, spec: AttentionSpec) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def _unit(*tensors: Tensor) -> int:
-    """Return in how many elements strides may be counted: one vector, or 1 if one is not whole."""
-    unit = _VECTOR_BYTES // tensors[0].element_size()
+def _dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
+    """Return the head dims as the kernels count them, and how they may address `tensors`."""
+    unit = _VECTOR_BYTES // spec.dtype.itemsize
     for tensor in tensors:
         assert tensor.stride(-1) == 1, f"last dim must be contiguous, got {tensor.stride()}"
-        sizes_strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        if any(stride % unit for size, stride in sizes_strides if size > 1):
-            return 1
-    return unit
+        sizes_steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        if any(step % unit for size, step in sizes_steps if size > 1):
+            unit = 1
+    d_pad, dv_pad = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
+    return HeadDims(spec.head_dim, spec.v_head_dim, d_pad, dv_pad, unit)
 
 
-def _strides(tensor: Tensor, spec: AttentionSpec, unit: int) -> tuple[int, int, int]:
+def _strides(tensor: Tensor, spec: AttentionSpec, dims: HeadDims) -> tuple[int, int, int]:
     """Return (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
     steps = [
-        stride // unit if size > 1 else 0
+        stride // dims.unit if size > 1 else 0
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     ]
     batch, row, head = (0, *steps) if spec.is_varlen else steps
@@ -273,23 +274,12 @@ def _row_strides(rows: Tensor) -> tuple[int, int, int]:
     return batch, row, head
 
 
-def _bwd_strides(spec: AttentionSpec, *tensors: Tensor) -> tuple[int, BwdStrides]:
-    """Return (unit, strides) of q, k, v, do, dq, dk, dv and the row terms."""
+def _bwd_strides(spec: AttentionSpec, *tensors: Tensor) -> tuple[HeadDims, BwdStrides]:
+    """Return dims and strides of q, k, v, do, dq, dk, dv and the row terms."""
     *rows_of_heads, row_terms = tensors
-    unit = _unit(*rows_of_heads)
-    steps = (_strides(x, spec, unit) for x in rows_of_heads)
-    return unit, BwdStrides(*steps, _row_strides(row_terms))
-
-
-def _dims(spec: AttentionSpec, unit: int) -> HeadDims:
-    """Return the head dims as the kernels count them."""
-    return HeadDims(
-        spec.head_dim,
-        spec.v_head_dim,
-        padded_head_dim(spec.head_dim),
-        padded_head_dim(spec.v_head_dim),
-        unit,
-    )
+    dims = _dims(spec, *rows_of_heads)
+    steps = (_strides(x, spec, dims) for x in rows_of_heads)
+    return dims, BwdStrides(*steps, _row_strides(row_terms))
 
 
 def _variant(spec: AttentionSpec) -> Variant:

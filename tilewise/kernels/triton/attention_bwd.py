@@ -62,8 +62,8 @@ def attention_bwd_rows_kernel(
     stored = rows < num_rows
     o_base = head_base(o_ptr, b, b * 0, h, o_strides, dims.unit)
     do_base = head_base(do_ptr, b, b * 0, h, do_strides, dims.unit)
-    o_ptrs = row_pointers(o_base, rows, o_strides, dims.dv_pad, dims.unit)
-    do_ptrs = row_pointers(do_base, rows, do_strides, dims.dv_pad, dims.unit)
+    o_ptrs = row_pointers(o_base, tile * TILE_M, TILE_M, o_strides, dims.dv_pad, dims)
+    do_ptrs = row_pointers(do_base, tile * TILE_M, TILE_M, do_strides, dims.dv_pad, dims)
     o = load_rows(o_ptrs, stored, dims.dv, dims.dv_pad, True).to(tl.float32)
     do = load_rows(do_ptrs, stored, dims.dv, dims.dv_pad, True).to(tl.float32)
     delta = tl.sum(o * do, 1)
@@ -84,8 +84,8 @@ def _fold_queries(
 ):  # fmt: skip
     """Fold the queries [begin, end) into dk and dv; scores stand transposed, (keys, queries)."""
     rows = begin + tl.arange(0, TILE_M)
-    q_ptrs = row_pointers(q_base, rows, q_strides, dims.d_pad, dims.unit)
-    do_ptrs = row_pointers(do_base, rows, do_strides, dims.dv_pad, dims.unit)
+    q_ptrs = row_pointers(q_base, begin, TILE_M, q_strides, dims.d_pad, dims)
+    do_ptrs = row_pointers(do_base, begin, TILE_M, do_strides, dims.dv_pad, dims)
     q_step = row_step(TILE_M, q_strides, dims.unit)
     do_step = row_step(TILE_M, do_strides, dims.unit)
     for _ in range(begin, end, TILE_M):
@@ -163,8 +163,8 @@ def attention_bwd_dkdv_kernel(
         real = real & (cols >= length_k - length_q - window_left)
     k_base = head_base(k_ptr, b, first_k, h_k, strides.k, dims.unit)
     v_base = head_base(v_ptr, b, first_k, h_k, strides.v, dims.unit)
-    k_ptrs = row_pointers(k_base, cols, strides.k, dims.d_pad, dims.unit)
-    v_ptrs = row_pointers(v_base, cols, strides.v, dims.dv_pad, dims.unit)
+    k_ptrs = row_pointers(k_base, first_col, TILE_N, strides.k, dims.d_pad, dims)
+    v_ptrs = row_pointers(v_base, first_col, TILE_N, strides.v, dims.dv_pad, dims)
     k = load_rows(k_ptrs, real, dims.d, dims.d_pad, True)
     v = load_rows(v_ptrs, real, dims.dv, dims.dv_pad, True)
     dk = tl.zeros([TILE_N, D_PAD], tl.float32)
@@ -202,8 +202,8 @@ def attention_bwd_dkdv_kernel(
     dv = tl.where(real[:, None], dv, 0.0)
     dk_base = head_base(dk_ptr, b, first_k, h_k, strides.dk, dims.unit)
     dv_base = head_base(dv_ptr, b, first_k, h_k, strides.dv, dims.unit)
-    dk_ptrs = row_pointers(dk_base, cols, strides.dk, dims.d_pad, dims.unit)
-    dv_ptrs = row_pointers(dv_base, cols, strides.dv, dims.dv_pad, dims.unit)
+    dk_ptrs = row_pointers(dk_base, first_col, TILE_N, strides.dk, dims.d_pad, dims)
+    dv_ptrs = row_pointers(dv_base, first_col, TILE_N, strides.dv, dims.dv_pad, dims)
     store_rows(dk_ptrs, dk, cols < last_stored, dims.d, dims.d_pad)
     store_rows(dv_ptrs, dv, cols < last_stored, dims.dv, dims.dv_pad)
 
@@ -217,8 +217,8 @@ def _fold_keys(
 ):  # fmt: skip
     """Fold the keys [begin, end) into dq."""
     cols = begin + tl.arange(0, TILE_N)
-    k_ptrs = row_pointers(k_base, cols, k_strides, dims.d_pad, dims.unit)
-    v_ptrs = row_pointers(v_base, cols, v_strides, dims.dv_pad, dims.unit)
+    k_ptrs = row_pointers(k_base, begin, TILE_N, k_strides, dims.d_pad, dims)
+    v_ptrs = row_pointers(v_base, begin, TILE_N, v_strides, dims.dv_pad, dims)
     k_step = row_step(TILE_N, k_strides, dims.unit)
     v_step = row_step(TILE_N, v_strides, dims.unit)
     for _ in range(begin, end, TILE_N):
@@ -273,8 +273,8 @@ def attention_bwd_dq_kernel(
     do_base = head_base(do_ptr, b, first_q, h, strides.do, dims.unit)
     k_base = head_base(k_ptr, b, first_k, h // group_size, strides.k, dims.unit)
     v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
-    q_ptrs = row_pointers(q_base, rows, strides.q, dims.d_pad, dims.unit)
-    do_ptrs = row_pointers(do_base, rows, strides.do, dims.dv_pad, dims.unit)
+    q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q, dims.d_pad, dims)
+    do_ptrs = row_pointers(do_base, first_row, TILE_M, strides.do, dims.dv_pad, dims)
     q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
     do = load_rows(do_ptrs, stored, dims.dv, dims.dv_pad, True)
     lse_base = head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1)
@@ -309,5 +309,5 @@ def attention_bwd_dq_kernel(
         softmax_scale, softcap, slope, dims, variant, TILE_N, True,
     )  # fmt: skip
     dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
-    dq_ptrs = row_pointers(dq_base, rows, strides.dq, dims.d_pad, dims.unit)
+    dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq, dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)

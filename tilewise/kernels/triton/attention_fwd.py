@@ -51,8 +51,8 @@ def _attend(
 ):  # fmt: skip
     """Fold the keys [begin, end) into (acc, l, m): one range of the online softmax."""
     cols = begin + tl.arange(0, TILE_N)
-    k_ptrs = row_pointers(k_base, cols, k_strides, dims.d_pad, dims.unit)
-    v_ptrs = row_pointers(v_base, cols, v_strides, dims.dv_pad, dims.unit)
+    k_ptrs = row_pointers(k_base, begin, TILE_N, k_strides, dims.d_pad, dims)
+    v_ptrs = row_pointers(v_base, begin, TILE_N, v_strides, dims.dv_pad, dims)
     k_step = row_step(TILE_N, k_strides, dims.unit)
     v_step = row_step(TILE_N, v_strides, dims.unit)
     for _ in range(begin, end, TILE_N):
@@ -115,7 +115,7 @@ def attention_fwd_kernel(
     q_base = head_base(q_ptr, b, first_q, h, strides.q, dims.unit)
     k_base = head_base(k_ptr, b, first_k, h // group_size, strides.k, dims.unit)
     v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
-    q_ptrs = row_pointers(q_base, rows, strides.q, dims.d_pad, dims.unit)
+    q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q, dims.d_pad, dims)
     q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
 
     m = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -153,5 +153,5 @@ def attention_fwd_kernel(
     lse_base = head_base(lse_ptr, b, first_q, h, strides.lse, 1)
     tl.store(lse_base + rows, (m + tl.log2(total)) * LN2, mask=stored)
     o_base = head_base(o_ptr, b, first_q, h, strides.o, dims.unit)
-    o_ptrs = row_pointers(o_base, rows, strides.o, dims.dv_pad, dims.unit)
+    o_ptrs = row_pointers(o_base, first_row, TILE_M, strides.o, dims.dv_pad, dims)
     store_rows(o_ptrs, acc / total[:, None], stored, dims.dv, dims.dv_pad)
