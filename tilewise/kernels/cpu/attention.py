@@ -25,6 +25,7 @@ from tilewise.kernels.cpu.problem import (
     DV,
     K_LEN,
     LSE,
+    NUM_STARTS,
     Q_LEN,
     TASK,
     Arrays,
@@ -282,7 +283,7 @@ def describe(
     sinks: Tensor | None,
 ) -> Problem:
     """Put a dense or packed call into the numbers that the kernels take."""
-    starts = np.zeros((spec.batch, 12), np.int64)
+    starts = np.zeros((spec.batch, NUM_STARTS), np.int64)
     first_q, first_k = np.arange(spec.batch), np.arange(spec.batch)
     if spec.is_varlen:
         edges_q, edges_k = cu_seqlens_q.numpy(), cu_seqlens_k.numpy()

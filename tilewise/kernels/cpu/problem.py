@@ -15,13 +15,14 @@ from torch import Tensor
 from tilewise.kernels.cpu.rows import DTYPE_CODES, F32
 
 # Columns of `Problem.starts`: where a sequence's first rows are, and how long it is.
-Q, K, V, O, LSE, Q_LEN, K_LEN, TASK, DO, DK, DV, DQ = range(12)
+Q, K, V, O, LSE, Q_LEN, K_LEN, TASK, DO, DK, DV, DQ = range(12)  # noqa: E741
+NUM_STARTS = 12
 
 
 class Sizes(NamedTuple):
-    """Shapes, dtype codes, byte strides and k_size, bytes of a key element; lse_head counts elements.
+    """Shapes, dtype codes and byte strides; k_size is the bytes of a key element.
 
-    block_size is 0 for dense and packed keys. bias_* are byte strides of the broadcast bias.
+    lse_head counts elements. block_size is 0 for dense and packed keys. bias_* are byte strides of the broadcast bias.
     """
 
     num_kv_heads: int

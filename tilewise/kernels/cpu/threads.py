@@ -61,7 +61,7 @@ def next_task(typingctx, counter):
 
     def codegen(context, builder, sig, args):
         data = cgutils.create_struct_proxy(counter)(context, builder, value=args[0]).data
-        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "acq_rel")
 
     return types.int64(counter), codegen
 

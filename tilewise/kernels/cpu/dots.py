@@ -1,0 +1,302 @@
+"""Dot products and weighted sums of rows that are read once, where they lie.
+
+What      scores of 4 query heads (or 1) against rows of keys, and sums of rows of values.
+Grid      none: called by one thread of `decode.py`.
+One call  LANES / heads keys at a time for scores: as many sums as a register has lanes, folded into
+          one register at the end. For values, heads x 4 registers of columns over all keys.
+Traffic   a row of the cache goes from memory to registers once for all its query heads.
+Numerics  widened to float32 in registers (float64 for float64) and multiplied there. A word of two
+          bfloat16 becomes two vectors, of its even and its odd elements: rows of q and of the sums
+          are kept in that order, see `position_of`.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu import simd
+
+HEADS = 4  # query heads per pass: 16 sums with AVX-512 are 4 keys x 4 heads
+_i1, _i16, _i32, _i64 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+@intrinsic
+def unit_of(typingctx, cache_like, like):
+    """Elements that one load brings: a register of them, or of pairs of bfloat16."""
+    dtype = simd.float_of(like)
+
+    def codegen(context, builder, sig, args):
+        return _i64(simd.lanes_of(dtype) * (2 if cache_like.dtype == types.uint16 else 1))
+
+    return types.int64(cache_like, like), codegen
+
+
+class _Rows:
+    """Loads rows of a cache as vectors of floats."""
+
+    def __init__(self, builder, cache_type, float_type):
+        self.builder = builder
+        self.vector = simd.vector_ir(float_type)
+        self.lanes = self.vector.count
+        self.is_bf16 = cache_type.dtype == types.uint16
+        self.is_f16 = cache_type.dtype == types.int16
+        self.element_size = {types.uint16: 2, types.int16: 2, types.float32: 4, types.float64: 8}[
+            cache_type.dtype
+        ]
+        word = _i32 if self.is_bf16 else _i16 if self.is_f16 else self.vector.element
+        self.word = ir.VectorType(word, self.lanes)
+        self.vectors = 2 if self.is_bf16 else 1
+        self.unit_bytes = self.vectors * self.lanes * self.element_size
+
+    def load(self, address, mask=None):
+        """One unit at `address` (an int) as 1 or 2 vectors, zero where `mask` does not hold."""
+        builder = self.builder
+        pointer = builder.inttoptr(address, self.word.as_pointer())
+        if mask is None:
+            words = builder.load(pointer, align=self.element_size)
+        else:
+            name = str(self.word.element)
+            kind = {"float": "f32", "double": "f64"}.get(name, name)
+            words = simd.call_llvm(
+                builder,
+                f"masked.load.v{self.lanes}{kind}.p0",
+                self.word,
+                [pointer, _i32(self.element_size), mask, ir.Constant(self.word, None)],
+            )
+        if self.is_bf16:
+            even = builder.shl(words, simd.constant(self.word, 16))
+            odd = builder.and_(words, simd.constant(self.word, 0xFFFF0000))
+            return [builder.bitcast(half, self.vector) for half in (even, odd)]
+        if self.is_f16:
+            half = ir.HalfType() if simd.HAS_HALF else _i16
+            if not simd.HAS_HALF:  # refused by the launchers, but must compile
+                return [ir.Constant(self.vector, None)]
+            return [
+                builder.fpext(builder.bitcast(words, ir.VectorType(half, self.lanes)), self.vector)
+            ]
+        return [words]
+
+    def mask(self, elements):
+        """Lanes of a unit that hold the first `elements` elements."""
+        words = self.builder.sdiv(elements, _i64(self.vectors))
+        lane = ir.VectorType(_i32, self.lanes)
+        count = simd.broadcast(self.builder, self.builder.trunc(words, _i32), self.lanes)
+        return self.builder.icmp_signed("<", ir.Constant(lane, list(range(self.lanes))), count)
+
+
+def _fold(builder, sums):
+    """LANES vectors -> one whose lane i is the sum of vector i's lanes.
+
+    In the round of distance d, lane bit d starts to tell which of two vectors a lane sums.
+    """
+    lanes, distance = len(sums), 1
+    order = ir.VectorType(_i32, lanes)
+    while len(sums) > 1:
+        low = [i if not i & distance else lanes + i - distance for i in range(lanes)]
+        high = [i + distance if not i & distance else lanes + i for i in range(lanes)]
+        sums = [
+            builder.fadd(
+                builder.shuffle_vector(a, b, ir.Constant(order, low)),
+                builder.shuffle_vector(a, b, ir.Constant(order, high)),
+            )
+            for a, b in zip(sums[::2], sums[1::2], strict=True)
+        ]
+        distance *= 2
+    return sums[0]
+
+
+def _loop(builder, count, values, body, name):
+    """Emit `for i in range(count): values = body(i, values)` and return the final values."""
+    entry = builder.block
+    inside, done = (builder.append_basic_block(f"{name}.{part}") for part in ("body", "done"))
+    builder.cbranch(builder.icmp_signed(">", count, _i64(0)), inside, done)
+    builder.position_at_end(inside)
+    index = builder.phi(_i64)
+    current = [builder.phi(value.type) for value in values]
+    following = body(index, current)
+    after = builder.add(index, _i64(1))
+    end_of_body = builder.block
+    builder.cbranch(builder.icmp_signed("<", after, count), inside, done)
+    index.add_incoming(_i64(0), entry)
+    index.add_incoming(after, end_of_body)
+    for phi, first, later in zip(current, values, following, strict=True):
+        phi.add_incoming(first, entry)
+        phi.add_incoming(later, end_of_body)
+    builder.position_at_end(done)
+    finals = []
+    for first, later in zip(values, following, strict=True):
+        phi = builder.phi(first.type)
+        phi.add_incoming(first, entry)
+        phi.add_incoming(later, end_of_body)
+        finals.append(phi)
+    return finals
+
+
+def _dots(heads):
+    @intrinsic
+    def dots(typingctx, cache_like, scores, si, addresses, ai, q, qi, q_row, dim):
+        """scores[si : si + LANES] = dot products, [key][head], of LANES / heads rows at
+        addresses[ai:] with `heads` rows of q."""
+        dtype = simd.float_of(scores)
+
+        def codegen(context, builder, sig, args):
+            _, scores_, si_, addresses_, ai_, q_, qi_, q_row_, dim_ = args
+            rows = _Rows(builder, cache_like, dtype)
+            keys = rows.lanes // heads
+            first = simd.pointer_to(context, builder, addresses, addresses_, ai_)
+            starts = [builder.load(builder.gep(first, [_i64(key)])) for key in range(keys)]
+            q_first = simd.pointer_to(context, builder, q, q_, qi_)
+            q_rows = [builder.gep(q_first, [builder.mul(q_row_, _i64(h))]) for h in range(heads)]
+            unit = rows.vectors * rows.lanes
+
+            def step(index, sums, mask=None):
+                offset = builder.mul(index, _i64(rows.unit_bytes))
+                column = builder.mul(index, _i64(unit))
+                q_units = [
+                    [
+                        simd.load_vector(
+                            builder,
+                            builder.gep(row, [builder.add(column, _i64(part * rows.lanes))]),
+                            rows.vector,
+                            4,
+                        )
+                        for part in range(rows.vectors)
+                    ]
+                    for row in q_rows
+                ]
+                sums = list(sums)
+                for key, start in enumerate(starts):
+                    k_unit = rows.load(builder.add(start, offset), mask)
+                    for head, q_unit in enumerate(q_units):
+                        at = key * heads + head
+                        for k_part, q_part in zip(k_unit, q_unit, strict=True):
+                            sums[at] = simd.fuse(builder, k_part, q_part, sums[at])
+                return sums
+
+            whole = builder.sdiv(dim_, _i64(unit))
+            rest = builder.sub(dim_, builder.mul(whole, _i64(unit)))
+            zeros = [ir.Constant(rows.vector, None)] * rows.lanes
+            sums = _loop(builder, whole, zeros, step, "dots")
+            has_rest = builder.zext(builder.icmp_signed(">", rest, _i64(0)), _i64)
+            mask = rows.mask(rest)
+            sums = _loop(
+                builder,
+                has_rest,
+                sums,
+                lambda _, current: step(whole, current, mask),
+                "dots.rest",
+            )
+            pointer = simd.pointer_to(context, builder, scores, scores_, si_)
+            simd.store_vector(builder, _fold(builder, sums), pointer, 4)
+            return context.get_dummy_value()
+
+        index = types.int64
+        arguments = (cache_like, scores, index, addresses, index, q, index, index, index)
+        return types.void(*arguments), codegen
+
+    return dots
+
+
+def _weigh(heads, units, is_masked):
+    @intrinsic
+    def weigh(typingctx, cache_like, acc, ci, ld, rescale, p, addresses, offset, keys, rest):
+        """acc[head] = acc[head] * rescale[head] + sum over keys of p[key][head] * row[key], for
+        `units` units of columns from byte `offset` of each row; `rest` elements if masked."""
+        dtype = simd.float_of(acc)
+
+        def codegen(context, builder, sig, args):
+            _, acc_, ci_, ld_, rescale_, p_, addresses_, offset_, keys_, rest_ = args
+            rows = _Rows(builder, cache_like, dtype)
+            parts = units * rows.vectors
+            zero = _i64(0)
+            first = simd.pointer_to(context, builder, addresses, addresses_, zero)
+            weights = simd.pointer_to(context, builder, p, p_, zero)
+            factors = simd.pointer_to(context, builder, rescale, rescale_, zero)
+            target = simd.pointer_to(context, builder, acc, acc_, ci_)
+            mask = rows.mask(rest_) if is_masked else None
+            pointers, sums = [], []
+            for head in range(heads):
+                factor = builder.load(builder.gep(factors, [_i64(head)]))
+                factor = simd.broadcast(builder, factor, rows.lanes)
+                row = builder.gep(target, [builder.mul(ld_, _i64(head))])
+                for part in range(parts):
+                    pointers.append(builder.gep(row, [_i64(part * rows.lanes)]))
+                    old = simd.load_vector(builder, pointers[-1], rows.vector, 4)
+                    sums.append(builder.fmul(old, factor))
+
+            def step(key, sums):
+                start = builder.add(builder.load(builder.gep(first, [key])), offset_)
+                values = []
+                for unit in range(units):
+                    values += rows.load(builder.add(start, _i64(unit * rows.unit_bytes)), mask)
+                sums = list(sums)
+                for head in range(heads):
+                    at = builder.add(builder.mul(key, _i64(heads)), _i64(head))
+                    weight = simd.broadcast(
+                        builder, builder.load(builder.gep(weights, [at])), rows.lanes
+                    )
+                    for part, value in enumerate(values):
+                        index = head * parts + part
+                        sums[index] = simd.fuse(builder, weight, value, sums[index])
+                return sums
+
+            sums = _loop(builder, keys_, sums, step, "weigh")
+            for pointer, total in zip(pointers, sums, strict=True):
+                simd.store_vector(builder, total, pointer, 4)
+            return context.get_dummy_value()
+
+        index = types.int64
+        arguments = (cache_like, acc, index, index, rescale, p, addresses, index, index, index)
+        return types.void(*arguments), codegen
+
+    return weigh
+
+
+def _across(heads, combine):
+    """Combine the lanes of one head: lane i with i +- heads, i +- 2 heads, ... by butterfly."""
+
+    @intrinsic
+    def across(typingctx, vector):
+        def codegen(context, builder, sig, args):
+            value, distance = args[0], heads
+            while distance < value.type.count:
+                order = [lane ^ distance for lane in range(value.type.count)]
+                other = builder.shuffle_vector(
+                    value, value, ir.Constant(ir.VectorType(_i32, len(order)), order)
+                )
+                value = combine(builder, value, other)
+                distance *= 2
+            return value
+
+        return vector(vector), codegen
+
+    return across
+
+
+def _lane_keys(heads):
+    @intrinsic
+    def lane_keys(typingctx, like):
+        """The key of each lane, lane // heads, as floats."""
+        dtype = simd.float_of(like)
+
+        def codegen(context, builder, sig, args):
+            kind = simd.vector_ir(dtype)
+            return ir.Constant(kind, [float(lane // heads) for lane in range(kind.count)])
+
+        return simd.Vector(dtype)(like), codegen
+
+    return lane_keys
+
+
+def _larger(builder, x, y):
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+dots_1, dots_4 = _dots(1), _dots(HEADS)
+weigh_1, weigh_4 = _weigh(1, 2, False), _weigh(HEADS, 2, False)
+weigh_rest_1, weigh_rest_4 = _weigh(1, 1, True), _weigh(HEADS, 1, True)
+max_1, max_4 = _across(1, _larger), _across(HEADS, _larger)
+sum_1, sum_4 = (_across(heads, lambda b, x, y: b.fadd(x, y)) for heads in (1, HEADS))
+keys_1, keys_4 = _lane_keys(1), _lane_keys(HEADS)

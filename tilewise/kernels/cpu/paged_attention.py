@@ -1,0 +1,211 @@
+"""Launch attention over a paged cache on the CPU: decoding, prefill chunks and mixtures.
+
+What      one packed call; a sequence with one new row decodes, one with more is a prefill chunk.
+Grid      decode.py for single rows, whose cost is reading the cache; forward.py for chunks, whose
+          cost is arithmetic: it gathers each tile of keys once and multiplies.
+One call  at most one parallel region of each kind.
+Traffic   see decode.py and forward.py; the cache is never copied as a whole.
+Numerics  see decode.py and forward.py; a sequence's bits do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.attention import run_forward
+from tilewise.kernels.cpu.decode import SPLIT, decode_attention
+from tilewise.kernels.cpu.problem import (
+    K_LEN,
+    LSE,
+    NUM_STARTS,
+    Q_LEN,
+    TASK,
+    Arrays,
+    K,
+    O,
+    Problem,
+    Q,
+    Rule,
+    Sizes,
+    V,
+    byte_strides,
+    float_type,
+    packed_type,
+    per_head,
+)
+from tilewise.kernels.cpu.rows import DTYPE_CODES, F32, why_not_dtype
+from tilewise.kernels.cpu.threads import run_tasks
+from tilewise.kernels.spec import PagedSpec
+
+_CACHE_TYPES = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+}
+
+
+def why_not(spec: PagedSpec) -> str | None:
+    """Say why these kernels cannot run `spec`, or return None when they can."""
+    if spec.device_type != "cpu":
+        return f"device must be cpu, got {spec.device_type}"
+    if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
+        return f"cache dtype must be float64 with float64 q only, got {spec.cache_dtype}"
+    if spec.head_dim % 2 or spec.v_head_dim % 2:
+        return f"head dims must be even, got {spec.head_dim} and {spec.v_head_dim}"
+    return why_not_dtype(spec.dtype) or why_not_dtype(spec.cache_dtype)
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    spec: PagedSpec,
+    *,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend from each sequence's new rows to its cached keys, causally.
+
+    Args:
+        q: (T, Hq, D) packed; strided in all dims but the last.
+        k_cache, v_cache: (N, P, Hk, D), (N, P, Hk, Dv); strided in all dims but the last.
+        block_table: int32 (B, M); entries past a sequence's last block are never read.
+        seqlens_k: int32 (B,), tokens with the new ones counted.
+        cu_seqlens_q: int32 (B + 1,).
+        alibi_slopes, sinks: (Hq,).
+
+    Returns:
+        o (T, Hq, Dv) of q's dtype; lse (Hq, T), float32, float64 for float64.
+
+    Source: Kwon et al. 2023, PagedAttention; Dao et al. 2023, Flash-Decoding (split keys).
+    """
+    q = q.detach()
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    assert k_cache.stride(-1) == v_cache.stride(-1) == 1, "cache rows are contiguous"
+    o = torch.empty((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype)
+    lse = torch.empty((q.shape[1], q.shape[0]), dtype=float_type(q.dtype))
+    edges = cu_seqlens_q.numpy()
+    if edges[-1] != q.shape[0]:
+        o[edges[-1] :] = 0
+        lse[:, edges[-1] :] = float("-inf")
+    problem = _describe(
+        q, k_cache, v_cache, o, spec, block_table, seqlens_k.numpy(), edges, alibi_slopes, sinks
+    )
+    lengths = problem.arrays.starts[:, Q_LEN]
+    is_single = lengths == 1
+    if is_single.all():
+        _decode(problem, lse, k_cache.dtype)
+    else:
+        if is_single.any():
+            _decode(_subset(problem, is_single), lse, k_cache.dtype)
+        if (lengths > 1).any():
+            run_forward(_subset(problem, lengths > 1), lse)
+    return o, lse
+
+
+def _decode(problem: Problem, lse: Tensor, cache_dtype: torch.dtype) -> None:
+    """Run the sequences of `problem`, one query row each."""
+    sizes, arrays = problem.sizes, problem.arrays
+    lengths = arrays.starts[:, K_LEN]
+    splits = np.zeros((len(lengths), 2), np.int64)
+    if sizes.window_left >= 0:
+        splits[:, 0] = np.maximum(lengths - 1 - sizes.window_left, 0) // SPLIT
+    splits[:, 1] = np.maximum(-(-lengths // SPLIT) - splits[:, 0], 1)
+    tasks = splits[:, 1] * sizes.num_kv_heads
+    arrays.starts[:, TASK] = np.cumsum(tasks) - tasks
+    num_tasks = int(tasks.sum())
+    group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
+    real = arrays.like.dtype
+    rows = num_tasks * group
+    padded_dim = -(-sizes.v_head_dim // 32) * 32
+    run_tasks(
+        decode_attention, num_tasks, sizes, problem.rule, arrays,
+        np.empty(0, _CACHE_TYPES[cache_dtype]), splits, np.empty(rows * padded_dim, real),
+        np.empty(rows, real), np.empty(rows, real),
+        np.zeros(len(lengths) * sizes.num_kv_heads, np.int64), lse.view(-1).numpy(),
+    )  # fmt: skip
+
+
+def _subset(problem: Problem, chosen: np.ndarray) -> Problem:
+    """The same call with only the chosen sequences."""
+    arrays = problem.arrays
+    return problem._replace(
+        arrays=arrays._replace(starts=arrays.starts[chosen], table=arrays.table[chosen])
+    )
+
+
+def _describe(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    o: Tensor,
+    spec: PagedSpec,
+    block_table: Tensor,
+    lengths: np.ndarray,
+    edges: np.ndarray,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Problem:
+    """Put the call into the numbers that the kernels take."""
+    first = edges[:-1].astype(np.int64)
+    starts = np.zeros((len(first), NUM_STARTS), np.int64)
+    starts[:, Q] = q.data_ptr() + first * (q.stride(0) * q.element_size())
+    starts[:, K], starts[:, V] = k_cache.data_ptr(), v_cache.data_ptr()
+    starts[:, O] = o.data_ptr() + first * (o.stride(0) * o.element_size())
+    starts[:, LSE] = first
+    starts[:, Q_LEN], starts[:, K_LEN] = np.diff(edges), lengths
+    (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
+        byte_strides, (q, k_cache, v_cache, o)
+    )
+    size = k_cache.element_size()
+    sizes = Sizes(
+        num_kv_heads=spec.num_kv_heads,
+        group=spec.group_size,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        window_left=spec.window_left,
+        window_right=0,
+        q_code=DTYPE_CODES[q.dtype],
+        k_code=DTYPE_CODES[k_cache.dtype],
+        k_size=size,
+        q_row=q_row,
+        q_head=q_head,
+        k_row=k_row,
+        k_head=k_head,
+        v_row=v_row,
+        v_head=v_head,
+        o_row=o_row,
+        o_head=o_head,
+        lse_head=q.shape[0],
+        block_size=k_cache.shape[1],
+        k_block=k_cache.stride(0) * size,
+        v_block=v_cache.stride(0) * size,
+        bias=0,
+        bias_code=F32,
+        bias_batch=0,
+        bias_head=0,
+        bias_row=0,
+        bias_column=0,
+    )
+    is_plain = alibi_slopes is None and spec.softcap == 0.0 and spec.softmax_scale > 0.0
+    rule = Rule(
+        is_plain, float(spec.softmax_scale), float(spec.softcap), False, alibi_slopes is not None
+    )
+    real = np.float64 if q.dtype == torch.float64 else np.float32
+    has_dot = simd.HAS_BF16_DOT and k_cache.dtype == q.dtype
+    arrays = Arrays(
+        like=np.empty(0, real),
+        packed_like=np.empty(0, packed_type(q.dtype, has_dot)),
+        starts=starts,
+        table=block_table.contiguous().numpy(),
+        slopes=per_head(alibi_slopes, spec.num_q_heads, 0.0, real),
+        sinks=per_head(sinks, spec.num_q_heads, -np.inf, real),
+    )
+    return Problem(sizes, rule, arrays, first, first)
