@@ -91,8 +91,11 @@ def _instructions(cubin: Path) -> tuple[list[str], dict[str, int]]:
     return instructions, labels
 
 
-def local_share_of_loops(instructions: list[str], labels: dict[str, int]) -> float:
-    """Return which part of the worst innermost loop that multiplies goes to local memory."""
+def local_shares(instructions: list[str], labels: dict[str, int]) -> list[float]:
+    """Return which part of each innermost loop that multiplies goes to local memory.
+
+    The shortest loop comes first: it is the one without a mask.
+    """
     loops = []
     for index, instruction in enumerate(instructions):
         jump = re.search(r"BRA.*`\((\.L_\S+?)\)", instruction)
@@ -101,12 +104,15 @@ def local_share_of_loops(instructions: list[str], labels: dict[str, int]) -> flo
     loops = [
         (a, b) for a, b in loops if any(i.startswith(_MMA_SASS) for i in instructions[a : b + 1])
     ]
-    shares = [
-        sum(i.startswith(_LOCAL_MEMORY) for i in instructions[a : b + 1]) / (b - a + 1)
+    innermost = [
+        (a, b)
         for a, b in loops
         if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
     ]
-    return max(shares, default=0.0)
+    return [
+        sum(i.startswith(_LOCAL_MEMORY) for i in instructions[a : b + 1]) / (b - a + 1)
+        for a, b in sorted(innermost, key=lambda loop: loop[1] - loop[0])
+    ]
 
 
 def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
         "kernel": kernel.name,
         "registers": int(registers[1]),
         "spilled_bytes": int(spills[1]),
-        "local_share": local_share_of_loops(*_instructions(cubin)),
+        "local_shares": local_shares(*_instructions(cubin)),
         "shared": kernel.metadata.shared,
         "mma": [m for m in ("mma.sync", "wgmma.mma_async", "tcgen05.mma") if m in ptx],
         "complaints": re.findall(r"C75\d\d.*", report),

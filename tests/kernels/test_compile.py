@@ -23,8 +23,9 @@ _ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / ".cache" / "triton-compile"
 # Shared memory that one program may have, bytes (CUDA programming guide, compute capabilities).
 _SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
-# Part of a loop's instructions that may be spills: those of the boundary tiles of the widest rows.
-_LOCAL_SHARE = 0.03
+# Part of a loop's instructions that may touch local memory: none to speak of in the loop that runs
+# most, the unmasked one; a few in the loops over boundary tiles.
+_LOCAL_SHARE, _LOCAL_SHARE_MASKED = 0.01, 0.10
 _MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -76,7 +77,14 @@ def test_compiles_without_a_gpu(case: Case) -> None:
         assert kernel["shared"] <= _SHARED_LIMIT[case.arch], kernel
     if case.products:
         assert any(_MMA[case.arch] in kernel["mma"] for kernel in kernels), kernels
+        # A kernel that needs more than there is can compile to nothing at all.
+        assert any(kernel["local_shares"] for kernel in kernels), kernels
     if case.hot:
         for kernel in kernels:
-            assert kernel["local_share"] <= _LOCAL_SHARE, kernel
+            for share, limit in zip(
+                kernel["local_shares"],
+                (_LOCAL_SHARE, *[_LOCAL_SHARE_MASKED] * len(kernel["local_shares"])),
+                strict=False,
+            ):
+                assert share <= limit, kernel
             assert not kernel["complaints"], kernel

@@ -1,8 +1,8 @@
 """Tiles of dense and packed attention: which rows of a table may run a call.
 
-The first row runs; the others are what `python -m tilewise.bench.tune` tries beside it. No row
-touches local memory inside an unmasked loop and every row fits its architecture's shared memory:
-tests/kernels/test_compile.py compiles them all.
+The first row runs; the others are what `python -m tilewise.bench.tune` tries beside it. Every row
+fits its architecture's shared memory and keeps its unmasked loop in registers, which
+tests/kernels/test_compile.py holds by compiling them all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tilewise.kernels.spec import AttentionSpec
-from tilewise.kernels.tiles import TileConfig, padded_head_dim
+from tilewise.kernels.tiles import WIDE_SHARED_MEMORY, TileConfig, padded_head_dim
 
 __all__ = ["Part", "candidates"]
 
@@ -31,11 +31,58 @@ _HALF_SM90: _Table = {
     ("fwd", 256): _rows((128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
     ("dkdv", 64): _rows((64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2)),
     ("dkdv", 128): _rows((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 64, 8, 2)),
-    ("dkdv", 256): _rows((32, 64, 8, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
+    ("dkdv", 256): _rows((32, 64, 8, 2), (16, 64, 8, 2), (32, 32, 4, 2)),
     ("dq", 64): _rows((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 3)),
     ("dq", 128): _rows((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)),
-    ("dq", 256): _rows((64, 64, 8, 2), (64, 32, 8, 2), (128, 32, 8, 2)),
+    ("dq", 256): _rows((64, 32, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2)),
 }
+# On datacentre Blackwell, where sums live in tensor memory.
+_HALF_SM100: _Table = {
+    ("fwd", 64): _rows((128, 64, 4, 3)),
+    ("fwd", 128): _rows((128, 64, 8, 3)),
+    ("fwd", 256): _rows((128, 32, 8, 2)),
+    ("dkdv", 64): _rows((32, 128, 8, 2), (64, 128, 8, 2)),
+    ("dkdv", 128): _rows((64, 64, 8, 2), (64, 128, 8, 2)),
+    ("dkdv", 256): _rows((32, 32, 8, 2)),
+    ("dq", 64): _rows((128, 64, 8, 2)),
+    ("dq", 128): _rows((128, 64, 8, 2)),
+    ("dq", 256): _rows((64, 32, 8, 2)),
+}
+# On Ampere; every first row but one fits the 99 KiB of the smaller devices too.
+_HALF_SM80: _Table = {
+    ("fwd", 64): _rows((128, 64, 4, 3)),
+    ("fwd", 128): _rows((128, 64, 8, 2), (128, 64, 8, 3)),
+    ("fwd", 256): _rows((64, 32, 4, 2)),
+    ("dkdv", 64): _rows((32, 128, 8, 2), (64, 128, 8, 2)),
+    ("dkdv", 128): _rows((64, 64, 8, 2), (32, 128, 8, 2)),
+    ("dkdv", 256): _rows((32, 32, 8, 2)),
+    ("dq", 64): _rows((128, 64, 8, 2)),
+    ("dq", 128): _rows((64, 64, 8, 2), (128, 32, 8, 2)),
+    ("dq", 256): _rows((64, 32, 8, 2)),
+}
+_HALF_SMALL: _Table = _HALF_SM80 | {("dq", 256): _rows((32, 32, 4, 2))}
+# float32 multiplies on the FMA units everywhere, so one table serves all.
+_SINGLE: _Table = {
+    ("fwd", 64): _rows((32, 32, 4, 2)),
+    ("fwd", 128): _rows((64, 32, 8, 2)),
+    ("fwd", 256): _rows((32, 16, 4, 2)),
+    ("dkdv", 64): _rows((32, 64, 8, 2)),
+    ("dkdv", 128): _rows((32, 32, 8, 2)),
+    ("dkdv", 256): _rows((16, 32, 8, 2)),
+    ("dq", 64): _rows((64, 32, 8, 2)),
+    ("dq", 128): _rows((32, 32, 8, 2)),
+    ("dq", 256): _rows((32, 16, 8, 2)),
+}
+
+
+def _table(itemsize: int, arch: int) -> _Table:
+    if itemsize == 4:
+        return _SINGLE
+    if arch // 10 == 9:
+        return _HALF_SM90
+    if arch // 10 in (10, 11):
+        return _HALF_SM100
+    return _HALF_SM80 if arch in WIDE_SHARED_MEMORY else _HALF_SMALL
 
 
 def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileConfig, ...]:
@@ -47,4 +94,4 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
         arch: compute capability, major * 10 + minor.
     """
     width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), 64)
-    return _HALF_SM90[part, width]
+    return _table(spec.dtype.itemsize, arch)[part, width]
