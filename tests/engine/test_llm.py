@@ -279,6 +279,21 @@ def test_an_interrupt_aborts_everything_and_leaves_the_engine_clean(directory, m
     )
 
 
+def test_an_interrupt_inside_the_bookkeeping_leaves_a_clean_engine(directory, monkeypatch):
+    llm = make(directory)
+    broken = llm.engine.scheduler
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(broken.tables, "register", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["the quick", "once"], GREEDY)
+    assert_idle(llm)
+    wanted = make(directory).generate("once", GREEDY)
+    assert tokens_of(llm.generate("once", GREEDY)) == tokens_of(wanted)
+
+
 def test_streaming_gives_the_text_in_pieces(llm):
     [output] = llm.generate("once upon a", GREEDY)
     deltas = list(llm.stream("once upon a", GREEDY))

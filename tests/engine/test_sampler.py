@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,6 +169,13 @@ def test_forbidden_tokens_are_never_drawn():
     logits[0, 3] = -80.0
     [tokens] = draw(logits, row(SamplingParams(temperature=2.0), seeds=range(200)))
     assert set(tokens) == {3}
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 1), (1 - 2.0**-53, 3)])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(monkeypatch, u, token):
+    monkeypatch.setattr(sampler, "uniforms", lambda seeds, counters: np.full(len(seeds), u))
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, 0.0, -torch.inf]])
+    assert draw(logits, row(SamplingParams())) == [[token]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -154,6 +154,19 @@ def test_tokens_that_all_end_inside_a_character_are_shown_in_bounded_work():
     assert longest <= MAX_WINDOW + 1
 
 
+def test_tokens_without_text_take_bounded_work():
+    longest = 0
+
+    def decode(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return "".join("ab"[i] for i in ids if i < 2)
+
+    detokenizer = Detokenizer(decode)
+    assert "".join(map(detokenizer.push, [0, *[7] * 500, 1, *[7] * 500])) == "ab"
+    assert longest <= 3
+
+
 def naive_stop(text, stops):
     """The text before the stop string that is complete first, the longest of equals."""
     for end in range(len(text) + 1):
@@ -164,10 +177,10 @@ def naive_stop(text, stops):
     return text, None
 
 
-@settings(max_examples=500)
+@settings(max_examples=1000)
 @given(
     text=st.text("ab", max_size=30),
-    stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+    stops=st.lists(st.text("ab", min_size=1, max_size=9), max_size=3),
     cuts=st.lists(st.integers(0, 30), max_size=10),
 )
 def test_stop_strings_are_found_however_the_text_is_cut(text, stops, cuts):
@@ -185,6 +198,11 @@ def test_stop_strings_are_found_however_the_text_is_cut(text, stops, cuts):
     if stop is None:
         shown += matcher.flush()
     assert (shown, stop) == naive_stop(text, stops)
+
+
+def test_a_stop_string_that_begins_within_itself_is_found():
+    # after "aabaa" the next "a" leaves "aa" matched: the whole automaton is needed to know
+    assert StopMatcher(["aabaab"]).push("aabaaabaab") == ("aaba", "aabaab")
 
 
 def test_half_a_stop_string_waits_and_is_released_when_it_does_not_come():

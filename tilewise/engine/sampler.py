@@ -114,11 +114,8 @@ def _scan(ordered: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor
     mass = ordered * kept
     total = torch.where(top_k >= 1, mass.sum(dim=-1, keepdim=True), 1.0)
     before = (mass.cumsum(dim=-1) - mass) / total
-    leads = ordered != ordered.roll(1, dims=-1)  # the first of equal ones
-    leads[:, 0] = True
-    # `before` ascends, so a running maximum gives all of a tie what its first has.
-    more_likely = torch.where(leads, before, 0.0).cummax(dim=-1).values
-    kept &= (more_likely < top_p) | (top_p >= 1)
+    # The first of equal ones decides for all of them, because the threshold is their value.
+    kept &= (before < top_p) | (top_p >= 1)
     least = torch.where(kept, ordered, torch.inf).amin(dim=-1, keepdim=True)
     return least, ~kept[:, -1:] & (top_k < count)
 
