@@ -74,3 +74,9 @@ def test_bare_checkpoint_with_its_causal_masks_loads(tmp_path):
         assert_within_budget(
             ours.compute_logits(ours(ids)), float64_logits(hf, ids), hf(ids).logits
         )
+
+
+def test_a_sequence_longer_than_the_learned_positions_is_refused(pair):
+    _, ours = pair
+    with pytest.raises(ValueError, match="ids must have at most 128 tokens a row, got 129"):
+        ours(torch.zeros(1, 129, dtype=torch.int64))

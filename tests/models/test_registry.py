@@ -11,6 +11,7 @@ import torch
 from tests.models.tiny import VOCAB, make_hf, save_hf
 from tilewise.models import ModelConfig, build_model, load_model
 from tilewise.models.registry import MODELS
+from tilewise.nn import AttentionContext
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -82,6 +83,15 @@ def test_construction_allocates_no_weights_before_they_are_needed(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "to_empty", spy)
     build_model(ModelConfig.from_hf(LLAMA))
     assert set(devices) == {"meta"}
+
+
+@pytest.mark.parametrize("hf", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_packed_rows_need_positions(hf):
+    model = build_model(ModelConfig.from_hf(hf))
+    nothing = torch.zeros(1, dtype=torch.int32)
+    ctx = AttentionContext(nothing, 1, nothing, nothing, nothing)
+    with pytest.raises(ValueError, match="positions must be given with ctx, got None"):
+        model(torch.zeros(1, dtype=torch.int64), ctx=ctx, kv=[])
 
 
 def test_loaded_model_is_in_eval_mode_with_its_config(tmp_path):

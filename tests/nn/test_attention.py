@@ -17,7 +17,6 @@ CASES = {
     "biases": {"num_q_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "o_bias": True},
     "qk_norm": {"num_q_heads": 6, "num_kv_heads": 3, "qk_norm_eps": 1e-6},
     "window": {"num_q_heads": 4, "num_kv_heads": 2, "window": 3},
-    "window_of_one": {"num_q_heads": 4, "num_kv_heads": 2, "window": 1},
     "scale": {"num_q_heads": 4, "num_kv_heads": 2, "softmax_scale": 0.7},
 }
 
@@ -89,6 +88,15 @@ def test_dense_path_and_its_gradients_are_within_the_budget(case, rotated):
         assert_within_budget(*results, name=name)
 
 
+def test_a_window_of_one_key_passes_each_rows_own_value():
+    attention = Attention(E, 6, 2, D, window=1)
+    x = torch.randn(2, 9, E)
+    with torch.no_grad():
+        v = (x @ attention.qkv_proj.weight[-2 * D :].T).unflatten(-1, (2, D))
+        expected = attention.o_proj(v.repeat_interleave(3, dim=2).flatten(2))
+        torch.testing.assert_close(attention(x, rope_of(9)), expected)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_paged_path_equals_the_definition(case):
     attention, rope = make(case), rope_of(11)
@@ -132,6 +140,12 @@ def test_batch_invariance_is_asked_of_the_kernel(monkeypatch):
         ctx = AttentionContext(nothing, 1, nothing, nothing, nothing, batch_invariant=invariant)
         make("gqa")(torch.randn(1, E), ctx=ctx, kv=kv)
     assert asked == [False, True]
+
+
+def test_context_and_cache_come_together():
+    cache = (torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="ctx and kv must come together, got only kv"):
+        make("gqa")(torch.randn(1, E), kv=cache)
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(4, 3), (2, 4), (4, 0)])

@@ -57,8 +57,17 @@ class Decoder(nn.Module):
 
         Returns:
             (B, S, E) or (T, E), in the dtype of the model.
+
+        Raises:
+            ValueError: packed rows come without positions, or only one of ctx and kv is given.
         """
         raise NotImplementedError
+
+    def dense_length(self, ids: Tensor, ctx: AttentionContext | None) -> int:
+        """Return S of a dense batch without positions; packed rows cannot do without them."""
+        if ctx is not None:
+            raise ValueError("positions must be given with ctx, got None")
+        return ids.shape[-1]
 
     def weight_table(self) -> tuple[Weight, ...]:
         """Return where each parameter comes from in a Hugging Face checkpoint."""

@@ -66,7 +66,10 @@ class GPT2(Decoder):
     ) -> Tensor:
         """Return the last hidden states, normalised; see `Decoder.forward`."""
         if positions is None:
-            positions = torch.arange(ids.shape[-1], device=ids.device)
+            seqlen, most = self.dense_length(ids, ctx), self.config.max_position_embeddings
+            if seqlen > most:
+                raise ValueError(f"ids must have at most {most} tokens a row, got {seqlen}")
+            positions = torch.arange(seqlen, device=ids.device)
         x = self.embed_tokens(ids) + self.embed_positions(positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, ctx, None if kv is None else kv[i])

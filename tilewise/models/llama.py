@@ -75,7 +75,7 @@ class Llama(Decoder):
     ) -> Tensor:
         """Return the last hidden states, normalised; see `Decoder.forward`."""
         if positions is None:
-            rope = self.rotary.prefix(ids.shape[-1], ids.device)
+            rope = self.rotary.prefix(self.dense_length(ids, ctx), ids.device)
         else:
             rope = self.rotary(positions)
         x = self.embed_tokens(ids)

@@ -74,7 +74,12 @@ class Attention(nn.Module):
 
         Returns:
             Same shape as x.
+
+        Raises:
+            ValueError: only one of ctx and kv is given.
         """
+        if (ctx is None) != (kv is None):
+            raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
         q, k, v = self._project(x, rope)
         if ctx is None or kv is None:
             o = ops.attention(
