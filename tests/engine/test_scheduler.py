@@ -326,12 +326,11 @@ def test_a_context_without_room_for_an_answer_is_refused():
 
 def test_a_prompt_that_would_take_the_next_block_of_a_running_sequence_waits():
     scheduler = make(num_blocks=4)
-    scheduler.add(ask("a", 8, max_tokens=8))
+    scheduler.add(ask("a", 6, max_tokens=5))
     step(scheduler)
-    scheduler.add(ask("b", 8, max_tokens=1))
-    for _ in range(3):
-        step(scheduler)
-    assert scheduler.explain("b").startswith("waiting")
+    scheduler.add(ask("b", 8, max_tokens=3))
+    step(scheduler)
+    assert scheduler.explain("b") == "waiting: 1 more cache blocks must become free"
     finish_all(scheduler)
     assert scheduler.stats().num_preemptions == 0
 
@@ -458,11 +457,10 @@ def test_requests_without_a_seed_draw_it_from_the_scheduler_and_their_arrival():
 
 
 def test_seats_are_kept_for_samples_that_have_not_forked_yet():
-    scheduler = make(max_num_seqs=4, max_num_batched_tokens=6)
+    scheduler = make(max_num_seqs=4, max_chunk_tokens=6)
     scheduler.add(ask("a", 10, n=3, max_tokens=4))
     scheduler.add(ask("b", 2, max_tokens=4))
     scheduler.add(ask("c", 2, max_tokens=4))
-    step(scheduler)
     batch, _ = step(scheduler)
     assert len(batch.sequences) == 2  # a and b; c would take the seat of a's third sample
     finish_all(scheduler)
@@ -497,6 +495,15 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_block_only():
     batch, [event] = step(scheduler)
     assert (batch.sequences[0].start, len(batch.sequences[0].token_ids)) == (4, 4)
     assert event.num_cached_tokens == 4
+
+
+def test_every_sample_reports_what_its_prompt_found():
+    scheduler = make()
+    scheduler.add(ask("a", list(range(8)), max_tokens=1))
+    step(scheduler)
+    scheduler.add(ask("b", list(range(9)), n=2))
+    _, events = step(scheduler)
+    assert [e.num_cached_tokens for e in events] == [8, 8]
 
 
 def test_a_follow_up_finds_the_generated_tokens_too():

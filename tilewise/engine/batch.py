@@ -38,7 +38,13 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. `block_copies` (source, destination) are done before anything is written."""
+    """One step, never empty, the oldest sequence first.
+
+    Attributes:
+        sequences: what to compute.
+        block_copies: (source, destination), done before anything is written; no source is a
+            destination, so they have no order.
+    """
 
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[tuple[int, int], ...] = ()

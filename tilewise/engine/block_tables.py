@@ -162,8 +162,7 @@ class BlockTables:
         for seq, num_tokens in computed.items():
             for i in range(num_tokens // size, len(seq.block_ids)):
                 filled = min(size, max(0, num_tokens - i * size))
-                block = seq.block_ids[i]
-                empty[block] = min(empty.get(block, size), size - filled)
+                empty[seq.block_ids[i]] = size - filled  # the same for all that share the block
         return self.allocator.num_used * size - sum(empty.values())
 
     def check_integrity(self, holders: list[Sequence]) -> None:

@@ -364,7 +364,6 @@ class Scheduler:
         children = self.roster.fork(parent, seeds)
         for child in children:
             child.num_cached_tokens = parent.num_cached_tokens
-            child.num_preemptions = parent.num_preemptions
             self.tables.fork(parent, child)
         return [parent, *children]
 
