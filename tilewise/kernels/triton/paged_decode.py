@@ -34,8 +34,9 @@ from tilewise.kernels.triton._paged import (
 )
 from tilewise.kernels.triton._tile import LN2, LOG2E
 
-TILE_B = 128  # sequences whose lengths are scanned at once; one warp instruction per warp of four
-MERGE_TILE = 16  # splits merged at once: 16 * 128 float32 are 64 registers of one warp
+TILE_B = 128  # sequences whose lengths are scanned at once: one for each thread of 4 warps
+MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
+FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
 
 
 @triton.jit
@@ -278,9 +279,13 @@ def launch_decode(
     )  # fmt: skip
     if plan.alone:
         return
+    rows = spec.num_seqs * max_run * spec.num_q_heads
+    # The tile is the order of the sum, so with batch_invariant it is one for every batch.
+    num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
     _merge_kernel[(spec.num_seqs * max_run, spec.num_q_heads)](
         part_o, part_lse, bounds, cu_seqlens_q, o, lse,
         o.stride(0), o.stride(1), lse.stride(0), max_run,
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, V_HEAD_DIM=spec.v_head_dim,
-        TILE_DV=padded_head_dim(spec.v_head_dim), MERGE_TILE=MERGE_TILE, num_warps=1,
+        TILE_DV=padded_head_dim(spec.v_head_dim), MERGE_TILE=MERGE_TILE * num_warps,
+        num_warps=num_warps,
     )  # fmt: skip
