@@ -146,6 +146,13 @@ def test_each_family_sets_its_own_switches():
     assert [name for name, c in by_family.items() if c.qk_norm] == ["Qwen3ForCausalLM"]
     assert not any(c.o_bias or c.mlp_bias for c in by_family.values())
     assert by_family["Qwen3ForCausalLM"].head_dim == 128
+    with_bias = {
+        name: ModelConfig.from_hf({**LLAMA, "architectures": [name], "attention_bias": True})
+        for name in by_family
+    }
+    assert not with_bias["Qwen2ForCausalLM"].o_bias  # its output projection never has one
+    assert with_bias["LlamaForCausalLM"].o_bias
+    assert with_bias["Qwen3ForCausalLM"].o_bias
 
 
 def test_model_type_stands_in_for_a_missing_architecture():
