@@ -1,0 +1,50 @@
+"""Tables of tiles: every call has rows, and every row is one that Triton can compile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.kernels.attention_tiles import Part, candidates
+from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.tiles import padded_head_dim
+
+PARTS: tuple[Part, ...] = ("fwd", "dkdv", "dq")
+ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 120)
+SPEC = AttentionSpec("cuda", torch.bfloat16, 2, 4096, 4096, 8, 8, 128, 128)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_head_dim_has_rows_of_powers_of_two(dtype: torch.dtype, arch: int) -> None:
+    for width in range(16, 257, 8):
+        for part in PARTS:
+            rows = candidates(
+                replace(SPEC, dtype=dtype, head_dim=width, v_head_dim=width), part, arch
+            )
+            assert len(set(rows)) == len(rows) > 0
+            for row in rows:
+                assert all(n >= 16 and n & (n - 1) == 0 for n in (row.tile_m, row.tile_n))
+                assert row.num_warps in (4, 8)
+                assert 1 <= row.num_stages <= 4
+
+
+def test_the_wider_head_dim_decides() -> None:
+    wide = replace(SPEC, head_dim=256, v_head_dim=256)
+    assert candidates(replace(SPEC, head_dim=192), "fwd") == candidates(wide, "fwd")
+    assert candidates(replace(SPEC, v_head_dim=192), "fwd") == candidates(wide, "fwd")
+
+
+def test_a_row_does_not_depend_on_what_the_kernel_compiles_away() -> None:
+    for part in PARTS:
+        rows = candidates(SPEC, part)
+        assert rows == candidates(replace(SPEC, max_seqlen_q=7, batch=1, softcap=3.0), part)
+
+
+@pytest.mark.parametrize(
+    ("width", "padded"), [(8, 16), (16, 16), (24, 32), (64, 64), (72, 128), (256, 256)]
+)
+def test_head_dims_are_padded_to_powers_of_two(width: int, padded: int) -> None:
+    assert padded_head_dim(width) == padded
