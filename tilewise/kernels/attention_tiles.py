@@ -25,7 +25,7 @@ def _rows(*shapes: tuple[int, int, int, int]) -> _Rows:
 
 # Keys: the part and the larger padded head dim. Shapes: tile_m, tile_n, num_warps, num_stages.
 # float16 and bfloat16 on Hopper (227 KiB of shared memory). First rows: the fastest on an H200
-# (torch 2.11, triton 3.6) in bf16 of 16,384 tokens and hidden 2,048, N 4,096 and 16,384; 2026-11-20.
+# (torch 2.11, triton 3.6), bf16, 16,384 tokens, hidden 2,048, N 4,096 and 16,384; 2026-11-20.
 _HALF_SM90: _Table = {
     ("fwd", 64): _rows((128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3), (256, 64, 8, 3)),
     ("fwd", 128): _rows((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (64, 64, 4, 3)),
