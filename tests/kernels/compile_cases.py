@@ -32,6 +32,7 @@ class Case:
         products: the kernels multiply matrices, so an MMA instruction must appear.
         hot: loops that multiply must stay in registers (but for a few percent) and in step.
         slow: compiled only with `-m slow`.
+        mma: the MMA instruction to find; None is the architecture's own.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     products: bool = True
     hot: bool = True
     slow: bool = False
+    mma: str | None = None
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -118,6 +120,8 @@ def _attention_case(
     name: str, arch: int, spec: AttentionSpec, part: Part, tile: TileConfig, slow: bool, hot: bool
 ) -> Case:
     shape = "x".join(map(str, (tile.tile_m, tile.tile_n, tile.num_warps, tile.num_stages)))
+    # The 512 columns of Blackwell's tensor memory do not hold dk and dv of 256 channels.
+    registers_only = arch == 100 and part == "dkdv" and spec.head_dim > 128
     return Case(
         f"sm_{arch}-{part}-{name}-{shape}",
         arch,
@@ -125,6 +129,7 @@ def _attention_case(
         products=spec.dtype != torch.float32,  # IEEE float32 products run on the FMA units
         hot=hot,
         slow=slow,
+        mma="mma.sync" if registers_only else None,
     )
 
 
