@@ -372,5 +372,13 @@ def test_a_missing_model_is_named():
         LLM("no/such/model")
 
 
-def test_the_packaged_model_has_a_place():
-    assert packaged_model().parts[-3:] == ("tilewise", "assets", "story")
+def test_the_packaged_model_says_what_it_says_in_transformers():
+    from transformers import AutoModelForCausalLM
+
+    llm = LLM("story", device="cpu", dtype="float32", max_num_seqs=1)
+    [output] = llm.generate("Once upon a time", GREEDY)
+    peer = AutoModelForCausalLM.from_pretrained(packaged_model(), dtype=torch.float32).eval()
+    wanted = greedy_tokens(peer, output.prompt_token_ids, STEPS)
+    assert output.outputs[0].token_ids == wanted
+    assert output.outputs[0].text == llm.tokenizer.decode(wanted)
+    assert output.outputs[0].text.startswith((",", " "))

@@ -10,7 +10,7 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.engine import sizing
-from tilewise.engine.sizing import available_memory, blocks_on_cpu, run_once, widest_batch
+from tilewise.engine.sizing import available_memory, blocks_on_cpu, run_once, warm_up, widest_batch
 
 SPEC = CacheSpec(2, 4, KVSpec(1, 8, 8, torch.float32))  # 512 bytes a block
 
@@ -67,6 +67,13 @@ def test_the_widest_step_runs():
     model = CacheReader()
     run_once(model, spec, widest_batch(3, 8, 100, 4), torch.device("cpu"))
     assert model.steps == 1
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_warming_up_runs_a_prompt_and_a_decode(block_size):
+    model = CacheReader()
+    warm_up(model, CacheSpec(1, block_size, KVSpec(1, 1, 1, torch.float32)), torch.device("cpu"))
+    assert model.steps == 2
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from tilewise.engine.settings import (
     model_directory,
     packaged_model,
 )
-from tilewise.engine.sizing import blocks_on_cpu, blocks_on_cuda
+from tilewise.engine.sizing import blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import RequestError
 from tilewise.models.config import ModelConfig
@@ -120,6 +120,7 @@ class LLM:
         }
         runner = ModelRunner(self.model, KVStorage(spec, num_blocks, on))
         self.engine = Engine(self._new_scheduler(), runner)
+        warm_up(self.model, spec, on)
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)

@@ -1,4 +1,4 @@
-"""How many cache blocks a device has room for."""
+"""How many cache blocks a device has room for, and the trial steps that tell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.runner import CausalModel, ModelRunner
 from tilewise.engine.sampler import sample
 
-__all__ = ["available_memory", "blocks_on_cpu", "blocks_on_cuda", "widest_batch"]
+__all__ = [
+    "available_memory",
+    "blocks_on_cpu",
+    "blocks_on_cuda",
+    "run_once",
+    "warm_up",
+    "widest_batch",
+]
 
 # Main memory is shared with everything else that runs, so the cache is modest unless told.
 CPU_FRACTION = 0.25
@@ -111,6 +118,12 @@ def run_once(model: CausalModel, spec: CacheSpec, batch: Batch, device: torch.de
     num_blocks = 1 + max(block for s in batch.sequences for block in s.block_ids)
     runner = ModelRunner(model, KVStorage(spec, num_blocks, device))
     sample(runner.forward(build_inputs(batch, spec.block_size, device)), batch)
+
+
+def warm_up(model: CausalModel, spec: CacheSpec, device: torch.device) -> None:
+    """Run the shortest prompt and the shortest decode, so that no request waits for kernels."""
+    for length in (2, 1):
+        run_once(model, spec, widest_batch(1, length, length, spec.block_size), device)
 
 
 def _meminfo_available(path: Path) -> int | None:
