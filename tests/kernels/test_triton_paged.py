@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from tilewise.kernels import tiles
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.triton import paged_attention
+from tilewise.kernels.triton import paged_attention, paged_decode
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget, make_paged_cache
 
@@ -203,6 +203,11 @@ def test_agrees_with_float64_on_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.gpu
+def test_agrees_with_float64_on_a_gpu_over_130_000_keys() -> None:
+    check(make_inputs(Case("long", (1,), (130_001,), (32, 8), 128, dtype=torch.bfloat16), "cuda"))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["decode", "mixed_everything", "decode_d256", "prefill"])
 def test_agrees_with_float64_on_a_gpu_in_float32(name: str) -> None:
     check(make_inputs(replace(BY_NAME[name].grown(4), dtype=torch.float32), "cuda"))
@@ -236,6 +241,13 @@ def replace_inputs(
     inputs: Inputs, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: dict[str, Tensor | None]
 ) -> Inputs:
     return Inputs(inputs.spec, q, k_cache, v_cache, tensors, inputs.window)
+
+
+@interpreted
+def test_merges_more_splits_than_one_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "INVARIANT_SPLIT_KEYS", 128)  # 12 splits of 1,500 keys
+    monkeypatch.setattr(paged_decode, "MERGE_TILE", 4)
+    check(make_inputs(replace(BY_NAME["decode_one_long_sequence"], batch_invariant=True)))
 
 
 @interpreted
