@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from tilewise.kernels import device as facts
 from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.triton import _geometry
 from tilewise.kernels.triton import attention as kernels
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget, make_qkv
@@ -288,6 +289,15 @@ class TestMemory:
         assert problem.q.stride(1) % 4 != 0
         assert_right(problem)
 
+    def test_small_vectors_may_be_strided(self, device: str) -> None:
+        problem = make_problem(
+            Call(60, 60, batch=2, alibi=True, sinks=True, seqlens_k=(60, 31)), device
+        )
+        for name in ("alibi_slopes", "sinks", "seqlens_k"):
+            vector = getattr(problem, name)
+            setattr(problem, name, torch.stack([vector, -vector], dim=1)[:, 0])
+        assert_right(problem)
+
     def test_a_gradient_may_be_expanded(self, device: str) -> None:
         problem = make_problem(Call(60, 60), device)
         problem.do = torch.ones((), device=device).expand(problem.do.shape)
@@ -365,7 +375,7 @@ class TestNumbers:
         problem = make_problem(Call(140, 140, heads=(6, 3), window=CAUSAL), device)
         whole = computed(problem)
         # Two key heads a section, so that the last section is shorter.
-        monkeypatch.setattr(kernels, "_SECTION_BYTES", 4 * 140 * 2 * 64 * 4)
+        monkeypatch.setattr(_geometry, "SECTION_BYTES", 4 * 140 * 2 * 64 * 4)
         for name, result in computed(problem).items():
             assert torch.equal(result, whole[name]), name
 

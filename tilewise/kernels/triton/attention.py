@@ -1,7 +1,8 @@
 """Launch the portable Triton attention kernels: allocate, choose tiles, fill the grid.
 
 The contract of these functions is shared by every backend: `why_not` refuses with a reason,
-`tile_config` says how a call would be cut, `launch_fwd` and `launch_bwd` run it.
+`tile_config` says how a call would be cut, `launch_fwd` and `launch_bwd` run it. `launch_rows`,
+`launch_dkdv` and `launch_dq` are the three steps of the backward pass, which the tuner times alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,19 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.attention_tiles import Part, candidates
 from tilewise.kernels.spec import AttentionSpec
-from tilewise.kernels.tiles import TileConfig, padded_head_dim
-from tilewise.kernels.triton._tile import HeadDims, Sequences, Variant
+from tilewise.kernels.tiles import TileConfig
+from tilewise.kernels.triton._geometry import (
+    dense,
+    device_of,
+    head_dims,
+    key_heads_per_section,
+    numbers_of,
+    query_heads_per_section,
+    row_strides,
+    strides_of,
+    variant_of,
+)
+from tilewise.kernels.triton._tile import HeadDims, Sequences
 from tilewise.kernels.triton.attention_bwd import (
     BwdStrides,
     attention_bwd_dkdv_kernel,
@@ -28,10 +40,6 @@ from tilewise.kernels.triton.attention_fwd import FwdStrides, attention_fwd_kern
 __all__ = ["launch_bwd", "launch_fwd", "tile_config", "why_not"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Keys and values that one wave of programs shares in L2, bytes: 32 MiB of Hopper's 50 MB, the
-# section size of FlashAttention-3's scheduler (section 3.1 of its tile scheduler).
-_SECTION_BYTES = 32 << 20
-_VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it when they allow
 _ROWS_TILE = 64  # rows per program of the row terms: bandwidth-bound, any power of two will do
 
 
@@ -85,19 +93,20 @@ def launch_fwd(
     lse = _allocate_rows(q, spec)
     tile = tile or tile_config(spec, "fwd", device.arch_of(q.device))
     tensors = (q, k, v, o)
-    dims = _dims(spec, *tensors)
-    strides = FwdStrides(*(_strides(x, spec, dims) for x in tensors), _row_strides(lse))
+    dims = head_dims(spec, *tensors)
+    strides = FwdStrides(*(strides_of(x, spec, dims) for x in tensors), row_strides(lse))
     num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
     num_heads = spec.batch * spec.num_q_heads
     if num_tiles * num_heads == 0:
         return o, lse
-    attention_fwd_kernel[(num_tiles * num_heads,)](
-        q, k, v, o, lse, alibi_slopes, sinks,
-        Sequences(cu_seqlens_q, cu_seqlens_k, seqlens_k), strides,
-        num_tiles, _query_heads_per_section(spec), *_numbers(spec),
-        dims=dims, variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+    sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
+    with device_of(q):
+        attention_fwd_kernel[(num_tiles * num_heads,)](
+            q, k, v, o, lse, dense(alibi_slopes), dense(sinks), sequences, strides,
+            num_tiles, query_heads_per_section(spec), *numbers_of(spec),
+            dims=dims, variant=variant_of(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
     return o, lse
 
 
@@ -134,17 +143,17 @@ def launch_bwd(
     assert bias is None, "why_not refuses a bias"
     if do.stride(-1) != 1:
         do = do.contiguous()
-    lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
     given = {
-        "sequences": Sequences(cu_seqlens_q, cu_seqlens_k, seqlens_k),
-        "alibi_slopes": alibi_slopes,
+        "sequences": Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k)),
+        "alibi_slopes": dense(alibi_slopes),
     }
-    dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, tile=tile_dkdv, **given)
-    dq = launch_dq(do, q, k, v, lse_log2, delta, spec, tile=tile_dq, **given)
+    with device_of(q):
+        lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
+        dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, tile=tile_dkdv, **given)
+        dq = launch_dq(do, q, k, v, lse_log2, delta, spec, tile=tile_dq, **given)
     dsinks = None
     if sinks is not None:
-        heads = sinks.view(-1, 1)
-        p_sink = torch.exp(heads - lse.masked_fill(lse == -math.inf, math.inf))
+        p_sink = torch.exp(sinks.unsqueeze(-1) - lse.masked_fill(lse == -math.inf, math.inf))
         axes = (1,) if spec.is_varlen else (0, 2)
         dsinks = -(p_sink * delta).sum(dim=axes)
     return dq, dk, dv, None, dsinks
@@ -154,17 +163,16 @@ def launch_rows(
     o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Return (lse in base 2, delta), both float32 in the shape of lse."""
-    lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
+    lse, dlse = lse.contiguous(), dense(dlse)
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     num_rows = lse.shape[-1]
     num_tiles = triton.cdiv(num_rows, _ROWS_TILE)
     if lse.numel() > 0:
-        dims = _dims(spec, o, do)
+        dims = head_dims(spec, o, do)
         # A packed batch is one long sequence here: no row looks at another.
         attention_bwd_rows_kernel[(num_tiles * (lse.numel() // num_rows),)](
             o, do, lse, dlse, lse_log2, delta,
-            _strides(o, spec, dims), _strides(do, spec, dims), _row_strides(lse),
+            strides_of(o, spec, dims), strides_of(do, spec, dims), row_strides(lse),
             num_rows, num_tiles, spec.num_q_heads,
             dims=dims, TILE_M=_ROWS_TILE,
         )  # fmt: skip
@@ -191,11 +199,10 @@ def launch_dkdv(
     num_heads = spec.batch * spec.num_kv_heads
     if num_tiles * num_heads > 0:
         dims, strides = _bwd_strides(spec, q, k, v, do, q, dk, dv, lse_log2)
-        bytes_per_head = spec.group_size * spec.max_seqlen_q * _bytes_per_row(spec)
         attention_bwd_dkdv_kernel[(num_tiles * num_heads,)](
             q, k, v, do, lse_log2, delta, dk, dv, alibi_slopes, sequences, strides,
-            num_tiles, _heads_per_section(spec, bytes_per_head), *_numbers(spec),
-            dims=dims, variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            num_tiles, key_heads_per_section(spec), *numbers_of(spec),
+            dims=dims, variant=variant_of(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dk, dv
@@ -223,8 +230,8 @@ def launch_dq(
         dims, strides = _bwd_strides(spec, q, k, v, do, dq, k, v, lse_log2)
         attention_bwd_dq_kernel[(num_tiles * num_heads,)](
             q, k, v, do, lse_log2, delta, dq, alibi_slopes, sequences, strides,
-            num_tiles, _query_heads_per_section(spec), *_numbers(spec),
-            dims=dims, variant=_variant(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            num_tiles, query_heads_per_section(spec), *numbers_of(spec),
+            dims=dims, variant=variant_of(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dq
@@ -246,83 +253,9 @@ def _allocate_rows(q: Tensor, spec: AttentionSpec) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def _dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
-    """Return the head dims as the kernels count them, and how they may address `tensors`."""
-    unit = _VECTOR_BYTES // spec.dtype.itemsize
-    for tensor in tensors:
-        assert tensor.stride(-1) == 1, f"last dim must be contiguous, got {tensor.stride()}"
-        sizes_steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        if any(step % unit for size, step in sizes_steps if size > 1):
-            unit = 1
-    d_pad, dv_pad = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
-    return HeadDims(spec.head_dim, spec.v_head_dim, d_pad, dv_pad, unit)
-
-
-def _strides(tensor: Tensor, spec: AttentionSpec, dims: HeadDims) -> tuple[int, int, int]:
-    """Return (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
-    steps = [
-        stride // dims.unit if size > 1 else 0
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    ]
-    batch, row, head = (0, *steps) if spec.is_varlen else steps
-    return batch, row, head
-
-
-def _row_strides(rows: Tensor) -> tuple[int, int, int]:
-    """Return (batch, row, head) strides of a contiguous (B, Hq, Sq) or (Hq, T)."""
-    batch, head, row = (0, *rows.stride()) if rows.dim() == 2 else rows.stride()
-    return batch, row, head
-
-
 def _bwd_strides(spec: AttentionSpec, *tensors: Tensor) -> tuple[HeadDims, BwdStrides]:
     """Return dims and strides of q, k, v, do, dq, dk, dv and the row terms."""
     *rows_of_heads, row_terms = tensors
-    dims = _dims(spec, *rows_of_heads)
-    steps = (_strides(x, spec, dims) for x in rows_of_heads)
-    return dims, BwdStrides(*steps, _row_strides(row_terms))
-
-
-def _variant(spec: AttentionSpec) -> Variant:
-    """Return which code `spec` needs; a window that hides nothing is compiled away."""
-    return Variant(
-        left=0 <= spec.window_left < spec.max_seqlen_k - 1,
-        right=0 <= spec.window_right < spec.max_seqlen_q - 1,
-        softcap=spec.softcap > 0,
-        alibi=spec.has_alibi,
-        plain=spec.softcap == 0 and not spec.has_alibi and spec.softmax_scale > 0,
-    )
-
-
-def _numbers(spec: AttentionSpec) -> tuple[int, int, int, int, int, int, float, float]:
-    """Return the runtime numbers that all three kernels take, in their order."""
-    return (
-        spec.num_q_heads,
-        spec.group_size,
-        spec.max_seqlen_q,
-        spec.max_seqlen_k,
-        spec.window_left,
-        spec.window_right,
-        spec.softmax_scale,
-        spec.softcap,
-    )
-
-
-def _bytes_per_row(spec: AttentionSpec) -> int:
-    """Return the bytes of one row of k and v, or of q and do, of one head."""
-    return (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
-
-
-def _heads_per_section(spec: AttentionSpec, bytes_per_head: int) -> int:
-    """Return how many heads share a section of the tile order.
-
-    Without a diagonal all tiles cost the same, so one head after the other is best for L2.
-    """
-    if spec.window_right < 0:
-        return 1
-    return max(1, _SECTION_BYTES // max(1, bytes_per_head))
-
-
-def _query_heads_per_section(spec: AttentionSpec) -> int:
-    """Return the same for kernels that loop over keys: whole groups, which share theirs."""
-    bytes_per_head = spec.max_seqlen_k * _bytes_per_row(spec)
-    return spec.group_size * _heads_per_section(spec, bytes_per_head)
+    dims = head_dims(spec, *rows_of_heads)
+    steps = (strides_of(x, spec, dims) for x in rows_of_heads)
+    return dims, BwdStrides(*steps, row_strides(row_terms))
