@@ -67,9 +67,9 @@ class PagedWork:
 
 
 MAX_SPLIT_RUN = 8  # new tokens: speculative drafts; longer runs reuse keys enough without splits
-MIN_SPLIT_KEYS = 256  # below this a second split costs more to merge than it saves
+MIN_SPLIT_KEYS = 128  # 1,024 keys alone: 10.2 us with 128, 12.0 with 256 (H200, 2026-11-20)
 INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
-PROGRAMS_PER_SM = 8  # four waves of two resident programs: an uneven last wave costs little
+PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
 
 
@@ -90,13 +90,22 @@ def _row_bytes(spec: PagedSpec) -> int:
 
 
 def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
-    """Tiles of the split kernel for runs of `run` tokens: 32 KiB of keys and values a step."""
+    """Tiles of the split kernel for runs of `run` tokens.
+
+    Hopper: 16 KiB of keys and values a step and four steps in flight; within 3 % of the fastest row
+    on each decode shape of `tilewise.bench.tune_paged` (H200, bf16, D 128, block 16; 2026-11-20).
+    Elsewhere, unmeasured: 32 KiB a step.
+    """
     rows = run * spec.group_size
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
-    tile_n = min(max(16, 1 << (32768 // _row_bytes(spec)).bit_length() - 1), 128)
+    is_hopper = arch // 10 == 9
+    step_bytes, num_stages = (16384, 4) if is_hopper else (32768, 2)
+    tile_n = min(max(16, 1 << (step_bytes // _row_bytes(spec)).bit_length() - 1), 128)
+    if not is_hopper and arch in WIDE_SHARED_MEMORY:
+        num_stages = 3
     # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
     num_warps = 8 if tile_m == 64 and arch < 90 else 4
-    return TileConfig(tile_m, tile_n, num_warps, num_stages=3 if arch in WIDE_SHARED_MEMORY else 2)
+    return TileConfig(tile_m, tile_n, num_warps, num_stages)
 
 
 def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
