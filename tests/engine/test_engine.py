@@ -45,14 +45,14 @@ class CacheReader:
             blocks = ctx.block_table[b, : -(-length // block_size)].long()
             tokens = k_cache[blocks].flatten()[:length]
             seen = v_cache[blocks].flatten()[:length]
-            assert torch.equal(seen, torch.arange(length).float())
+            assert torch.equal(seen, torch.arange(length, device=seen.device).float())
             assert torch.equal(
                 tokens[length - (bounds[b + 1] - bounds[b]) :], ids_of(ids, bounds, b)
             )
             rows = bounds[b + 1] - bounds[b]
             prefixes += [tokens[: length - rows + i + 1].long().tolist() for i in range(rows)]
         self.prefixes = prefixes
-        return torch.arange(len(prefixes)).float()[:, None]
+        return torch.arange(len(prefixes), device=ids.device).float()[:, None]
 
     def compute_logits(self, hidden):
         if len(hidden) == 0:

@@ -33,6 +33,8 @@ def head_dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
     """Return the head dims as the kernels count them, and how they may address `tensors`."""
     unit = _VECTOR_BYTES // spec.dtype.itemsize
     for tensor in tensors:
+        if tensor.numel() == 0:
+            continue  # whatever its strides say, nothing is read
         assert tensor.stride(-1) == 1, f"last dim must be contiguous, got {tensor.stride()}"
         sizes_steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
         if any(step % unit for size, step in sizes_steps if size > 1):
