@@ -1,0 +1,58 @@
+"""The wheel: builds, stays small, holds what it should, and works in an empty environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_BYTES = 20_000_000
+
+
+def _run(*command: str | Path, **options) -> str:
+    # Neither this checkout nor the interpreter switch may help the wheel along.
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env=env, **options
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    _run(*pip, "--wheel-dir", folder, ROOT)
+    (built,) = folder.glob("tilewise-*.whl")
+    return built
+
+
+def test_it_is_pure_python_and_small(wheel):
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.stat().st_size < MAX_BYTES
+
+
+def test_it_holds_the_package_with_its_model_and_licence_and_no_tests(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "tilewise/cli.py" in names
+    assert "tilewise/assets/story/model.safetensors" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [n for n in names if n.startswith(("tests/", "examples/", "docs/"))]
+
+
+@pytest.mark.timeout(600)
+def test_it_generates_in_an_empty_environment(wheel, tmp_path):
+    """Only the core dependencies come along: no triton, no transformers, no compiler."""
+    _run(sys.executable, "-m", "venv", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    _run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+    command = [tmp_path / "env" / "bin" / "tilewise", "generate", "--max-tokens", "8"]
+    text = _run(*command, "--prompt", "One day", "--temperature", "0", cwd=tmp_path)
+    assert len(text.split()) > 3
+    assert "tilewise" not in _run(python, "-c", "import sys; print(*sys.path)").split()
