@@ -9,27 +9,21 @@ Numerics  see forward.py and backward.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.backward import attention_backward
-from tilewise.kernels.cpu.forward import MAX_TILES, TILE_M, TILE_N, attention_forward
+from tilewise.kernels.cpu.forward import MAX_TILES, TILE_M, attention_forward
+from tilewise.kernels.cpu.gradients import BackwardPlan, place_gradients
 from tilewise.kernels.cpu.problem import (
-    DK,
-    DO,
-    DQ,
-    DV,
     K_LEN,
     LSE,
     NUM_STARTS,
     Q_LEN,
     TASK,
     Arrays,
-    Gradients,
     K,
     O,
     Problem,
@@ -115,7 +109,8 @@ def launch_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of `launch_fwd`'s inputs; bitwise reproducible.
 
-    ds = p (dp - delta + dlse), delta = rowsum(do * o); dsinks = -sum exp(sink - lse) (delta - dlse).
+    ds = p (dp - delta + dlse), delta = rowsum(do * o);
+    dsinks = -sum exp(sink - lse) (delta - dlse) over the rows.
 
     Args:
         do, dlse: gradients of o and lse; dlse None is zero.
@@ -137,10 +132,13 @@ def launch_bwd(
         seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
     dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
-    plan = _BackwardPlan.of(spec, bias)
+    plan = BackwardPlan.of(spec, bias)
     dq = torch.zeros((plan.num_chunks, *q.shape), dtype=real)
     dbias = torch.zeros(plan.dbias_shape, dtype=real)
-    grads = _place_gradients(problem, plan, do, dq, dk, dv, dbias)
+    firsts = [None, None]
+    if spec.is_varlen:
+        firsts = [edges.numpy()[:-1].astype(np.int64) for edges in (cu_seqlens_q, cu_seqlens_k)]
+    grads = place_gradients(problem, plan, do, dq, dk, dv, dbias, *firsts)
     num_tasks = plan.num_owners * plan.num_chunks
     run_tasks(
         attention_backward, num_tasks, problem.sizes, problem.rule, grads, problem.arrays,
@@ -158,96 +156,6 @@ def launch_bwd(
     return dq, dk, dv, dbias if bias is not None else None, dsinks
 
 
-class _BackwardPlan(NamedTuple):
-    """How the backward pass is cut into tasks, from shapes alone, so that bits do not depend on
-    threads.
-
-    Attributes:
-        num_chunks, tiles_per_chunk: parts of the keys, and tiles of keys in each.
-        num_owners: tasks per chunk.
-        dbias_shape: (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) that tasks add to, or (0,).
-    """
-
-    num_chunks: int
-    tiles_per_chunk: int
-    num_owners: int
-    dbias_shape: tuple[int, ...]
-    shares_batch: bool
-    shares_heads: bool
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, bias: Tensor | None) -> _BackwardPlan:
-        shares_batch = shares_heads = False
-        wide: tuple[int, ...] = (0,)
-        if bias is not None:
-            shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-            if shape[2] == 1 or shape[3] == 1:
-                # A bias of O(N) per head: each task may have a copy, summed afterwards.
-                wide = (spec.batch, spec.num_q_heads, *shape[2:])
-            else:
-                shares_batch, shares_heads = shape[0] == 1, shape[1] == 1
-                wide = shape
-        owners = 1 if shares_batch else spec.batch
-        owners *= 1 if shares_heads else spec.num_kv_heads
-        num_tiles = max(1, -(-spec.max_seqlen_k // TILE_N))
-        # 16 tasks keep 8 cores busy; each chunk costs a float32 copy of dq.
-        wanted = min(-(-16 // max(owners, 1)), num_tiles)
-        tiles_per_chunk = -(-num_tiles // wanted)
-        num_chunks = -(-num_tiles // tiles_per_chunk)
-        if bias is not None:
-            is_whole = wide[2] > 1 and wide[3] > 1
-            wide = (1 if is_whole else num_chunks, *wide)
-        return cls(num_chunks, tiles_per_chunk, owners, wide, shares_batch, shares_heads)
-
-
-def _place_gradients(
-    problem: Problem,
-    plan: _BackwardPlan,
-    do: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor,
-) -> Gradients:
-    """Write the gradients' addresses into problem.arrays.starts and describe their strides."""
-    starts, is_varlen = problem.arrays.starts, do.ndim == 3
-    for column, like, tensor in ((DO, Q, do), (DK, K, dk), (DV, V, dv), (DQ, Q, dq[0])):
-        first = np.arange(len(starts))
-        if is_varlen:
-            first = problem.first_q if like == Q else problem.first_k
-        first = first * tensor.stride(0)
-        starts[:, column] = (
-            first if column == DQ else tensor.data_ptr() + first * tensor.element_size()
-        )
-    (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
-    strides = [0] * 5
-    if dbias.ndim == 5:
-        strides = [
-            stride if size > 1 else 0
-            for stride, size in zip(dbias.stride(), dbias.shape, strict=True)
-        ]
-    return Gradients(
-        do_row=do_row,
-        do_head=do_head,
-        dk_row=dk_row,
-        dk_head=dk_head,
-        dv_row=dv_row,
-        dv_head=dv_head,
-        dq_chunk=dq.stride(0),
-        dq_row=dq.stride(-3),
-        has_dbias=dbias.ndim == 5,
-        shares_batch=plan.shares_batch,
-        shares_heads=plan.shares_heads,
-        dbias_chunk=strides[0],
-        dbias_batch=strides[1],
-        dbias_head=strides[2],
-        dbias_row=strides[3],
-        dbias_column=strides[4],
-        num_chunks=plan.num_chunks,
-        tiles_per_chunk=plan.tiles_per_chunk,
-    )
-
-
 def run_forward(problem: Problem, lse: Tensor) -> None:
     """Fill o, through its addresses, and lse."""
     starts, sizes = problem.arrays.starts, problem.sizes
@@ -258,7 +166,7 @@ def run_forward(problem: Problem, lse: Tensor) -> None:
     tasks = -(-num_tiles // tiles) * sizes.num_kv_heads
     starts[:, TASK] = np.cumsum(tasks) - tasks
     num_tasks = int(tasks.sum())
-    run_tasks(attention_forward, num_tasks, *problem[:3], lse.view(-1).numpy(), tiles)
+    run_tasks(attention_forward, num_tasks, *problem, lse.view(-1).numpy(), tiles)
 
 
 def lse_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
@@ -357,7 +265,7 @@ def describe(
         slopes=per_head(alibi_slopes, spec.num_q_heads, 0.0, real),
         sinks=per_head(sinks, spec.num_q_heads, -np.inf, real),
     )
-    return Problem(sizes, rule, arrays, first_q, first_k)
+    return Problem(sizes, rule, arrays)
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ Numerics  sums in float32 (float64 for float64); P and dS are rounded to the typ
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
+
+import numpy as np
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.forward import (
@@ -24,10 +27,10 @@ from tilewise.kernels.cpu.forward import (
     score_tile,
 )
 from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
-from tilewise.kernels.cpu.pack import gather_tile, pair_tile, transpose_tile
+from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch, transpose_tile
 from tilewise.kernels.cpu.problem import DK, DO, DQ, DV, K_LEN, LSE, Q_LEN, K, Q, V
-from tilewise.kernels.cpu.rows import load_row, store_row
-from tilewise.kernels.cpu.softmax import LOG2_E, logits_row, visible_keys
+from tilewise.kernels.cpu.rows import F32, F64, load_row, store_row
+from tilewise.kernels.cpu.softmax import LOG2_E, logits_row, visible_range
 from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
 
 
@@ -112,145 +115,275 @@ def _add_transposed(c, ld, dim, words, panels, ones, begin, end):
             )  # fmt: skip
 
 
+class _Keys(NamedTuple):
+    """Scratch of a tile of keys: rows, operands of the products, and sums of the gradients."""
+
+    k_rows: np.ndarray
+    v_rows: np.ndarray
+    k_panels: np.ndarray
+    v_panels: np.ndarray
+    k_pairs: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+class _Queries(NamedTuple):
+    """Scratch of a tile of query rows; `at` is each row's place in lse, low ... high its keys."""
+
+    q_rows: np.ndarray
+    do_rows: np.ndarray
+    q_pairs: np.ndarray
+    do_pairs: np.ndarray
+    dq: np.ndarray
+    at: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+
+class _Scores(NamedTuple):
+    """Scratch of queries x keys: products, then P and dS, then both as operands."""
+
+    s: np.ndarray
+    dp: np.ndarray
+    slack: np.ndarray
+    p_words: np.ndarray
+    ds_words: np.ndarray
+    ds_rows: np.ndarray
+    bias: np.ndarray
+    ones: np.ndarray
+
+
 @inner
-def _load_queries(like, code, scratch_rows, ld, dim, start, row_bytes, head_bytes, first_head,
-                  group, first_row, rows):  # fmt: skip
-    """Flat query rows to scratch, zeros past the last."""
+def _new_scratch(like, packed, index_like, ld, ldv):
+    """Allocate a task's scratch, zeroed where padding must stay zero."""
+    keys = _Keys(
+        zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed),
+        scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed), scratch(TILE_N * ld, packed),
+        scratch(TILE_N * ld, like), scratch(TILE_N * ldv, like),
+    )  # fmt: skip
+    queries = _Queries(
+        zero_scratch(TILE_M * ld, packed), zero_scratch(TILE_M * ldv, packed),
+        scratch(TILE_M * ld, packed), scratch(TILE_M * ldv, packed), scratch(TILE_M * ld, like),
+        scratch(TILE_M, index_like), scratch(TILE_M, index_like), scratch(TILE_M, index_like),
+        scratch(TILE_M // MR, index_like), scratch(TILE_M // MR, index_like),
+    )  # fmt: skip
+    area = TILE_M * TILE_N
+    scores = _Scores(
+        scratch(area, like), scratch(area, like), zero_scratch(area, like), scratch(area, packed),
+        scratch(area, packed), scratch(area, packed), zero_scratch(TILE_N, like),
+        zero_scratch(TILE_M, like),
+    )  # fmt: skip
+    scores.ones[:] = 1
+    return keys, queries, scores
+
+
+@inner
+def _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv):
+    """Gather and pack a tile of K and V; return 0.0, or NaN when K holds an infinity or NaN."""
+    like, starts = arrays.like, arrays.starts
+    padded = (count + 31) // 32 * 32
+    check = gather_tile(
+        like, sizes.k_code, keys.k_rows, ld, sizes.head_dim, key, count, padded,
+        starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row, arrays.table, 0, 0, 0,
+    )  # fmt: skip
+    gather_tile(
+        like, sizes.k_code, keys.v_rows, ldv, sizes.v_head_dim, key, count, padded,
+        starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row, arrays.table, 0, 0, 0,
+    )  # fmt: skip
+    transpose_tile(like, keys.k_rows, padded, ld, keys.k_panels)
+    transpose_tile(like, keys.v_rows, padded, ldv, keys.v_panels)
+    pair_tile(like, keys.k_rows, padded, ld, keys.k_pairs, TILE_N)
+    return check
+
+
+@inner
+def _bound_rows(sizes, starts, lse, queries, sequence, first_head, first_row, key, count):
+    """Fill the rows' visible columns and places; return the tile's columns, or (0, 0)."""
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
+    query, member = first_row // sizes.group, first_row % sizes.group
+    tile_begin, tile_end = TILE_N, 0
+    for row in range(TILE_M):
+        queries.low[row], queries.high[row], queries.at[row] = 0, 0, 0
+        if query < q_len:
+            low, high = visible_range(
+                query + k_len - q_len, k_len, sizes.window_left, sizes.window_right
+            )
+            low, high = max(low - key, 0), min(high - key, count)
+            at = starts[sequence, LSE] + (first_head + member) * sizes.lse_head + query
+            queries.at[row] = at
+            if low < high and lse[at] != -math.inf:
+                queries.low[row], queries.high[row] = low, high
+                tile_begin, tile_end = min(tile_begin, low), max(tile_end, high)
+        member += 1
+        if member == sizes.group:
+            query, member = query + 1, 0
+    return (tile_begin, tile_end) if tile_end > 0 else (0, 0)
+
+
+@inner
+def _load_queries(like, code, target, ld, dim, start, row_bytes, head_bytes, group, first_row,
+                  num_rows):  # fmt: skip
+    """A tile of flat query rows to scratch, zeros past the last; prefetch the next tile's."""
+    query, member = first_row // group, first_row % group
+    later_query, later_member = (first_row + TILE_M) // group, (first_row + TILE_M) % group
+    rows = min(TILE_M, num_rows - first_row)
+    size = 8 if code == F64 else 4 if code == F32 else 2
     for row in range(rows):
-        query, head = (first_row + row) // group, first_head + (first_row + row) % group
-        address = start + query * row_bytes + head * head_bytes
-        load_row(like, code, scratch_rows, row * ld, address, dim)
+        address = start + query * row_bytes + member * head_bytes
+        load_row(like, code, target, row * ld, address, dim)
+        later = start + later_query * row_bytes + later_member * head_bytes
+        for line in range(0, dim * size, 64):
+            prefetch(later + line)
+        member, later_member = member + 1, later_member + 1
+        if member == group:
+            query, member = query + 1, 0
+        if later_member == group:
+            later_query, later_member = later_query + 1, 0
     for index in range(rows * ld, TILE_M * ld):
-        scratch_rows[index] = 0
+        target[index] = 0
+
+
+@inner
+def _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, queries, scores, chunk,
+                        sequence, first_head, first_row, key, begin, end):  # fmt: skip
+    """Products S and dP -> P and dS in place, zero wherever a row sees no key."""
+    like = arrays.like
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    zero = simd.splat(like, 0.0)
+    factor = rule.scale if rule.is_scaled_only else 1.0
+    offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
+    for row in range(TILE_M):
+        base, at = row * TILE_N, queries.at[row]
+        low, high = queries.low[row], queries.high[row]
+        if low == high:
+            for column in range(base + begin, base + end, lanes):
+                simd.store(scores.s, column, zero)
+                simd.store(scores.dp, column, zero)
+            continue
+        query, head = (first_row + row) // sizes.group, first_head
+        head += first_row + row - query * sizes.group
+        if not rule.is_scaled_only:
+            if rule.has_bias:
+                load_bias_row(sizes, like, scores.bias, sequence, head, query, key, high)
+            logits_row(like, rule, scores.s, base, begin, end, arrays.slopes[head], query + offset,
+                       scores.bias, scores.slack, base)  # fmt: skip
+        _gradient_row(
+            like, factor, lse[at], shifts[at], scores.s, scores.dp, base, begin, end, low, high
+        )
+        if grads.has_dbias:
+            _add_bias_gradient(
+                grads, dbias, chunk, sequence, head, query, key, scores.dp, base, low, high
+            )
+        if rule.softcap > 0.0:
+            _chain_softcap(like, scores.dp, scores.slack, base, begin, end, low, high)
+
+
+@inner
+def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, is_finite, chunk, sequence,
+                    first_head, first_row, rows, ld):  # fmt: skip
+    """dq += dS K for one tile of rows."""
+    head_dim = sizes.head_dim
+    if is_finite:
+        width, elements = panel_columns(scores.s), words_to_elements(scores.ds_rows)
+        for column in range(0, head_dim, width):
+            for block in range((rows + MR - 1) // MR):
+                begin, end = queries.begin[block], queries.end[block]
+                multiply(
+                    queries.dq, block * MR * ld + column, ld, head_dim - column,
+                    scores.ds_rows, block * MR * TILE_N + begin, TILE_N, elements,
+                    keys.k_pairs, column * TILE_N + begin * width, (end - begin) // elements,
+                    scores.ones,
+                )  # fmt: skip
+    else:
+        queries.dq[:] = 0
+        add_rows_exactly(queries.dq, 0, ld, head_dim, scores.ds_rows, keys.k_rows, ld, scores.ones,
+                         queries.low, queries.high, rows)  # fmt: skip
+    lanes = simd.REGISTER_BYTES // dq.itemsize
+    done = head_dim // lanes * lanes
+    for row in range(rows):
+        query = (first_row + row) // sizes.group
+        head = first_head + first_row + row - query * sizes.group
+        where = chunk * grads.dq_chunk + starts[sequence, DQ] + query * grads.dq_row
+        where += head * head_dim
+        for column in range(0, done, lanes):
+            total = simd.add(
+                simd.load(dq, where + column), simd.load(queries.dq, row * ld + column)
+            )
+            simd.store(dq, where + column, total)
+        for column in range(done, head_dim):
+            dq[where + column] += queries.dq[row * ld + column]
+
+
+@inner
+def _backward_tile(sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, queries, scores,
+                   is_finite, chunk, sequence, kv_head, first_row, key, count, ld,
+                   ldv):  # fmt: skip
+    """What one tile of query rows adds to the gradients of a tile of keys, and to dq."""
+    like, starts = arrays.like, arrays.starts
+    first_head = kv_head * sizes.group
+    num_rows = starts[sequence, Q_LEN] * sizes.group
+    begin, end = _bound_rows(
+        sizes, starts, lse, queries, sequence, first_head, first_row, key, count
+    )
+    if end == 0:
+        return
+    width = panel_columns(like)
+    begin, end = begin // width * width, (end + width - 1) // width * width
+    _load_queries(
+        like, sizes.q_code, queries.q_rows, ld, sizes.head_dim,
+        starts[sequence, Q] + first_head * sizes.q_head, sizes.q_row, sizes.q_head, sizes.group,
+        first_row, num_rows,
+    )  # fmt: skip
+    _load_queries(
+        like, sizes.q_code, queries.do_rows, ldv, sizes.v_head_dim,
+        starts[sequence, DO] + first_head * grads.do_head, grads.do_row, grads.do_head, sizes.group,
+        first_row, num_rows,
+    )  # fmt: skip
+    pair_tile(like, queries.q_rows, TILE_M, ld, queries.q_pairs, TILE_M)
+    pair_tile(like, queries.do_rows, TILE_M, ldv, queries.do_pairs, TILE_M)
+    blocks = TILE_M // MR
+    block_ranges(like, queries.low, queries.high, queries.begin, queries.end, blocks)
+    score_tile(scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, queries.begin,
+               queries.end, blocks)  # fmt: skip
+    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, queries.begin,
+               queries.end, blocks)  # fmt: skip
+    _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, queries, scores, chunk,
+                        sequence, first_head, first_row, key, begin, end)  # fmt: skip
+    _pack_rows(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, begin,
+               end)  # fmt: skip
+    _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs, scores.ones,
+                    begin, end)  # fmt: skip
+    _add_transposed(keys.dk, ld, sizes.head_dim, scores.ds_words, queries.q_pairs, scores.ones,
+                    begin, end)  # fmt: skip
+    _query_gradient(sizes, grads, starts, dq, keys, queries, scores, is_finite, chunk, sequence,
+                    first_head, first_row, min(TILE_M, num_rows - first_row), ld)  # fmt: skip
 
 
 @inner
 def _backward_task(sizes, rule, grads, arrays, lse, shifts, dq, dbias, sequence, kv_head, chunk,
                    first_key, end_key):  # fmt: skip
     """Gradients of keys first_key ... end_key of one key head."""
-    like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
-    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
-    group, head_dim, dim = sizes.group, sizes.head_dim, sizes.v_head_dim
-    elements = words_to_elements(packed)
-    width = panel_columns(like)
-    first_head = kv_head * group
-    ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
-    k_rows, v_rows = zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed)
-    k_panels, v_panels = scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed)
-    k_pairs = scratch(TILE_N * ld, packed)
-    q_rows, do_rows = zero_scratch(TILE_M * ld, packed), zero_scratch(TILE_M * ldv, packed)
-    q_pairs, do_pairs = scratch(TILE_M * ld, packed), scratch(TILE_M * ldv, packed)
-    s, dp = scratch(TILE_M * TILE_N, like), scratch(TILE_M * TILE_N, like)
-    slack = zero_scratch(TILE_M * TILE_N, like)
-    p_words, ds_words = scratch(TILE_M * TILE_N, packed), scratch(TILE_M * TILE_N, packed)
-    ds_rows = scratch(TILE_M * TILE_N, packed)
-    dk, dv, dq_tile = (
-        scratch(TILE_N * ld, like),
-        scratch(TILE_N * ldv, like),
-        scratch(TILE_M * ld, like),
-    )
-    bias, ones = zero_scratch(TILE_N, like), zero_scratch(TILE_M, like)
-    ones[:] = 1
-    low, high = scratch(TILE_M, starts[0]), scratch(TILE_M, starts[0])
-    begin, end = scratch(TILE_M // MR, starts[0]), scratch(TILE_M // MR, starts[0])
-    factor = rule.scale if rule.is_scaled_only else 1.0
+    like, starts = arrays.like, arrays.starts
+    k_len = starts[sequence, K_LEN]
+    ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
+    keys, queries, scores = _new_scratch(like, arrays.packed_like, starts[0], ld, ldv)
     for key in range(first_key, min(end_key, k_len), TILE_N):
         count = min(TILE_N, k_len - key)
-        padded = (count + 31) // 32 * 32
-        check = gather_tile(
-            like, sizes.k_code, k_rows, ld, head_dim, key, count, padded,
-            starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row, arrays.table, 0, 0, 0,
-        )  # fmt: skip
-        gather_tile(
-            like, sizes.k_code, v_rows, ldv, dim, key, count, padded,
-            starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row, arrays.table, 0, 0, 0,
-        )  # fmt: skip
-        transpose_tile(like, k_rows, padded, ld, k_panels)
-        transpose_tile(like, v_rows, padded, ldv, v_panels)
-        pair_tile(like, k_rows, padded, ld, k_pairs, TILE_N)
-        dk[:] = 0
-        dv[:] = 0
-        for first_row in range(0, q_len * group, TILE_M):
-            rows = min(TILE_M, q_len * group - first_row)
-            blocks = TILE_M // MR
-            tile_begin, tile_end = TILE_N, 0
-            for row in range(TILE_M):
-                low[row], high[row] = 0, 0
-                if row < rows:
-                    first, last = visible_keys(
-                        first_row + row, group, q_len, k_len, sizes.window_left, sizes.window_right
-                    )
-                    first, last = max(first - key, 0), min(last - key, count)
-                    query, head = (first_row + row) // group, first_head + (first_row + row) % group
-                    at = starts[sequence, LSE] + head * sizes.lse_head + query
-                    if first < last and lse[at] != -math.inf:
-                        low[row], high[row] = first, last
-                        tile_begin, tile_end = min(tile_begin, first), max(tile_end, last)
-            if tile_end == 0:
-                continue
-            tile_begin, tile_end = (
-                tile_begin // width * width,
-                (tile_end + width - 1) // width * width,
-            )
-            _load_queries(like, sizes.q_code, q_rows, ld, head_dim, starts[sequence, Q], sizes.q_row,
-                          sizes.q_head, first_head, group, first_row, rows)  # fmt: skip
-            _load_queries(like, sizes.q_code, do_rows, ldv, dim, starts[sequence, DO], grads.do_row,
-                          grads.do_head, first_head, group, first_row, rows)  # fmt: skip
-            pair_tile(like, q_rows, TILE_M, ld, q_pairs, TILE_M)
-            pair_tile(like, do_rows, TILE_M, ldv, do_pairs, TILE_M)
-            block_ranges(like, low, high, begin, end, blocks)
-            score_tile(s, q_rows, 0, ld, k_panels, head_dim, begin, end, blocks)
-            score_tile(dp, do_rows, 0, ldv, v_panels, dim, begin, end, blocks)
-            for row in range(TILE_M):
-                base = row * TILE_N
-                query, head = (first_row + row) // group, first_head + (first_row + row) % group
-                at = starts[sequence, LSE] + head * sizes.lse_head + query
-                if low[row] < high[row]:
-                    if not rule.is_scaled_only:
-                        if rule.has_bias:
-                            load_bias_row(sizes, like, bias, sequence, head, query, key, high[row])
-                        logits_row(like, rule, s, base, tile_begin, tile_end, arrays.slopes[head],
-                                   query + k_len - q_len - key, bias, slack, base)  # fmt: skip
-                    _gradient_row(like, factor, lse[at], shifts[at], s, dp,
-                                  base, tile_begin, tile_end, low[row], high[row])  # fmt: skip
-                    if grads.has_dbias:
-                        _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp,
-                                           base, low[row], high[row])  # fmt: skip
-                    if rule.softcap > 0.0:
-                        _chain_softcap(like, dp, slack, base, tile_begin, tile_end, low[row],
-                                       high[row])  # fmt: skip
-                else:
-                    for column in range(base + tile_begin, base + tile_end):
-                        s[column] = 0
-                        dp[column] = 0
-            _pack_rows(like, s, dp, p_words, ds_words, ds_rows, tile_begin, tile_end)
-            _add_transposed(dv, ldv, dim, p_words, do_pairs, ones, tile_begin, tile_end)
-            _add_transposed(dk, ld, head_dim, ds_words, q_pairs, ones, tile_begin, tile_end)
-            if check == 0.0:
-                for column in range(0, head_dim, width):
-                    for block in range(blocks):
-                        multiply(
-                            dq_tile, block * MR * ld + column, ld, head_dim - column,
-                            ds_rows, block * MR * TILE_N + begin[block], TILE_N, elements,
-                            k_pairs, column * TILE_N + begin[block] * width,
-                            (end[block] - begin[block]) // elements, ones,
-                        )  # fmt: skip
-            else:
-                dq_tile[:] = 0
-                add_rows_exactly(
-                    dq_tile, 0, ld, head_dim, ds_rows, k_rows, ld, ones, low, high, rows
-                )
-            for row in range(rows):
-                query, head = (first_row + row) // group, first_head + (first_row + row) % group
-                where = chunk * grads.dq_chunk + starts[sequence, DQ] + query * grads.dq_row
-                where += head * head_dim
-                for column in range(head_dim):
-                    dq[where + column] += dq_tile[row * ld + column]
+        check = _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv)
+        keys.dk[:] = 0
+        keys.dv[:] = 0
+        for first_row in range(0, starts[sequence, Q_LEN] * sizes.group, TILE_M):
+            _backward_tile(
+                sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, queries, scores,
+                check == 0.0, chunk, sequence, kv_head, first_row, key, count, ld, ldv,
+            )  # fmt: skip
         for row in range(count):
             address = starts[sequence, DK] + (key + row) * grads.dk_row + kv_head * grads.dk_head
-            store_row(like, sizes.k_code, dk, row * ld, rule.scale, address, head_dim)
+            store_row(like, sizes.k_code, keys.dk, row * ld, rule.scale, address, sizes.head_dim)
             address = starts[sequence, DV] + (key + row) * grads.dv_row + kv_head * grads.dv_head
-            store_row(like, sizes.k_code, dv, row * ldv, 1.0, address, dim)
+            store_row(like, sizes.k_code, keys.dv, row * ldv, 1.0, address, sizes.v_head_dim)
 
 
 @kernel
@@ -277,5 +410,7 @@ def attention_backward(sizes, rule, grads, arrays, lse, shifts, dq, dbias, count
         end_head = sizes.num_kv_heads if grads.shares_heads else first_head + 1
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
-                _backward_task(sizes, rule, grads, arrays, lse, shifts, dq, dbias, sequence, kv_head,
-                               chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys)  # fmt: skip
+                _backward_task(
+                    sizes, rule, grads, arrays, lse, shifts, dq, dbias, sequence, kv_head, chunk,
+                    chunk * chunk_keys, (chunk + 1) * chunk_keys,
+                )  # fmt: skip

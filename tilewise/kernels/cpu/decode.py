@@ -1,13 +1,17 @@
 """Decoding: one new token per sequence against its cache, at the speed of memory.
 
 What      softmax(q k) v for the query heads of each key head, and lse, for cached keys.
-Grid      one task per (sequence, split of 512 keys, key head), taken from a counter; whoever ends
-          the last split of a (sequence, key head) merges them, always in the same order.
-One task  walks its keys in chunks of 64: scores of 4 query heads per pass, softmax, weighted sum.
-Traffic   each K and V row is read from memory once; the second pass of a wide group hits L1.
+Grid      one task per (sequence, split of 512 keys, some or all key heads), taken from a counter;
+          whoever ends the last split of a (sequence, key head) merges them, in a fixed order.
+One task  walks its keys in chunks, and for each chunk over its key heads: scores of 4 query heads
+          per pass, softmax, weighted sum.
+Traffic   each K and V row is read from memory once, in the order in which blocks hold them; a chunk
+          of 32 keys x 8 heads x D = 128 and the one prefetched meanwhile take half an L2 cache.
 Numerics  float32 (float64 for float64) throughout. Splits lie at multiples of 512 positions, so a
           sequence's bits depend on nothing but itself, whatever the batch or the threads.
 """
+
+# ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from numba import types
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.dots import (
+    AHEAD,
+    CHUNK,
     HEADS,
     dots_1,
     dots_4,
@@ -32,14 +38,12 @@ from tilewise.kernels.cpu.dots import (
     weigh_rest_1,
     weigh_rest_4,
 )
-from tilewise.kernels.cpu.pack import prefetch
-from tilewise.kernels.cpu.problem import K_LEN, LSE, TASK, K, O, Q, V
+from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
 from tilewise.kernels.cpu.rows import load_row, store_row
 from tilewise.kernels.cpu.softmax import LOG2_E
 from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
 
 SPLIT = 512  # keys of a task: 256 KiB of bfloat16 at D = 128, far more work than taking it costs
-CHUNK = 64  # keys between two softmax updates: K and V of a chunk fill a 32 KiB L1 cache
 
 
 @inner
@@ -53,34 +57,28 @@ def position_of(column, unit, lanes):
 
 
 @inner
-def _chunk_addresses(sizes, table, sequence, k_start, v_start, first, count, k_at, v_at, ahead):
-    """Fill the addresses of keys first ... first + count, and prefetch the `ahead` keys after."""
-    size, offset = sizes.block_size, first % sizes.block_size
-    block = first // size
-    k_base = k_start + types.int64(table[sequence, block]) * sizes.k_block
-    v_base = v_start + types.int64(table[sequence, block]) * sizes.v_block
-    for key in range(count + ahead):
-        if offset == size:
-            offset = 0
+def _fill_addresses(sizes, table, sequence, k_start, v_start, first, end, k_at, v_at):
+    """Addresses of keys first ... end - 1, the last one repeated to the end of the arrays."""
+    size, offset, block = sizes.block_size, first % sizes.block_size, first // sizes.block_size
+    k_row = v_row = 0
+    for key in range(end - first):
+        if key == 0 or offset == size:
+            offset = 0 if key > 0 else offset
+            number = types.int64(table[sequence, block])
+            k_row = k_start + number * sizes.k_block + offset * sizes.k_row
+            v_row = v_start + number * sizes.v_block + offset * sizes.v_row
             block += 1
-            k_base = k_start + types.int64(table[sequence, block]) * sizes.k_block
-            v_base = v_start + types.int64(table[sequence, block]) * sizes.v_block
-        k_row, v_row = k_base + offset * sizes.k_row, v_base + offset * sizes.v_row
-        if key < count:
-            k_at[key], v_at[key] = k_row, v_row
-        else:
-            for line in range(0, sizes.head_dim * sizes.k_size, 64):
-                prefetch(k_row + line)
-            for line in range(0, sizes.v_head_dim * sizes.k_size, 64):
-                prefetch(v_row + line)
+        k_at[key], v_at[key] = k_row, v_row
+        k_row += sizes.k_row
+        v_row += sizes.v_row
         offset += 1
-    for key in range(count, CHUNK):
-        k_at[key] = k_at[count - 1]
+    for key in range(end - first, len(k_at)):
+        k_at[key], v_at[key] = k_at[end - first - 1], v_at[end - first - 1]
 
 
 @inner
-def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, rescale):
-    """Turn products [key][head] into probabilities; m, l and rescale hold a lane per head, tiled.
+def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, rescale):
+    """Turn products [key][head] into probabilities; m[lane:], l[lane:], rescale hold heads, tiled.
 
     Args:
         distance: positions from the chunk's first key to the query.
@@ -92,7 +90,7 @@ def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, rescale)
     zero = simd.splat(like, 0.0)
     offsets = keys_1(like) if heads == 1 else keys_4(like)
     slope = simd.load(slopes, 0)
-    old = simd.load(m, 0)
+    old = simd.load(m, lane)
     top = old
     for at in range(0, total, lanes):
         x = simd.mul(simd.load(s, at), scale)
@@ -114,75 +112,113 @@ def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, rescale)
         simd.store(s, at, x)
     factor = simd.exp2(simd.mul(simd.sub(old, shift), log2_e))
     added = sum_1(partial) if heads == 1 else sum_4(partial)
-    simd.store(m, 0, new)
-    simd.store(l, 0, simd.fma(simd.load(l, 0), factor, added))
+    simd.store(m, lane, new)
+    simd.store(l, lane, simd.fma(simd.load(l, lane), factor, added))
     simd.store(rescale, 0, factor)
 
 
 @inner
-def _weigh_chunk(cache_like, heads, acc, ci, ld, rescale, p, v_at, dim, unit, row_size, count):
+def _weigh_chunk(
+    cache_like, heads, acc, ci, ld, rescale, p, v_at, at, shift, dim, unit, row_size, count
+):
     """acc = acc * rescale + p V for one pass of heads."""
     unit_bytes = unit * (row_size // dim)
     column = 0
     while column + 2 * unit <= dim:
-        offset = column // unit * unit_bytes
+        offset = shift + column // unit * unit_bytes
         if heads == 1:
-            weigh_1(cache_like, acc, ci + column, ld, rescale, p, v_at, offset, count, 0)
+            weigh_1(cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, 0)
         else:
-            weigh_4(cache_like, acc, ci + column, ld, rescale, p, v_at, offset, count, 0)
+            weigh_4(cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, 0)
         column += 2 * unit
     while column < dim:
-        offset, rest = column // unit * unit_bytes, min(unit, dim - column)
+        offset, rest = shift + column // unit * unit_bytes, min(unit, dim - column)
         if heads == 1:
-            weigh_rest_1(cache_like, acc, ci + column, ld, rescale, p, v_at, offset, count, rest)
+            weigh_rest_1(
+                cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, rest
+            )
         else:
-            weigh_rest_4(cache_like, acc, ci + column, ld, rescale, p, v_at, offset, count, rest)
+            weigh_rest_4(
+                cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, rest
+            )
         column += unit
 
 
 @inner
-def _decode_split(sizes, rule, arrays, cache_like, sequence, kv_head, first, end, q, acc, m, l):
-    """Keys first ... end - 1 for the padded heads of one key head, into acc, m and l."""
-    like, starts = arrays.like, arrays.starts
+def _decode_head(sizes, rule, arrays, cache_like, sequence, kv_head, chunk, count, k_at, v_at, at,
+                 q, qi, acc, ci, m, l, state, s, rescale, slopes):  # fmt: skip
+    """One chunk of keys for the padded query heads of one key head, into acc, m and l."""
+    like = arrays.like
     lanes = simd.REGISTER_BYTES // like.itemsize
     unit = unit_of(cache_like, like)
     heads = 1 if sizes.group == 1 else HEADS
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
-    k_at, v_at = scratch(CHUNK, starts[0]), scratch(CHUNK, starts[0])
+    distance = arrays.starts[sequence, K_LEN] - 1 - chunk
+    k_shift, v_shift = kv_head * sizes.k_head, kv_head * sizes.v_head
+    for index in range((sizes.group + heads - 1) // heads):
+        q_start = qi + index * heads * ld
+        for key in range(0, count, lanes // heads):
+            if heads == 1:
+                dots_1(cache_like, s, key, k_at, at + key, k_shift, q, q_start, ld, sizes.head_dim)
+            else:
+                dots_4(
+                    cache_like, s, key * HEADS, k_at, at + key, k_shift, q, q_start, ld,
+                    sizes.head_dim,
+                )  # fmt: skip
+        if rule.has_alibi:
+            for lane in range(lanes):
+                head = min(index * heads + lane % heads, sizes.group - 1)
+                slopes[lane] = arrays.slopes[kv_head * sizes.group + head]
+        lane = state + index * lanes
+        _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, rescale)
+        _weigh_chunk(
+            cache_like, heads, acc, ci + index * heads * ldv, ldv, rescale, s, v_at, at, v_shift,
+            sizes.v_head_dim, unit, sizes.v_head_dim * sizes.k_size, count,
+        )  # fmt: skip
+
+
+@inner
+def _decode_task(sizes, rule, arrays, cache_like, sequence, split, first_head, num_heads, slot, q,
+                 acc, m, l):  # fmt: skip
+    """One split of a sequence for num_heads key heads, chunk by chunk, so that memory is read in
+    its order; acc of key head first_head + i starts at (slot + i) * padded * ldv."""
+    like, starts = arrays.like, arrays.starts
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    unit = unit_of(cache_like, like)
+    heads = 1 if sizes.group == 1 else HEADS
+    padded = (sizes.group + heads - 1) // heads * heads
+    ld = (sizes.head_dim + unit - 1) // unit * unit
+    ldv = (sizes.v_head_dim + unit - 1) // unit * unit
+    first, end = split * SPLIT, min((split + 1) * SPLIT, starts[sequence, K_LEN])
+    if sizes.window_left >= 0:
+        first = max(first, starts[sequence, K_LEN] - 1 - sizes.window_left)
+    if first >= end:
+        return
+    k_at, v_at = scratch(SPLIT + AHEAD, starts[0]), scratch(SPLIT + AHEAD, starts[0])
     s, rescale = scratch(CHUNK * HEADS, like), scratch(lanes, like)
-    slopes = zero_scratch(lanes, like)
-    k_start = starts[sequence, K] + kv_head * sizes.k_head
-    v_start = starts[sequence, V] + kv_head * sizes.v_head
-    passes = (sizes.group + heads - 1) // heads
+    slopes, row = zero_scratch(lanes, like), scratch(sizes.head_dim, like)
+    for member in range(num_heads * sizes.group):
+        head = first_head * sizes.group + member
+        at = (member // sizes.group * padded + member % sizes.group) * ld
+        address = starts[sequence, Q] + head * sizes.q_head
+        if q.itemsize == 2:
+            load_row(like, sizes.q_code, q, at, address, sizes.head_dim)
+        else:
+            load_row(like, sizes.q_code, row, 0, address, sizes.head_dim)
+            for column in range(sizes.head_dim):
+                q[at + position_of(column, unit, lanes)] = row[column]
+    _fill_addresses(
+        sizes, arrays.table, sequence, starts[sequence, K], starts[sequence, V], first, end, k_at,
+        v_at,
+    )  # fmt: skip
     for chunk in range(first, end, CHUNK):
-        count = min(CHUNK, end - chunk)
-        ahead = min(CHUNK, end - chunk - count)
-        _chunk_addresses(
-            sizes, arrays.table, sequence, k_start, v_start, chunk, count, k_at, v_at, ahead
-        )
-        for index in range(passes):
-            for key in range(0, count, lanes // heads):
-                if heads == 1:
-                    dots_1(cache_like, s, key, k_at, key, q, index * ld, ld, sizes.head_dim)
-                else:
-                    dots_4(
-                        cache_like, s, key * HEADS, k_at, key, q, index * HEADS * ld, ld,
-                        sizes.head_dim,
-                    )  # fmt: skip
-            if rule.has_alibi:
-                for lane in range(lanes):
-                    head = min(index * heads + lane % heads, sizes.group - 1)
-                    slopes[lane] = arrays.slopes[kv_head * sizes.group + head]
-            distance = starts[sequence, K_LEN] - 1 - chunk
-            state = index * lanes
-            _softmax_chunk(
-                like, rule, heads, s, count, distance, slopes, m[state : state + lanes],
-                l[state : state + lanes], rescale,
-            )  # fmt: skip
-            _weigh_chunk(
-                cache_like, heads, acc, index * heads * ldv, ldv, rescale, s, v_at,
-                sizes.v_head_dim, unit, sizes.v_head_dim * sizes.k_size, count,
+        for index in range(num_heads):
+            _decode_head(
+                sizes, rule, arrays, cache_like, sequence, first_head + index, chunk,
+                min(CHUNK, end - chunk), k_at, v_at, chunk - first, q, index * padded * ld, acc,
+                (slot + index) * padded * ldv, m, l, index * (padded // heads) * lanes, s, rescale,
+                slopes,
             )  # fmt: skip
 
 
@@ -221,15 +257,54 @@ def _merge_splits(sizes, arrays, lse, sequence, kv_head, slot, num_splits, sums,
 
 
 @kernel
-def decode_attention(sizes, rule, arrays, cache_like, splits, sums, tops, totals, finished, lse,
-                     counter, num_tasks):  # fmt: skip
+def plan_decode(starts, window_left, num_kv_heads, splits):
+    """Fill splits (B, 2), see `decode_attention`, and starts' tasks; return how many tasks."""
+    num_tasks = 0
+    for sequence in range(len(starts)):
+        length = starts[sequence, K_LEN]
+        first = 0
+        if window_left >= 0:
+            first = max(length - 1 - window_left, 0) // SPLIT
+        splits[sequence, 0] = first
+        splits[sequence, 1] = max((length + SPLIT - 1) // SPLIT - first, 1)
+        starts[sequence, TASK] = num_tasks
+        num_tasks += splits[sequence, 1] * num_kv_heads
+    return num_tasks
+
+
+@kernel
+def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache):
+    """Fill starts from addresses and row strides in bytes; return how many have one row, and more.
+
+    Args:
+        edges, lengths: cu_seqlens_q and seqlens_k.
+    """
+    single = several = 0
+    for sequence in range(len(starts)):
+        first = types.int64(edges[sequence])
+        rows = types.int64(edges[sequence + 1]) - first
+        starts[sequence, Q] = q + first * q_row
+        starts[sequence, O] = o + first * o_row
+        starts[sequence, K], starts[sequence, V] = k_cache, v_cache
+        starts[sequence, LSE] = first
+        starts[sequence, Q_LEN], starts[sequence, K_LEN] = rows, lengths[sequence]
+        single += rows == 1
+        several += rows > 1
+    return single, several
+
+
+@kernel
+def decode_attention(sizes, rule, arrays, cache_like, heads_per_task, splits, sums, tops, totals,
+                     finished, lse, counter, num_tasks):  # fmt: skip
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays: parts of a `Problem`; every sequence has one query row.
+        sizes, rule, arrays: parts of a `Problem`; every sequence has one query row, and
+            starts[:, TASK] is its first slot: one per split and key head.
         cache_like: empty array of the cache's dtype; uint16 is bfloat16 and int16 is float16.
+        heads_per_task: a divisor of the number of key heads.
         splits: (B, 2) int64, first split and number of splits of each sequence.
-        sums, tops, totals: flat workspaces of a split's acc, m and l, by task and padded head.
+        sums, tops, totals: flat workspaces of acc, m and l, by slot and padded query head.
         finished: (B * Hk,) int64 zeros, splits done.
         lse: flat array of like's type.
         counter: (1,) int64, the next task.
@@ -241,40 +316,33 @@ def decode_attention(sizes, rule, arrays, cache_like, splits, sums, tops, totals
     unit = unit_of(cache_like, like)
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
-    q, row = zero_scratch(padded * ld, like), scratch(sizes.head_dim, like)
-    m, l = scratch(padded * lanes, like), scratch(padded * lanes, like)
+    q = zero_scratch(heads_per_task * padded * ld, arrays.packed_like)
+    m = scratch(heads_per_task * padded * lanes, like)
+    l = scratch(heads_per_task * padded * lanes, like)
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             return
+        slot = task * heads_per_task
         sequence = 0
-        while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= task:
+        while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= slot:
             sequence += 1
-        local = task - starts[sequence, TASK]
-        split, kv_head = local // sizes.num_kv_heads, local % sizes.num_kv_heads
-        for member in range(sizes.group):
-            head = kv_head * sizes.group + member
-            address = starts[sequence, Q] + head * sizes.q_head
-            load_row(like, sizes.q_code, row, 0, address, sizes.head_dim)
-            for column in range(sizes.head_dim):
-                q[member * ld + position_of(column, unit, lanes)] = row[column]
+        local = slot - starts[sequence, TASK]
+        split, first_head = local // sizes.num_kv_heads, local % sizes.num_kv_heads
         m[:] = -math.inf
         l[:] = 0
-        acc = sums[task * padded * ldv : (task + 1) * padded * ldv]
-        acc[:] = 0
-        low = 0
-        if sizes.window_left >= 0:
-            low = max(0, starts[sequence, K_LEN] - 1 - sizes.window_left)
-        first = max((splits[sequence, 0] + split) * SPLIT, low)
-        end = min((splits[sequence, 0] + split + 1) * SPLIT, starts[sequence, K_LEN])
-        _decode_split(sizes, rule, arrays, cache_like, sequence, kv_head, first, end, q, acc, m, l)
-        for member in range(padded):
+        sums[slot * padded * ldv : (slot + heads_per_task) * padded * ldv] = 0
+        _decode_task(
+            sizes, rule, arrays, cache_like, sequence, splits[sequence, 0] + split, first_head,
+            heads_per_task, slot, q, sums, m, l,
+        )  # fmt: skip
+        for member in range(heads_per_task * padded):
             lane = member // heads * lanes + member % heads
-            tops[task * padded + member], totals[task * padded + member] = m[lane], l[lane]
-        owner = sequence * sizes.num_kv_heads + kv_head
-        if next_task(finished[owner : owner + 1]) == splits[sequence, 1] - 1:
-            slot = starts[sequence, TASK] + kv_head
-            _merge_splits(
-                sizes, arrays, lse, sequence, kv_head, slot, splits[sequence, 1], sums, tops,
-                totals, unit, padded, ldv,
-            )  # fmt: skip
+            tops[slot * padded + member], totals[slot * padded + member] = m[lane], l[lane]
+        for kv_head in range(first_head, first_head + heads_per_task):
+            owner = sequence * sizes.num_kv_heads + kv_head
+            if next_task(finished[owner : owner + 1]) == splits[sequence, 1] - 1:
+                _merge_splits(
+                    sizes, arrays, lse, sequence, kv_head, starts[sequence, TASK] + kv_head,
+                    splits[sequence, 1], sums, tops, totals, unit, padded, ldv,
+                )  # fmt: skip

@@ -4,12 +4,14 @@ What      o = softmax(logits) v and lse, for dense, packed and paged keys.
 Grid      one task per (sequence, key head, block of query tiles), taken from a counter by each
           thread, the longest rows of a causal sequence first.
 One task  holds up to 8 tiles of 64 query rows (heads of a group side by side) with their sums;
-          for each tile of 128 keys: packs K and V, then per query tile S = Q K^T, softmax, O += P V.
+          for each tile of 128 keys: packs K and V; per query tile S = Q K^T, softmax, O += P V.
 Traffic   a task reads q once and writes o once; K and V are read once per task. Scratch is under
           0.7 MB per thread for D = 128, so tiles stay in the L2 cache; no Sq x Sk matrix.
 Numerics  m, l and sums in float32 (float64 for float64); P is rounded to the type of the product's
           operands. A row's bits depend on its own keys alone, not on threads or neighbours.
 """
+
+# ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns,
 from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
 from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
 from tilewise.kernels.cpu.rows import load_row, load_strided, store_row
-from tilewise.kernels.cpu.softmax import logits_row, softmax_row, visible_keys
+from tilewise.kernels.cpu.softmax import logits_row, softmax_row, visible_range
 from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
 
 TILE_M = 64  # query rows: 8 register blocks
@@ -98,8 +100,8 @@ def load_bias_row(sizes, like, bias, sequence, head, query, first, count):
 
 
 @inner
-def _softmax_tile(sizes, rule, arrays, s, p, tile, rows, sequence, kv_head, first_row, first_key, low, high,
-                  begin, end, m, l, rescale, bias):  # fmt: skip
+def _softmax_tile(sizes, rule, arrays, s, p, tile, rows, sequence, kv_head, first_row, first_key,
+                  low, high, begin, end, m, l, rescale, bias):  # fmt: skip
     """Probabilities of one tile, and the running maximum and sum of its rows."""
     like = arrays.like
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
@@ -153,8 +155,8 @@ def _forward_task(sizes, rule, arrays, lse, sequence, kv_head, first_tile, tiles
             query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
             address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
             load_row(like, sizes.q_code, q, row * ld, address, head_dim)
-            lows[row], highs[row] = visible_keys(
-                first_row + row, group, q_len, k_len, sizes.window_left, sizes.window_right
+            lows[row], highs[row] = visible_range(
+                query + k_len - q_len, k_len, sizes.window_left, sizes.window_right
             )
             if lows[row] < highs[row]:
                 first_key, end_key = min(first_key, lows[row]), max(end_key, highs[row])

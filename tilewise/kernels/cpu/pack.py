@@ -137,15 +137,20 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
                 simd.store(panels, base + word * width, vector)
 
 
+def emit_prefetch(builder, address):
+    """Ask for the cache line at `address`, an int; harmless wherever it points."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [pointer, _i32(0), _i32(2), _i32(1)])  # read, to L2, data
+
+
 @intrinsic
 def prefetch(typingctx, address):
-    """Ask for the cache line at `address`; harmless wherever it points."""
+    """See `emit_prefetch`."""
 
     def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [pointer, _i32(0), _i32(2), _i32(1)])  # read, to L2, data
+        emit_prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

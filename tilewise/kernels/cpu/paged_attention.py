@@ -16,21 +16,14 @@ from torch import Tensor
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.attention import run_forward
-from tilewise.kernels.cpu.decode import SPLIT, decode_attention
+from tilewise.kernels.cpu.decode import decode_attention, place_sequences, plan_decode
 from tilewise.kernels.cpu.problem import (
-    K_LEN,
-    LSE,
     NUM_STARTS,
     Q_LEN,
-    TASK,
     Arrays,
-    K,
-    O,
     Problem,
-    Q,
     Rule,
     Sizes,
-    V,
     byte_strides,
     float_type,
     packed_type,
@@ -40,11 +33,11 @@ from tilewise.kernels.cpu.rows import DTYPE_CODES, F32, why_not_dtype
 from tilewise.kernels.cpu.threads import run_tasks
 from tilewise.kernels.spec import PagedSpec
 
-_CACHE_TYPES = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.bfloat16: np.uint16,
-    torch.float16: np.int16,
+_CACHE_LIKE = {
+    torch.float32: np.empty(0, np.float32),
+    torch.float64: np.empty(0, np.float64),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
 }
 
 
@@ -91,45 +84,49 @@ def launch(
     assert k_cache.stride(-1) == v_cache.stride(-1) == 1, "cache rows are contiguous"
     o = torch.empty((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=float_type(q.dtype))
-    edges = cu_seqlens_q.numpy()
-    if edges[-1] != q.shape[0]:
-        o[edges[-1] :] = 0
-        lse[:, edges[-1] :] = float("-inf")
-    problem = _describe(
-        q, k_cache, v_cache, o, spec, block_table, seqlens_k.numpy(), edges, alibi_slopes, sinks
-    )
-    lengths = problem.arrays.starts[:, Q_LEN]
-    is_single = lengths == 1
-    if is_single.all():
-        _decode(problem, lse, k_cache.dtype)
-    else:
-        if is_single.any():
-            _decode(_subset(problem, is_single), lse, k_cache.dtype)
-        if (lengths > 1).any():
-            run_forward(_subset(problem, lengths > 1), lse)
+    edges = cu_seqlens_q.contiguous().numpy()
+    num_rows = int(edges[-1])
+    if num_rows != q.shape[0]:
+        o[num_rows:] = 0
+        lse[:, num_rows:] = float("-inf")
+    problem = _describe(q, k_cache, v_cache, o, spec, block_table, alibi_slopes, sinks)
+    starts = problem.arrays.starts
+    single, several = place_sequences(
+        starts, edges, seqlens_k.contiguous().numpy(), q.data_ptr(), _row_bytes(q), o.data_ptr(),
+        _row_bytes(o), k_cache.data_ptr(), v_cache.data_ptr(),
+    )  # fmt: skip
+    if single > 0:
+        part = problem if single == len(starts) else _subset(problem, starts[:, Q_LEN] == 1)
+        _decode(part, lse, k_cache.dtype)
+    if several > 0:
+        part = problem if several == len(starts) else _subset(problem, starts[:, Q_LEN] > 1)
+        run_forward(part, lse)
     return o, lse
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.stride(0) * tensor.element_size()
 
 
 def _decode(problem: Problem, lse: Tensor, cache_dtype: torch.dtype) -> None:
     """Run the sequences of `problem`, one query row each."""
     sizes, arrays = problem.sizes, problem.arrays
-    lengths = arrays.starts[:, K_LEN]
-    splits = np.zeros((len(lengths), 2), np.int64)
-    if sizes.window_left >= 0:
-        splits[:, 0] = np.maximum(lengths - 1 - sizes.window_left, 0) // SPLIT
-    splits[:, 1] = np.maximum(-(-lengths // SPLIT) - splits[:, 0], 1)
-    tasks = splits[:, 1] * sizes.num_kv_heads
-    arrays.starts[:, TASK] = np.cumsum(tasks) - tasks
-    num_tasks = int(tasks.sum())
+    num_sequences = len(arrays.starts)
+    splits = np.empty((num_sequences, 2), np.int64)
+    num_slots = plan_decode(arrays.starts, sizes.window_left, sizes.num_kv_heads, splits)
+    # All key heads of a block lie side by side; part them only to keep every thread busy.
+    heads_per_task = sizes.num_kv_heads
+    while num_slots // heads_per_task < 4 * torch.get_num_threads() and heads_per_task % 2 == 0:
+        heads_per_task //= 2
     group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
     real = arrays.like.dtype
-    rows = num_tasks * group
+    rows = num_slots * group
     padded_dim = -(-sizes.v_head_dim // 32) * 32
     run_tasks(
-        decode_attention, num_tasks, sizes, problem.rule, arrays,
-        np.empty(0, _CACHE_TYPES[cache_dtype]), splits, np.empty(rows * padded_dim, real),
+        decode_attention, num_slots // heads_per_task, sizes, problem.rule, arrays,
+        _CACHE_LIKE[cache_dtype], heads_per_task, splits, np.empty(rows * padded_dim, real),
         np.empty(rows, real), np.empty(rows, real),
-        np.zeros(len(lengths) * sizes.num_kv_heads, np.int64), lse.view(-1).numpy(),
+        np.zeros(num_sequences * sizes.num_kv_heads, np.int64), lse.view(-1).numpy(),
     )  # fmt: skip
 
 
@@ -148,19 +145,10 @@ def _describe(
     o: Tensor,
     spec: PagedSpec,
     block_table: Tensor,
-    lengths: np.ndarray,
-    edges: np.ndarray,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> Problem:
-    """Put the call into the numbers that the kernels take."""
-    first = edges[:-1].astype(np.int64)
-    starts = np.zeros((len(first), NUM_STARTS), np.int64)
-    starts[:, Q] = q.data_ptr() + first * (q.stride(0) * q.element_size())
-    starts[:, K], starts[:, V] = k_cache.data_ptr(), v_cache.data_ptr()
-    starts[:, O] = o.data_ptr() + first * (o.stride(0) * o.element_size())
-    starts[:, LSE] = first
-    starts[:, Q_LEN], starts[:, K_LEN] = np.diff(edges), lengths
+    """Put the call into the numbers that the kernels take; `starts` is still to be filled."""
     (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
         byte_strides, (q, k_cache, v_cache, o)
     )
@@ -203,9 +191,9 @@ def _describe(
     arrays = Arrays(
         like=np.empty(0, real),
         packed_like=np.empty(0, packed_type(q.dtype, has_dot)),
-        starts=starts,
+        starts=np.zeros((spec.num_seqs, NUM_STARTS), np.int64),
         table=block_table.contiguous().numpy(),
         slopes=per_head(alibi_slopes, spec.num_q_heads, 0.0, real),
         sinks=per_head(sinks, spec.num_q_heads, -np.inf, real),
     )
-    return Problem(sizes, rule, arrays, first, first)
+    return Problem(sizes, rule, arrays)

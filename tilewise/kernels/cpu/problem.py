@@ -6,6 +6,7 @@ head hk * G + r % G, so a tile of keys is packed once for the whole group.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ NUM_STARTS = 12
 class Sizes(NamedTuple):
     """Shapes, dtype codes and byte strides; k_size is the bytes of a key element.
 
-    lse_head counts elements. block_size is 0 for dense and packed keys. bias_* are byte strides of the broadcast bias.
+    lse_head counts elements. block_size is 0 for dense and packed keys. bias_* are byte strides
+    of the broadcast bias.
     """
 
     num_kv_heads: int
@@ -115,13 +117,11 @@ class Gradients(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One call: what kernels take, and the first row of each sequence of a packed tensor."""
+    """One call as the kernels take it."""
 
     sizes: Sizes
     rule: Rule
     arrays: Arrays
-    first_q: np.ndarray
-    first_k: np.ndarray
 
 
 def float_type(dtype: torch.dtype) -> torch.dtype:
@@ -136,10 +136,15 @@ def packed_type(dtype: torch.dtype, has_bf16_dot: bool) -> type:
     return np.uint16 if dtype == torch.bfloat16 and has_bf16_dot else np.float32
 
 
+@functools.cache
+def _constant(num_heads: int, value: float, dtype: type) -> np.ndarray:
+    return np.full(num_heads, value, dtype)
+
+
 def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type) -> np.ndarray:
-    """A (Hq,) tensor, or `default` for each head, as an array of `dtype`."""
+    """A (Hq,) tensor, or `default` for each head, as an array of `dtype`; not to be written to."""
     if values is None:
-        return np.full(num_heads, default, dtype)
+        return _constant(num_heads, default, dtype)
     return values.detach().to(float_type(values.dtype)).numpy().astype(dtype)
 
 

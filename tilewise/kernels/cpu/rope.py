@@ -86,8 +86,8 @@ def _rotate_row(like, row, cos, sin, angle, half, interleaved):
 
 
 @kernel
-def _rotate(like, code, size, x, x_batch, x_row, x_head, out, num_tokens, seqlen, num_heads, head_dim,
-            cos, sin, interleaved, counter, num_tasks):  # fmt: skip
+def _rotate(like, code, size, x, x_batch, x_row, x_head, out, num_tokens, seqlen, num_heads,
+            head_dim, cos, sin, interleaved, counter, num_tasks):  # fmt: skip
     row = scratch(head_dim, like)
     half, num_angles = cos.shape[1], cos.shape[0]
     flat_cos, flat_sin = cos.ravel(), sin.ravel()

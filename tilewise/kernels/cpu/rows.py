@@ -91,10 +91,19 @@ def _writer(code, is_scalar):
     return write
 
 
+def _named(function, code):
+    """Compile `function` under a name of its own.
+
+    Symbols are made of the name and a counter that starts anew in each process, so two functions of
+    one name could be taken for each other where cached code meets newly compiled code.
+    """
+    function.__name__ = function.__qualname__ = f"{function.__name__}_row_{code}"
+    return inner(function)
+
+
 def _row_loader(code):
     read, read_one, size = _reader(code, False), _reader(code, True), _SIZE[code]
 
-    @inner
     def load(like, scratch, start, address, count):
         lanes = simd.REGISTER_BYTES // like.itemsize
         zero = simd.splat(like, 0.0)
@@ -111,13 +120,12 @@ def _row_loader(code):
             simd.store_one(scratch, start + column, number)
         return total
 
-    return load
+    return _named(load, code)
 
 
 def _row_storer(code):
     write, write_one, size = _writer(code, False), _writer(code, True), _SIZE[code]
 
-    @inner
     def store(like, scratch, start, factor, address, count):
         lanes = simd.REGISTER_BYTES // like.itemsize
         factors = simd.splat(like, factor)
@@ -128,7 +136,7 @@ def _row_storer(code):
         for column in range(done, count):
             write_one(address + column * size, scratch[start + column] * factor)
 
-    return store
+    return _named(store, code)
 
 
 _load_f32, _load_bf16, _load_f16, _load_f64 = (_row_loader(c) for c in (F32, BF16, F16, F64))

@@ -34,9 +34,8 @@ def _lane_numbers(typingctx, like):
 
 
 @inner
-def visible_keys(row, group, q_len, k_len, left, right):
-    """First key and end of the keys that flat query row `row` sees; equal when there are none."""
-    diagonal = row // group + k_len - q_len
+def visible_range(diagonal, k_len, left, right):
+    """First key and end of the keys that a query at position `diagonal` sees; (0, 0) if none."""
     low = 0
     high = k_len
     if left >= 0:

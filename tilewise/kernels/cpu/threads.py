@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,29 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# Every kernel: compiled once per machine, then loaded from numba's cache.
-kernel = njit(nogil=True, cache=True, error_model="numpy")
+
+def _sources() -> list[tuple[str, float, int]]:
+    """Name, time and size of every file that a kernel may be made of."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [(file.name, file.stat().st_mtime, file.stat().st_size) for file in files]
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile `function` when it is first called, once per machine: later processes load it.
+
+    Numba compiles a cached function anew when its own file changes; these are made of all files of
+    this folder, so the stamp is of them all. Where no cache can be written, nothing is cached.
+    """
+    try:
+        compiled = njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:
+        return njit(nogil=True, error_model="numpy")(function)
+    cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if cache_file is not None:
+        cache_file._source_stamp = _sources()
+    return compiled
+
+
 # What kernels call: never called from Python, so no wrapper is built for it.
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
