@@ -40,6 +40,7 @@ def _ours(path: str, device: str, dtype: str, batch: int, tokens: int) -> Genera
         dtype=dtype,
         max_num_seqs=batch,
         max_model_len=tokens,
+        num_blocks=batch * -(-tokens // 16),
         enable_prefix_caching=False,
     )
 

@@ -83,7 +83,14 @@ def blocks_on_cuda(
     run_once(model, spec, batch, device)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    return num_blocks_for(spec, int(total * gpu_memory_utilization) - (total - free))
+    budget = int(total * gpu_memory_utilization) - (total - free)
+    if budget < spec.bytes_per_block:
+        raise ValueError(
+            "gpu_memory_utilization must leave room for the KV cache: "
+            f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken by weights, "
+            f"temporaries and other programs, got {gpu_memory_utilization}"
+        )
+    return num_blocks_for(spec, budget)
 
 
 def widest_batch(
