@@ -149,15 +149,20 @@ def budget_violation(
         return None
     if not bool(got.isfinite().all()):
         return f"must be finite, got {int((~got.isfinite()).sum())} values that are not"
-    for name, norm in (
-        ("max", lambda t: t.abs().max().item()),
-        ("rms", lambda t: t.square().mean().sqrt().item()),
-    ):
+    for name, norm in (("max", _largest), ("rms", _rms)):
         error = norm(got - want)
         allowance = factor * norm(plain - want) + eps * norm(want) + eps_acc * scale
         if error > allowance:
             return f"{name} error must be at most {allowance:.3e}, got {error:.3e}"
     return None
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item()
+
+
+def _rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item()
 
 
 def assert_within_budget(
