@@ -19,6 +19,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
     interpreter.repair()
 
+# torch remembers at the first use of a device context which functions make tensors; that must
+# happen before the poison below puts its own function in place of torch.empty.
+with torch.device("meta"):
+    torch.empty(0)
+
 
 def _called_from_tilewise() -> bool:
     name = sys._getframe(2).f_globals.get("__name__", "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -370,6 +372,16 @@ def test_settings_out_of_range_are_refused(directory, settings, message):
 def test_a_missing_model_is_named():
     with pytest.raises(CheckpointError, match="no/such/model"):
         LLM("no/such/model")
+
+
+def test_a_generation_imports_neither_compiler_nor_transformers(directory):
+    code = (
+        "import sys; from tilewise import LLM\n"
+        f"LLM({str(directory)!r}, device='cpu', num_blocks=9).generate('the')\n"
+        "print(*{'torch._dynamo', 'sympy', 'triton', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 def test_the_packaged_model_says_what_it_says_in_transformers():

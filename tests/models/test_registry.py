@@ -10,7 +10,9 @@ import torch
 
 from tests.models.tiny import VOCAB, make_hf, save_hf
 from tilewise.models import ModelConfig, build_model, load_model
+from tilewise.models.config import read_config
 from tilewise.models.registry import MODELS
+from tilewise.models.weights import load_weights
 from tilewise.nn import AttentionContext
 
 LLAMA = {
@@ -83,6 +85,31 @@ def test_construction_allocates_no_weights_before_they_are_needed(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "to_empty", spy)
     build_model(ModelConfig.from_hf(LLAMA))
     assert set(devices) == {"meta"}
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2_untied", "qwen2_bias_tied"])
+def test_a_model_built_without_memory_is_that_of_torchs_own_construction(tmp_path, case):
+    save_hf(make_hf(case), tmp_path)
+    got = load_model(tmp_path)
+    config = read_config(tmp_path)
+    want = MODELS[config.architecture](config)
+    load_weights(want, tmp_path)
+    assert got.state_dict().keys() == want.state_dict().keys()
+    for name, tensor in want.state_dict().items():
+        assert torch.equal(got.state_dict()[name], tensor), name
+    assert [n for n, _ in got.named_buffers()] == [n for n, _ in want.named_buffers()]
+    assert all(p.requires_grad for p in got.parameters())
+
+
+def test_loading_imports_neither_torchs_compiler_nor_sympy(tmp_path):
+    save_hf(make_hf("llama"), tmp_path)
+    code = (
+        "import sys; from tilewise.models import load_model\n"
+        f"load_model({str(tmp_path)!r}, dtype='bfloat16')\n"
+        "print(*{'torch._dynamo', 'sympy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 @pytest.mark.parametrize("hf", [LLAMA, GPT2], ids=["llama", "gpt2"])

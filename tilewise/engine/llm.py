@@ -11,7 +11,6 @@ import torch
 
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.engine import Engine
-from tilewise.engine.loading import load
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import FinishReason, Request, SamplingParams
@@ -29,6 +28,7 @@ from tilewise.engine.settings import (
 from tilewise.engine.sizing import blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import RequestError
+from tilewise.models import load_model
 from tilewise.models.config import ModelConfig
 
 __all__ = ["LLM", "packaged_model"]
@@ -88,7 +88,7 @@ class LLM:
         directory = model_directory(model)
         on = compute_device(device)
         self.tokenizer = load_tokenizer(directory)
-        self.model = load(directory, dtype=dtype, device=on)
+        self.model = load_model(directory, dtype=dtype, device=on)
         self.config: ModelConfig = self.model.config
         max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
