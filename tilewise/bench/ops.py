@@ -124,11 +124,11 @@ def _forward_of(
     if peer == "tilewise":
         return lambda: ops.attention(q, k, v, causal=causal)
     backend = _SDPA[device][peer]
-    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
 
     def call() -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
     return call
 
@@ -181,22 +181,25 @@ def _decode_rows(case: tuple[int, int, int, int], device: str, ceilings: Ceiling
             max_seqlen_q=1,
         )
 
-    def gather() -> list[Tensor]:
-        return [cache[index].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache)]
+    def gather(cache: Tensor) -> Tensor:
+        return cache[index].flatten(1, 2).transpose(1, 2)
 
-    contiguous = gather()
+    k, v = gather(k_cache), gather(v_cache)
 
     def sdpa() -> Tensor:
-        return F.scaled_dot_product_attention(q[:, :, None], *contiguous, enable_gqa=True)
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
 
     def gather_sdpa() -> Tensor:
-        return F.scaled_dot_product_attention(q[:, :, None], *gather(), enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q[:, :, None], gather(k_cache), gather(v_cache), enable_gqa=True
+        )
 
     calls: dict[str, Callable[[], Tensor]] = {"tilewise": paged, "sdpa_contiguous": sdpa}
     if device == "cpu":
         calls["gather_sdpa"] = gather_sdpa
-    keys, values = (t[:1].double() for t in contiguous)
-    want = F.scaled_dot_product_attention(q[:1, :, None].double(), keys, values, enable_gqa=True)
+    want = F.scaled_dot_product_attention(
+        q[:1, :, None].double(), k[:1].double(), v[:1].double(), enable_gqa=True
+    )
     rows: list[Row] = []
     for peer, call in calls.items():
         row: Row = {
@@ -209,7 +212,7 @@ def _decode_rows(case: tuple[int, int, int, int], device: str, ceilings: Ceiling
         error = (call()[:1].double().view_as(want) - want).norm() / want.norm()
         if bool(error < 1e-2):
             timing = time_graph(call) if device == "cuda" else time_call(call, device, budget=2.0)
-            speed = 2 * contiguous[0].nbytes / timing.median
+            speed = (k.nbytes + v.nbytes) / timing.median
             row |= {"ms": timing.median * 1e3, "spread": timing.spread, "GB/s": speed / 1e9}
             row["% of read"] = 100 * speed / ceilings.read_bytes
         else:
