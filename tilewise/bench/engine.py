@@ -57,9 +57,8 @@ def _transformers(path: str, device: str, dtype: str) -> Generate:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ImportError("the peer needs transformers: pip install transformers") from error
-    model = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
-    )
+    model = cast(Any, AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)))
+    model = model.to(device).eval()
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         ids = torch.tensor(prompts, device=device)

@@ -184,21 +184,21 @@ def _decode_rows(case: tuple[int, int, int, int], device: str, ceilings: Ceiling
     def gather(cache: Tensor) -> Tensor:
         return cache[index].flatten(1, 2).transpose(1, 2)
 
-    k, v = gather(k_cache), gather(v_cache)
+    k, v = gather(k_cache).contiguous(), gather(v_cache).contiguous()
+    # The query heads of a group as rows of one head: torch's fastest way to decode with GQA.
+    rows_of_groups = q.view(batch, num_kv_heads, -1, 128)
 
     def sdpa() -> Tensor:
-        return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
+        return F.scaled_dot_product_attention(rows_of_groups, k, v)
 
     def gather_sdpa() -> Tensor:
-        return F.scaled_dot_product_attention(
-            q[:, :, None], gather(k_cache), gather(v_cache), enable_gqa=True
-        )
+        return F.scaled_dot_product_attention(rows_of_groups, gather(k_cache), gather(v_cache))
 
     calls: dict[str, Callable[[], Tensor]] = {"tilewise": paged, "sdpa_contiguous": sdpa}
     if device == "cpu":
         calls["gather_sdpa"] = gather_sdpa
     want = F.scaled_dot_product_attention(
-        q[:1, :, None].double(), k[:1].double(), v[:1].double(), enable_gqa=True
+        rows_of_groups[:1].double(), k[:1].double(), v[:1].double()
     )
     rows: list[Row] = []
     for peer, call in calls.items():
