@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tilewise.kernels.cpu import cache_ops, merge, rope
+from tilewise.kernels.cpu.rows import why_not_dtype
 from tilewise.kernels.spec import ElementSpec
 from tilewise.reference import merge as merge_reference
 from tilewise.reference import paged as paged_reference
@@ -15,6 +16,7 @@ from tilewise.reference import rope as rope_reference
 from tilewise.testing import assert_within_budget
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+DTYPES = [dtype for dtype in DTYPES if why_not_dtype(dtype) is None]
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 
