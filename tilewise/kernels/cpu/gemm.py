@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.threads import inner
+from tilewise.kernels.cpu.threads import inlined, inner
 
 # 8 x 2 partial sums + 2 of b + 1 of a fit 32 registers; AVX2 has 16, so 4 x 2 there.
 MR = 8 if simd.NUM_REGISTERS == 32 else 4
@@ -143,7 +143,7 @@ def panel_columns(like):
     return 2 * (simd.REGISTER_BYTES // like.itemsize)
 
 
-@inner
+@inlined
 def multiply(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale):
     """MR rows of c = a b for one panel of b, of which only `columns` columns are wanted.
 
@@ -162,7 +162,7 @@ def multiply(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale):
         _set_2(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, 0)
 
 
-@inner
+@inlined
 def multiply_add(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale, si):
     """MR rows of c = c * scale[si + row] + a b; the arguments are those of `multiply`."""
     lanes = simd.REGISTER_BYTES // c.itemsize

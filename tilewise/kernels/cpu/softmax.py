@@ -16,7 +16,7 @@ import math
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.threads import inner
+from tilewise.kernels.cpu.threads import inlined, inner
 
 LOG2_E = math.log2(math.e)
 
@@ -76,7 +76,7 @@ def logits_row(like, rule, s, si, begin, end, slope, diagonal, bias, slack, di):
         simd.store(s, si + column, x)
 
 
-@inner
+@inlined
 def softmax_row(like, s, si, factor, p, pi, begin, end, low, high, m):
     """p = exp(factor * s - new maximum); return (maximum, sum of p, rescaling of old sums).
 

@@ -46,6 +46,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 # What kernels call: never called from Python, so no wrapper is built for it.
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# What kernels call for every row or block: a call would count references to each array, atomically.
+inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, inline="always")
 
 
 def _new_pool() -> ThreadPoolExecutor:
