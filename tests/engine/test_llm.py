@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +125,11 @@ def test_every_form_of_prompt_is_taken(llm):
     [alone_ids] = llm.generate({"prompt_token_ids": ids}, GREEDY)
     mixed = llm.generate([text, {"prompt_token_ids": tuple(ids)}], [GREEDY, GREEDY])
     assert tokens_of([alone, alone_ids]) == tokens_of(mixed)
+    arrays = [{"prompt_token_ids": np.array(ids)}, {"prompt_token_ids": torch.tensor(ids)}]
+    other = llm.generate((p for p in [{"prompt": text}, *arrays]), iter([GREEDY] * 3))
+    assert tokens_of(other) == tokens_of([alone] * 3)
+    assert [type(i) for i in other[1].prompt_token_ids] == [int] * len(ids)
+    assert [o.prompt for o in other] == [text, None, None]
     assert alone_ids.prompt is None
     assert alone_ids.outputs[0].text == alone.outputs[0].text
     assert llm.generate([]) == []
@@ -133,6 +141,21 @@ def test_each_prompt_may_have_its_own_parameters(llm):
     assert [len(ids) for ids in tokens_of(outputs)] == [3, STEPS]
     with pytest.raises(ValueError, match="as many as the 2 prompts, got 1"):
         llm.generate(["the", "once"], [short])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (None, GREEDY, "prompts must be one or a list of them, got NoneType"),
+        (5, GREEDY, "prompts must be one or a list of them, got int"),
+        ("the", {"max_tokens": 3}, "sampling_params must be SamplingParams, got str"),
+        (["the", "once"], [GREEDY, None], "sampling_params must be SamplingParams, got NoneType"),
+        ("the", 5, "sampling_params must be one or a list of them, got int"),
+    ],
+)
+def test_what_is_no_prompt_and_no_parameters_is_named(llm, prompts, params, message):
+    with pytest.raises(TypeError, match=message):
+        llm.generate(prompts, params)
 
 
 def test_seeded_samples_are_reproducible_in_any_company(directory):
@@ -244,8 +267,13 @@ def test_the_context_ends_a_text_without_max_tokens(directory):
         ({"prompt_token_ids": [5, -1]}, "got -1"),
         ({"prompt_token_ids": [5, 1.5]}, "must be integers, got 1.5"),
         ({"prompt_token_ids": [5] * 300}, "at most 255 tokens"),
-        ({"text": "the"}, "must be a str or"),
-        (7, "must be a str or .* got int"),
+        ({"prompt_token_ids": 5}, "must be a list, got int"),
+        ({"prompt_token_ids": [True]}, "must be integers, got True"),
+        ({"prompt_token_ids": None}, "must be a str, .* got dict"),
+        ({"text": "the"}, "must be a str, .* got dict"),
+        (7, "must be a str, .* got int"),
+        (b"the", "must be a str, .* got bytes"),
+        ("the \udcff", r"valid Unicode, got '.udcff' at character 4"),
         ("", "at least 1 token, got 0"),
     ],
 )
@@ -322,6 +350,51 @@ def test_a_stream_and_other_requests_share_the_engine(llm):
     assert_idle(llm)
 
 
+def test_threads_share_the_engine_and_its_steps(directory):
+    llm = make(directory, num_blocks=60)
+    params = SamplingParams(n=2, seed=3, max_tokens=STEPS, ignore_eos=True)
+    prompts = ["the quick", "once upon", "a small cat", "the lazy dog"]
+    wanted = [[c.text for c in o.outputs] for o in llm.generate(prompts, params)]
+    texts = [o.outputs[0].text for o in llm.generate(prompts, GREEDY)]
+
+    def work(i):
+        for _ in range(3):
+            [output] = llm.generate(prompts[i], params)
+            assert [c.text for c in output.outputs] == wanted[i]
+            assert "".join(llm.stream(prompts[i], GREEDY)) == texts[i]
+            next(llm.stream(prompts[i], GREEDY))
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(work, range(len(prompts))))
+    assert_idle(llm)
+
+
+def test_a_failed_step_in_one_thread_leaves_no_other_waiting(directory, monkeypatch):
+    llm = make(directory)
+    whole, both_live = llm.engine.runner.forward, threading.Event()
+
+    def fails_with_two(inputs):
+        if len(inputs.ctx.seqlens_k) == 2:
+            both_live.set()
+            raise RuntimeError("out of luck")
+        return whole(inputs)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", fails_with_two)
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+    def work(prompt):
+        try:
+            while not both_live.is_set():
+                llm.generate(prompt, params)
+            return "served"
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert "out of luck" in list(pool.map(work, ["the", "once"]))
+    assert_idle(llm)
+
+
 def test_a_stream_is_checked_when_it_is_asked_for(llm):
     with pytest.raises(RequestError, match="n must be 1 to stream, got 2"):
         llm.stream("once", SamplingParams(n=2))
@@ -355,7 +428,15 @@ def test_the_cache_may_be_narrower_than_the_model(directory, checkpoints):
         ({"device": "meta"}, "device must be cpu or cuda, got 'meta'"),
         ({"device": "gpu"}, "device must be cpu or cuda, got 'gpu'"),
         ({"device": "cuda:99"}, "device must be one of the .* GPUs that torch sees, got 'cuda:99'"),
+        ({"device": None}, "device must be cpu or cuda, got None"),
         ({"dtype": "int3"}, "dtype must be 'auto' or a floating point dtype"),
+        ({"kv_cache_dtype": torch.float64}, "kv_cache_dtype must be auto, .* got torch.float64"),
+        ({"block_size": 16.0}, "block_size must be an integer, got 16.0"),
+        ({"num_blocks": "9"}, "num_blocks must be an integer or None, got '9'"),
+        ({"max_model_len": 64.0}, "max_model_len must be an integer or None, got 64.0"),
+        ({"max_num_batched_tokens": True}, "max_num_batched_tokens must be an integer or None"),
+        ({"seed": None}, "seed must be an integer, got None"),
+        ({"num_blocks": 10**12}, "num_blocks must fit the memory of cpu at .* bytes each"),
         ({"max_model_len": 257}, "max_model_len must be in 2 ... 256 .* got 257"),
         ({"max_model_len": 1}, "max_model_len must be in"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be in"),
@@ -370,6 +451,8 @@ def test_settings_out_of_range_are_refused(directory, settings, message):
 
 
 def test_a_missing_model_is_named():
+    with pytest.raises(TypeError, match="model must be a directory or 'story', got None"):
+        LLM(None)
     with pytest.raises(CheckpointError, match="no/such/model"):
         LLM("no/such/model")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tilewise.engine.request import FinishReason, Request, SamplingParams, Sequence
@@ -34,6 +35,35 @@ def test_values_out_of_range_are_refused_by_name(values: dict, message: str):
     with pytest.raises(ValueError) as caught:
         SamplingParams(**values)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"n": 2.0}, "n must be an integer, got 2.0"),
+        ({"n": True}, "n must be an integer, got True"),
+        ({"top_k": None}, "top_k must be an integer, got None"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer or None, got 1.5"),
+        ({"seed": "x"}, "seed must be an integer or None, got 'x'"),
+        ({"logprobs": True}, "logprobs must be an integer or None, got True"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"top_p": None}, "top_p must be a number, got None"),
+        ({"min_p": False}, "min_p must be a number, got False"),
+        ({"stop": 5}, "stop must be a str or a list of them, got 5"),
+        ({"stop": ["a", 5]}, "stop must be a str or a list of them, got ['a', 5]"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers, got 5"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of integers, got ['a']"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused_by_name(values: dict, message: str):
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(**values)
+    assert str(caught.value) == message
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(n=np.int64(2), top_p=np.float32(0.5), seed=np.uint32(7))
+    assert (params.n, params.top_p, params.seed) == (2, 0.5, 7)
 
 
 def test_the_edges_of_each_range_are_accepted():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tilewise.cache.storage import KVStorage
 from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation, RequestOutput
+from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.runner import ModelRunner
@@ -20,12 +22,13 @@ from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
     cache_dtype,
     cache_spec,
+    check_integers,
     compute_device,
     context_length,
     model_directory,
     packaged_model,
 )
-from tilewise.engine.sizing import blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import RequestError
 from tilewise.models import load_model
@@ -33,11 +36,16 @@ from tilewise.models.config import ModelConfig
 
 __all__ = ["LLM", "packaged_model"]
 
-Prompt = str | Mapping[str, Any]
+# Seconds until a thread that waits for another one's step looks whether that has served it, too:
+# the time of a short step, so that no thread's text lags behind by more than one.
+PATIENCE = 0.002
 
 
 class LLM:
     """A model ready to continue prompts, many at a time.
+
+    Threads may share it: their requests run in the same steps, and whichever thread is free runs
+    the next step for all.
 
     Args:
         model: a Hugging Face checkpoint directory, or "story" for the small model of the package.
@@ -57,7 +65,8 @@ class LLM:
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
-        ValueError: an argument is out of its range.
+        TypeError: an argument is not of its type.
+        ValueError: an argument is out of its range, or the cache does not fit the memory.
 
     Example:
         >>> llm = LLM("story")
@@ -81,6 +90,13 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
+        check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
+        check_integers(
+            True,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}"
@@ -118,27 +134,29 @@ class LLM:
             "max_model_len": max_model_len,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        runner = ModelRunner(self.model, KVStorage(spec, num_blocks, on))
+        runner = ModelRunner(self.model, allocate(spec, num_blocks, on))
         self.engine = Engine(self._new_scheduler(), runner)
         warm_up(self.model, spec, on)
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
         )
-        self._live: dict[str, Generation] = {}
-        self._request_ids = (f"request-{i}" for i in itertools.count())
+        self._lock = threading.RLock()  # around whatever changes the engine
+        self._arrived: deque[Generation] = deque()  # for the next step to add to the engine
+        self._live: dict[str, Generation] = {}  # in the engine
+        self._request_numbers = itertools.count()
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue prompts and return when all are done.
 
         Args:
-            prompts: a text, {"prompt_token_ids": [...]}, or a list of these.
+            prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: for all prompts, or one for each; None is SamplingParams().
             use_progress: write a line of progress to stderr.
 
@@ -148,13 +166,13 @@ class LLM:
         Raises:
             RequestError: a prompt can never be served; no work has been done. The message has its
                 place in the list.
+            TypeError: prompts or sampling_params are something else.
             ValueError: there are not as many sampling_params as prompts.
         """
         mine = self._generations(prompts, sampling_params)
         progress = Progress(terminal(use_progress))
         try:
-            for generation in mine:
-                self._start(generation)
+            self._arrived.extend(mine)
             while not all(g.output.finished for g in mine):
                 self._step()
                 progress.show(_progress_text(mine))
@@ -173,19 +191,20 @@ class LLM:
         Raises:
             RequestError: the prompt can never be served, or n is not 1.
         """
-        if sampling_params is not None and sampling_params.n != 1:
-            raise RequestError(f"n must be 1 to stream, got {sampling_params.n}")
         [generation] = self._generations(prompt, sampling_params)
+        if generation.request.sampling.n != 1:
+            raise RequestError(f"n must be 1 to stream, got {generation.request.sampling.n}")
         return self._stream(generation)
 
     def _stream(self, generation: Generation) -> Iterator[str]:
         try:
-            self._start(generation)
+            self._arrived.append(generation)
             while True:
+                is_finished = generation.output.finished  # before its last text is read
                 delta = generation.unread_text()
                 if delta:
                     yield delta
-                elif generation.output.finished:
+                elif is_finished:
                     return
                 else:
                     self._step()
@@ -194,32 +213,38 @@ class LLM:
 
     def _generations(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
     ) -> list[Generation]:
         """Check everything and change nothing."""
-        alone = isinstance(prompts, (str, Mapping))
-        listed: Sequence[Prompt] = [prompts] if alone else prompts  # type: ignore[list-item,assignment]
+        is_alone = isinstance(prompts, (str, bytes, Mapping))
+        many = listed("prompts", [prompts] if is_alone else prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(listed)
-        if len(params) != len(listed):
+            params = [params or SamplingParams()] * len(many)
+        given = listed("sampling_params", params)
+        if len(given) != len(many):
             raise ValueError(
-                f"sampling_params must be one or as many as the {len(listed)} prompts, "
-                f"got {len(params)}"
+                f"sampling_params must be one or as many as the {len(many)} prompts, "
+                f"got {len(given)}"
             )
+        for sampling in given:
+            if not isinstance(sampling, SamplingParams):
+                raise TypeError(
+                    f"sampling_params must be SamplingParams, got {type(sampling).__name__}"
+                )
         generations = []
-        for i, (prompt, sampling) in enumerate(zip(listed, params, strict=True)):
+        for i, (prompt, sampling) in enumerate(zip(many, given, strict=True)):
             try:
                 generations.append(self._generation(prompt, sampling))
             except RequestError as error:
-                raise RequestError(str(error) if alone else f"prompts[{i}]: {error}") from None
+                raise RequestError(str(error) if is_alone else f"prompts[{i}]: {error}") from None
         return generations
 
     def _generation(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
-        text, ids = self._token_ids(prompt)
+        text, ids = token_ids(prompt, self.tokenizer)
         if sampling.stop_strings and self.tokenizer is None:
             raise RequestError("stop must be None for a model without tokenizer, got strings")
-        request = Request(next(self._request_ids), ids, sampling, self._end_ids)
+        request = Request(f"request-{next(self._request_numbers)}", ids, sampling, self._end_ids)
         self.engine.scheduler.limits.check(request)
         if max(ids) >= self.config.vocab_size:
             raise RequestError(
@@ -228,52 +253,50 @@ class LLM:
             )
         return Generation(request, text, self.tokenizer)
 
-    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "prompt must be token ids for a model without tokenizer, got text"
-                )
-            return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            ids = list(prompt["prompt_token_ids"])
-            wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]
-            if wrong:
-                raise RequestError(f"prompt token ids must be integers, got {wrong[0]!r}")
-            return prompt.get("prompt"), ids
-        raise RequestError(
-            f'prompt must be a str or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}'
-        )
-
-    def _start(self, generation: Generation) -> None:
-        self.engine.add_request(generation.request)
-        self._live[generation.request.request_id] = generation
-
     def _step(self) -> None:
-        """Run one step for everything that is live, whoever asked for it."""
+        """Run one step for everything that is live, or wait a moment for another thread's."""
+        if not self._lock.acquire(timeout=PATIENCE):
+            return
         try:
-            for event in self.engine.step():
-                generation = self._live.get(event.request_id)
-                if generation is None:
-                    continue  # somebody else's, given to the engine directly
-                generation.take(event)
-                completion = generation.output.outputs[event.index]
-                if event.finish_reason is None and completion.finish_reason is not None:
-                    self.engine.finish(
-                        event.request_id, event.index, FinishReason.STOP, completion.stop_reason
-                    )
+            self._step_all()
         except BaseException as error:
             self._abort(list(self._live.values()))
             if not isinstance(error, Exception):
                 # An interrupt can come between any two instructions of the scheduler.
                 self.engine.scheduler = self._new_scheduler()
             raise
+        finally:
+            self._lock.release()
+
+    def _step_all(self) -> None:
+        while self._arrived:
+            generation = self._arrived[0]
+            self._live[generation.request.request_id] = generation
+            self._arrived.popleft()
+            self.engine.add_request(generation.request)
+        for event in self.engine.step():
+            live = self._live.get(event.request_id)
+            if live is None:
+                continue  # somebody else's, given to the engine directly
+            live.take(event)
+            completion = live.output.outputs[event.index]
+            if event.finish_reason is None and completion.finish_reason is not None:
+                self.engine.finish(
+                    event.request_id, event.index, FinishReason.STOP, completion.stop_reason
+                )
+            if live.output.finished:
+                self._live.pop(event.request_id)
 
     def _abort(self, generations: Sequence[Generation]) -> None:
-        """Let go of generations, finished or not."""
-        for generation in generations:
-            if self._live.pop(generation.request.request_id, None) is not None:
-                self.engine.abort(generation.request.request_id)
+        """Let go of those that have not finished."""
+        if all(g.output.finished for g in generations):
+            return  # without waiting for the step of another thread
+        with self._lock:
+            for generation in generations:
+                if generation in self._arrived:
+                    self._arrived.remove(generation)
+                if self._live.pop(generation.request.request_id, None) is not None:
+                    self.engine.abort(generation.request.request_id)
                 generation.abort()
 
     def _new_scheduler(self) -> Scheduler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from tilewise.engine.batch import TokenEvent
@@ -88,7 +89,7 @@ class Generation:
             outputs=[CompletionOutput(index) for index in samples],
             metrics=RequestMetrics(arrival_time=time.perf_counter()),
         )
-        self._unread: list[str] = []
+        self._unread: deque[str] = deque()
         self._streams: list[TextStream] | None = None
         if tokenizer is not None:
             self._streams = [
@@ -116,10 +117,14 @@ class Generation:
             metrics.finished_time = now
 
     def unread_text(self) -> str:
-        """Return the text that became certain since the last call, of whichever sample."""
-        text = "".join(self._unread)
-        self._unread.clear()
-        return text
+        """Return the text that became certain since the last call, of whichever sample.
+
+        Another thread may be adding to it.
+        """
+        unread = []
+        while self._unread:
+            unread.append(self._unread.popleft())
+        return "".join(unread)
 
     def abort(self) -> None:
         """Mark every sample that still runs as aborted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 __all__ = ["FinishReason", "Request", "SamplingParams", "Sequence"]
 
@@ -36,6 +37,7 @@ class SamplingParams:
         logprobs: report the log-probability of each token and of this many best ones.
 
     Raises:
+        TypeError: a value is not of its type; the message names it.
         ValueError: a value is outside its range; the message names it.
     """
 
@@ -52,6 +54,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         rules: list[tuple[bool, str]] = [
             (1 <= self.n <= MAX_N, f"n must be in 1 ... {MAX_N}, got {self.n}"),
             (
@@ -79,6 +82,26 @@ class SamplingParams:
             if not holds:
                 raise ValueError(message)
 
+    def _check_types(self) -> None:
+        """Refuse what would fail, or quietly mean something else, deep inside a step."""
+        for name in ("n", "top_k", "max_tokens", "seed", "logprobs"):
+            value = getattr(self, name)
+            may_be_none = name in ("max_tokens", "seed", "logprobs")
+            if not (_is_integer(value) or (value is None and may_be_none)):
+                kind = "an integer or None" if may_be_none else "an integer"
+                raise TypeError(f"{name} must be {kind}, got {value!r}")
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        many = (list, tuple, set, frozenset)
+        stops = () if self.stop is None or isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, many) or not all(isinstance(s, str) for s in stops):
+            raise TypeError(f"stop must be a str or a list of them, got {self.stop!r}")
+        ids = self.stop_token_ids or ()
+        if not isinstance(ids, many) or not all(map(_is_integer, ids)):
+            raise TypeError(f"stop_token_ids must be a list of integers, got {ids!r}")
+
     @property
     def greedy(self) -> bool:
         """Whether each token is the argmax."""
@@ -90,6 +113,10 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(slots=True)

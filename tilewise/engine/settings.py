@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "DEFAULT_BATCHED_TOKENS",
     "cache_dtype",
     "cache_spec",
+    "check_integers",
     "compute_device",
     "context_length",
     "model_directory",
@@ -36,7 +38,13 @@ def packaged_model() -> Path:
 
 
 def model_directory(model: str | Path) -> Path:
-    """Return the checkpoint directory that a user means: a path, or "story"."""
+    """Return the checkpoint directory that a user means: a path, or "story".
+
+    Raises:
+        TypeError: it is neither a str nor a Path.
+    """
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model must be a directory or {PACKAGED!r}, got {model!r}")
     path = Path(model)
     return packaged_model() if str(model) == PACKAGED and not path.is_dir() else path
 
@@ -45,6 +53,16 @@ def cache_spec(config: ModelConfig, block_size: int, dtype: torch.dtype) -> Cach
     """Return the cache that a model needs."""
     kv = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
     return CacheSpec(config.num_layers, block_size, kv)
+
+
+def check_integers(may_be_none: bool, **settings: object) -> None:
+    """Raise TypeError unless each setting is an integer, or None where it may be."""
+    for name, value in settings.items():
+        if value is None and may_be_none:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            kind = "an integer or None" if may_be_none else "an integer"
+            raise TypeError(f"{name} must be {kind}, got {value!r}")
 
 
 def compute_device(device: str | torch.device) -> torch.device:
@@ -57,8 +75,8 @@ def compute_device(device: str | torch.device) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be cpu or cuda, got {device!r}") from error
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}") from None
     if found.type not in DEFAULT_BATCHED_TOKENS:
         raise ValueError(f"device must be cpu or cuda, got {str(device)!r}")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
@@ -73,15 +91,14 @@ def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtyp
     """Return the dtype of the cache: a name, or "auto" for that of the parameters.
 
     Raises:
-        ValueError: the name is none of those offered.
+        ValueError: it is none of those offered.
     """
-    if isinstance(name, torch.dtype):
-        return name
-    if name == "auto":
+    if name == "auto" or name == model_dtype:
         return model_dtype
-    if name not in _CACHE_DTYPES:
-        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_CACHE_DTYPES)}, got {name!r}")
-    return _CACHE_DTYPES[name]
+    for offered, dtype in _CACHE_DTYPES.items():
+        if name in (offered, dtype):
+            return dtype
+    raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_CACHE_DTYPES)}, got {name!r}")
 
 
 def context_length(wanted: int | None, config: ModelConfig) -> int:

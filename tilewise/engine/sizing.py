@@ -16,6 +16,7 @@ from tilewise.engine.runner import CausalModel, ModelRunner
 from tilewise.engine.sampler import sample
 
 __all__ = [
+    "allocate",
     "available_memory",
     "blocks_on_cpu",
     "blocks_on_cuda",
@@ -49,6 +50,21 @@ def available_memory() -> int:
         return min(known)
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def allocate(spec: CacheSpec, num_blocks: int, device: torch.device) -> KVStorage:
+    """Return the cache.
+
+    Raises:
+        ValueError: the device has not that much memory.
+    """
+    try:
+        return KVStorage(spec, num_blocks, device)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ValueError(
+            f"num_blocks must fit the memory of {device} at {spec.bytes_per_block:,} bytes each, "
+            f"got {num_blocks:,}"
+        ) from error
 
 
 def blocks_on_cpu(spec: CacheSpec, max_num_seqs: int, max_model_len: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewise.engine.text import Detokenizer
-from tilewise.errors import CheckpointError
+from tilewise.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -41,7 +41,18 @@ class Tokenizer:
         self._adds_bos = config.get("add_bos_token") is True and self.bos_token_id is not None
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with the special tokens that the model puts around it."""
+        """Return the token ids of `text`, with the special tokens that the model puts around it.
+
+        Raises:
+            RequestError: the text holds half a surrogate pair, which no encoding has.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt must be valid Unicode, got {text[error.start]!a} at character "
+                f"{error.start}"
+            ) from None
         ids: list[int] = self._library.encode(text).ids
         if self._adds_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None

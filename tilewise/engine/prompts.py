@@ -1,0 +1,65 @@
+"""The forms in which users give prompts, and the token ids that they mean. No torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tilewise.engine.tokenizer import Tokenizer
+from tilewise.errors import RequestError
+
+__all__ = ["Prompt", "listed", "token_ids"]
+
+Prompt = str | Mapping[str, Any]
+
+
+def token_ids(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+    """Return the text of a prompt, None if it has none, and its token ids.
+
+    Args:
+        prompt: a text, {"prompt": text} or {"prompt_token_ids": integers}.
+        tokenizer: of the model; None if its directory holds none.
+
+    Raises:
+        RequestError: it is none of these.
+    """
+    text, ids = prompt, None
+    if isinstance(prompt, Mapping):
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if ids is not None:
+        return text if isinstance(text, str) else None, _integers(ids)
+    if not isinstance(text, str):
+        raise RequestError(
+            'prompt must be a str, {"prompt": str} or {"prompt_token_ids": [...]}, '
+            f"got {type(prompt).__name__}"
+        )
+    if tokenizer is None:
+        raise RequestError("prompt must be token ids for a model without tokenizer.json, got text")
+    return text, tokenizer.encode(text)
+
+
+def listed(name: str, values: object) -> list[Any]:
+    """Return what was given for many as a list.
+
+    Raises:
+        TypeError: it cannot be iterated over.
+    """
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be one or a list of them, got {type(values).__name__}")
+    return list(values)
+
+
+def _integers(ids: object) -> list[int]:
+    """Return Python integers, whatever sequence of whatever integers (numpy, torch) these are."""
+    if not isinstance(ids, Iterable):
+        raise RequestError(f"prompt token ids must be a list, got {type(ids).__name__}")
+    found = []
+    for i in ids:
+        try:
+            found.append(operator.index(i))
+        except TypeError:
+            raise RequestError(f"prompt token ids must be integers, got {i!r}") from None
+        if isinstance(i, bool):
+            raise RequestError(f"prompt token ids must be integers, got {i!r}")
+    return found
