@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -207,6 +208,30 @@ def test_end_tokens_of_both_files_are_joined(tmp_path):
 )
 def test_unsupported_settings_are_refused_in_one_sentence(changes, message):
     with pytest.raises(CheckpointError, match=message):
+        llama(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
+        ({"architectures": [{}]}, "architectures must be a list of names"),
+        ({"quantization_config": "gptq"}, "quantization_config must be a JSON object, got 'gptq'"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number, got '1e-6'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be token ids, got '</s>'"),
+        ({"eos_token_id": [2, None]}, "eos_token_id must be token ids"),
+        ({"rope_parameters": "linear"}, "rope_parameters must be a JSON object, got 'linear'"),
+        ({"rope_scaling": [1]}, "rope_scaling must be a JSON object"),
+        ({"rope_theta": "10000"}, "rope_theta must be a number, got '10000'"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number, got '2'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": True}},
+            "beta_fast must be a number, got True",
+        ),
+    ],
+)
+def test_values_of_the_wrong_type_are_named(changes, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         llama(**changes)
 
 

@@ -136,10 +136,12 @@ def test_dtype_is_converted_on_load(tmp_path, dtype):
     assert torch.equal(model.norm.weight, hf.model.norm.weight.bfloat16())
 
 
-@pytest.mark.parametrize("dtype", ["int8", torch.int64, "float31"])
+@pytest.mark.parametrize("dtype", ["int8", torch.int64, "float31", "float8_e4m3fn"])
 def test_a_dtype_that_is_no_float_is_refused(tmp_path, dtype):
     save_hf(make_hf("llama"), tmp_path)
-    with pytest.raises(TypeError, match="dtype must be 'auto' or a floating point dtype, got"):
+    with pytest.raises(
+        TypeError, match="dtype must be 'auto' or a floating point dtype of 16 bits or more, got"
+    ):
         load_model(tmp_path, dtype=dtype)
 
 

@@ -153,6 +153,13 @@ def test_truncated_file_is_named(checkpoint, keep):
         load_model(checkpoint)
 
 
+def test_what_git_left_of_a_large_file_is_recognised(checkpoint):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 15386928\n"
+    (checkpoint / FILE).write_text(pointer)
+    with pytest.raises(CheckpointError, match=f"{FILE} must be .* got a Git LFS pointer"):
+        load_model(checkpoint)
+
+
 def test_missing_tensor_is_named(checkpoint):
     name = "model.layers.1.self_attn.k_proj.weight"
     rewrite(checkpoint, lambda tensors: tensors.pop(name))

@@ -43,8 +43,8 @@ _ROPE_OPTIONS = (
 def read(config: Json) -> dict[str, Any]:
     """Return the keyword arguments of `ModelConfig` that a config.json stands for."""
     architecture = _architecture(config)
-    quantization = config.get("quantization_config")
-    if quantization is not None:
+    quantization = _object(config, "quantization_config")
+    if quantization:
         method = quantization.get("quant_method", "unknown")
         raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
     reader = _read_gpt2 if architecture == "GPT2LMHeadModel" else _read_llama
@@ -75,7 +75,9 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _architecture(config: Json) -> str:
-    names = list(config.get("architectures") or ())
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"architectures must be a list of names, got {names!r}")
     if not names:
         by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
         names = [by_type.get(config.get("model_type", ""), config.get("model_type"))]
@@ -99,6 +101,25 @@ def _count(config: Json, name: str) -> int:
     return value
 
 
+def _number(config: Json, name: str, default: float) -> float:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise CheckpointError(f"{name} must be a number, got {value!r}")
+    return value
+
+
+def _object(config: Json, name: str) -> Json:
+    """Return a JSON object inside the configuration, {} when there is none."""
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} must be a JSON object, got {value!r}")
+    return value
+
+
 def _count_or(config: Json, name: str, default: int) -> int:
     return default if config.get(name) is None else _count(config, name)
 
@@ -108,7 +129,10 @@ def eos_token_ids(config: Json) -> tuple[int, ...]:
     value = config.get("eos_token_id")
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(f"eos_token_id must be token ids, got {value!r}")
+    return ids
 
 
 def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
@@ -129,7 +153,7 @@ def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
         "num_kv_heads": _count_or(config, "num_key_value_heads", num_q_heads),
         "head_dim": head_dim,
         "max_position_embeddings": _count(config, "max_position_embeddings"),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
         "hidden_act": config.get("hidden_act", "silu"),
         "windows": _windows(config, architecture, num_layers),
         "softmax_scales": (head_dim**-0.5,) * num_layers,
@@ -168,21 +192,30 @@ def _rope(config: Json, head_dim: int) -> RopeConfig:
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    original = settings.get("original_max_position_embeddings") or max_positions
-    original = config.get("original_max_position_embeddings") or original
+    original = _count_or(settings, "original_max_position_embeddings", max_positions)
+    original = _count_or(config, "original_max_position_embeddings", original)
     for name in _ROPE_NEEDS.get(kind, ()):
         if settings.get(name) is None:
             raise CheckpointError(f"rope_type {kind!r} must come with {name}, got none")
-    given = {name: settings[name] for name in _ROPE_OPTIONS if settings.get(name) is not None}
-    partial = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    given: dict[str, Any] = {
+        name: _number(settings, name, 0.0)
+        for name in _ROPE_OPTIONS
+        if settings.get(name) is not None and name != "truncate"
+    }
+    if settings.get("truncate") is not None:
+        given["truncate"] = bool(settings["truncate"])
+    partial = _number(settings, "partial_rotary_factor", 0.0)
+    partial = partial or _number(config, "partial_rotary_factor", 1.0)
+    theta = _number(settings, "rope_theta", _number(config, "rope_theta", 10_000.0))
+    factor = _number(settings, "factor", max_positions / original if kind == "yarn" else 1.0)
     try:
         return RopeConfig(
             rotary_dim=int(head_dim * partial),
-            theta=float(settings.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+            theta=float(theta),
             rope_type=kind,
             max_positions=max_positions,
             original_max_positions=original,
-            factor=settings.get("factor") or (max_positions / original if kind == "yarn" else 1.0),
+            factor=factor,
             **given,
         )
     except ValueError as error:
@@ -191,7 +224,7 @@ def _rope(config: Json, head_dim: int) -> RopeConfig:
 
 def _rope_settings(config: Json) -> Json:
     """The one dict of rotary settings, old or new spelling, {} when there is none."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    settings = _object(config, "rope_parameters") or _object(config, "rope_scaling")
     per_layer_type = [value for value in settings.values() if isinstance(value, dict)]
     if not per_layer_type:
         return dict(settings)
@@ -220,7 +253,7 @@ def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
         "num_kv_heads": num_heads,
         "head_dim": head_dim,
         "max_position_embeddings": _count(config, "n_positions"),
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "norm_eps": _number(config, "layer_norm_epsilon", 1e-5),
         "hidden_act": config.get("activation_function", "gelu_new"),
         "windows": (None,) * num_layers,
         "softmax_scales": tuple(

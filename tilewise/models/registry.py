@@ -113,6 +113,8 @@ class _PlainMeta(TorchFunctionMode):
 
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise TypeError(f"dtype must be 'auto' or a floating point dtype, got {dtype!r}")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise TypeError(
+            f"dtype must be 'auto' or a floating point dtype of 16 bits or more, got {dtype!r}"
+        )
     return found

@@ -28,6 +28,7 @@ __all__ = ["Weight", "load_weights", "save_model"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_LFS = b"version https://git-lfs"  # how Git LFS's pointer files begin
 _SHOWN = 3  # names listed in a message before "..."
 
 
@@ -111,12 +112,19 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> dict[str, tuple[Path,
         try:
             reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
+            reason = "a Git LFS pointer: run `git lfs pull`" if _is_pointer(file) else error
             raise CheckpointError(
-                f"{file.name} must be a whole safetensors file, got {error}"
+                f"{file.name} must be a whole safetensors file, got {reason}"
             ) from error
         for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
             found[name] = (file, reader)
     return found
+
+
+def _is_pointer(file: Path) -> bool:
+    """Whether Git left the address of the file there instead of the file."""
+    with file.open("rb") as opened:
+        return opened.read(len(_LFS)) == _LFS
 
 
 def _files(directory: Path) -> list[Path]:
