@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -52,12 +53,24 @@ def test_the_prompt_may_be_left_out(model, capsys):
 def test_prompts_come_from_files_and_standard_input(model, capsys, tmp_path, monkeypatch):
     path = tmp_path / "prompt.txt"
     path.write_text("from a file\n", encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(read=lambda: "from a pipe\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe\n")))
     code = generate(model, "--prompt-file", str(path), "--prompt-file", "-", "--max-tokens", "2")
     out = capsys.readouterr().out
     assert code == 0
     assert "--- prompt 1/2, sample 1/1 (length) ---\nfrom a file" in out
     assert "--- prompt 2/2, sample 1/1 (length) ---\nfrom a pipe" in out
+
+
+def test_a_prompt_file_may_come_from_any_editor_but_must_be_utf_8(model, capsys, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"\xef\xbb\xbfthe\r\nquick\r\n")
+    arguments = ["--prompt-file", str(path), "--max-tokens", "2", "--json"]
+    assert generate(model, *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["prompt"] == "the\nquick"
+    path.write_bytes(b"caf\xe9")
+    assert generate(model, *arguments) == 2
+    wanted = f"prompt file must be UTF-8, got byte 0xe9 at offset 3 of {str(path)!r}"
+    assert capsys.readouterr().err == f"tilewise: {wanted}\n"
 
 
 def test_json_has_every_sample_and_the_stats(model, capsys):
@@ -86,7 +99,9 @@ def test_stop_strings_are_kept_out(model, capsys):
         (["--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
         (["--num-blocks", "1"], "prompt and max_tokens must be at most 17 tokens together"),
         (["--kv-cache-dtype", "int3"], "kv_cache_dtype must be auto"),
-        (["--prompt-file", "no/such/file"], "No such file"),
+        (["--num-blocks", str(10**12)], "num_blocks must fit the memory of cpu at"),
+        (["--prompt-file", "no/such/file"], "no such file or directory: 'no/such/file'"),
+        (["--prompt-file", "."], "prompt file must be readable, got is a directory: '.'"),
         (["--model", "no/such/model"], "no/such/model"),
     ],
 )
@@ -156,6 +171,21 @@ def test_explain_attention_prints_backend_and_cost(capsys):
     with pytest.raises(SystemExit):
         main(["explain", "attention", "--shape", "1,64"])
     assert "must be six sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--shape", "1,64,64,4,2,32", "--device", "gpu"], "device must be cpu or cuda, got 'gpu'"),
+        (["--shape", "1,64,64,4,2,32", "--device", "cuda:99"], "device must be one of"),
+        (["--shape", "9,9999999,9999999,4,2,9999999"], "shape must be of at most 2**48 elements"),
+    ],
+)
+def test_explain_attention_refuses_in_one_sentence(capsys, arguments, sentence):
+    assert main(["explain", "attention", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert sentence in err
 
 
 def test_explain_cache_reads_the_configuration_only(model, capsys, tmp_path):

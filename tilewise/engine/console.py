@@ -15,7 +15,8 @@ from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.settings import cache_spec, model_directory
+from tilewise.engine.settings import cache_spec, compute_device, model_directory
+from tilewise.errors import RequestError
 from tilewise.models.config import read_config
 from tilewise.ops import explain
 
@@ -23,6 +24,9 @@ __all__ = ["explain_attention", "explain_cache", "generate", "read_prompt"]
 
 # Sequences that run at once at most; the cache is made no larger than the prompts at hand need.
 MAX_NUM_SEQS = 256
+# Elements of a tensor that `explain` takes: torch counts their bytes in int64, and no machine has
+# half a PiB.
+MAX_ELEMENTS = 2**48
 
 
 def generate(
@@ -72,8 +76,11 @@ def explain_attention(
         dtype: name of a torch dtype.
     """
     batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim = shape
-    # Only shapes matter: one row stands for all, so that no shape is too large to ask about.
-    row = torch.empty(head_dim, dtype=getattr(torch, dtype), device=device)
+    widest = batch * max(seqlen_q, seqlen_k) * max(num_q_heads, num_kv_heads) * head_dim
+    if widest > MAX_ELEMENTS:
+        raise ValueError(f"shape must be of at most 2**48 elements a tensor, got {widest:,}")
+    # Only shapes matter: one row stands for all, so that no tensor is too large to ask about.
+    row = torch.empty(head_dim, dtype=getattr(torch, dtype), device=compute_device(device))
     q = row.expand(batch, seqlen_q, num_q_heads, head_dim)
     k = row.expand(batch, seqlen_k, num_kv_heads, head_dim)
     print(explain("attention", q, k, k, causal=causal, window=window))
@@ -88,9 +95,25 @@ def explain_cache(model: str, block_size: int, dtype: str) -> None:
 
 
 def read_prompt(path: str) -> str:
-    """Return the text of a file, or of standard input for "-", without its last line break."""
-    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    return text.removesuffix("\n")
+    """Return the text of a file, or of standard input for "-", without its last line break.
+
+    A byte order mark, which some editors put first, is no part of it.
+
+    Raises:
+        RequestError: there is no such file, or it is not UTF-8.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise RequestError(f"prompt file must be readable, got {reason}: {path!r}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"prompt file must be UTF-8, got byte 0x{data[error.start]:02x} at offset "
+            f"{error.start} of {path!r}"
+        ) from error
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, echoes_prompt: bool) -> None:
