@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.context import AttentionContext
+from tilewise.nn.packed import PackedLinear, can_pack, pack_linears
 
 __all__ = ["Decoder"]
 
@@ -22,6 +23,7 @@ class Decoder(nn.Module):
     Attributes:
         config: what it was made from.
         embed_tokens: (vocab_size, E); also the output head when lm_head is None (tied).
+        packed_head: a packed copy of a tied head, see `pack_for_inference`.
         weight_prefix: what a checkpoint of the bare model leaves out of every tensor name.
         ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
         residual_projections: suffixes of parameters that write to the residual stream.
@@ -35,7 +37,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.lm_head: nn.Linear | None = None
+        self.lm_head: nn.Linear | PackedLinear | None = None
+        self.packed_head: PackedLinear | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -75,9 +78,20 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits = F.linear(hidden, head.weight)
+        head = self.lm_head if self.packed_head is None else self.packed_head
+        logits = F.linear(hidden, self.embed_tokens.weight) if head is None else head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def pack_for_inference(self) -> None:
+        """Lay the weights of all projections out as this CPU reads them fastest.
+
+        The parameters of the projections are gone afterwards: the model can neither be trained nor
+        saved. A tied output head is copied, since rows of the embedding are looked up as well.
+        Where there is nothing to gain (`nn.packed.can_pack`), nothing changes.
+        """
+        pack_linears(self)
+        if self.lm_head is None and can_pack(self.embed_tokens.weight):
+            self.packed_head = PackedLinear(self.embed_tokens.weight)
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
