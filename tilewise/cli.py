@@ -19,6 +19,7 @@ __all__ = ["main"]
 OPENING = "Once upon a time"
 # Shells report a process that signal s ended as 128 + s: SIGINT is 2, SIGPIPE is 13.
 INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13
+SPINS = 1000  # a few microseconds: a little longer than a thread of an idle machine is late
 _DTYPES = ("float32", "float16", "bfloat16")
 _WRONG_REQUEST = (CheckpointError, RequestError, UnsupportedError, ValueError, TypeError, OSError)
 
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes those of the process.
     """
     options = _parser().parse_args(argv)
+    # GNU OpenMP reads this when torch is imported. Its threads spin for milliseconds when they wait
+    # for each other, and on a busy machine they take the cores from those that they wait for.
+    os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
     try:
         run: Callable[[argparse.Namespace], int | None] = options.run
         code = run(options)
