@@ -47,6 +47,12 @@ class LLM:
     Threads may share it: their requests run in the same steps, and whichever thread is free runs
     the next step for all.
 
+    On a CPU the projections are packed for its matrix products, and multiplied in float32 where it
+    has no instructions for their dtype (float16 on most, bfloat16 on some; the results keep the
+    dtype). A step uses as many of torch's threads as its work is worth. On a machine that others
+    use too, GOMP_SPINCOUNT=1000 in the environment before torch is imported keeps these threads
+    from spinning while they wait; the command line sets it.
+
     Args:
         model: a Hugging Face checkpoint directory, or "story" for the small model of the package.
         dtype: of the parameters, e.g. "bfloat16"; "auto" is the checkpoint's own.
@@ -105,6 +111,8 @@ class LLM:
         on = compute_device(device)
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on)
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.model.pack_for_inference()
         self.config: ModelConfig = self.model.config
         max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
@@ -134,7 +142,9 @@ class LLM:
             "max_model_len": max_model_len,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        runner = ModelRunner(self.model, allocate(spec, num_blocks, on))
+        runner = ModelRunner(
+            self.model, allocate(spec, num_blocks, on), num_parameters=num_parameters
+        )
         self.engine = Engine(self._new_scheduler(), runner)
         warm_up(self.model, spec, on)
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
