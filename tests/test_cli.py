@@ -202,6 +202,52 @@ def test_help_has_examples_and_version_is_printed(capsys):
         assert text in capsys.readouterr().out
 
 
+def _run(model, *arguments, **settings):
+    arguments = ["--model", model, "--device", "cpu", "--greedy", "--max-tokens", "4", *arguments]
+    return subprocess.run(
+        [sys.executable, "-m", "tilewise", "generate", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=120,
+        **{"env": {**os.environ, "OMP_NUM_THREADS": "1"}, **settings},
+    )
+
+
+def test_a_terminal_of_another_encoding_shows_what_it_can(model):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+    done = _run(model, "--prompt", "caf\N{LATIN SMALL LETTER E WITH ACUTE} the", env=env)
+    assert (done.returncode, done.stdout[:8]) == (0, b"caf? the")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "code", "sentence"),
+    [
+        ("stdin", ["--prompt-file", "-"], 2, "standard input must be open for prompt file '-'"),
+        ("stdout", ["--prompt", "the"], 0, "prefill"),
+        ("stderr", ["--prompt", "the"], 0, ""),
+        ("stderr", ["--prompt", "the", "--prompt", "once"], 0, ""),
+        ("stderr", ["--prompt", ""], 2, ""),
+    ],
+)
+def test_a_standard_stream_may_be_missing(
+    model, capsys, monkeypatch, name, arguments, code, sentence
+):
+    monkeypatch.setattr(sys, name, None)
+    assert generate(model, *arguments, "--max-tokens", "2") == code
+    out, err = capsys.readouterr()
+    assert sentence in err
+    assert not any(word in out for word in ("prefill", "tilewise:"))
+
+
+def test_a_process_ends_without_looking_for_garbage():
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from tilewise.cli import main; main(['explain', 'cache', 'story'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("True\n")
+
+
 def _start(model):
     arguments = ["--model", model, "--device", "cpu", "--ignore-eos", "--max-tokens", "240"]
     return subprocess.Popen(

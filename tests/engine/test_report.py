@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -39,6 +40,12 @@ def test_the_closing_line_has_speed_and_cache():
         "prefill 1,500 tok/s | decode 180 tok/s | KV blocks 10/64 at peak, 2.5% of their slots "
         "empty | 2,048 bytes a token | prefix cache had 16 of 27 tokens"
     )
+
+
+def test_the_closing_line_has_preemptions_when_there_were_any():
+    scheduler = dataclasses.replace(STATS.scheduler, num_preemptions=3)
+    line = stats_line(dataclasses.replace(STATS, scheduler=scheduler))
+    assert line == stats_line(STATS) + " | 3 preemptions for want of blocks"
 
 
 def test_the_record_is_json_with_rates_and_counts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,9 @@ def generate(
         echoes_prompt: print the prompt before its continuation.
         settings: further arguments of LLM.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal or pipe of another encoding shows what it can of a text, not an error.
+        sys.stdout.reconfigure(errors="replace")
     progress = Progress(terminal())
     progress.show(f"loading {model} ...")
     max_num_seqs = min(len(prompts) * params.n, MAX_NUM_SEQS)
@@ -58,12 +62,13 @@ def generate(
     if len(prompts) == 1 and params.n == 1 and not as_json:
         _stream(llm, prompts[0], params, echoes_prompt)
     else:
-        outputs = llm.generate(prompts, params, use_progress=sys.stderr.isatty())
+        outputs = llm.generate(prompts, params, use_progress=terminal() is not None)
         if as_json:
             _print_json(llm, outputs)
         else:
             _print_samples(outputs, echoes_prompt)
-    print(stats_line(llm.engine.stats()), file=sys.stderr)
+    if sys.stderr is not None:  # print would take standard output instead
+        print(stats_line(llm.engine.stats()), file=sys.stderr)
 
 
 def explain_attention(
@@ -103,7 +108,7 @@ def read_prompt(path: str) -> str:
         RequestError: there is no such file, or it is not UTF-8.
     """
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = _standard_input() if path == "-" else Path(path).read_bytes()
         text = data.decode("utf-8-sig")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -114,6 +119,12 @@ def read_prompt(path: str) -> str:
             f"{error.start} of {path!r}"
         ) from error
     return text.replace("\r\n", "\n").removesuffix("\n")
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise RequestError("standard input must be open for prompt file '-', got none")
+    return sys.stdin.buffer.read()
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, echoes_prompt: bool) -> None:

@@ -16,17 +16,17 @@ __all__ = ["Progress", "cache_report", "stats_line", "stats_record"]
 def stats_line(stats: EngineStats) -> str:
     """Return one line that says how fast a run was and what its cache held."""
     scheduler = stats.scheduler
-    return " | ".join(
-        [
-            f"prefill {_rate(stats.prefill_rate)}",
-            f"decode {_rate(stats.decode_rate)}",
-            f"KV blocks {scheduler.blocks_peak}/{scheduler.num_blocks} at peak, "
-            f"{scheduler.peak_wasted_fraction:.1%} of their slots empty",
-            f"{stats.cache_bytes_per_token:,} bytes a token",
-            f"prefix cache had {scheduler.prefix_hit_tokens} of "
-            f"{scheduler.prefix_query_tokens} tokens",
-        ]
-    )
+    parts = [
+        f"prefill {_rate(stats.prefill_rate)}",
+        f"decode {_rate(stats.decode_rate)}",
+        f"KV blocks {scheduler.blocks_peak}/{scheduler.num_blocks} at peak, "
+        f"{scheduler.peak_wasted_fraction:.1%} of their slots empty",
+        f"{stats.cache_bytes_per_token:,} bytes a token",
+        f"prefix cache had {scheduler.prefix_hit_tokens} of {scheduler.prefix_query_tokens} tokens",
+    ]
+    if scheduler.num_preemptions:
+        parts.append(f"{scheduler.num_preemptions} preemptions for want of blocks")
+    return " | ".join(parts)
 
 
 def stats_record(stats: EngineStats) -> dict[str, Any]:
@@ -92,7 +92,9 @@ class Progress:
 
 
 def terminal(wanted: bool | None = None) -> TextIO | None:
-    """Return stderr if progress is wanted there; by default when it is a terminal."""
+    """Return stderr, if there is one and progress is wanted there; by default on a terminal."""
+    if sys.stderr is None:
+        return None
     if wanted is None:
         wanted = sys.stderr.isatty()
     return sys.stderr if wanted else None
