@@ -217,6 +217,9 @@ def test_a_terminal_of_another_encoding_shows_what_it_can(model):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     done = _run(model, "--prompt", "caf\N{LATIN SMALL LETTER E WITH ACUTE} the", env=env)
     assert (done.returncode, done.stdout[:8]) == (0, b"caf? the")
+    prompt = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+    done = _run(model, "--prompt", prompt, "--json", env=env)
+    assert json.loads(done.stdout.decode("ascii"))["outputs"][0]["prompt"] == prompt
 
 
 @pytest.mark.parametrize(

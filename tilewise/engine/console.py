@@ -153,4 +153,6 @@ def _print_json(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         "outputs": [asdict(output) for output in outputs],
         "stats": stats_record(llm.engine.stats()),
     }
-    print(json.dumps(record, ensure_ascii=False, indent=2), flush=True)
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    has_all = encoding.lower().replace("-", "") == "utf8"  # else escapes, which lose nothing
+    print(json.dumps(record, ensure_ascii=not has_all, indent=2), flush=True)
