@@ -107,15 +107,16 @@ class Attention(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (..., Hq, D), k and v (..., Hk, D), normalised and rotated."""
+        # split_with_sizes, since Tensor.split is Python around it and takes twice as long.
         hq, hk = self.num_q_heads, self.num_kv_heads
         heads = self.qkv_proj(x).unflatten(-1, (hq + 2 * hk, self.head_dim))
         if self.q_norm is None or self.k_norm is None:
-            qk, v = heads.split((hq + hk, hk), dim=-2)
+            qk, v = heads.split_with_sizes((hq + hk, hk), dim=-2)
             if rope is not None:
                 qk = ops.apply_rope(qk, *rope)  # q and k turn by the same angles: one call
-            q, k = qk.split((hq, hk), dim=-2)
+            q, k = qk.split_with_sizes((hq, hk), dim=-2)
             return q, k, v
-        q, k, v = heads.split((hq, hk, hk), dim=-2)
+        q, k, v = heads.split_with_sizes((hq, hk, hk), dim=-2)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
