@@ -44,9 +44,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 class PackedLinear(nn.Module):
     """Compute x @ weight.T + bias from a weight in oneDNN's own layout.
 
-    nn.Linear gives oneDNN a row-major matrix, which it must repack in each call or read against
-    its grain. One row through 7.7 M bfloat16 parameters takes 2.5 ms with nn.Linear and 1.0 ms
-    packed, 8 rows 3.0 and 1.6 ms, 512 rows 51 and 38 ms (EPYC 9004, one core, 2026-11).
+    One row through 7.7 M bfloat16 parameters takes 2.4 ms with nn.Linear and 1.0 ms packed, 8 rows
+    3.2 and 1.7 ms, 64 rows 7.7 and 5.9 ms; from 256 rows on they are alike (EPYC 9004, one core,
+    2026-11).
 
     Args:
         weight: (out, in), of a dtype that `can_pack` accepts; not kept.
