@@ -76,26 +76,36 @@ def _transformers(path: str, device: str, dtype: str) -> Generate:
     return generate
 
 
-def _seconds(generate: Generate, prompts: list[list[int]], new_tokens: int, repeats: int) -> float:
-    generate(prompts, new_tokens)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        generate(prompts, new_tokens)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def _measure(
+    engines: dict[str, Generate], prompts: list[list[int]], new_tokens: int, repeats: int
+) -> list[Row]:
+    """Time one new token (prefill) and a whole run of each engine, in turns.
 
-
-def _measure(generate: Generate, prompts: list[list[int]], new_tokens: int, repeats: int) -> Row:
-    """Split a run into prefill (one new token) and decode (the rest)."""
-    first = _seconds(generate, prompts, 1, repeats)
-    whole = _seconds(generate, prompts, new_tokens, repeats)
+    The engines alternate, so that a machine whose speed drifts is unkind to both alike.
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for turn in range(repeats + 1):
+        for name, generate in engines.items():
+            for count in (1, new_tokens):
+                start = time.perf_counter()
+                generate(prompts, count)
+                if turn > 0:  # the first turn warms up
+                    seconds.setdefault((name, count), []).append(time.perf_counter() - start)
     batch, length = len(prompts), len(prompts[0])
-    return {
-        "prefill tok/s": batch * length / first,
-        "decode tok/s": batch * (new_tokens - 1) / (whole - first),
-        "output tok/s": batch * new_tokens / whole,
-    }
+    rows: list[Row] = []
+    for name in engines:
+        first = statistics.median(seconds[name, 1])
+        whole = statistics.median(seconds[name, new_tokens])
+        rows.append(
+            {
+                "engine": name,
+                "batch": batch,
+                "prefill tok/s": batch * length / first,
+                "decode tok/s": batch * (new_tokens - 1) / (whole - first),
+                "output tok/s": batch * new_tokens / whole,
+            }
+        )
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,9 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if peer is not None:
             engines["transformers"] = peer
         prompts = _prompts(batch, options.prompt_tokens, 1000)
-        for name, generate in engines.items():
-            measured = _measure(generate, prompts, options.new_tokens, options.repeats)
-            rows.append({"engine": name, "batch": batch, **measured})
+        rows += _measure(engines, prompts, options.new_tokens, options.repeats)
     print(f"{device_name(device)}, torch {torch.__version__}, {options.dtype}, {path}")
     columns = ["batch", "engine", "prefill tok/s", "decode tok/s", "output tok/s"]
     print(format_table(rows, columns))
