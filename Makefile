@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Once upon a time, there was a little rabbit
 
-.PHONY: demo test check bench docs compile-matrix clean
+.PHONY: demo test check bench docs clean
 
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
@@ -23,9 +23,6 @@ bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 
 docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results
 	$(BIN)/python docs/plots.py
-
-compile-matrix: $(VENV)/.installed-test ## compile every kernel with each supported triton version
-	$(BIN)/python -m tests.kernels.compile_matrix
 
 clean:
 	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache

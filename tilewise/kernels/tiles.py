@@ -1,7 +1,7 @@
 """Tile sizes as pure tables: (op, head dim, dtype, arch) -> TileConfig.
 
 Shipped code never autotunes. Each row of a table names where it was measured: device, shape, date;
-`tilewise bench tune` prints candidates, and a person commits them.
+`python -m tilewise.bench.tune` and `tune_paged` print candidates, and a person commits them.
 """
 
 from __future__ import annotations
