@@ -1,0 +1,86 @@
+"""The benches refuse wrong results, count what they say, and lay out what they found."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+from tilewise.bench import engine, ops
+from tilewise.bench.report import emit, format_table
+from tilewise.bench.roofline import Ceilings
+from tilewise.bench.timing import peak_memory, time_call
+
+CEILINGS = Ceilings("cpu", "a processor", torch.__version__, 1e12, 1e10, 1e10)
+SHAPE = (1, 64, 2, 32)
+
+
+@pytest.mark.parametrize("peer", ["tilewise", "sdpa_flash"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_row_counts_the_flops_of_the_papers(peer, backward):
+    (row,) = ops._dense_row(peer, SHAPE, True, "cpu", CEILINGS, backward)
+    flops = 4 * 64 * 64 * 2 * 32 / 2 * (2.5 if backward else 1.0)
+    assert row["TFLOP/s"] * row["ms"] == pytest.approx(flops / 1e9, rel=1e-6)
+    assert row["% of matmul"] == pytest.approx(100 * row["TFLOP/s"], rel=1e-6)
+
+
+def test_a_wrong_result_gets_no_number(monkeypatch):
+    monkeypatch.setattr(ops.ops, "attention", lambda q, k, v, causal: torch.zeros_like(q))
+    (row,) = ops._dense_row("tilewise", SHAPE, False, "cpu", CEILINGS, False)
+    assert row["error"] == "wrong result"
+    assert "TFLOP/s" not in row
+
+
+def test_decode_counts_the_bytes_of_keys_and_values():
+    rows = ops._decode_rows((2, 4, 2, 64), "cpu", CEILINGS)
+    assert [row["peer"] for row in rows] == ["tilewise", "sdpa_contiguous", "gather_sdpa"]
+    for row in rows:
+        size = 2 * 2 * 64 * 2 * 128 * 2  # k and v, sequences, tokens, heads, channels, bytes
+        assert row["GB/s"] * row["ms"] == pytest.approx(size / 1e6, rel=1e-6)
+
+
+def test_a_call_is_timed_by_its_median():
+    timing = time_call(lambda: time.sleep(0.002), "cpu", budget=0.05)
+    assert timing.median >= 0.002
+    assert timing.low <= timing.median <= timing.high
+    assert timing.repeats >= 5
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_sees_what_a_call_takes_and_gives_back():
+    taken = peak_memory(lambda: torch.ones(16 << 20, dtype=torch.float32).sum(), "cpu")
+    assert 60 << 20 <= taken <= 100 << 20
+    assert peak_memory(lambda: torch.ones(8).sum(), "cpu") < 8 << 20
+
+
+def test_engines_take_turns_and_their_time_is_split_into_prefill_and_decode():
+    calls = []
+
+    def engine_named(name, seconds):
+        def generate(prompts, count):
+            calls.append((name, count))
+            time.sleep(seconds * count)
+            return [[0] * count for _ in prompts]
+
+        return generate
+
+    engines = {"slow": engine_named("slow", 0.004), "fast": engine_named("fast", 0.001)}
+    slow, fast = engine._measure(engines, [[1, 2, 3]] * 2, 3, 2)
+    assert calls[:4] == [("slow", 1), ("slow", 3), ("fast", 1), ("fast", 3)]
+    assert len(calls) == 3 * 4  # one turn to warm up, two that count
+    assert fast["decode tok/s"] > slow["decode tok/s"]
+    assert slow["prefill tok/s"] <= 2 * 3 / 0.004
+
+
+def test_a_table_aligns_its_columns_and_shows_gaps():
+    text = format_table([{"N": 1, "ms": 0.12345}, {"N": 4096}], ["N", "ms"])
+    assert text.splitlines() == ["   N     ms", "----  -----", "   1  0.123", "4096      -"]
+
+
+def test_the_last_line_is_the_document(tmp_path, capsys):
+    emit({"rows": [1]}, str(tmp_path / "out.json"))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"rows": [1]}
+    assert json.loads((tmp_path / "out.json").read_text()) == {"rows": [1]}
