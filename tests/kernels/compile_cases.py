@@ -70,7 +70,6 @@ def attention_spec(
         "v_head_dim": v_head_dim or head_dim,
         "window_right": 0 if causal else -1,
         "softmax_scale": head_dim**-0.5,
-        "needs_grad": True,
     }
     return AttentionSpec(**(fields | changes))  # type: ignore[arg-type]
 

@@ -140,7 +140,7 @@ def main(arch: int, names: list[str], folder: Path) -> None:
     assert not device.interpreting(), "the interpreter compiles nothing"
     triton.runtime.driver.set_active(_StubDriver(GPUTarget("cuda", arch, 32)))
     device.arch_of = lambda _: arch
-    device.sm_count = lambda _: 132
+    device.sm_count_of = lambda _: 132
     compiled: list[Any] = []
     original = JITFunction.run
 

@@ -179,7 +179,6 @@ def make_problem(call: Call, device: str) -> Problem:
         has_seqlens_k=call.seqlens_k is not None,
         has_alibi=call.alibi,
         has_sinks=call.sinks,
-        needs_grad=True,
     )
     assert kernels.why_not(spec) is None
     return Problem(

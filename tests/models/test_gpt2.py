@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.tiny import (
     GPT2_CASES,
+    PROMPTS,
     VOCAB,
     float64_logits,
     greedy_dense,
@@ -18,8 +19,6 @@ from tests.models.tiny import (
 )
 from tilewise.models import load_model
 from tilewise.testing import assert_within_budget
-
-PROMPTS = [[5, 17, 3, 88, 41, 9, 60, 22, 71, 13, 2], [7], [31, 4, 19, 99, 8]]
 
 
 @pytest.fixture(params=GPT2_CASES, scope="module")

@@ -7,6 +7,7 @@ import torch
 
 from tests.models.tiny import (
     CASES,
+    PROMPTS,
     VOCAB,
     PagedLoop,
     float64_logits,
@@ -18,8 +19,6 @@ from tests.models.tiny import (
 )
 from tilewise.models import load_model
 from tilewise.testing import assert_within_budget
-
-PROMPTS = [[5, 17, 3, 88, 41, 9, 60, 22, 71, 13, 2], [7], [31, 4, 19, 99, 8]]
 
 
 @pytest.fixture(params=CASES, scope="module")

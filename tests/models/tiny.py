@@ -29,6 +29,7 @@ from tilewise.nn import AttentionContext
 logging.disable_progress_bar()
 
 VOCAB = 101  # no tile or vector divides it
+PROMPTS = [[5, 17, 3, 88, 41, 9, 60, 22, 71, 13, 2], [7], [31, 4, 19, 99, 8]]
 
 _SHAPE = {
     "vocab_size": VOCAB,

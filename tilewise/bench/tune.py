@@ -72,7 +72,6 @@ def make_spec(head_dim: int, seqlen: int, causal: bool, tokens: int = TOKENS) ->
         v_head_dim=head_dim,
         window_right=0 if causal else -1,
         softmax_scale=head_dim**-0.5,
-        needs_grad=True,
     )
 
 

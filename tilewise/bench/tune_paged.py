@@ -334,7 +334,7 @@ def tune(
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + budget
     arch = device.arch_of(torch.device(where))
-    sm_count = device.sm_count(torch.cuda.current_device()) if where == "cuda" else 4
+    sm_count = device.sm_count_of(torch.device(where))
     for number, case in enumerate(cases):
         now = time.monotonic()
         inputs = make_inputs(case, dtype, where, rotated_bytes)

@@ -33,8 +33,15 @@ def sm_count(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def arch_of(device: torch.device) -> int:
     """Capability to choose tiles for; the interpreter on a CPU is treated as Hopper."""
-    if device.type != "cuda":
-        return 90
-    return capability(device.index if device.index is not None else torch.cuda.current_device())
+    return capability(_index_of(device)) if device.type == "cuda" else 90
+
+
+def sm_count_of(device: torch.device) -> int:
+    """Multiprocessors to fill; the interpreter has few, so that tests cut sequences unevenly."""
+    return sm_count(_index_of(device)) if device.type == "cuda" else 4

@@ -31,7 +31,6 @@ class AttentionSpec:
         is_varlen: packed (T, H, D) tensors with cu_seqlens instead of (B, S, H, D).
         has_seqlens_k: dense call whose sequence b has only seqlens_k[b] valid keys.
         has_bias, has_alibi, has_sinks: whether these tensors were given.
-        needs_grad: a backward pass may follow.
         deterministic: the backward pass must be bitwise reproducible.
     """
 
@@ -53,7 +52,6 @@ class AttentionSpec:
     has_bias: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
-    needs_grad: bool = False
     deterministic: bool = False
 
     @property

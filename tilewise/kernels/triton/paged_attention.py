@@ -178,8 +178,7 @@ def launch(
     lse = torch.empty((spec.num_q_heads, spec.num_tokens), dtype=torch.float32, device=q.device)
     if spec.num_tokens == 0:
         return o, lse
-    arch, sm_count = device.arch_of(q.device), _sm_count(q.device)
-    work = tiles.paged_work(spec, arch, sm_count)
+    work = tiles.paged_work(spec, device.arch_of(q.device), device.sm_count_of(q.device))
     tensors = {
         "block_table": block_table,
         "seqlens_k": seqlens_k,
@@ -195,16 +194,6 @@ def launch(
     if work.rows_config is not None:
         launch_rows(q, k_cache, v_cache, spec, o, lse, work.rows_config, work.split_run, **tensors)
     return o, lse
-
-
-INTERPRETED_SM_COUNT = 4  # few enough that tests cut sequences unevenly
-
-
-def _sm_count(where: torch.device) -> int:
-    """Streaming multiprocessors to fill."""
-    if where.type != "cuda":
-        return INTERPRETED_SM_COUNT
-    return device.sm_count(where.index if where.index is not None else torch.cuda.current_device())
 
 
 def launch_rows(
