@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
+    from tilewise.masks import BlockMask
     from tilewise.ops.attention import attention, attention_varlen
+    from tilewise.ops.dropout import dropout_keep_mask
     from tilewise.ops.explain import Explanation, explain
     from tilewise.ops.merge import merge_states
     from tilewise.ops.paged import copy_blocks, paged_attention, write_kv_cache
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BlockMask",
     "CacheFullError",
     "CheckpointError",
     "Explanation",
@@ -43,6 +46,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "copy_blocks",
+    "dropout_keep_mask",
     "explain",
     "merge_states",
     "paged_attention",
@@ -51,6 +55,7 @@ __all__ = [
 
 # name -> the module that defines it (PEP 562)
 _LAZY = {
+    "BlockMask": "tilewise.masks",
     "Explanation": "tilewise.ops",
     "LLM": "tilewise.engine.llm",
     "RequestOutput": "tilewise.engine.outputs",
@@ -59,6 +64,7 @@ _LAZY = {
     "attention": "tilewise.ops",
     "attention_varlen": "tilewise.ops",
     "copy_blocks": "tilewise.ops",
+    "dropout_keep_mask": "tilewise.ops",
     "explain": "tilewise.ops",
     "merge_states": "tilewise.ops",
     "paged_attention": "tilewise.ops",

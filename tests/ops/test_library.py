@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-OPTIONS = (None, None, None, None, None, None, 9, 9, -1, 0, 0.25, 0.0, False, None)
+OPTIONS = (*(None,) * 12, 9, 9, -1, 0, 0.25, 0.0, 0.0, False, None)
 
 
 def test_attention_is_opcheck_clean():
@@ -35,7 +35,7 @@ def test_packed_attention_is_opcheck_clean():
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     torch.library.opcheck(
         torch.ops.tilewise.attention_fwd.default,
-        (q, k, v, cu, cu, *OPTIONS[2:6], 5, 5, *OPTIONS[8:]),
+        (q, k, v, cu, cu, *OPTIONS[2:12], 5, 5, *OPTIONS[14:]),
     )
 
 

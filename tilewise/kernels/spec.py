@@ -7,8 +7,30 @@ function of a spec and can be tested without a device. Dimension letters are in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+
+class MaskTensors(NamedTuple):
+    """A block mask as launchers take it; the meaning is that of `masks.BlockMask`.
+
+    Spans are (Bm, Hm, tiles, 3): first entry, end of the full tiles, end of the partial ones.
+    Entries are (n, 2): the tile on the other side, and its bit tile (-1 for a full one). Rows and
+    keys are counted from the start of their sequence; Bm and Hm are 1 where shared.
+
+    Attributes:
+        bits: int32 (n, tile_q, tile_k / 32); bit b of word w of row r: key 32 w + b is visible.
+        rows, row_entries: for each tile of queries, the tiles of keys that it sees.
+        columns, column_entries: for each tile of keys, the tiles of queries that see it.
+    """
+
+    bits: Tensor
+    rows: Tensor
+    row_entries: Tensor
+    columns: Tensor
+    column_entries: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +53,11 @@ class AttentionSpec:
         is_varlen: packed (T, H, D) tensors with cu_seqlens instead of (B, S, H, D).
         has_seqlens_k: dense call whose sequence b has only seqlens_k[b] valid keys.
         has_bias, has_alibi, has_sinks: whether these tensors were given.
+        needs_dbias: a backward pass whose caller wants the gradient of the bias.
+        mask_tile: (tile_q, tile_k) of the block mask, each 64 or 128; None without a mask. A key
+            must be visible by the mask and by the rule above.
+        dropout_p: probability that a p_ij is dropped; the others grow by 1 / (1 - dropout_p). Which
+            ones is `reference.dropout`'s rule, the same for every backend and tile.
         deterministic: the backward pass must be bitwise reproducible.
     """
 
@@ -52,6 +79,9 @@ class AttentionSpec:
     has_bias: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
+    needs_dbias: bool = False
+    mask_tile: tuple[int, int] | None = None
+    dropout_p: float = 0.0
     deterministic: bool = False
 
     @property
@@ -63,6 +93,17 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share one key head, G = Hq / Hk."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def dropout_threshold(self) -> int:
+        """How many of the 65,536 values of 16 random bits drop a probability."""
+        return round(self.dropout_p * 65536)
+
+    @property
+    def dropout_scale(self) -> float:
+        """What kept probabilities are multiplied by, 0 when none is kept."""
+        kept = 65536 - self.dropout_threshold
+        return 65536 / kept if kept else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
 from tilewise.ops.attention import attention, attention_varlen
+from tilewise.ops.dropout import dropout_keep_mask
 from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.merge import merge_states
 from tilewise.ops.paged import copy_blocks, paged_attention, write_kv_cache
@@ -12,6 +13,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "copy_blocks",
+    "dropout_keep_mask",
     "explain",
     "merge_states",
     "paged_attention",

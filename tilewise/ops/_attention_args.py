@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from tilewise.masks import BlockMask
 from tilewise.ops import _checks, _dispatch
 from tilewise.ops._attention_op import AttentionOptions
+from tilewise.ops.dropout import Seed, philox_of
 
 Window = int | tuple[int | None, int | None] | None
+
+
+class _Layout(NamedTuple):
+    """What differs between dense and packed calls."""
+
+    batch: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqlens_k: Tensor | None = None
+
+
+class _Rule(NamedTuple):
+    """The arguments that both calls share, as the user gave them."""
+
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    mask: BlockMask | None
+    dropout_p: float
+    seed: Seed
+    deterministic: bool
+    backend: str | None
 
 
 def prepare_dense(
@@ -23,35 +55,43 @@ def prepare_dense(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
     seqlens_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Check the arguments of `attention` and put them into the registered op's order."""
     q, k, v = _autocast(q, k, v)
-    _check_dense(q, k, v, bias, seqlens_k)
-    left, right = _check_common(q, k, v, causal, window, softcap, alibi_slopes, sinks, backend)
-    return (
-        q,
-        k,
-        v,
-        AttentionOptions(
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            seqlens_k=seqlens_k,
-            bias=bias,
-            alibi_slopes=_float(alibi_slopes),
-            sinks=_float(sinks),
-            max_seqlen_q=q.shape[1],
-            max_seqlen_k=k.shape[1],
-            window_left=left,
-            window_right=right,
-            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            softcap=softcap,
-            deterministic=deterministic,
-            backend=backend,
-        ),
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _checks.check_dims(name, tensor, "(B, S, H, D)")
+    batch = q.shape[0]
+    if k.shape[0] != batch:
+        raise ValueError(f"k must have the batch of q, {batch}, got {k.shape[0]}")
+    if seqlens_k is not None:
+        _checks.check_int32("seqlens_k", seqlens_k, (batch,), q.device)
+    layout = _Layout(batch, q.shape[1], k.shape[1], seqlens_k=seqlens_k)
+    _check_tensors(q, k, v)
+    if mask is not None and mask.shape[2:] != (q.shape[1], k.shape[1]):
+        raise ValueError(
+            f"mask must cover {(q.shape[1], k.shape[1])} queries and keys, got {mask.shape[2:]}"
+        )
+    rule = _Rule(
+        causal,
+        window,
+        softmax_scale,
+        softcap,
+        bias,
+        alibi_slopes,
+        sinks,
+        mask,
+        dropout_p,
+        seed,
+        deterministic,
+        backend,
     )
+    return q, k, v, _options(q, rule, layout)
 
 
 def prepare_packed(
@@ -67,8 +107,12 @@ def prepare_packed(
     window: Window = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
@@ -85,28 +129,28 @@ def prepare_packed(
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length < 0:
             raise ValueError(f"{name} must be at least 0, got {length}")
-    left, right = _check_common(q, k, v, causal, window, softcap, alibi_slopes, sinks, backend)
-    return (
-        q,
-        k,
-        v,
-        AttentionOptions(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            seqlens_k=None,
-            bias=None,
-            alibi_slopes=_float(alibi_slopes),
-            sinks=_float(sinks),
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            window_left=left,
-            window_right=right,
-            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            softcap=softcap,
-            deterministic=deterministic,
-            backend=backend,
-        ),
+    _check_tensors(q, k, v)
+    if mask is not None and (mask.shape[2] < max_seqlen_q or mask.shape[3] < max_seqlen_k):
+        raise ValueError(
+            f"mask must cover at least {(max_seqlen_q, max_seqlen_k)} queries and keys, "
+            f"got {mask.shape[2:]}"
+        )
+    layout = _Layout(count - 1, max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k)
+    rule = _Rule(
+        causal,
+        window,
+        softmax_scale,
+        softcap,
+        bias,
+        alibi_slopes,
+        sinks,
+        mask,
+        dropout_p,
+        seed,
+        deterministic,
+        backend,
     )
+    return q, k, v, _options(q, rule, layout)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,43 +166,56 @@ def _float(per_head: Tensor | None) -> Tensor | None:
     return None if per_head is None else per_head.float().contiguous()
 
 
-def _check_dense(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seqlens_k: Tensor | None
-) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _checks.check_dims(name, tensor, "(B, S, H, D)")
-    batch, seqlen_q, num_q_heads, _ = q.shape
-    if k.shape[0] != batch:
-        raise ValueError(f"k must have the batch of q, {batch}, got {k.shape[0]}")
-    if seqlens_k is not None:
-        _checks.check_int32("seqlens_k", seqlens_k, (batch,), q.device)
-    if bias is None:
-        return
-    _checks.check_device("bias", bias, q.device)
-    if bias.dtype not in (q.dtype, torch.float32):
-        raise TypeError(
-            f"bias must have dtype {_checks.dtype_name(q.dtype)} or float32, "
-            f"got {_checks.dtype_name(bias.dtype)}"
-        )
-    full = (batch, num_q_heads, seqlen_q, k.shape[1])
-    fits = bias.dim() <= 4 and all(
-        have in (1, want) for have, want in zip(reversed(bias.shape), reversed(full), strict=False)
+def _options(q: Tensor, rule: _Rule, layout: _Layout) -> AttentionOptions:
+    """Check what both calls share, fill in defaults and put everything in the op's order."""
+    batch, num_q_heads = layout.batch, q.shape[-2]
+    full = (batch, num_q_heads, layout.max_seqlen_q, layout.max_seqlen_k)
+    _checks.check_bias("bias", rule.bias, q, full)
+    _checks.check_alibi(rule.alibi_slopes, batch, num_q_heads, q.device)
+    _checks.check_per_head("sinks", rule.sinks, num_q_heads, q.device)
+    _checks.check_softcap(rule.softcap)
+    _dispatch.check_backend_name(rule.backend)
+    left, right = _checks.window_bounds(rule.causal, rule.window)
+    mask = rule.mask
+    if mask is not None:
+        if mask.device != q.device:
+            raise ValueError(f"mask must be on {q.device}, got {mask.device}; see mask.to(device)")
+        if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, num_q_heads):
+            raise ValueError(
+                f"mask must be for 1 or {batch} sequences and 1 or {num_q_heads} query heads, "
+                f"got {mask.shape[0]} and {mask.shape[1]}"
+            )
+    if not 0.0 <= rule.dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {rule.dropout_p}")
+    bits, rows, row_entries, columns, column_entries = (
+        (None,) * 5 if mask is None else mask.tensors()
     )
-    if not fits:
-        raise ValueError(f"bias must broadcast to {full}, got shape {tuple(bias.shape)}")
+    return AttentionOptions(
+        cu_seqlens_q=layout.cu_seqlens_q,
+        cu_seqlens_k=layout.cu_seqlens_k,
+        seqlens_k=layout.seqlens_k,
+        bias=rule.bias,
+        alibi_slopes=_float(rule.alibi_slopes),
+        sinks=_float(rule.sinks),
+        philox=philox_of(rule.seed, q.device) if rule.dropout_p > 0 else None,
+        mask_bits=bits,
+        mask_rows=rows,
+        mask_row_entries=row_entries,
+        mask_columns=columns,
+        mask_column_entries=column_entries,
+        max_seqlen_q=layout.max_seqlen_q,
+        max_seqlen_k=layout.max_seqlen_k,
+        window_left=left,
+        window_right=right,
+        softmax_scale=q.shape[-1] ** -0.5 if rule.softmax_scale is None else rule.softmax_scale,
+        softcap=rule.softcap,
+        dropout_p=rule.dropout_p,
+        deterministic=rule.deterministic,
+        backend=rule.backend,
+    )
 
 
-def _check_common(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: Window,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    backend: str | None,
-) -> tuple[int, int]:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     _checks.check_float("q", q)
     if q.shape[-1] < 1 or v.shape[-1] < 1:
         raise ValueError(
@@ -177,10 +234,3 @@ def _check_common(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _checks.check_last_dim_contiguous(name, tensor)
     _checks.check_heads(q.shape[-2], k.shape[-2])
-    _checks.check_per_head("alibi_slopes", alibi_slopes, q.shape[-2], q.device)
-    _checks.check_per_head("sinks", sinks, q.shape[-2], q.device)
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes must not require a gradient; pass a bias to learn one")
-    _checks.check_softcap(softcap)
-    _dispatch.check_backend_name(backend)
-    return _checks.window_bounds(causal, window)

@@ -1,7 +1,7 @@
 """The registered boundary of attention: forward, backward and the gradient that links them.
 
     attention_fwd(q, k, v, *options) -> (o, lse)
-    attention_bwd(do, dlse, q, k, v, o, lse, *options) -> (dq, dk, dv, dbias, dsinks)
+    attention_bwd(do, dlse, q, k, v, o, lse, needs_dbias, *options) -> (dq, dk, dv, dbias, dsinks)
 
 `options` are the fields of `AttentionOptions` in order; attention.py has validated them.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.ops import _dispatch
 from tilewise.ops._library import register, register_gradient
 
@@ -28,32 +28,50 @@ class AttentionOptions(NamedTuple):
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    philox: Tensor | None
+    mask_bits: Tensor | None
+    mask_rows: Tensor | None
+    mask_row_entries: Tensor | None
+    mask_columns: Tensor | None
+    mask_column_entries: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     window_left: int
     window_right: int
     softmax_scale: float
     softcap: float
+    dropout_p: float
     deterministic: bool
     backend: str | None
 
-    def tensors(self) -> dict[str, Tensor | None]:
-        """The optional tensors by name, as launchers take them."""
-        return dict(zip(self._fields[:6], self[:6], strict=True))
+    def tensors(self) -> dict[str, Any]:
+        """The optional tensors by name, as launchers take them; the mask's in one tuple."""
+        named: dict[str, Any] = dict(zip(self._fields[:_MASK], self[:_MASK], strict=True))
+        mask: Any = self[_MASK:_TENSORS]
+        named["mask"] = None if mask[0] is None else MaskTensors(*mask)
+        return named
 
 
-_NUM_TENSORS = 9  # q, k, v and the six optional tensors of AttentionOptions
+_MASK = AttentionOptions._fields.index("mask_bits")
+_TENSORS = AttentionOptions._fields.index("max_seqlen_q")
+_BIAS = 3 + AttentionOptions._fields.index("bias")
+_SINKS = 3 + AttentionOptions._fields.index("sinks")
+_NUM_TENSORS = 3 + _TENSORS  # q, k, v and the optional tensors of AttentionOptions
 _SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, Tensor? bias, "
-    "Tensor? alibi_slopes, Tensor? sinks, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "int window_left, int window_right, float softmax_scale, float softcap, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? philox, Tensor? mask_bits, Tensor? mask_rows, "
+    "Tensor? mask_row_entries, Tensor? mask_columns, Tensor? mask_column_entries, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, int window_left, int window_right, "
+    "float softmax_scale, float softcap, float dropout_p, "
     "bool deterministic, str? backend"
 )
 
 
-def make_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AttentionSpec:
+def make_spec(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, needs_dbias: bool = False
+) -> AttentionSpec:
     """Gather what dispatch and the launchers need to know beside the tensors."""
-    cu_seqlens_q = options.cu_seqlens_q
+    cu_seqlens_q, bits = options.cu_seqlens_q, options.mask_bits
     return AttentionSpec(
         device_type=q.device.type,
         dtype=q.dtype,
@@ -73,6 +91,9 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Att
         has_bias=options.bias is not None,
         has_alibi=options.alibi_slopes is not None,
         has_sinks=options.sinks is not None,
+        needs_dbias=needs_dbias,
+        mask_tile=None if bits is None else (bits.shape[1], bits.shape[2] * 32),
+        dropout_p=options.dropout_p,
         deterministic=options.deterministic,
     )
 
@@ -107,10 +128,11 @@ def _backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
+    needs_dbias: bool,
     *values: Any,
 ) -> tuple[Tensor, ...]:
     options = AttentionOptions(*values)
-    spec = make_spec(q, k, v, options)
+    spec = make_spec(q, k, v, options, needs_dbias=needs_dbias)
     if do.shape[-1] > 1 and do.stride(-1) != 1:
         do = do.contiguous()
     grads = _chosen(spec, options.backend).launch_bwd(
@@ -127,10 +149,11 @@ def _backward_fake(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
+    needs_dbias: bool,
     *values: Any,
 ) -> tuple[Tensor, ...]:
     options = AttentionOptions(*values)
-    inputs = (q, k, v, options.bias, options.sinks)
+    inputs = (q, k, v, options.bias if needs_dbias else None, options.sinks)
     return tuple(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs)
 
 
@@ -141,7 +164,7 @@ attention_fwd = register(
 )
 attention_bwd = register(
     "attention_bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"bool needs_dbias, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
@@ -160,18 +183,16 @@ def _gradient(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     if do is None and dlse is None:
         return (*[None] * _NUM_TENSORS, *nothing)
     do = torch.zeros_like(o) if do is None else do
-    dq, dk, dv, dbias, dsinks = attention_bwd(do, dlse, q, k, v, o, lse, *optional, *ctx.values)
-    bias, sinks = optional[3], optional[5]
-    return (
-        dq,
-        dk,
-        dv,
-        *(None, None, None),
-        None if bias is None else dbias,
-        None,
-        None if sinks is None else dsinks,
-        *nothing,
+    needs_dbias = ctx.needs_input_grad[_BIAS]
+    dq, dk, dv, dbias, dsinks = attention_bwd(
+        do, dlse, q, k, v, o, lse, needs_dbias, *optional, *ctx.values
     )
+    grads: list[Tensor | None] = [dq, dk, dv, *[None] * _TENSORS, *nothing]
+    if needs_dbias:
+        grads[_BIAS] = dbias
+    if inputs[_SINKS] is not None:
+        grads[_SINKS] = dsinks
+    return tuple(grads)
 
 
 register_gradient("attention_fwd", _gradient, _save)

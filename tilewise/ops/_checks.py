@@ -84,6 +84,37 @@ def check_per_head(
     check_device(name, tensor, device)
 
 
+def check_bias(name: str, bias: Tensor | None, q: Tensor, full: tuple[int, int, int, int]) -> None:
+    """Raise unless `bias` is None or a float tensor on q's device that broadcasts to `full`."""
+    if bias is None:
+        return
+    check_device(name, bias, q.device)
+    if bias.dtype not in (q.dtype, torch.float32):
+        raise TypeError(
+            f"{name} must have dtype {dtype_name(q.dtype)} or float32, got {dtype_name(bias.dtype)}"
+        )
+    fits = bias.dim() <= 4 and all(
+        have in (1, want) for have, want in zip(reversed(bias.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must broadcast to {full}, got shape {tuple(bias.shape)}")
+
+
+def check_alibi(slopes: Tensor | None, batch: int, num_q_heads: int, device: torch.device) -> None:
+    """Raise unless `slopes` is None or a float (Hq,) or (B, Hq) on `device` without gradient."""
+    if slopes is None:
+        return
+    check_float("alibi_slopes", slopes)
+    if tuple(slopes.shape) not in ((num_q_heads,), (batch, num_q_heads)):
+        raise ValueError(
+            f"alibi_slopes must have shape {(num_q_heads,)} or {(batch, num_q_heads)}, "
+            f"got {tuple(slopes.shape)}"
+        )
+    check_device("alibi_slopes", slopes, device)
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes must not require a gradient; pass a bias to learn one")
+
+
 def check_softcap(softcap: float) -> None:
     """Raise ValueError unless softcap is 0 (off) or positive."""
     if softcap < 0:

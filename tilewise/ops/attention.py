@@ -6,8 +6,10 @@ from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
+from tilewise.masks import BlockMask
 from tilewise.ops._attention_args import Window, prepare_dense, prepare_packed
 from tilewise.ops._attention_op import attention_fwd
+from tilewise.ops.dropout import Seed
 
 
 class _Shared(TypedDict, total=False):
@@ -15,14 +17,17 @@ class _Shared(TypedDict, total=False):
     window: Window
     softmax_scale: float | None
     softcap: float
+    bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    mask: BlockMask | None
+    dropout_p: float
+    seed: Seed
     deterministic: bool
     backend: str | None
 
 
 class _Dense(_Shared, total=False):
-    bias: Tensor | None
     seqlens_k: Tensor | None
 
 
@@ -57,7 +62,10 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
     seqlens_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -79,9 +87,15 @@ def attention(
         softmax_scale: multiplies q . k; D ** -0.5 when None.
         softcap: bound of the logits, 0 is off.
         bias: broadcastable to (B, Hq, Sq, Sk), in q's dtype or float32; has a gradient.
-        alibi_slopes: (Hq,) float, no gradient.
+        alibi_slopes: (Hq,) or (B, Hq) float, no gradient.
         sinks: (Hq,) float; one learnable logit a head in the denominator only; has a gradient.
+        mask: a BlockMask over (Sq, Sk), see `tilewise.masks`; a key must be visible by it and by
+            the arguments above. Its empty tiles cost nothing.
         seqlens_k: (B,) int32; sequence b has only its first seqlens_k[b] keys, aligned to them.
+        dropout_p: probability with which each p_ij is dropped, in steps of 2**-16; the kept ones
+            are multiplied by 1 / (1 - dropout_p). lse does not feel it.
+        seed: what decides which: an int, (seed, offset), or int64 (2,) on q's device; None draws
+            it from torch's generator. See `dropout_keep_mask`.
         deterministic: the backward pass must be bitwise reproducible.
         return_lse: also return the log-sum-exp of the logits, which is differentiable too.
         backend: "cpu", "triton" or "reference"; None chooses. A name is obeyed or refused.
@@ -111,7 +125,10 @@ def attention(
         bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        mask=mask,
         seqlens_k=seqlens_k,
+        dropout_p=dropout_p,
+        seed=seed,
         deterministic=deterministic,
         backend=backend,
     )
@@ -144,8 +161,12 @@ def attention_varlen(
     window: Window = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -159,8 +180,11 @@ def attention_varlen(
         q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv); dtypes as in `attention`.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease, end at Tq and Tk.
         max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence; they size the grid.
-        causal, window, softmax_scale, softcap, alibi_slopes, sinks, deterministic, return_lse,
-            backend: as in `attention`.
+        bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), and
+        mask: a BlockMask that covers at least (max_seqlen_q, max_seqlen_k): sequence b reads the
+            upper left corner of its part, in its own rows and keys.
+        causal, window, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, seed,
+            deterministic, return_lse, backend: as in `attention`.
 
     Returns:
         o (Tq, Hq, Dv) in q's dtype; with return_lse also lse (Hq, Tq), float32, natural log.
@@ -188,8 +212,12 @@ def attention_varlen(
         window=window,
         softmax_scale=softmax_scale,
         softcap=softcap,
+        bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        mask=mask,
+        dropout_p=dropout_p,
+        seed=seed,
         deterministic=deterministic,
         backend=backend,
     )

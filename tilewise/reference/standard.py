@@ -139,7 +139,7 @@ def _forward(
     if bias is not None:
         s = s + bias.to(wide)
     if alibi_slopes is not None:
-        s = s - alibi_slopes.to(wide).view(1, -1, 1, 1) * distance.abs()
+        s = s - alibi_slopes.to(wide).reshape(-1, q.shape[1], 1, 1) * distance.abs()
     s = torch.where(visible, s, -math.inf)
 
     # Without sinks the extra logit is -inf, which also gives an empty row a maximum.
@@ -194,7 +194,7 @@ def attention(
         softmax_scale: D**-0.5 by default.
         softcap: s -> softcap * tanh(s / softcap) before bias and mask; 0 is off.
         bias: added to s, broadcastable to (B, Hq, Sq, Sk).
-        alibi_slopes: (Hq,); s -= slope * |i + Sk - Sq - j|.
+        alibi_slopes: (Hq,) or (B, Hq); s -= slope * |i + Sk - Sq - j|.
         sinks: (Hq,); one more logit a head, in the denominator only.
         mask: bool, broadcastable to (B, Hq, Sq, Sk), True where visible.
         seqlens_k: (B,) int; sequence b has that many keys, and they take the place of Sk.
@@ -341,7 +341,7 @@ def attention_varlen(
         o (Tq, Hq, Dv) [, lse (Hq, Tq)]; rows past the last sequence have o = 0, lse = -inf.
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    outputs, lses = [], []
+    outputs, lses, slopes = [], [], alibi_slopes
     for row in range(len(starts_q) - 1):
         rows_q = slice(starts_q[row], starts_q[row + 1])
         rows_k = slice(starts_k[row], starts_k[row + 1])
@@ -355,7 +355,7 @@ def attention_varlen(
             softmax_scale=softmax_scale,
             softcap=softcap,
             bias=_crop(bias, row, *sizes),
-            alibi_slopes=alibi_slopes,
+            alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[row],
             sinks=sinks,
             mask=_crop(mask, row, *sizes),
             seqlens_k=None if seqlens_k is None else seqlens_k[row : row + 1],

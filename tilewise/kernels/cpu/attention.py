@@ -39,13 +39,15 @@ from tilewise.kernels.cpu.problem import (
 )
 from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.threads import run_tasks
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
 
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
+    if spec.mask_tile is not None or spec.dropout_p > 0:
+        return "masks and dropout have no CPU kernel yet"
     return why_not_dtype(spec.dtype)
 
 
@@ -61,6 +63,8 @@ def launch_fwd(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    philox: Tensor | None = None,
+    mask: MaskTensors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute o = softmax(logits) v and the log-sum-exp of the logits.
 
@@ -106,6 +110,8 @@ def launch_bwd(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    philox: Tensor | None = None,
+    mask: MaskTensors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of `launch_fwd`'s inputs; bitwise reproducible.
 
@@ -132,7 +138,7 @@ def launch_bwd(
         seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
     dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
-    plan = BackwardPlan.of(spec, bias)
+    plan = BackwardPlan.of(spec, bias if spec.needs_dbias else None)
     dq = torch.zeros((plan.num_chunks, *q.shape), dtype=real)
     dbias = torch.zeros(plan.dbias_shape, dtype=real)
     firsts = [None, None]
@@ -151,9 +157,9 @@ def launch_bwd(
         weights = torch.where(lse == float("-inf"), 0.0, weights)
         kept = (weights * shifts).sum(-1)
         dsinks = -(kept if spec.is_varlen else kept.sum(0)).to(sinks.dtype)
-    if bias is not None:
+    if spec.needs_dbias:
         dbias = dbias.sum(0).sum_to_size(bias.shape).to(bias.dtype)
-    return dq, dk, dv, dbias if bias is not None else None, dsinks
+    return dq, dk, dv, dbias if spec.needs_dbias else None, dsinks
 
 
 def run_forward(problem: Problem, lse: Tensor) -> None:

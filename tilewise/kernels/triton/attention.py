@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.attention_tiles import Part, candidates
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.tiles import TileConfig
 from tilewise.kernels.triton._geometry import (
     dense,
@@ -58,6 +58,8 @@ def why_not(spec: AttentionSpec) -> str | None:
             return f"{name} must be a multiple of 8 from 16 to 256, got {width}"
     if spec.has_bias:
         return "an additive bias has no Triton kernel yet"
+    if spec.mask_tile is not None or spec.dropout_p > 0:
+        return "masks and dropout have no Triton kernel yet"
     return None
 
 
@@ -78,6 +80,8 @@ def launch_fwd(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    philox: Tensor | None = None,
+    mask: MaskTensors | None = None,
     tile: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward pass; see `ops.attention` for shapes and rules.
@@ -126,6 +130,8 @@ def launch_bwd(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    philox: Tensor | None = None,
+    mask: MaskTensors | None = None,
     tile_dkdv: TileConfig | None = None,
     tile_dq: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
