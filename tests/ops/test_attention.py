@@ -6,14 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.cases import ATTENTION_CASES, AttentionCase, draw
+from tests.ops.cases import (
+    ATTENTION_CASES,
+    AttentionCase,
+    draw,
+    draw_visible,
+    keyword_arguments,
+)
 from tilewise import ops
-from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
 
 BACKENDS = [
+    pytest.param("reference", "cpu", id="reference"),
     pytest.param("cpu", "cpu", id="cpu"),
     pytest.param("triton", "cpu", id="triton-interpreted"),
     pytest.param("triton", "cuda", id="triton", marks=pytest.mark.gpu),
@@ -38,6 +44,21 @@ def _results(run, tensors: dict[str, Tensor], grads: tuple[Tensor, Tensor]) -> d
     return {"o": o.detach(), "lse": lse.detach(), **dict(zip(names, computed, strict=True))}
 
 
+def _oracle_options(case: AttentionCase, place: str) -> dict:
+    """Return a case's mask and dropout as the oracle takes them: bool matrices."""
+    options: dict = {}
+    visible = draw_visible(case)
+    if visible is not None:
+        options["mask"] = visible.to(place)
+    if case.dropout_p > 0:
+        shape = (case.batch, case.num_q_heads, case.seqlen_q, case.seqlen_k)
+        options["keep_mask"] = ops.dropout_keep_mask(
+            shape, dropout_p=case.dropout_p, seed=(11, 3), device=place
+        )
+        options["dropout_p"] = round(case.dropout_p * 65536) / 65536
+    return options
+
+
 def _assert_case(case: AttentionCase, dtype: torch.dtype, backend: str, place: str) -> None:
     tensors = draw(case, dtype, place)
     o_shape = (*tensors["q"].shape[:-1], tensors["v"].shape[-1])
@@ -45,9 +66,14 @@ def _assert_case(case: AttentionCase, dtype: torch.dtype, backend: str, place: s
     grads = (torch.randn(o_shape, device=place), torch.randn(lse_shape, device=place))
     doubles = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
 
-    truth = _results(lambda **t: standard.attention(**t, **case.options), doubles, grads)
-    eager = _results(lambda **t: standard.attention(**t, **case.options), tensors, grads)
-    got = _results(lambda **t: ops.attention(**t, **case.options, backend=backend), tensors, grads)
+    def oracle(**t):
+        return standard.attention(**t, **case.options, **_oracle_options(case, place))
+
+    def ours(**t):
+        return ops.attention(**t, **keyword_arguments(case, place), backend=backend)
+
+    truth, eager = _results(oracle, doubles, grads), _results(oracle, tensors, grads)
+    got = _results(ours, tensors, grads)
     q, k, v = (tensors[name] for name in "qkv")
     scale = case.options.get("softmax_scale", case.head_dim**-0.5)
     scales = accumulator_scales(q, k, v, grads[0], scale)
@@ -61,10 +87,6 @@ def _assert_case(case: AttentionCase, dtype: torch.dtype, backend: str, place: s
 class TestAttention:
     @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
     def test_forward_and_every_gradient_keep_the_budget(self, case, backend, place):
-        if case.bias_shape is not None and backend == "triton":
-            with pytest.raises(UnsupportedError, match="bias"):
-                _assert_case(case, torch.float32, backend, place)
-            return
         dtype = torch.float32 if device.interpreting() else torch.bfloat16
         _assert_case(case, dtype, backend, place)
 
