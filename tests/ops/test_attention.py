@@ -13,7 +13,7 @@ from tests.ops.cases import (
     draw_visible,
     keyword_arguments,
 )
-from tilewise import ops
+from tilewise import masks, ops
 from tilewise.kernels import device
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
@@ -168,6 +168,37 @@ class TestAttention:
             runs.append([o.detach(), *(t.grad for t in leaves)])
         for first, second in zip(*runs, strict=True):
             assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_hundred_runs_give_the_same_bits(deterministic):
+    """A race between threads or programs would show as a bit that changes."""
+    q, k, v, do = (torch.randn(2, 777, 8, 128, device="cuda").bfloat16() for _ in range(4))
+    bias = torch.randn(1, 8, 777, 777, device="cuda")
+    visible = torch.rand(777, 777, device="cuda") < 0.5
+    options = {"mask": masks.dense(visible), "dropout_p": 0.1, "seed": 5, "causal": True}
+
+    def run() -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, bias)]
+        o = ops.attention(*leaves[:3], bias=leaves[3], deterministic=deterministic, **options)
+        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    first = run()
+    for _ in range(199):
+        for want, got in zip(first, run(), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_gpu_than_the_current_one():
+    q, k, v = (torch.randn(1, 300, 4, 64, device="cuda:1", requires_grad=True) for _ in range(3))
+    o = ops.attention(q, k, v, causal=True)
+    o.sum().backward()
+    want = ops.attention(*(t.detach().cpu() for t in (q, k, v)), causal=True)
+    torch.testing.assert_close(o.detach().cpu(), want, rtol=1e-3, atol=1e-3)
+    assert q.grad.device == q.device
 
 
 VARLEN_CASES = {

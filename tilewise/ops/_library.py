@@ -7,10 +7,12 @@ opaque node with known shapes. Validation has been done above; gradients are att
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LIBRARY = torch.library.Library("tilewise", "DEF")
 
@@ -18,13 +20,27 @@ LIBRARY = torch.library.Library("tilewise", "DEF")
 def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define `schema` in the tilewise namespace and return the callable torch op.
 
-    `kernel` runs on real tensors of any device (it dispatches itself); `fake` on metadata only.
+    `kernel` runs on real tensors of any device (it dispatches itself), with the GPU of its first
+    argument current; `fake` on metadata only.
     """
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.split("(", 1)[0]
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, _where_its_tensors_are(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.tilewise, name).default
+
+
+def _where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels are launched on the current GPU, which need not be the one of the tensors."""
+
+    @functools.wraps(kernel)
+    def launch(first: Tensor, *rest: Any) -> Any:
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return kernel(first, *rest)
+        with torch.cuda.device(first.device):
+            return kernel(first, *rest)
+
+    return launch
 
 
 def register_gradient(
