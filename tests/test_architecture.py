@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"ops", "cache", "errors"},
     "models": {"nn", "ops", "cache", "errors"},
     "engine": {"models", "nn", "ops", "cache", "cost", "errors"},
+    "integrations": {"ops", "nn", "cache", "masks", "errors"},
     "testing": {"reference", "errors"},
     "bench": {
         "engine",

@@ -1,0 +1,181 @@
+"""flash_attn_with_kvcache(): append to a cache in place, rotate, and attend; for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.integrations.flash_attn.cache import PagedCache, RowCache
+from tilewise.integrations.flash_attn.kvcache_checks import check_call
+from tilewise.integrations.flash_attn.pages import can_page, paged_options
+from tilewise.integrations.flash_attn.rule import Rule, WindowSize, padded
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Write new keys and values into a cache, in place, and attend to all that it then holds.
+
+    Sequence b has L = cache_seqlens[b] tokens in the cache before the call and L + Sn after it; the
+    queries are aligned to the last of them, as in `flash_attn_func`. No gradient flows.
+
+    Args:
+        q: (B, Sq, Hq, D).
+        k_cache, v_cache: (Bc, S, Hk, D) and (Bc, S, Hk, Dv), B at most Bc; with block_table the
+            pages (num_blocks, block_size, Hk, D) and (..., Dv), of any block_size. Last dim
+            contiguous.
+        k, v: (B, Sn, Hk, D) and (B, Sn, Hk, Dv), written to positions L ... L + Sn - 1.
+        rotary_cos, rotary_sin: (R, r / 2) with r <= D, a row a position, R at least the capacity of
+            a sequence. They turn k at position L + i before it is written; and q at L + i when
+            causal or windowed, else all of it at L. Only with k and v.
+        cache_seqlens: int, or (B,) int32: L, leftpad counted; None is a full cache.
+        cache_batch_idx: (B,) int32, the row of the cache that holds each sequence; row b when None.
+        cache_leftpad: (B,) int32, where in its row each sequence starts; 0 when None.
+        block_table: (B, max_blocks) int32; not with cache_batch_idx or cache_leftpad.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+        rotary_interleaved: pair channels (2i, 2i + 1); else (i, i + r / 2).
+        num_splits: how often to split the keys. Here a wish only, but that 1 also asks that the
+            bits of a sequence do not depend on the rest of the batch.
+        return_softmax_lse: also return softmax_lse.
+
+    Returns:
+        out (B, Sq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Sq), float32, natural
+        log, -inf where nothing is seen.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it. A tensor
+            cache_seqlens is not read: tokens past the capacity are neither written nor seen.
+        UnsupportedError: as in `tilewise.paged_attention` and `tilewise.attention`.
+
+    Source: the interface of flash-attn 2.8; PagedAttention (2023), flash-decoding (2023).
+
+    Example:
+        >>> k_cache = v_cache = torch.zeros(1, 512, 8, 64)
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=7, causal=True)
+    """
+    check_call(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        num_splits,
+    )
+    rule = Rule.of(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    batch, seqlen_q = q.shape[:2]
+    cache: PagedCache | RowCache
+    if block_table is not None:
+        cache = PagedCache(k_cache, v_cache, block_table)
+    else:
+        cache = RowCache(k_cache, v_cache, batch, cache_batch_idx, cache_leftpad)
+    with torch.no_grad():
+        seqlens = cache_seqlens
+        if not isinstance(seqlens, Tensor):
+            count = cache.capacity if seqlens is None else seqlens
+            seqlens = torch.full((batch,), count, dtype=torch.int32, device=q.device)
+        if k is not None and v is not None:
+            if rotary_cos is not None and rotary_sin is not None:
+                angles, moves = (rotary_cos, rotary_sin), rule.window != (-1, -1)
+                k = _rotate(k, _positions(seqlens, k.shape[1]), *angles, rotary_interleaved)
+                positions = _positions(seqlens, seqlen_q) if moves else seqlens.view(-1, 1)
+                q = _rotate(q, positions.expand(batch, seqlen_q), *angles, rotary_interleaved)
+            _append(cache, k, v, seqlens)
+            seqlens = seqlens + k.shape[1]
+        seqlens_k = cache.lengths(seqlens.clamp(max=cache.capacity))
+        blocks = cache.blocks() if can_page(rule, k_cache, v_cache, seqlen_q) else None
+        if blocks is None:
+            keys, values = cache.dense()
+            out, lse = ops.attention(
+                padded(q),
+                padded(keys),
+                padded(values),
+                **rule._asdict(),
+                seqlens_k=seqlens_k,
+                return_lse=True,
+            )
+            out = out[..., : v_cache.shape[-1]]
+        else:
+            out, lse = _attend_blocks(q, *blocks, seqlens_k, rule, batch_invariant=num_splits == 1)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _positions(seqlens: Tensor, count: int) -> Tensor:
+    """The positions seqlens + i of `count` new tokens of each sequence: (B, count)."""
+    first = seqlens.view(-1, 1)
+    return first if count == 1 else first + torch.arange(count, device=seqlens.device)
+
+
+def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn x (B, S, H, D) by the angles of positions (B, S)."""
+    rows = (table[positions] for table in (cos, sin))
+    angles = (row if row.element_size() >= 4 else row.float() for row in rows)
+    return ops.apply_rope(_row_contiguous(x), *angles, interleaved=interleaved)
+
+
+def _append(cache: PagedCache | RowCache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
+    """Write k and v (B, Sn, Hk, D) from position seqlens on; past the capacity, nothing."""
+    positions = _positions(seqlens, k.shape[1]).long()
+    fits = positions < cache.capacity
+    places = torch.where(fits, cache.places(torch.where(fits, positions, 0)), -1)
+    k, v = (_row_contiguous(x).flatten(0, 1) for x in (k, v))
+    k_blocks, v_blocks = cache.writable()
+    ops.write_kv_cache(k, v, k_blocks, v_blocks, places.flatten())
+
+
+def _attend_blocks(
+    q: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    rule: Rule,
+    *,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run paged_attention on q (B, Sq, Hq, D); return out (B, Sq, Hq, Dv) and lse (B, Hq, Sq)."""
+    batch, seqlen_q = q.shape[:2]
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    o, lse = ops.paged_attention(
+        _row_contiguous(q).flatten(0, 1),
+        k_blocks,
+        v_blocks,
+        block_table=block_table,
+        seqlens_k=seqlens_k,
+        cu_seqlens_q=starts,
+        max_seqlen_q=seqlen_q,
+        **paged_options(rule),
+        batch_invariant=batch_invariant,
+        return_lse=True,
+    )
+    return o.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+
+
+def _row_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,122 @@
+"""What flash_attn_with_kvcache refuses, from shapes, dtypes and devices alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.integrations.flash_attn.pages import check_block_table
+from tilewise.ops import _checks
+
+MAX_SPLITS = 128  # of flash-attn
+
+
+def check_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int,
+) -> None:
+    """Raise ValueError or TypeError unless these arguments fit together."""
+    _checks.check_dims("q", q, "(B, Sq, Hq, D)")
+    batch = q.shape[0]
+    _check_caches(q, k_cache, v_cache)
+    capacity = k_cache.shape[1]
+    per_sequence = {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    if block_table is not None:
+        for name, tensor in per_sequence.items():
+            if tensor is not None:
+                raise ValueError(f"{name} must be None with a block_table, got a tensor")
+        check_block_table(block_table, batch, k_cache, v_cache)
+        _checks.check_device("block_table", block_table, q.device)
+        capacity *= block_table.shape[1]
+    elif cache_batch_idx is None and k_cache.shape[0] < batch:
+        raise ValueError(
+            f"k_cache must have a row for each of {batch} sequences, got {k_cache.shape[0]}"
+        )
+    for name, tensor in per_sequence.items():
+        if tensor is not None:
+            _checks.check_int32(name, tensor, (batch,), q.device)
+    num_new = _check_new(q, k_cache, v_cache, k, v)
+    if num_new > capacity:
+        raise ValueError(f"k must have at most the {capacity} tokens of the cache, got {num_new}")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with k and v, got None")
+    _check_seqlens(cache_seqlens, capacity - num_new, q)
+    _check_rotary(q, rotary_cos, rotary_sin, capacity)
+    if k is None and rotary_cos is not None:
+        raise ValueError("rotary_cos must come with new keys k and values v, got None for them")
+    if not 0 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits must lie in [0, {MAX_SPLITS}], got {num_splits}")
+
+
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _checks.check_dims(name, cache, "(Bc, S, Hk, D)")
+        _checks.check_same_dtype(name, cache, q.dtype)
+        _checks.check_device(name, cache, q.device)
+        _checks.check_last_dim_contiguous(name, cache)
+    if k_cache.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"k_cache must have the head dim of q, {q.shape[3]}, got {k_cache.shape[3]}"
+        )
+    _checks.check_shape("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
+
+
+def _check_new(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
+) -> int:
+    """Check k and v against q and the caches; return how many tokens they add."""
+    if k is None and v is None:
+        return 0
+    if k is None or v is None:
+        missing, other = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"{missing} must be given with {other}, got None")
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        _checks.check_dims(name, new, "(B, Sn, Hk, D)")
+        _checks.check_shape(name, new, (q.shape[0], k.shape[1], *cache.shape[2:]))
+        _checks.check_same_dtype(name, new, q.dtype)
+        _checks.check_device(name, new, q.device)
+    return k.shape[1]
+
+
+def _check_seqlens(seqlens: int | Tensor | None, most: int, q: Tensor) -> None:
+    if isinstance(seqlens, Tensor):
+        _checks.check_int32("cache_seqlens", seqlens, (q.shape[0],), q.device)
+    elif isinstance(seqlens, int | torch.SymInt):
+        if not 0 <= seqlens <= most:
+            raise ValueError(
+                f"cache_seqlens must lie in [0, {most}] to fit the cache, got {seqlens}"
+            )
+    elif seqlens is not None:
+        raise TypeError(f"cache_seqlens must be an int or an int32 tensor, got {seqlens!r}")
+
+
+def _check_rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None, capacity: int) -> None:
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        names = ("rotary_cos", "rotary_sin")
+        missing, other = names if cos is None else reversed(names)
+        raise ValueError(f"{missing} must be given with {other}, got None")
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        _checks.check_dims(name, table, "(R, r / 2)")
+        _checks.check_float(name, table)
+        _checks.check_device(name, table, q.device)
+        _checks.check_shape(name, table, tuple(cos.shape))
+    if 2 * cos.shape[1] > q.shape[3]:
+        raise ValueError(
+            f"rotary_cos must have at most D / 2 = {q.shape[3] // 2} columns, got {cos.shape[1]}"
+        )
+    if cos.shape[0] < capacity:
+        raise ValueError(
+            f"rotary_cos must have a row for each of {capacity} positions, got {cos.shape[0]}"
+        )

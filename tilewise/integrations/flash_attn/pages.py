@@ -1,0 +1,128 @@
+"""Keys that lie in pages, and rows of a cache seen as pages, without a copy where one can be saved.
+
+A cache (Bc, S, Hk, D) is a paged cache whose blocks are slices of its rows: only strides change.
+Blocks are a power of two, so that the kernels are compiled for few sizes, and of one token where
+sequences start in the middle of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.integrations.flash_attn.rule import CHANNELS, Rule
+from tilewise.ops import _checks
+
+MAX_BLOCK = 256  # the page size of flash-attn; a multiple of every tile of keys
+MAX_HEAD_DIM = 256  # of paged_attention on a GPU; wider heads take the dense kernels
+
+
+class RowBlocks(NamedTuple):
+    """The rows of two caches as blocks of tokens.
+
+    Attributes:
+        k, v: views (num_blocks, block_size, Hk, D) and (..., Dv) of the caches.
+        period: tokens from the start of a row to the start of the next, counted in blocks' order.
+    """
+
+    k: Tensor
+    v: Tensor
+    period: int
+
+
+def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> RowBlocks | None:
+    """View caches (Bc, S, Hk, D) and (Bc, S, Hk, Dv) as blocks that slices of their rows fill.
+
+    Args:
+        single: blocks of one token, so that a sequence may start anywhere; else as large as S
+            allows, up to MAX_BLOCK.
+
+    Returns:
+        The views, or None where strides allow no block but a whole row.
+    """
+    num_rows, capacity = k_cache.shape[:2]
+    periods = {_period(cache) for cache in (k_cache, v_cache)}
+    period = periods.pop()
+    if periods or period is None:
+        return None
+    size = 1 if single else math.gcd(MAX_BLOCK, period, capacity)
+    num_blocks = ((num_rows - 1) * period + capacity) // size if num_rows else 0
+
+    def sliced(cache: Tensor) -> Tensor:
+        _, token, head, _ = cache.stride()
+        return cache.as_strided(
+            (num_blocks, size, *cache.shape[2:]), (size * token, token, head, 1)
+        )
+
+    return RowBlocks(sliced(k_cache), sliced(v_cache), period)
+
+
+def _period(cache: Tensor) -> int | None:
+    """Tokens between the starts of two rows of `cache`, None where that is not a whole number."""
+    num_rows, capacity = cache.shape[:2]
+    row, token = cache.stride()[:2]
+    if num_rows <= 1 or capacity <= 1:
+        return capacity if num_rows <= 1 else None
+    if token == 0 or row % token or row // token < capacity:
+        return None
+    return row // token
+
+
+def check_block_table(block_table: Tensor, batch: int, k: Tensor, v: Tensor) -> None:
+    """Raise unless block_table is an int32 (B, max_blocks) for pages k and v."""
+    _checks.check_dims("block_table", block_table, "(B, max_blocks)")
+    _checks.check_int32("block_table", block_table, (batch, block_table.shape[1]), k.device)
+    for name, pages in (("k", k), ("v", v)):
+        _checks.check_dims(name, pages, "(num_blocks, block_size, Hk, D)")
+    _checks.check_shape("v", v, (*k.shape[:3], v.shape[3]))
+
+
+def can_page(rule: Rule, k: Tensor, v: Tensor, max_seqlen_q: int) -> bool:
+    """Whether paged_attention knows all that this call asks for."""
+    widths = (k.shape[-1], v.shape[-1])
+    return (
+        rule.dropout_p == 0
+        and (rule.alibi_slopes is None or rule.alibi_slopes.dim() == 1)
+        and (rule.window[1] == 0 or max_seqlen_q <= 1)  # the last query has no keys to its right
+        and all(width % CHANNELS == 0 and width <= MAX_HEAD_DIM for width in widths)
+        and all(cache.stride(-1) == 1 for cache in (k, v))
+    )
+
+
+def paged_options(rule: Rule) -> dict[str, Any]:
+    """The arguments of paged_attention for a rule that it can follow."""
+    left = rule.window[0]
+    return {
+        "softmax_scale": rule.softmax_scale,
+        "window": None if left < 0 else left + 1,  # there, the query's own key counts
+        "softcap": rule.softcap,
+        "alibi_slopes": rule.alibi_slopes,
+    }
+
+
+def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
+    """Copy the pages of each sequence end to end: (B, max_blocks * block_size, Hk, D).
+
+    Entries of the table that nobody owns may be negative; what they give is past the keys' end.
+    """
+    return pages[block_table.clamp(min=0).long()].flatten(1, 2)
+
+
+def pack_pages(
+    pages: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int
+) -> Tensor:
+    """Copy the keys of each sequence out of its pages, packed: (B * max_seqlen_k, Hk, D).
+
+    Rows from cu_seqlens_k[B] on belong to nobody and are 0: their number is known to the device
+    only. Differentiable in `pages`.
+    """
+    batch, block_size = block_table.shape[0], pages.shape[1]
+    row = torch.arange(batch * max_seqlen_k, device=pages.device)
+    sequence = torch.searchsorted(cu_seqlens_k[1:], row, right=True).clamp(max=max(batch - 1, 0))
+    owned = row < cu_seqlens_k[-1]
+    position = torch.where(owned, row - cu_seqlens_k[sequence], 0)
+    block = torch.where(owned, block_table[sequence, position // block_size], 0).long()
+    return torch.where(owned.view(-1, 1, 1), pages[block, position % block_size], 0)
