@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise import ops
+from tilewise import masks, ops
 from tilewise.testing import make_paged_cache, make_qkv
 
 
@@ -22,6 +22,14 @@ def test_the_cost_is_the_papers_count():
     assert told.cost.flops == 2 * 4 * 64 * 64 * 64
     causal = ops.explain("attention", *make_qkv(1, 64, 64, 2, 2, 64), causal=True)
     assert causal.cost.flops == told.cost.flops * 65 // 128
+
+
+def test_a_mask_costs_what_its_tiles_do():
+    q, k, v = make_qkv(1, 256, 256, 2, 2, 64)
+    visible = torch.zeros(256, 256, dtype=torch.bool)
+    visible[:64, :64] = True
+    told = ops.explain("attention", q, k, v, mask=masks.dense(visible, tile=(64, 64)))
+    assert told.cost.flops == ops.explain("attention", q, k, v).cost.flops // 16
 
 
 def test_packed_sequences_are_counted_one_by_one():

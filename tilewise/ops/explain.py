@@ -29,7 +29,8 @@ class Explanation:
         backend: the one that would run, None when all refuse.
         refusals: why each of the other backends would not run.
         tiles: tile sizes by kernel part, where the backend has a table of them.
-        cost: FLOPs and bytes of the forward pass, from the papers' formulas.
+        cost: FLOPs and bytes of the forward pass, from the papers' formulas; with a block mask,
+            of the tiles that are not empty.
         seconds: what `cost` takes on the measured peaks of this device, None where there are none.
     """
 
@@ -139,7 +140,18 @@ def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: 
             itemsize=spec.dtype.itemsize,
             writes_lse=True,
         )
+    share = _visited_share(options)
+    work = cost.Cost(round(share * work.flops), round(share * work.bytes_read), work.bytes_written)
     return Explanation(op_name, backend, refusals, tiles, work, _seconds(work, q))
+
+
+def _visited_share(options: AttentionOptions) -> float:
+    """Return which part of the tiles of a mask is not empty; reads it, so waits for the device."""
+    if options.mask_rows is None or options.mask_columns is None:
+        return 1.0
+    first, _, end = options.mask_rows.unbind(-1)
+    num_tiles = first.numel() * options.mask_columns.shape[2]
+    return int((end - first).sum()) / max(1, num_tiles)
 
 
 def _explain_paged(
