@@ -1,0 +1,307 @@
+"""tilewise as a flash attention implementation of torch, below its dispatcher and its autograd.
+
+torch picks this path itself, for CUDA tensors of half precision without a mask: everything that
+its own flash kernels would have run, in F.scaled_dot_product_attention wherever it was imported
+to, in torch.nn.attention.varlen and in compiled graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import UnsupportedError
+from tilewise.ops import attention, attention_varlen, paged_attention
+from tilewise.ops._attention_args import prepare_dense, prepare_packed
+from tilewise.ops._attention_op import attention_bwd
+from tilewise.ops.dropout import philox_of
+
+__all__ = ["register_flash_attention"]
+
+_Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def register_flash_attention(name: str = "tilewise") -> None:
+    """Offer tilewise to torch.nn.attention.activate_flash_attention_impl under `name`.
+
+    Nothing changes until it is activated; torch.nn.attention.restore_flash_attention_impl takes it
+    back. Which calls reach it is torch's choice: CUDA, float16 or bfloat16, no mask, and whatever
+    torch.nn.attention.sdpa_kernel allows. Others stay where they were; `torch_sdpa.replace_sdpa`
+    takes them all.
+
+    Args:
+        name: what to activate.
+
+    Raises:
+        UnsupportedError: this torch has no such registry.
+
+    Example:
+        >>> register_flash_attention()
+        >>> torch.nn.attention.activate_flash_attention_impl("tilewise")
+    """
+    # By its name in the module: older versions of torch lack it.
+    register: Any = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        raise UnsupportedError(
+            "torch must be at least 2.11, with torch.nn.attention.register_flash_attention_impl, "
+            f"got {torch.__version__}"
+        )
+    register(name, register_fn=_Activation)
+
+
+class _Activation:
+    """torch's operators point at the functions below for as long as this object is kept."""
+
+    def __init__(self, device_type: str = "CUDA") -> None:
+        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        for name, function in (
+            ("_flash_attention_forward", flash_forward),
+            ("_flash_attention_forward_no_dropout_inplace", flash_forward_into),
+            ("_flash_attention_backward", flash_backward),
+            ("_scaled_dot_product_flash_attention", sdpa_forward),
+            ("_scaled_dot_product_flash_attention_backward", sdpa_backward),
+        ):
+            self.library.impl(name, function, device_type)
+
+    def remove(self) -> None:
+        """Give the operators back to torch's own kernels."""
+        self.library = None
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> _Forward:
+    """Compute aten._flash_attention_forward: o, lse, the dropout seed, nothing, nothing.
+
+    (B, S, H, D) or, with cum_seq_q, (T, H, D); causal and windows are aligned to the bottom right.
+    With block_table, key and value are (pages, page size, H, D) of a paged cache.
+    """
+    if return_debug_mask:
+        raise UnsupportedError("return_debug_mask must be False, got True")
+    q, k, v = _last_dim_contiguous(query, key, value)
+    philox = None
+    o: Tensor
+    if block_table is not None:
+        o, lse = _paged(
+            (q, k, v),
+            cum_seq_q,
+            max_q,
+            (is_causal, window_size_left, window_size_right),
+            seqused_k,
+            block_table=block_table,
+            softmax_scale=scale,
+            alibi_slopes=alibi_slopes,
+            batch_invariant=num_splits == 1,
+        )
+    else:
+        if dropout_p > 0.0:
+            philox = philox_of(None, q.device)
+        options: dict[str, Any] = {
+            "causal": is_causal,
+            "window": (window_size_left, window_size_right),
+            "softmax_scale": scale,
+            "alibi_slopes": alibi_slopes,
+            "dropout_p": dropout_p,
+            "seed": philox,
+            "return_lse": True,
+        }
+        if cum_seq_q is None:
+            o, lse = attention(q, k, v, seqlens_k=seqused_k, **options)
+        elif cum_seq_k is None or seqused_k is not None:
+            raise UnsupportedError(
+                "cum_seq_k must be given, and seqused_k not, unless there is a block_table, "
+                f"got cum_seq_k={'None' if cum_seq_k is None else 'a tensor'}"
+            )
+        else:
+            o, lse = attention_varlen(
+                q,
+                k,
+                v,
+                cu_seqlens_q=cum_seq_q,
+                cu_seqlens_k=cum_seq_k,
+                max_seqlen_q=max_q,
+                max_seqlen_k=max_k,
+                **options,
+            )
+    # torch's schema: two uint64 of seed, one that nobody reads, and no debug mask.
+    seed = torch.zeros(2, dtype=torch.int64, device=q.device) if philox is None else philox
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)
+    return _like(o, query), lse, seed.view(torch.uint64), unused.view(torch.uint64), q.new_empty(0)
+
+
+def _paged(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cum_seq_q: Tensor | None,
+    max_q: int,
+    visible: tuple[bool, int | None, int | None],
+    seqused_k: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    is_causal, left, right = visible
+    if cum_seq_q is None or seqused_k is None:
+        raise UnsupportedError("cum_seq_q and seqused_k must come with a block_table, got None")
+    if not (is_causal or right == 0 or max_q == 1):  # one query sees the same keys either way
+        raise UnsupportedError("is_causal must be set with a block_table, got False")
+    o, lse = paged_attention(
+        *qkv,
+        seqlens_k=seqused_k,
+        cu_seqlens_q=cum_seq_q,
+        max_seqlen_q=max_q,
+        window=None if left is None or left < 0 else left + 1,
+        return_lse=True,
+        **options,
+    )
+    return o, lse
+
+
+def flash_forward_into(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute aten._flash_attention_forward_no_dropout_inplace: write o to `out`, return lse."""
+    o, lse, *_ = flash_forward(*args, **kwargs)
+    out.copy_(o)
+    return lse
+
+
+def flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute aten._flash_attention_backward: the gradients of query, key and value."""
+    q, k, v, o, do = _last_dim_contiguous(query, key, value, out, grad_out)
+    options: dict[str, Any] = {
+        "causal": is_causal,
+        "window": (window_size_left, window_size_right),
+        "softmax_scale": scale,
+        "dropout_p": dropout_p,
+        "seed": rng_state.view(torch.int64) if dropout_p > 0.0 else None,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if cum_seq_q is None or cum_seq_k is None:
+        q, k, v, prepared = prepare_dense(q, k, v, **options)
+    else:
+        q, k, v, prepared = prepare_packed(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cum_seq_q,
+            cu_seqlens_k=cum_seq_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            **options,
+        )
+    dq, dk, dv, _, _ = attention_bwd(do, None, q, k, v, o, logsumexp, False, *prepared)
+    return _like(dq, query), _like(dk, key), _like(dv, value)
+
+
+def sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]:
+    """Compute aten._scaled_dot_product_flash_attention, whose tensors are (B, H, S, D)."""
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    o, lse, seed, unused, debug_mask = flash_forward(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        None,
+        None,
+        seqlen_q,
+        seqlen_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        scale=scale,
+    )
+    return o.transpose(1, 2), lse, None, None, seqlen_q, seqlen_k, seed, unused, debug_mask
+
+
+def sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute aten._scaled_dot_product_flash_attention_backward."""
+    do, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    dq, dk, dv = flash_backward(
+        do,
+        q,
+        k,
+        v,
+        o,
+        logsumexp,
+        None,
+        None,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        philox_seed,
+        philox_offset,
+        scale=scale,
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _last_dim_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous() for t in tensors)
+
+
+def _like(result: Tensor, original: Tensor) -> Tensor:
+    """Lay the result out as the tensor it belongs to: compiled graphs count on it."""
+    if result.shape != original.shape:  # o with a head dim of its own
+        return result
+    laid_out = torch.empty_like(original)
+    return result if laid_out.stride() == result.stride() else laid_out.copy_(result)

@@ -1,0 +1,255 @@
+"""torch's scaled_dot_product_attention on tilewise's kernels, and in the place of torch's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import UnsupportedError
+from tilewise.ops import attention
+
+__all__ = ["replace_sdpa", "scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend as torch.nn.functional.scaled_dot_product_attention does, in O(N) memory.
+
+    Everything means what it means in torch: is_causal is aligned to the top left corner, so query i
+    sees keys 0 ... i whatever the lengths are; dropout is applied whenever dropout_p > 0, with a
+    seed from torch's generator of the device. A row that sees no key gives 0 and zero gradients,
+    as torch's fused kernels do; formulas written with softmax give NaN there.
+
+    Args:
+        query: (..., Hq, L, E), two dims or more; any number of batch dims.
+        key, value: (..., H, S, E) and (..., H, S, Ev). Leading dims broadcast.
+        attn_mask: broadcastable to (..., Hq, L, S). bool, True where a key takes part; or float, in
+            query's dtype or float32, added to the logits, with a gradient; or a CausalBias of
+            torch.nn.attention.bias.
+        dropout_p: probability of dropping a probability, in [0, 1].
+        is_causal: hide the keys behind the query; excludes attn_mask.
+        scale: multiplies query . key; E ** -0.5 when None.
+        enable_gqa: the heads of key and of value may divide those of query.
+
+    Returns:
+        (..., Hq, L, Ev), in query's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        UnsupportedError: a nested tensor, or a call that no backend can run.
+
+    Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
+
+    Example:
+        >>> q = k = v = torch.randn(2, 8, 128, 64)
+        >>> o = scaled_dot_product_attention(q, k, v, is_causal=True)
+    """
+    _check(query, key, value)
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask must be None when is_causal is set, got both")
+    dims = max(query.dim(), key.dim(), value.dim())
+    q, k, v = _broadcast(query, key, value, enable_gqa)
+    batch, num_q_heads, seqlen_q = q.shape[:-3], q.shape[-3], q.shape[-2]
+    seqlen_k = k.shape[-2]
+    rule = _rule(attn_mask, is_causal, (*batch, num_q_heads, seqlen_q, seqlen_k), query)
+    if rule.num_keys < seqlen_k:
+        k, v = k[..., : rule.num_keys, :], v[..., : rule.num_keys, :]
+    o = attention(
+        *(_dense(x) for x in (q, k, v)),
+        causal=rule.causal,
+        window=(None, rule.right),
+        softmax_scale=scale,
+        bias=rule.bias,
+        dropout_p=dropout_p,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    ).transpose(1, 2)
+    return o.reshape((*batch, *o.shape[1:])[-dims:])
+
+
+class _Rule(NamedTuple):
+    """Which keys a query sees, in the terms of `attention`."""
+
+    num_keys: int
+    causal: bool = False
+    right: int | None = None
+    bias: Tensor | None = None
+
+
+def _rule(attn_mask: Tensor | None, is_causal: bool, full: tuple[int, ...], like: Tensor) -> _Rule:
+    seqlen_q, seqlen_k = full[-2:]
+    if attn_mask is not None and type(attn_mask) not in (Tensor, torch.nn.Parameter):
+        # Not at the top: the module brings torch's compiler with it.
+        from torch.nn.attention.bias import CausalBias, CausalVariant
+
+        if isinstance(attn_mask, CausalBias):
+            if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
+                raise ValueError(
+                    f"attn_mask must be a CausalBias of lengths {(seqlen_q, seqlen_k)}, "
+                    f"got {(attn_mask.seq_len_q, attn_mask.seq_len_kv)}"
+                )
+            if attn_mask.variant == CausalVariant.LOWER_RIGHT:
+                return _Rule(seqlen_k, causal=True)
+            attn_mask, is_causal = None, True
+    if attn_mask is not None:
+        return _Rule(seqlen_k, bias=_bias(attn_mask, full, like))
+    if not is_causal:
+        return _Rule(seqlen_k)
+    # attention() aligns to the bottom right: with as many keys as queries both corners are one,
+    # and with fewer the diagonal is moved to the right.
+    if seqlen_q <= seqlen_k:
+        return _Rule(seqlen_q, causal=True)
+    return _Rule(seqlen_k, right=seqlen_q - seqlen_k)
+
+
+def _bias(attn_mask: Tensor, full: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return the mask as a float that broadcasts to (B, Hq, L, S)."""
+    if attn_mask.device != like.device:
+        raise ValueError(f"attn_mask must be on {like.device}, got {attn_mask.device}")
+    if attn_mask.dtype not in (torch.bool, torch.float32, like.dtype):
+        raise TypeError(
+            f"attn_mask must have dtype bool, float32 or that of query, got {attn_mask.dtype}"
+        )
+    fits = 2 <= attn_mask.dim() <= len(full) and all(
+        have in (1, want)
+        for have, want in zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(attn_mask.shape)}")
+    for dim, (size, stride) in enumerate(zip(attn_mask.shape, attn_mask.stride(), strict=True)):
+        if stride == 0 and size > 1:  # an expanded mask: one copy of it is enough
+            attn_mask = attn_mask.narrow(dim, 0, 1)
+    if len(full) > 4:  # several batch dims, which `attention` knows as one
+        attn_mask = attn_mask[(None,) * (len(full) - attn_mask.dim())]
+        if attn_mask.shape[:-3].numel() != 1:
+            attn_mask = attn_mask.expand(*full[:-3], *attn_mask.shape[-3:])
+        attn_mask = attn_mask.reshape(-1, *attn_mask.shape[-3:])
+    if attn_mask.dtype != torch.bool:
+        return attn_mask
+    return attn_mask.new_zeros(attn_mask.shape, dtype=like.dtype).masked_fill(
+        ~attn_mask, float("-inf")
+    )
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    tensors = (("query", query), ("key", key), ("value", value))
+    for name, tensor in tensors:
+        if tensor.is_nested:
+            raise UnsupportedError(
+                f"{name} must not be a nested tensor; see tilewise.attention_varlen, got one"
+            )
+        if tensor.dim() < 2:
+            raise ValueError(f"{name} must have at least 2 dims, got {tensor.dim()}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be a float tensor, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on {query.device}, got {tensor.device}")
+        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise TypeError(f"{name} must have dtype {query.dtype}, got {tensor.dtype}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"key must have the head dim of query, {query.shape[-1]}, got {key.shape[-1]}"
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"value must have as many keys as key, {key.shape[-2]}, got {value.shape[-2]}"
+        )
+
+
+def _broadcast(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give all three a head dim and the same batch dims; heads of key and value may stay fewer."""
+    q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (query, key, value))
+    heads = (q.shape[-3], k.shape[-3], v.shape[-3])
+    if enable_gqa:
+        num_heads = heads[0]
+        for name, have in (("key", heads[1]), ("value", heads[2])):
+            if have == 0 or num_heads % have:
+                raise ValueError(f"{name} must have heads that divide {num_heads}, got {have}")
+    else:
+        num_heads = max(heads) if min(heads) else 0
+        if any(have not in (1, num_heads) for have in heads):
+            raise ValueError(
+                "query, key and value must have the same number of heads, or enable_gqa, "
+                f"got {heads[0]}, {heads[1]} and {heads[2]}"
+            )
+        q = q.expand(*q.shape[:-3], num_heads, *q.shape[-2:])
+    if heads[1] != heads[2]:  # one count for both: all of query's
+        k, v = (x.repeat_interleave(num_heads // x.shape[-3], -3) for x in (k, v))
+    try:
+        batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except RuntimeError as error:
+        shapes = [tuple(x.shape[:-3]) for x in (q, k, v)]
+        raise ValueError(
+            f"query, key and value must have batch dims that broadcast, got {shapes}"
+        ) from error
+    return (
+        q.expand(*batch, *q.shape[-3:]),
+        k.expand(*batch, *k.shape[-3:]),
+        v.expand(*batch, *v.shape[-3:]),
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """(..., H, S, D) -> (B, S, H, D), with the last dim contiguous."""
+    x = x.reshape(x.shape[:-3].numel(), *x.shape[-3:]).transpose(1, 2)
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+_lock = threading.Lock()
+_depth = 0
+_saved: tuple[Any, bool] = (None, True)
+
+
+@contextmanager
+def replace_sdpa() -> Iterator[None]:
+    """Let torch.nn.functional.scaled_dot_product_attention be tilewise's inside the block.
+
+    Reached are all callers that look the name up when they call: F.scaled_dot_product_attention(),
+    torch.nn.MultiheadAttention (with need_weights=False) and the layers of torch.nn.Transformer,
+    whose own fused inference path is switched off inside. Not reached is a module that did
+    `from torch.nn.functional import scaled_dot_product_attention` before, a direct call of
+    torch.ops.aten, and a graph compiled outside; see `torch_flash.register_flash_attention` then.
+
+    The name belongs to the process, so every thread sees the replacement while any thread is inside
+    a block. Blocks may be nested, and may overlap between threads: the last one out puts torch's
+    function back, on exceptions too.
+
+    Example:
+        >>> with replace_sdpa():
+        ...     loss = model(batch).sum()
+    """
+    global _depth, _saved
+    functional: Any = torch.nn.functional
+    with _lock:
+        if _depth == 0:
+            _saved = (
+                functional.scaled_dot_product_attention,
+                torch.backends.mha.get_fastpath_enabled(),
+            )
+            functional.scaled_dot_product_attention = scaled_dot_product_attention
+            torch.backends.mha.set_fastpath_enabled(False)
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                functional.scaled_dot_product_attention = _saved[0]
+                torch.backends.mha.set_fastpath_enabled(_saved[1])
+                _saved = (None, True)
