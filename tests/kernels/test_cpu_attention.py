@@ -103,6 +103,7 @@ def spec_of(qkv: list[Tensor], options: dict[str, Any], extra: dict[str, Any]) -
         softmax_scale=options.get("softmax_scale", q.shape[3] ** -0.5),
         softcap=options.get("softcap", 0.0), has_seqlens_k="seqlens_k" in extra,
         has_bias="bias" in extra, has_alibi="alibi_slopes" in extra, has_sinks="sinks" in extra,
+        needs_dbias="bias" in extra,
     )  # fmt: skip
 
 

@@ -72,7 +72,8 @@ def launch_fwd(
         q, k, v: (B, S, H, D), or (T, H, D) when spec.is_varlen; strided in all dims but the last.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), when spec.is_varlen.
         seqlens_k: int32 (B,), when spec.has_seqlens_k.
-        bias: broadcastable to (B, Hq, Sq, Sk); alibi_slopes, sinks: (Hq,).
+        bias: broadcastable to (B, Hq, Sq, Sk), Sq and Sk those of the spec.
+        alibi_slopes: (Hq,) or (B, Hq); sinks: (Hq,).
 
     Returns:
         o like q with v's head dim; lse (B, Hq, Sq) or (Hq, T), float32, float64 for float64.
@@ -123,7 +124,8 @@ def launch_bwd(
         o, lse: what `launch_fwd` returned; the rest are its arguments.
 
     Returns:
-        dq, dk, dv, dbias (None without bias), dsinks (None without sinks), shaped like the inputs.
+        dq, dk, dv, dbias (None unless spec.needs_dbias), dsinks (None without sinks), shaped like
+        the inputs.
 
     Source: Dao 2023, FlashAttention-2, algorithm 2.
     """
@@ -251,6 +253,7 @@ def describe(
         bias_head=bias_head,
         bias_row=bias_row,
         bias_column=bias_column,
+        slopes_batch=spec.num_q_heads if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0,
     )
     rule = Rule(
         is_scaled_only=bias is None

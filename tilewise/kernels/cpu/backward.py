@@ -267,8 +267,9 @@ def _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, queries,
         if not rule.is_scaled_only:
             if rule.has_bias:
                 load_bias_row(sizes, like, scores.bias, sequence, head, query, key, high)
-            logits_row(like, rule, scores.s, base, begin, end, arrays.slopes[head], query + offset,
-                       scores.bias, scores.slack, base)  # fmt: skip
+            slope = arrays.slopes[sequence * sizes.slopes_batch + head]
+            logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
+                       scores.slack, base)  # fmt: skip
         _gradient_row(
             like, factor, lse[at], shifts[at], scores.s, scores.dp, base, begin, end, low, high
         )

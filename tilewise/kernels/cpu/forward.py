@@ -115,8 +115,9 @@ def _softmax_tile(sizes, rule, arrays, s, p, tile, rows, sequence, kv_head, firs
             if rule.has_bias:
                 load_bias_row(sizes, like, bias, sequence, head, query, first_key, high[row])
             diagonal = query + k_len - q_len - first_key
-            logits_row(like, rule, s, row * TILE_N, begin[block], end[block],
-                       arrays.slopes[head], diagonal, bias, bias, TILE_N)  # fmt: skip
+            slope = arrays.slopes[sequence * sizes.slopes_batch + head]
+            logits_row(like, rule, s, row * TILE_N, begin[block], end[block], slope, diagonal, bias,
+                       bias, TILE_N)  # fmt: skip
         m[index], total, rescale[row] = softmax_row(
             like, s, row * TILE_N, factor, p, row * TILE_N, begin[block], end[block],
             low[row], high[row], m[index],

@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     """Shapes, dtype codes and byte strides; k_size is the bytes of a key element.
 
     lse_head counts elements. block_size is 0 for dense and packed keys. bias_* are byte strides
-    of the broadcast bias.
+    of the broadcast bias. slopes_batch is Hq where each sequence has slopes of its own, else 0.
     """
 
     num_kv_heads: int
@@ -54,6 +54,7 @@ class Sizes(NamedTuple):
     bias_head: int
     bias_row: int
     bias_column: int
+    slopes_batch: int = 0
 
 
 class Rule(NamedTuple):
@@ -78,7 +79,8 @@ class Arrays(NamedTuple):
         packed_like: empty array of the type of the product's operands; uint16 is bfloat16.
         starts: (B, 12) int64, see the column names above.
         table: (B, M) int32 block table, (0, 0) without one.
-        slopes, sinks: (Hq,) of like's type; 0 and -inf where there is none.
+        slopes: (Hq,) or (B * Hq,) of like's type, 0 where there is none.
+        sinks: (Hq,) of like's type, -inf where there is none.
     """
 
     like: np.ndarray
@@ -142,10 +144,10 @@ def _constant(num_heads: int, value: float, dtype: type) -> np.ndarray:
 
 
 def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type) -> np.ndarray:
-    """A (Hq,) tensor, or `default` for each head, as an array of `dtype`; not to be written to."""
+    """A (Hq,) or (B, Hq) tensor, flat, or `default` for each head; not to be written to."""
     if values is None:
         return _constant(num_heads, default, dtype)
-    return values.detach().to(float_type(values.dtype)).numpy().astype(dtype)
+    return values.detach().to(float_type(values.dtype)).reshape(-1).numpy().astype(dtype)
 
 
 def byte_strides(tensor: Tensor) -> tuple[int, int]:
