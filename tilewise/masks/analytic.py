@@ -1,0 +1,244 @@
+"""Masks that follow a rule of distances or of a few tokens, built in O(tiles).
+
+A tile that the rule decides as a whole (all visible, none visible) is never evaluated pair by pair;
+tiles that must look alike are evaluated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.masks import arguments, tile_map
+from tilewise.masks.arguments import Device, Tile, Window
+from tilewise.masks.block_mask import BlockMask, from_tile_map
+from tilewise.masks.tile_map import EMPTY, FULL, BitTiles, TileMap
+
+Distances = Callable[[Tensor], Tensor]
+
+
+def from_distance(
+    fn: Distances,
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    tile: Tile = 128,
+    device: Device = None,
+) -> BlockMask:
+    """Let query i see key j when fn(i + Sk - Sq - j): 0 is its own position, more is the past.
+
+    Args:
+        fn: takes the int64 distances of all diagonals in one tensor and returns bool, as long.
+        seqlen_q, seqlen_k: Sq and Sk, the latter Sq when None; with Sq < Sk the queries are the
+            last positions (bottom-right aligned).
+        tile: 64, 128 or (tile_q, tile_k) of them.
+        device: of the mask's tensors; torch's default when None.
+
+    Returns:
+        A mask of shape (1, 1, Sq, Sk).
+
+    Raises:
+        ValueError, TypeError: an argument or the result of fn breaks a rule above.
+
+    Example:
+        >>> dilated = from_distance(lambda d: (d.abs() <= 64) & (d % 2 == 0), 4096)
+    """
+    seqlen_q, seqlen_k = arguments.check_seqlens(seqlen_q, seqlen_k)
+    raw = _by_distance(fn, seqlen_q, seqlen_k, arguments.check_tile(tile))
+    return from_tile_map(tile_map.bounded(raw), arguments.home(device))
+
+
+def causal(
+    seqlen_q: int, seqlen_k: int | None = None, *, tile: Tile = 128, device: Device = None
+) -> BlockMask:
+    """Let query i see key j when j <= i + Sk - Sq.
+
+    `attention(..., causal=True)` means the same and is faster; this is for algebra. Arguments,
+    result and errors as in `from_distance`.
+
+    Example:
+        >>> inside = causal(8) & document([5, 3])
+    """
+    return from_distance(lambda d: d >= 0, seqlen_q, seqlen_k, tile=tile, device=device)
+
+
+def window(
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    window: Window,
+    tile: Tile = 128,
+    device: Device = None,
+) -> BlockMask:
+    """Let query i see key j when -right <= i + Sk - Sq - j <= left.
+
+    `attention(..., window=window)` means the same and is faster; this is for algebra.
+
+    Args:
+        window: w: the last w keys, the query's own included, or (left, right): that many keys on
+            each side of it, None or -1 unlimited.
+
+    The other arguments, result and errors as in `from_distance`.
+
+    Example:
+        >>> mask = window(4096, window=(256, 256))
+    """
+    seqlen_q, seqlen_k = arguments.check_seqlens(seqlen_q, seqlen_k)
+    raw = _by_distance(_within(window), seqlen_q, seqlen_k, arguments.check_tile(tile))
+    return from_tile_map(tile_map.bounded(raw), arguments.home(device))
+
+
+def strided(
+    seqlen: int,
+    *,
+    stride: int,
+    window: int | None = None,
+    tile: Tile = 128,
+    device: Device = None,
+) -> BlockMask:
+    """Let query i see key j <= i when i - j < window or (i - j) mod stride = 0.
+
+    Both heads of the strided pattern of Sparse Transformers (Child et al., 2019) in one mask.
+
+    Args:
+        seqlen: S, of queries and keys.
+        stride: how far apart the keys beyond the window are, at least 1.
+        window: how many of the last keys are all seen, the query's own included; stride if None.
+
+    The other arguments, result and errors as in `from_distance`.
+
+    Example:
+        >>> mask = strided(4096, stride=128)
+    """
+    stride = arguments.check_count("stride", stride, 1)
+    near = stride if window is None else arguments.check_count("window", window)
+    return from_distance(
+        lambda d: (d >= 0) & ((d < near) | (d % stride == 0)), seqlen, tile=tile, device=device
+    )
+
+
+def prefix_lm(
+    seqlen: int,
+    prefix: int | Sequence[int] | Tensor,
+    *,
+    tile: Tile = 128,
+    device: Device = None,
+) -> BlockMask:
+    """Let query i see key j when j <= i or j < prefix[b]: causal after a prefix that sees itself.
+
+    Args:
+        seqlen: S, of queries and keys.
+        prefix: tokens of the prefix, from 0 to S: an int, or B of them for B sequences.
+        device: of the mask's tensors; that of prefix or torch's default when None.
+
+    The other arguments and errors as in `from_distance`.
+
+    Returns:
+        A mask of shape (1, 1, S, S), or (B, 1, S, S) when prefix is B numbers.
+
+    Example:
+        >>> mask = prefix_lm(4096, [100, 2000])
+    """
+    seqlen, _ = arguments.check_seqlens(seqlen, None)
+    tile = arguments.check_tile(tile)
+    if isinstance(prefix, (Tensor, Sequence)) and np.ndim(prefix) > 0:
+        prefixes = arguments.check_integers("prefix", prefix, 1)
+    else:
+        prefixes = np.array([arguments.check_count("prefix", prefix)])
+    if ((prefixes < 0) | (prefixes > seqlen)).any():
+        raise ValueError(f"prefix must lie from 0 to {seqlen}, got {prefixes.tolist()}")
+    before = tile_map.by_key(np.arange(seqlen) < prefixes[:, None], seqlen, tile)
+    past = _by_distance(lambda d: d >= 0, seqlen, seqlen, tile)
+    raw = tile_map.combine(past, before, np.bitwise_or)
+    return from_tile_map(tile_map.bounded(raw), arguments.home(device, prefix))
+
+
+def global_local(
+    seqlen: int,
+    *,
+    window: Window,
+    global_tokens: int | Sequence[int] | Tensor,
+    tile: Tile = 128,
+    device: Device = None,
+) -> BlockMask:
+    """Let query i see key j when j is in its window, or i is global, or j is global.
+
+    Longformer (Beltagy et al., 2020), whose window of w is (w // 2, w // 2) here.
+
+    Args:
+        seqlen: S, of queries and keys.
+        window: as in `window`; an int looks back only.
+        global_tokens: how many first tokens are global, or the positions of global tokens, or bool
+            flags (S,) or (B, S).
+        device: of the mask's tensors; that of global_tokens or torch's default when None.
+
+    The other arguments and errors as in `from_distance`.
+
+    Returns:
+        A mask of shape (1, 1, S, S), or (B, 1, S, S) for flags (B, S).
+
+    Example:
+        >>> mask = global_local(4096, window=(256, 256), global_tokens=[0, 17])
+    """
+    seqlen, _ = arguments.check_seqlens(seqlen, None)
+    tile = arguments.check_tile(tile)
+    flags = arguments.token_flags("global_tokens", global_tokens, seqlen)
+    raw = _by_distance(_within(window), seqlen, seqlen, tile)
+    for tokens in (tile_map.by_key(flags, seqlen, tile), tile_map.by_query(flags, seqlen, tile)):
+        raw = tile_map.combine(raw, tokens, np.bitwise_or)
+    return from_tile_map(tile_map.bounded(raw), arguments.home(device, global_tokens))
+
+
+def _within(window: Window) -> Distances:
+    left, right = arguments.check_window(window)
+
+    def visible(d: Tensor) -> Tensor:
+        seen = torch.ones_like(d, dtype=torch.bool)
+        if left is not None:
+            seen &= d <= left
+        if right is not None:
+            seen &= d >= -right
+        return seen
+
+    return visible
+
+
+def _by_distance(fn: Distances, seqlen_q: int, seqlen_k: int, tile: tuple[int, int]) -> TileMap:
+    """Map a rule of i + Sk - Sq - j: tiles on one diagonal of tiles are alike."""
+    shape = (1, 1, seqlen_q, seqlen_k)
+    tile_q, tile_k = tile
+    rows, columns = tile_map.tiles_of(shape, tile)
+    store = BitTiles(tile)
+    # Distances from that of the upper right corner of the padded mask to the lower left one.
+    span = rows * tile_q + columns * tile_k
+    lowest = seqlen_k - seqlen_q - (columns * tile_k - 1)
+    distances = torch.arange(lowest, lowest + max(span - 1, 0), device="cpu")
+    visible = fn(distances)
+    if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+        got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
+        raise TypeError(f"fn must return a bool tensor, got {got}")
+    if visible.shape != distances.shape:
+        raise ValueError(
+            f"fn must return shape {tuple(distances.shape)}, got {tuple(visible.shape)}"
+        )
+    seen = visible.cpu().numpy()
+    # A tile holds the tile_q + tile_k - 1 distances from its upper right corner, `corner`, on.
+    step = gcd(tile_q, tile_k)
+    corners = np.arange(0, max(span - tile_q - tile_k, 0) + 1, step)
+    num_distances = tile_q + tile_k - 1
+    sums = np.concatenate(([0], np.cumsum(seen)))
+    if rows * columns == 0:
+        return TileMap(shape, tile, np.empty((1, 1, rows, columns), np.int32), store.bits())
+    counts = sums[corners + num_distances] - sums[corners]
+    numbers = np.where(counts == num_distances, FULL, EMPTY).astype(np.int32)
+    partial = np.flatnonzero((counts > 0) & (counts < num_distances))
+    inside = np.arange(tile_q)[:, None] + np.arange(tile_k)[::-1]
+    numbers[partial] = store.add_made(
+        len(partial), lambda s: tile_map.pack(seen[corners[partial[s], None, None] + inside])
+    )
+    of_tile = (np.arange(rows) * tile_q)[:, None] + (columns - 1 - np.arange(columns)) * tile_k
+    return TileMap(shape, tile, numbers[of_tile // step][None, None], store.bits())

@@ -1,0 +1,284 @@
+"""BlockMask: any attention mask as data, so that one kernel path runs every mask.
+
+A mask over (Sq, Sk) is cut into tiles. An empty tile is not visited at all, a full one is computed
+without a mask, and a partial one points at a bit tile; equal bit tiles are stored once, so that a
+causal diagonal costs one. Query rows and keys are counted from the start of their sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from tilewise.masks import tile_map
+from tilewise.masks.plot import draw
+from tilewise.masks.tile_map import EMPTY, FULL, TileMap
+
+
+class TileLists(NamedTuple):
+    """The visible tiles of each row (or column) of tiles, full ones first.
+
+    Attributes:
+        spans: int32 (Bm, Hm, R, 3): first entry, end of the full ones, end of the partial ones.
+        entries: int32 (n, 2): column (or row) of the tile, and its bit tile, -1 for a full tile.
+    """
+
+    spans: Tensor
+    entries: Tensor
+
+
+class TileCounts(NamedTuple):
+    """How many tiles of each kind a mask has, over all its sequences and heads."""
+
+    empty: int
+    partial: int
+    full: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """Which query sees which key, as tiles. Make one with the functions of `tilewise.masks`.
+
+    `a & b`, `a | b` and `~a` are the masks that they say; sequences and heads broadcast, and where
+    tiles differ the smaller ones are taken. `==` is identity, which is quick and hashable: ask
+    `same_as` whether two masks mean the same.
+
+    Attributes:
+        shape: (Bm, Hm, Sq, Sk); Bm and Hm are 1 where all sequences or heads share the mask.
+        tile: (tile_q, tile_k), each 64 or 128.
+        bits: int32 (n, tile_q, tile_k / 32), the distinct partial tiles: key 32 w + b of row r
+            is visible when bit b of bits[t, r, w] is set. Rows and keys outside (Sq, Sk) are not.
+        rows: the tiles that each tile of queries sees.
+        columns: the tiles of queries that see each tile of keys.
+    """
+
+    shape: tuple[int, int, int, int]
+    tile: tuple[int, int]
+    bits: Tensor
+    rows: TileLists
+    columns: TileLists
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.bits.device
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The tensors in the order in which the registered ops take them."""
+        return (self.bits, *self.rows, *self.columns)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """Return the mask with its tensors on `device`."""
+        if self.device == torch.device(device):
+            return self
+        return _from_tensors((t.to(device) for t in self.tensors()), (self.shape, self.tile))
+
+    def memory(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    @property
+    def tiles(self) -> TileCounts:
+        """How many tiles are empty, partial and full."""
+        batch, heads, *_ = self.shape
+        rows, columns = tile_map.tiles_of(self.shape, self.tile)
+        first, full_end, end = self.rows.spans.long().sum((0, 1, 2)).tolist()
+        total = batch * heads * rows * columns
+        return TileCounts(total - (end - first), end - full_end, full_end - first)
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of the Bm Hm Sq Sk scores that are not computed: those of empty tiles.
+
+        0 for a mask without scores.
+        """
+        seqlen_q, seqlen_k = self.shape[2:]
+        spans, entries = (t.cpu().numpy() for t in self.rows)
+        heights = np.minimum(seqlen_q - np.arange(spans.shape[2]) * self.tile[0], self.tile[0])
+        widths = np.minimum(
+            seqlen_k - np.arange(self.columns.spans.shape[2]) * self.tile[1], self.tile[1]
+        )
+        height = np.broadcast_to(heights, spans.shape[:3]).ravel()
+        each = np.repeat(height, (spans[..., 2] - spans[..., 0]).ravel())
+        computed = int((each * widths[entries[:, 0]]).sum())
+        return 1 - computed / self._scores if self._scores else 0.0
+
+    @property
+    def visible_fraction(self) -> float:
+        """Fraction of the Bm Hm Sq Sk scores that the mask lets through; 0 without scores.
+
+        At most 1 - sparsity: partial tiles are computed whole.
+        """
+        numbers = self.rows.entries[:, 1].cpu().numpy()
+        counts = np.bitwise_count(self.bits.cpu().numpy().view(np.uint32)).sum((1, 2), np.int64)
+        of_full = int((numbers < 0).sum()) * self.tile[0] * self.tile[1]
+        visible = of_full + int(counts[numbers[numbers >= 0]].sum())
+        return visible / self._scores if self._scores else 0.0
+
+    @property
+    def _scores(self) -> int:
+        batch, heads, seqlen_q, seqlen_k = self.shape
+        return batch * heads * seqlen_q * seqlen_k
+
+    def to_dense(self) -> Tensor:
+        """Return bool (Bm, Hm, Sq, Sk), True where visible: O(Sq Sk) memory, for tests and eyes."""
+        whole = to_tile_map(self)
+        words = whole.words(whole.numbers).swapaxes(3, 4)  # (Bm, Hm, R, tile_q, C, words)
+        bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+        batch, heads, rows, tile_q, columns, _ = words.shape
+        dense = bits.reshape(batch, heads, rows * tile_q, columns * self.tile[1])
+        visible = dense[..., : self.shape[2], : self.shape[3]].astype(bool)
+        return torch.from_numpy(visible).to(self.device)
+
+    def crop(self, start: int, stop: int, seqlen_k: int | None = None) -> BlockMask:
+        """Return the mask of queries start ... stop - 1 over the first seqlen_k keys (all: None).
+
+        Chunked prefill of a long prompt takes chunk after chunk of one mask:
+        `mask.crop(start, stop, stop)`.
+
+        Raises:
+            ValueError: start, stop or seqlen_k lie outside the mask.
+        """
+        seqlen_k = self.shape[3] if seqlen_k is None else seqlen_k
+        if not 0 <= start <= stop <= self.shape[2]:
+            raise ValueError(
+                f"start and stop must lie in order from 0 to {self.shape[2]}, "
+                f"got {start} and {stop}"
+            )
+        if not 0 <= seqlen_k <= self.shape[3]:
+            raise ValueError(f"seqlen_k must lie from 0 to {self.shape[3]}, got {seqlen_k}")
+        cropped = tile_map.crop(to_tile_map(self), start, stop, seqlen_k)
+        return from_tile_map(cropped, self.device)
+
+    def same_as(self, other: BlockMask) -> bool:
+        """Whether both masks have the same shape and let the same pairs through."""
+        if self.shape != other.shape:
+            return False
+        different = self._combine(other, np.bitwise_xor)
+        return len(different.rows.entries) == 0
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return self._combine(other, np.bitwise_and)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return self._combine(other, np.bitwise_or)
+
+    def __invert__(self) -> BlockMask:
+        whole = tile_map.everything(self.shape, self.tile)
+        inverse = tile_map.combine(to_tile_map(self), whole, np.bitwise_xor)
+        return from_tile_map(inverse, self.device)
+
+    def _combine(self, other: BlockMask, op: np.ufunc) -> BlockMask:
+        if self.device != other.device:
+            raise ValueError(f"masks must be on one device, got {self.device} and {other.device}")
+        left, right = aligned([self, other])
+        combined = tile_map.combine(left, right, op)
+        return from_tile_map(combined, self.device)
+
+    def plot(self, ax: Any = None, *, batch: int = 0, head: int = 0) -> Any:
+        """Draw the tiles of one sequence and head: empty, partial and full in a colour each.
+
+        Where tiles are smaller than pixels, one cell stands for several: partial if one of them
+        is, else full if one is.
+
+        Args:
+            ax: matplotlib axes, new ones when None. Axes run in queries (down) and keys.
+            batch, head: which one; any when the mask is shared.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: batch or head lie outside the mask.
+
+        Example:
+            >>> masks.causal(4096).plot().figure.savefig("causal.png")
+        """
+        at = []
+        for name, index, size in zip(("batch", "head"), (batch, head), self.shape[:2], strict=True):
+            if index < 0 or (size > 1 and index >= size):
+                raise ValueError(f"{name} must lie from 0 to {size - 1}, got {index}")
+            at.append(index if size > 1 else 0)
+        return draw(to_tile_map(self).numbers[at[0], at[1]], self.shape, self.tile, ax)
+
+    def __repr__(self) -> str:
+        text = f"BlockMask({self.shape}, tiles {self.tile[0]} x {self.tile[1]}"
+        if self.device.type == "meta":
+            return f"{text} on meta)"
+        tiles = self.tiles
+        return (
+            f"{text}: {tiles.empty:,} empty, {tiles.partial:,} partial ({len(self.bits):,} "
+            f"distinct), {tiles.full:,} full; {self.memory() / 1024:,.1f} KiB on {self.device})"
+        )
+
+
+def _flatten(mask: BlockMask) -> tuple[list[Tensor], tuple[Any, Any]]:
+    return list(mask.tensors()), (mask.shape, mask.tile)
+
+
+def _from_tensors(tensors: Iterable[Any], context: tuple[Any, Any]) -> BlockMask:
+    bits, rows, row_entries, columns, column_entries = tensors
+    lists = TileLists(rows, row_entries), TileLists(columns, column_entries)
+    return BlockMask(*context, bits, *lists)
+
+
+# A mask is an argument of exported and transformed functions like a tuple of its tensors.
+_pytree.register_pytree_node(
+    BlockMask,
+    _flatten,
+    _from_tensors,
+    serialized_type_name="tilewise.masks.BlockMask",
+    to_dumpable_context=lambda context: [list(part) for part in context],
+    from_dumpable_context=lambda context: tuple(tuple(part) for part in context),
+)
+
+
+def from_tile_map(whole: TileMap, device: torch.device) -> BlockMask:
+    """Make the lists of a map whose bits are distinct, used, and 0 outside (Sq, Sk)."""
+    rows, columns = (
+        TileLists(*(torch.from_numpy(part) for part in tile_map.tile_lists(numbers)))
+        for numbers in (whole.numbers, np.ascontiguousarray(whole.numbers.swapaxes(2, 3)))
+    )
+    mask = BlockMask(whole.shape, whole.tile, torch.from_numpy(whole.bits), rows, columns)
+    return mask.to(device)
+
+
+def to_tile_map(mask: BlockMask) -> TileMap:
+    """Go back from the lists of a mask to its map."""
+    bits, (spans, entries) = mask.bits.cpu().numpy(), (t.cpu().numpy() for t in mask.rows)
+    rows, columns = tile_map.tiles_of(mask.shape, mask.tile)
+    seen = (spans[..., 2] - spans[..., 0]).ravel()
+    numbers = np.full((len(seen), columns), EMPTY, np.int32)
+    owners = np.repeat(np.arange(len(seen)), seen)
+    numbers[owners, entries[:, 0]] = np.where(entries[:, 1] < 0, FULL, entries[:, 1])
+    return TileMap(mask.shape, mask.tile, numbers.reshape(*mask.shape[:2], rows, columns), bits)
+
+
+def aligned(masks: list[BlockMask], dims: tuple[int, ...] = (0, 1)) -> list[TileMap]:
+    """The maps of masks that broadcast in `dims`, cut into the smallest of their tiles."""
+    first = masks[0].shape
+    for mask in masks[1:]:
+        if mask.shape[2:] != first[2:]:
+            raise ValueError(
+                f"masks must cover the same queries and keys, got {first[2:]} and {mask.shape[2:]}"
+            )
+    for dim in dims:
+        sizes = sorted({mask.shape[dim] for mask in masks} - {1})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"masks must be for 1 or the same number of {('sequences', 'heads')[dim]}, "
+                f"got {sizes[0]} and {sizes[1]}"
+            )
+    tile = min(mask.tile[0] for mask in masks), min(mask.tile[1] for mask in masks)
+    return [tile_map.refine(to_tile_map(mask), tile) for mask in masks]

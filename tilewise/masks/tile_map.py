@@ -1,0 +1,244 @@
+"""Tile maps: a mask as one number a tile, and the bit tiles that the numbers point at. Numpy only.
+
+Everything here costs O(tiles) and the distinct bit tiles, never O(Sq Sk): builders and the algebra
+evaluate a pair of tiles once, however often it occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+
+EMPTY, FULL = -1, -2  # numbers of a tile map; others are numbers of bit tiles
+TILES = (64, 128)  # lengths of a mask tile: what compute tiles of every kernel divide
+WORD = 32  # keys whose bits share one word
+_CHUNK = 512  # bit tiles made at a time: 8 MiB while they are still one byte a bit
+
+
+class TileMap(NamedTuple):
+    """A mask before it becomes lists.
+
+    Attributes:
+        shape: (Bm, Hm, Sq, Sk).
+        tile: (tile_q, tile_k).
+        numbers: int32 (Bm, Hm, R, C): EMPTY, FULL or the number of a bit tile.
+        bits: int32 (n, tile_q, tile_k / 32), as in BlockMask.
+    """
+
+    shape: tuple[int, int, int, int]
+    tile: tuple[int, int]
+    numbers: Ints
+    bits: Ints
+
+    def words(self, numbers: NDArray[Any]) -> Ints:
+        """The bit tiles of these numbers, those of EMPTY and FULL too."""
+        words = np.zeros((*numbers.shape, *self.bits.shape[1:]), np.int32)
+        words[numbers == FULL] = -1
+        partial = numbers >= 0
+        words[partial] = self.bits[numbers[partial]]
+        return words
+
+
+class BitTiles:
+    """Distinct bit tiles under construction: equal ones get the same number."""
+
+    def __init__(self, tile: tuple[int, int]) -> None:
+        self.tile = tile
+        self._numbers: dict[bytes, int] = {}
+
+    def add(self, words: Ints) -> Ints:
+        """Number the tiles (n, tile_q, tile_k / 32): EMPTY, FULL or a place in `bits()`."""
+        rows = words.reshape(len(words), self.tile[0] * self.tile[1] // WORD)
+        numbers = np.where((rows == -1).all(-1), FULL, EMPTY).astype(np.int32)
+        for at in np.flatnonzero(rows.any(-1) & (numbers != FULL)):
+            numbers[at] = self._numbers.setdefault(rows[at].tobytes(), len(self._numbers))
+        return numbers
+
+    def add_made(self, count: int, make: Callable[[slice], Ints]) -> Ints:
+        """Number `count` tiles that `make` evaluates a slice at a time."""
+        parts = [
+            self.add(make(slice(at, min(at + _CHUNK, count)))) for at in range(0, count, _CHUNK)
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    def bits(self) -> Ints:
+        """All tiles in the order of their numbers."""
+        joined = np.frombuffer(bytearray().join(self._numbers), np.int32)
+        return joined.reshape(-1, self.tile[0], self.tile[1] // WORD)
+
+
+def tiles_of(shape: tuple[int, int, int, int], tile: tuple[int, int]) -> tuple[int, int]:
+    """How many tiles of queries and of keys cover the shape."""
+    return -(-shape[2] // tile[0]), -(-shape[3] // tile[1])
+
+
+def pack(visible: Bools) -> Ints:
+    """Turn (..., keys) into words (..., keys / 32), key 32 w + b into bit b of word w."""
+    return np.packbits(np.ascontiguousarray(visible), axis=-1, bitorder="little").view("<i4")
+
+
+def combine(a: TileMap, b: TileMap, op: np.ufunc) -> TileMap:
+    """Apply a bitwise op to two maps of the same tile; Bm and Hm of 1 broadcast."""
+    left, right = np.broadcast_arrays(a.numbers, b.numbers)
+    numbers = np.where(op(left == FULL, right == FULL), FULL, EMPTY).astype(np.int32)
+    mixed = (left >= 0) | (right >= 0)
+    bits = _evaluate_pairs(a, b, left, right, numbers, mixed, op)
+    return TileMap((*numbers.shape[:2], *a.shape[2:]), a.tile, numbers, bits)
+
+
+def _evaluate_pairs(
+    a: TileMap,
+    b: TileMap,
+    left: Ints,
+    right: Ints,
+    numbers: Ints,
+    mixed: Bools,
+    op: Callable[[Ints, Ints], Ints],
+) -> Ints:
+    """Set numbers[mixed] to those of op(a's tile, b's tile), evaluated once a distinct pair."""
+    width = len(b.bits) + 2
+    pairs = (left[mixed].astype(np.int64) + 2) * width + (right[mixed] + 2)
+    distinct, inverse = np.unique(pairs, return_inverse=True)
+    of_a, of_b = (part - 2 for part in np.divmod(distinct, width))
+    store = BitTiles(a.tile)
+    codes = store.add_made(len(distinct), lambda s: op(a.words(of_a[s]), b.words(of_b[s])))
+    numbers[mixed] = codes[inverse]
+    return store.bits()
+
+
+def by_key(flags: Bools, seqlen_q: int, tile: tuple[int, int]) -> TileMap:
+    """Map the rule visible(b, i, j) = flags[b, j], flags (Bm, Sk)."""
+    shape = (len(flags), 1, seqlen_q, flags.shape[1])
+    numbers, blocks, partial = _flag_tiles(flags, tile[1])
+    store = BitTiles(tile)
+
+    def make(some: slice) -> Ints:
+        words = pack(blocks[some])[:, None]
+        return np.broadcast_to(words, (len(words), tile[0], words.shape[-1]))
+
+    numbers[partial] = store.add_made(len(blocks), make)
+    rows, columns = tiles_of(shape, tile)
+    whole = np.broadcast_to(numbers[:, None, None], (shape[0], 1, rows, columns))
+    return TileMap(shape, tile, whole, store.bits())
+
+
+def by_query(flags: Bools, seqlen_k: int, tile: tuple[int, int]) -> TileMap:
+    """Map the rule visible(b, i, j) = flags[b, i], flags (Bm, Sq)."""
+    shape = (len(flags), 1, flags.shape[1], seqlen_k)
+    numbers, blocks, partial = _flag_tiles(flags, tile[0])
+    store = BitTiles(tile)
+
+    def make(some: slice) -> Ints:
+        rows = -blocks[some].astype(np.int32)
+        return np.broadcast_to(rows[..., None], (*rows.shape, tile[1] // WORD))
+
+    numbers[partial] = store.add_made(len(blocks), make)
+    rows, columns = tiles_of(shape, tile)
+    whole = np.broadcast_to(numbers[:, None, :, None], (shape[0], 1, rows, columns))
+    return TileMap(shape, tile, whole, store.bits())
+
+
+def _flag_tiles(flags: Bools, length: int) -> tuple[Ints, Bools, Bools]:
+    """Cut flags (Bm, S): a number a tile, the tiles that are neither all nor none, and where."""
+    tiles = -(-flags.shape[1] // length)
+    padded = np.zeros((len(flags), tiles * length), dtype=bool)
+    padded[:, : flags.shape[1]] = flags
+    cut = padded.reshape(len(flags), tiles, length)
+    numbers = np.where(cut.all(-1), FULL, EMPTY).astype(np.int32)
+    partial = cut.any(-1) & (numbers != FULL)
+    return numbers, cut[partial], partial
+
+
+def everything(shape: tuple[int, int, int, int], tile: tuple[int, int]) -> TileMap:
+    """Map the mask that hides nothing: full tiles, partial ones where they stick out."""
+    queries = by_query(np.ones((1, shape[2]), dtype=bool), shape[3], tile)
+    keys = by_key(np.ones((1, shape[3]), dtype=bool), shape[2], tile)
+    return combine(queries, keys, np.bitwise_and)
+
+
+def bounded(raw: TileMap) -> TileMap:
+    """Hide what lies outside (Sq, Sk), and drop bit tiles that no number points at."""
+    return combine(raw, everything(raw.shape, raw.tile), np.bitwise_and)
+
+
+def refine(whole: TileMap, tile: tuple[int, int]) -> TileMap:
+    """Cut the tiles of a map into smaller ones."""
+    if whole.tile == tile:
+        return whole
+    over_q, over_k = whole.tile[0] // tile[0], whole.tile[1] // tile[1]
+    store = BitTiles(tile)
+    cut = whole.bits.reshape(-1, over_q, tile[0], over_k, tile[1] // WORD).swapaxes(2, 3)
+    codes = np.empty((len(cut) + 2, over_q, over_k), np.int32)
+    codes[:-2] = store.add(np.ascontiguousarray(cut).reshape(-1, tile[0], tile[1] // WORD)).reshape(
+        -1, over_q, over_k
+    )
+    codes[EMPTY], codes[FULL] = EMPTY, FULL  # the last two places, which is what -1 and -2 index
+    rows, columns = tiles_of(whole.shape, tile)
+    numbers = codes[whole.numbers].swapaxes(3, 4)
+    batch, heads, high, _, wide, _ = numbers.shape
+    numbers = numbers.reshape(batch, heads, high * over_q, wide * over_k)
+    return TileMap(whole.shape, tile, numbers[..., :rows, :columns], store.bits())
+
+
+def crop(whole: TileMap, start: int, stop: int, seqlen_k: int) -> TileMap:
+    """Keep queries start ... stop - 1 and the first seqlen_k keys."""
+    tile_q = whole.tile[0]
+    shape = (*whole.shape[:2], stop - start, seqlen_k)
+    rows, columns = tiles_of(shape, whole.tile)
+    skipped, inside = divmod(start, tile_q)
+    padded = np.full((*shape[:2], rows + 1, columns), EMPTY, np.int32)
+    kept = whole.numbers[:, :, skipped : skipped + rows + 1, :columns]
+    padded[:, :, : kept.shape[2]] = kept
+    upper, lower = padded[:, :, :-1], padded[:, :, 1:]
+    if inside == 0:
+        return bounded(TileMap(shape, whole.tile, upper, whole.bits))
+
+    def shift(above: Ints, below: Ints) -> Ints:
+        return np.concatenate((above[:, inside:], below[:, :inside]), axis=1)
+
+    numbers = upper.copy()
+    mixed = (upper != lower) | (upper >= 0)
+    bits = _evaluate_pairs(whole, whole, upper, lower, numbers, mixed, shift)
+    return bounded(TileMap(shape, whole.tile, numbers, bits))
+
+
+def join(maps: list[TileMap], axis: int) -> TileMap:
+    """Put maps of the same tile and (Sq, Sk) side by side along Bm (0) or Hm (1)."""
+    store = BitTiles(maps[0].tile)
+    numbers = []
+    for part in maps:
+        codes = np.empty(len(part.bits) + 2, np.int32)
+        codes[:-2] = store.add(part.bits)
+        codes[EMPTY], codes[FULL] = EMPTY, FULL
+        numbers.append(codes[part.numbers])
+    whole = np.concatenate(numbers, axis=axis)
+    return TileMap((*whole.shape[:2], *maps[0].shape[2:]), maps[0].tile, whole, store.bits())
+
+
+def tile_lists(numbers: Ints) -> tuple[Ints, Ints]:
+    """List the visible tiles of each row of (Bm, Hm, R, C), full ones first, by column."""
+    batch, heads, count, columns = numbers.shape
+    flat = numbers.reshape(batch * heads * count, columns)
+    full_row, full_column = np.nonzero(flat == FULL)
+    partial_row, partial_column = np.nonzero(flat >= 0)
+    num_full = np.bincount(full_row, minlength=len(flat))
+    num_partial = np.bincount(partial_row, minlength=len(flat))
+    end = np.cumsum(num_full + num_partial)
+    total = len(full_row) + len(partial_row)
+    if total > np.iinfo(np.int32).max:
+        raise ValueError(f"a mask must have less than 2**31 visible tiles, got {total}")
+    entries = np.empty((total, 2), np.int32)
+    # A full tile comes after the partial ones of earlier rows, a partial one after all full ones.
+    place = np.arange(len(full_row)) + (np.cumsum(num_partial) - num_partial)[full_row]
+    entries[place, 0], entries[place, 1] = full_column, -1
+    place = np.arange(len(partial_row)) + np.cumsum(num_full)[partial_row]
+    entries[place, 0], entries[place, 1] = partial_column, flat[partial_row, partial_column]
+    first = end - num_full - num_partial
+    spans = np.stack((first, first + num_full, end), -1).astype(np.int32)
+    return spans.reshape(batch, heads, count, 3), entries
