@@ -16,11 +16,13 @@ from torch import Tensor
 from tilewise.masks import arguments, tile_map
 from tilewise.masks.arguments import Device, Tile, Window
 from tilewise.masks.block_mask import BlockMask, from_tile_map
+from tilewise.masks.eager import eager
 from tilewise.masks.tile_map import EMPTY, FULL, BitTiles, TileMap
 
 Distances = Callable[[Tensor], Tensor]
 
 
+@eager
 def from_distance(
     fn: Distances,
     seqlen_q: int,
@@ -66,6 +68,7 @@ def causal(
     return from_distance(lambda d: d >= 0, seqlen_q, seqlen_k, tile=tile, device=device)
 
 
+@eager
 def window(
     seqlen_q: int,
     seqlen_k: int | None = None,
@@ -121,6 +124,7 @@ def strided(
     )
 
 
+@eager
 def prefix_lm(
     seqlen: int,
     prefix: int | Sequence[int] | Tensor,
@@ -157,6 +161,7 @@ def prefix_lm(
     return from_tile_map(tile_map.bounded(raw), arguments.home(device, prefix))
 
 
+@eager
 def global_local(
     seqlen: int,
     *,

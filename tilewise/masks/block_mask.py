@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tilewise.masks import tile_map
+from tilewise.masks.arguments import check_count
+from tilewise.masks.eager import eager
 from tilewise.masks.plot import draw
 from tilewise.masks.tile_map import EMPTY, FULL, TileMap
 
@@ -126,6 +128,7 @@ class BlockMask:
         batch, heads, seqlen_q, seqlen_k = self.shape
         return batch * heads * seqlen_q * seqlen_k
 
+    @eager
     def to_dense(self) -> Tensor:
         """Return bool (Bm, Hm, Sq, Sk), True where visible: O(Sq Sk) memory, for tests and eyes."""
         whole = to_tile_map(self)
@@ -136,6 +139,7 @@ class BlockMask:
         visible = dense[..., : self.shape[2], : self.shape[3]].astype(bool)
         return torch.from_numpy(visible).to(self.device)
 
+    @eager
     def crop(self, start: int, stop: int, seqlen_k: int | None = None) -> BlockMask:
         """Return the mask of queries start ... stop - 1 over the first seqlen_k keys (all: None).
 
@@ -143,16 +147,17 @@ class BlockMask:
         `mask.crop(start, stop, stop)`.
 
         Raises:
-            ValueError: start, stop or seqlen_k lie outside the mask.
+            ValueError, TypeError: start, stop or seqlen_k lie outside the mask or are no ints.
         """
-        seqlen_k = self.shape[3] if seqlen_k is None else seqlen_k
-        if not 0 <= start <= stop <= self.shape[2]:
+        start, stop = check_count("start", start), check_count("stop", stop)
+        seqlen_k = self.shape[3] if seqlen_k is None else check_count("seqlen_k", seqlen_k)
+        if not start <= stop <= self.shape[2]:
             raise ValueError(
                 f"start and stop must lie in order from 0 to {self.shape[2]}, "
                 f"got {start} and {stop}"
             )
-        if not 0 <= seqlen_k <= self.shape[3]:
-            raise ValueError(f"seqlen_k must lie from 0 to {self.shape[3]}, got {seqlen_k}")
+        if seqlen_k > self.shape[3]:
+            raise ValueError(f"seqlen_k must be at most {self.shape[3]}, got {seqlen_k}")
         cropped = tile_map.crop(to_tile_map(self), start, stop, seqlen_k)
         return from_tile_map(cropped, self.device)
 
@@ -173,11 +178,13 @@ class BlockMask:
             return NotImplemented
         return self._combine(other, np.bitwise_or)
 
+    @eager
     def __invert__(self) -> BlockMask:
         whole = tile_map.everything(self.shape, self.tile)
         inverse = tile_map.combine(to_tile_map(self), whole, np.bitwise_xor)
         return from_tile_map(inverse, self.device)
 
+    @eager
     def _combine(self, other: BlockMask, op: np.ufunc) -> BlockMask:
         if self.device != other.device:
             raise ValueError(f"masks must be on one device, got {self.device} and {other.device}")
@@ -223,25 +230,27 @@ class BlockMask:
         )
 
 
-def _flatten(mask: BlockMask) -> tuple[list[Tensor], tuple[Any, Any]]:
-    return list(mask.tensors()), (mask.shape, mask.tile)
-
-
 def _from_tensors(tensors: Iterable[Any], context: tuple[Any, Any]) -> BlockMask:
     bits, rows, row_entries, columns, column_entries = tensors
     lists = TileLists(rows, row_entries), TileLists(columns, column_entries)
     return BlockMask(*context, bits, *lists)
 
 
-# A mask is an argument of exported and transformed functions like a tuple of its tensors.
+_TENSORS = ("bits", "row_spans", "row_entries", "column_spans", "column_entries")
+# A mask can be an argument of exported and transformed functions, as its tensors.
 _pytree.register_pytree_node(
     BlockMask,
-    _flatten,
+    lambda mask: (list(mask.tensors()), (mask.shape, mask.tile)),
     _from_tensors,
     serialized_type_name="tilewise.masks.BlockMask",
     to_dumpable_context=lambda context: [list(part) for part in context],
     from_dumpable_context=lambda context: tuple(tuple(part) for part in context),
+    flatten_with_keys_fn=lambda mask: (
+        [(_pytree.GetAttrKey(n), t) for n, t in zip(_TENSORS, mask.tensors(), strict=True)],
+        (mask.shape, mask.tile),
+    ),
 )
+torch.serialization.add_safe_globals([BlockMask, TileLists])  # for torch.load as it is by default
 
 
 def from_tile_map(whole: TileMap, device: torch.device) -> BlockMask:

@@ -12,11 +12,13 @@ from torch import Tensor
 from tilewise.masks import arguments, tile_map
 from tilewise.masks.arguments import Device, Tile
 from tilewise.masks.block_mask import BlockMask, aligned, from_tile_map
+from tilewise.masks.eager import eager
 from tilewise.masks.tile_map import EMPTY, FULL, WORD, BitTiles, Bools, Ints, TileMap
 
 _STRIP = 1 << 22  # pairs that a predicate is asked for at a time: 32 MiB where it makes int64
 
 
+@eager
 def dense(visible: Tensor, *, tile: Tile = 128, device: Device = None) -> BlockMask:
     """Let query i see key j when visible[b, h, i, j].
 
@@ -45,6 +47,7 @@ def dense(visible: Tensor, *, tile: Tile = 128, device: Device = None) -> BlockM
     return _from_strips(strip, shape, arguments.check_tile(tile), arguments.home(device, visible))
 
 
+@eager
 def from_predicate(
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     seqlen_q: int,
@@ -138,6 +141,7 @@ def _cut(visible: Bools, counts: tuple[int, ...], tile: tuple[int, int]) -> Ints
     return np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, tile[0], width)
 
 
+@eager
 def block_sparse(
     layout: Tensor,
     *,
@@ -226,6 +230,7 @@ def _by_block(
     return TileMap(shape, tile, numbers, store.bits())
 
 
+@eager
 def cat(masks: Sequence[BlockMask], *, dim: int) -> BlockMask:
     """Put masks of the same (Sq, Sk) side by side as sequences (dim 0) or heads (dim 1).
 

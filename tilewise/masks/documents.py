@@ -12,9 +12,11 @@ from torch import Tensor
 from tilewise.masks import arguments, tile_map
 from tilewise.masks.arguments import Device, Tile
 from tilewise.masks.block_mask import BlockMask, from_tile_map
+from tilewise.masks.eager import eager
 from tilewise.masks.tile_map import EMPTY, FULL, BitTiles, TileMap
 
 
+@eager
 def document(
     lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
     *,

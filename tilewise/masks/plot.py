@@ -27,7 +27,7 @@ def draw(numbers: Ints, shape: tuple[int, ...], tile: tuple[int, int], ax: Any) 
         _, ax = pyplot.subplots(layout="constrained")
     box = ax.get_window_extent()
     over_q, over_k = (
-        -(-count // max(int(pixels), _LEAST_CELLS))
+        max(1, -(-count // max(int(pixels), _LEAST_CELLS)))
         for count, pixels in zip(numbers.shape, (box.height, box.width), strict=True)
     )
     cells = _pooled(numbers, over_q, over_k)
