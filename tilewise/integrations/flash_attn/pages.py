@@ -7,7 +7,6 @@ sequences start in the middle of a row.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +47,9 @@ def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> Row
     period = periods.pop()
     if periods or period is None:
         return None
-    size = 1 if single else math.gcd(MAX_BLOCK, period, capacity)
+    size = 1 if single else MAX_BLOCK
+    while period % size or capacity % size:  # math.gcd, which torch.compile cannot trace
+        size //= 2
     num_blocks = ((num_rows - 1) * period + capacity) // size if num_rows else 0
 
     def sliced(cache: Tensor) -> Tensor:
