@@ -1,4 +1,4 @@
-"""Redraw the plots of docs/ from the committed results in docs/benchmarks/.
+"""Redraw the plots of docs/: from the committed results in docs/benchmarks/, masks from themselves.
 
 python docs/plots.py
 """
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import torch
+
+from tilewise import masks
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -75,8 +78,45 @@ def draw_memory(document: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_masks(path: Path) -> None:
+    """One small mask of each builder, and two made of several, as their tiles."""
+    seqlen, tile = 1536, 64
+    causal = masks.causal(seqlen, tile=tile)
+    near = masks.global_local(seqlen, window=(150, 150), global_tokens=[0, 1, 800], tile=tile)
+    blocks = torch.arange(seqlen // 64)
+    layout = (blocks[:, None] - blocks).abs() <= 1
+    layout[:, :2] = layout[:2] = True
+    chosen = torch.rand(layout.shape, generator=torch.Generator().manual_seed(0)).topk(3).indices
+    layout.scatter_(1, chosen, True)
+    shown = {
+        "causal(1536)": causal,
+        "window(1536, window=300)": masks.window(seqlen, window=300, tile=tile),
+        "causal & document([500, 200, 836])": causal & masks.document([500, 200, 836], tile=tile),
+        "prefix_lm(1536, 500)": masks.prefix_lm(seqlen, 500, tile=tile),
+        "global_local(…, [0, 1, 800])": near,
+        "strided(1536, stride=256, window=64)": masks.strided(
+            seqlen, stride=256, window=64, tile=tile
+        ),
+        "block_sparse(…), BigBird": masks.block_sparse(layout, block_size=64),
+        "~causal | window(…, window=300)": ~causal | masks.window(seqlen, window=300, tile=tile),
+    }
+    figure, panels = plt.subplots(2, 4, figsize=(14, 7.6), layout="constrained")
+    for axes, (title, mask) in zip(panels.flat, shown.items(), strict=True):
+        mask.plot(axes)
+        legend = axes.get_legend()
+        handles = legend.legend_handles
+        legend.remove()
+        axes.set_title(f"{title}\n{mask.sparsity:.0%} of the scores are not computed", fontsize=10)
+        axes.set_xticks(range(0, seqlen + 1, 512))
+        axes.set_yticks(range(0, seqlen + 1, 512))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     """Draw every plot whose results are there."""
+    draw_masks(DOCS / "masks.png")
     h200 = load("ops_h200.json")
     draw_dense(h200, DOCS / "attention_h200.png")
     draw_memory(h200, DOCS / "memory_h200.png")

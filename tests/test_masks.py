@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import sys
 import tracemalloc
+from functools import partial
+from pathlib import Path
 
 import hypothesis.strategies as st
 import matplotlib
@@ -15,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+import tilewise
 from tilewise import masks, ops
 from tilewise.masks import BlockMask, build
 from tilewise.testing import make_qkv
@@ -546,6 +550,41 @@ class TestPicture:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(ImportError, match=r"pip install 'tilewise\[plot\]'"):
             masks.causal(9).plot()
+
+
+def test_the_recipes_of_the_document_are_what_they_are_called(monkeypatch):
+    # The masks are judged here, not the kernels.
+    monkeypatch.setattr(tilewise, "attention", partial(ops.attention, backend="reference"))
+    text = (Path(__file__).parent.parent / "docs" / "masks.md").read_text()
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, names)
+    i, j = _grid(1024, 1024)
+
+    def same(name, *visible):
+        dense = names[name].to_dense()
+        want = torch.stack([v.expand(dense.shape[2:]) for v in visible])
+        assert torch.equal(dense.flatten(0, 1), want), name
+
+    rows = [torch.full((1024,), -1) for _ in range(2)]
+    for row, lengths in zip(rows, ([300, 700], [512, 256, 256]), strict=True):
+        row[: sum(lengths)] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    same("packed", *((j <= i) & (row[i] == row[j]) & (row[i] >= 0) for row in rows))
+    same("block_causal", j // 128 <= i // 128)
+    same("prefix", *((j <= i) | (j < prefix) for prefix in (100, 513)))
+    same("streaming", (j <= i) & ((i - j < 256) | (j < 4)))
+    first, d = (i == 0) | (j == 0), (i - j).abs()
+    near, dilated = (d <= 128) | first, (d <= 256) & (d % 2 == 0) | first
+    same("longformer", near, near, dilated, dilated)
+    chosen = torch.zeros(16, 16, dtype=torch.bool).scatter(1, names["chosen"], True)
+    r, c = i // 64, j // 64
+    same("bigbird", ((r - c).abs() <= 1) | (r < 2) | (c < 2) | chosen[r, c])
+    assert names["bigbird"].tiles.partial == 0
+    seen_drafts = ["0", "01", "02", "013", "014", "025"]
+    tree = torch.tensor([[str(c) in seen for c in range(6)] for seen in seen_drafts])
+    same("tree", torch.cat([torch.ones(6, 500, dtype=torch.bool), tree], 1))
+    same("chunk", ((j <= i) | (j < 300))[800:])
+    same("flex", (j <= i) & (i // 100 == j // 100))
 
 
 TRUE = torch.ones(4, 4, dtype=torch.bool)
