@@ -254,7 +254,7 @@ class TestMeaning:
         assert torch.equal(alone[0], together[2])
 
     @pytest.mark.parametrize(
-        ("name", "dynamic"), [("leftpad_chunk", None), ("page_16", None), ("rotary_pairs", True)]
+        ("name", "dynamic"), [("leftpad_chunk", None), ("rotary_part_of_a_head", True)]
     )
     def test_it_compiles_into_one_graph(self, name, dynamic):
         torch.compiler.reset()
