@@ -378,6 +378,7 @@ def test_builders_put_the_mask_where_it_was_asked_for():
     assert masks.dense(torch.ones(9, 9, dtype=torch.bool), device="meta").device.type == "meta"
     with torch.device("meta"):
         assert masks.causal(9).device.type == "meta"
+        assert masks.from_predicate(lambda b, h, i, j: i >= j, 9).device.type == "meta"
     lengths = torch.tensor([3, 6])
     assert masks.document(lengths).device == lengths.device
 

@@ -17,7 +17,7 @@ from tilewise.masks import arguments, tile_map
 from tilewise.masks.arguments import Device, Tile, Window
 from tilewise.masks.block_mask import BlockMask, from_tile_map
 from tilewise.masks.eager import eager
-from tilewise.masks.tile_map import EMPTY, FULL, BitTiles, TileMap
+from tilewise.masks.tile_map import EMPTY, FULL, BitTiles, Bools, TileMap
 
 Distances = Callable[[Tensor], Tensor]
 
@@ -217,11 +217,35 @@ def _by_distance(fn: Distances, seqlen_q: int, seqlen_k: int, tile: tuple[int, i
     shape = (1, 1, seqlen_q, seqlen_k)
     tile_q, tile_k = tile
     rows, columns = tile_map.tiles_of(shape, tile)
-    store = BitTiles(tile)
     # Distances from that of the upper right corner of the padded mask to the lower left one.
-    span = rows * tile_q + columns * tile_k
+    num_distances = max(rows * tile_q + columns * tile_k - 1, 0)
     lowest = seqlen_k - seqlen_q - (columns * tile_k - 1)
-    distances = torch.arange(lowest, lowest + max(span - 1, 0), device="cpu")
+    seen = _ask(fn, torch.arange(lowest, lowest + num_distances, device="cpu"))
+    # A tile holds the tile_q + tile_k - 1 distances from that of its upper right corner on.
+    step = gcd(tile_q, tile_k)
+    diagonal = np.arange(rows)[:, None] * (tile_q // step) + (
+        np.arange(columns)[::-1] * (tile_k // step)
+    )
+    used = np.zeros(num_distances // step + 1, dtype=bool)
+    used[diagonal] = True
+    corners = np.flatnonzero(used) * step
+    sums = np.concatenate(([0], np.cumsum(seen)))
+    span = tile_q + tile_k - 1
+    counts = sums[corners + span] - sums[corners]
+    kinds = np.where(counts == span, FULL, EMPTY).astype(np.int32)
+    partial = np.flatnonzero((counts > 0) & (counts < span))
+    inside = np.arange(tile_q)[:, None] + np.arange(tile_k)[::-1]
+    store = BitTiles(tile)
+    kinds[partial] = store.add_made(
+        len(partial), lambda s: tile_map.pack(seen[corners[partial[s], None, None] + inside])
+    )
+    numbers = np.empty(len(used), np.int32)
+    numbers[used] = kinds
+    return TileMap(shape, tile, numbers[diagonal][None, None], store.bits())
+
+
+def _ask(fn: Distances, distances: Tensor) -> Bools:
+    """Return fn(distances), checked."""
     visible = fn(distances)
     if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
         got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
@@ -230,20 +254,5 @@ def _by_distance(fn: Distances, seqlen_q: int, seqlen_k: int, tile: tuple[int, i
         raise ValueError(
             f"fn must return shape {tuple(distances.shape)}, got {tuple(visible.shape)}"
         )
-    seen = visible.cpu().numpy()
-    # A tile holds the tile_q + tile_k - 1 distances from its upper right corner, `corner`, on.
-    step = gcd(tile_q, tile_k)
-    corners = np.arange(0, max(span - tile_q - tile_k, 0) + 1, step)
-    num_distances = tile_q + tile_k - 1
-    sums = np.concatenate(([0], np.cumsum(seen)))
-    if rows * columns == 0:
-        return TileMap(shape, tile, np.empty((1, 1, rows, columns), np.int32), store.bits())
-    counts = sums[corners + num_distances] - sums[corners]
-    numbers = np.where(counts == num_distances, FULL, EMPTY).astype(np.int32)
-    partial = np.flatnonzero((counts > 0) & (counts < num_distances))
-    inside = np.arange(tile_q)[:, None] + np.arange(tile_k)[::-1]
-    numbers[partial] = store.add_made(
-        len(partial), lambda s: tile_map.pack(seen[corners[partial[s], None, None] + inside])
-    )
-    of_tile = (np.arange(rows) * tile_q)[:, None] + (columns - 1 - np.arange(columns)) * tile_k
-    return TileMap(shape, tile, numbers[of_tile // step][None, None], store.bits())
+    seen: Bools = visible.cpu().numpy()
+    return seen

@@ -88,7 +88,8 @@ def from_predicate(
         seqlen_q,
         seqlen_k,
     )
-    place = arguments.home(device)
+    home = arguments.home(device)
+    place = torch.device("cpu") if home.type == "meta" else home  # where fn has values
 
     def strip(b: int, h: int, queries: slice, keys: slice) -> Bools:
         i = torch.arange(queries.start, queries.stop, device=place)[:, None]
@@ -106,7 +107,7 @@ def from_predicate(
             ) from None
         return part
 
-    return _from_strips(strip, shape, arguments.check_tile(tile), place)
+    return _from_strips(strip, shape, arguments.check_tile(tile), home)
 
 
 def _from_strips(

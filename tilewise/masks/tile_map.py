@@ -86,10 +86,12 @@ def pack(visible: Bools) -> Ints:
 def combine(a: TileMap, b: TileMap, op: np.ufunc) -> TileMap:
     """Apply a bitwise op to two maps of the same tile; Bm and Hm of 1 broadcast."""
     left, right = np.broadcast_arrays(a.numbers, b.numbers)
-    numbers = np.where(op(left == FULL, right == FULL), FULL, EMPTY).astype(np.int32)
+    numbers = np.full(left.shape, EMPTY, np.int32)
+    numbers[op(left == FULL, right == FULL)] = FULL
     mixed = (left >= 0) | (right >= 0)
     bits = _evaluate_pairs(a, b, left, right, numbers, mixed, op)
-    return TileMap((*numbers.shape[:2], *a.shape[2:]), a.tile, numbers, bits)
+    batch, heads = left.shape[:2]
+    return TileMap((batch, heads, *a.shape[2:]), a.tile, numbers, bits)
 
 
 def _evaluate_pairs(
@@ -163,7 +165,9 @@ def everything(shape: tuple[int, int, int, int], tile: tuple[int, int]) -> TileM
 
 
 def bounded(raw: TileMap) -> TileMap:
-    """Hide what lies outside (Sq, Sk), and drop bit tiles that no number points at."""
+    """Hide what lies outside (Sq, Sk)."""
+    if raw.shape[2] % raw.tile[0] == 0 and raw.shape[3] % raw.tile[1] == 0:
+        return raw
     return combine(raw, everything(raw.shape, raw.tile), np.bitwise_and)
 
 
@@ -196,8 +200,6 @@ def crop(whole: TileMap, start: int, stop: int, seqlen_k: int) -> TileMap:
     kept = whole.numbers[:, :, skipped : skipped + rows + 1, :columns]
     padded[:, :, : kept.shape[2]] = kept
     upper, lower = padded[:, :, :-1], padded[:, :, 1:]
-    if inside == 0:
-        return bounded(TileMap(shape, whole.tile, upper, whole.bits))
 
     def shift(above: Ints, below: Ints) -> Ints:
         return np.concatenate((above[:, inside:], below[:, :inside]), axis=1)
