@@ -19,6 +19,7 @@ check: $(VENV)/.installed-test ## format, lint and types
 
 bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 	$(BIN)/tilewise bench ops --device cpu
+	$(BIN)/tilewise bench attention --device cpu
 	$(BIN)/tilewise bench engine
 
 docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results

@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "nn",
         "ops",
+        "masks",
         "kernels",
         "cache",
         "reference",

@@ -36,6 +36,7 @@ examples:
   tilewise explain cache story                             what a token costs in memory
   tilewise explain attention --shape 1,4096,4096,32,8,128 --causal
   tilewise bench ops                                       kernels against their peers
+  tilewise bench attention --only dense                    attention from N = 512 on: time, memory
 """
 
 
@@ -222,7 +223,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "bench", "measure this machine, beside its peers", _bench)
-    parser.add_argument("what", choices=("ops", "engine"), help="what to measure")
+    parser.add_argument("what", choices=("ops", "attention", "engine"), help="what to measure")
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; try ops --help"
     )

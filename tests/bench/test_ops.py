@@ -5,37 +5,40 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tilewise.bench import engine, ops
+from tilewise.bench import decode, engine, ops, tables
 from tilewise.bench.report import emit, format_table
 from tilewise.bench.roofline import Ceilings
 from tilewise.bench.timing import peak_memory, time_call
 
 CEILINGS = Ceilings("cpu", "a processor", torch.__version__, 1e12, 1e10, 1e10)
-SHAPE = (1, 64, 2, 32)
 
 
-@pytest.mark.parametrize("peer", ["tilewise", "sdpa_flash"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_row_counts_the_flops_of_the_papers(peer, backward):
-    (row,) = ops._dense_row(peer, SHAPE, True, "cpu", CEILINGS, backward)
-    flops = 4 * 64 * 64 * 2 * 32 / 2 * (2.5 if backward else 1.0)
-    assert row["TFLOP/s"] * row["ms"] == pytest.approx(flops / 1e9, rel=1e-6)
-    assert row["% of matmul"] == pytest.approx(100 * row["TFLOP/s"], rel=1e-6)
+def test_the_short_run_takes_the_passes_that_are_asked_for():
+    problems = ops.plan("cuda", None, ("backward", "decode"))
+    assert {problem.seqlen for problem in problems} == {1024, 4096, 16384}
+    assert {problem.ops for problem in problems} == {("backward",)}
+    assert {problem.peers for problem in problems} == {("tilewise", "sdpa_flash", "sdpa_cudnn")}
+    assert ops.plan("cpu", None, ("decode",)) == []
 
 
-def test_a_wrong_result_gets_no_number(monkeypatch):
-    monkeypatch.setattr(ops.ops, "attention", lambda q, k, v, causal: torch.zeros_like(q))
-    (row,) = ops._dense_row("tilewise", SHAPE, False, "cpu", CEILINGS, False)
-    assert row["error"] == "wrong result"
-    assert "TFLOP/s" not in row
+def test_the_short_run_ends_with_its_document(monkeypatch, capsys):
+    monkeypatch.setattr(ops, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setitem(tables.SCALES, "cpu", replace(tables.SCALES["cpu"], tokens=64, hidden=64))
+    monkeypatch.setitem(decode._DECODE, "cpu", [(2, 4, 2, 64)])
+    assert ops.main(["--device", "cpu", "--seqlens", "64", "--only", "forward", "decode"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    document = json.loads(lines[-1])
+    assert [row["op"] for row in document["rows"]] == ["forward"] * 8 + ["decode"] * 3
+    assert not [row for row in document["rows"] if "error" in row]
 
 
 def test_decode_counts_the_bytes_of_keys_and_values():
-    rows = ops._decode_rows((2, 4, 2, 64), "cpu", CEILINGS)
+    rows = decode._decode_rows((2, 4, 2, 64), "cpu", CEILINGS)
     assert [row["peer"] for row in rows] == ["tilewise", "sdpa_contiguous", "gather_sdpa"]
     for row in rows:
         size = 2 * 2 * 64 * 2 * 128 * 2  # k and v, sequences, tokens, heads, channels, bytes

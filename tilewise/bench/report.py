@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,22 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
+def say(line: str) -> None:
+    """Tell of progress on standard error, a terminal or not."""
+    if sys.stderr is not None:  # as it is for a process without it
+        print(line, file=sys.stderr, flush=True)
+
+
+def write(document: dict[str, Any], json_path: str) -> None:
+    """Write `document` to a file; a reader finds the old one or the new one, whole."""
+    path = Path(json_path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(path)
+
+
 def emit(document: dict[str, Any], json_path: str | None) -> None:
     """Write `document` to `json_path` if given, and print it as the last line."""
-    text = json.dumps(document)
     if json_path is not None:
-        Path(json_path).write_text(json.dumps(document, indent=1) + "\n")
-    print(text)
+        write(document, json_path)
+    print(json.dumps(document))

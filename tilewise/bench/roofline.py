@@ -25,6 +25,12 @@ class Ceilings:
         """The fields by name, for JSON."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.name}, torch {self.torch_version}: matmul {self.matmul_flops / 1e12:.3g} "
+            f"TFLOP/s bf16, read {self.read_bytes / 1e9:.3g} GB/s"
+        )
+
 
 def device_name(device: str) -> str:
     """The product name of the processor or GPU."""

@@ -38,27 +38,31 @@ def _summary(seconds: list[float]) -> Timing:
     return Timing(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
 
 
-def _time_cpu(call: Callable[[], object], budget: float) -> Timing:
-    call()
+def _time_cpu(call: Callable[[], object], budget: float, fewest: int | None) -> Timing:
+    if fewest is None:
+        fewest = 5
+        call()
     seconds: list[float] = []
     end = time.perf_counter() + budget
-    while len(seconds) < 5 or (time.perf_counter() < end and len(seconds) < 200):
+    while len(seconds) < fewest or (time.perf_counter() < end and len(seconds) < 200):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
     return _summary(seconds)
 
 
-def _time_cuda(call: Callable[[], object], budget: float) -> Timing:
+def _time_cuda(call: Callable[[], object], budget: float, fewest: int | None) -> Timing:
     flush = torch.empty(_L2_BYTES, dtype=torch.int8, device="cuda")
-    for _ in range(3):
-        call()
+    if fewest is None:
+        fewest = 10
+        for _ in range(3):
+            call()
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
     torch.cuda.synchronize()
     estimate = max(time.perf_counter() - start, 1e-6)
-    repeats = max(10, min(200, int(budget / estimate)))
+    repeats = max(fewest, min(200, int(budget / estimate)))
     pairs = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(repeats)
@@ -72,9 +76,17 @@ def _time_cuda(call: Callable[[], object], budget: float) -> Timing:
     return _summary([begin.elapsed_time(end) / 1e3 for begin, end in pairs])
 
 
-def time_call(call: Callable[[], object], device: str, *, budget: float = 0.5) -> Timing:
-    """Time `call` on "cpu" or "cuda" for about `budget` seconds, after a warm-up."""
-    return _time_cuda(call, budget) if device == "cuda" else _time_cpu(call, budget)
+def time_call(
+    call: Callable[[], object], device: str, *, budget: float = 0.5, fewest: int | None = None
+) -> Timing:
+    """Time `call` on "cpu" or "cuda" for about `budget` seconds.
+
+    Args:
+        fewest: repeats at least, of a call that has run before; None warms it up and takes 5 or 10.
+    """
+    if device == "cuda":
+        return _time_cuda(call, budget, fewest)
+    return _time_cpu(call, budget, fewest)
 
 
 def time_graph(call: Callable[[], object], *, budget: float = 0.3) -> Timing:
@@ -84,7 +96,7 @@ def time_graph(call: Callable[[], object], *, budget: float = 0.3) -> Timing:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return _time_cuda(graph.replay, budget)
+    return _time_cuda(graph.replay, budget, None)
 
 
 def peak_memory(call: Callable[[], object], device: str) -> int:

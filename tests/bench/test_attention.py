@@ -1,0 +1,351 @@
+"""The attention bench: FLOPs by the papers, checked results, failures that are rows, all tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tilewise import ops
+from tilewise.bench import attention, case, compile_ahead, flex, measure, peers, tables, truth
+from tilewise.bench.passes import Budget
+from tilewise.bench.problem import OPS, Problem
+from tilewise.bench.roofline import Ceilings
+from tilewise.reference.standard import attention as by_the_book
+
+CEILINGS = Ceilings("cpu", "a processor", torch.__version__, 1e12, 1e10, 1e10)
+TINY = replace(
+    tables.SCALES["cpu"],
+    tokens=32,
+    hidden=128,
+    seqlens=(48, 64),
+    both_up_to=48,
+    ours_only=(96,),
+    flex_seqlens=(48,),
+    window_left=20,
+    rule_seqlens=(256,),
+    feature_seqlen=48,
+    varlen=(10, 30, 50),
+)
+SMALL = Problem("dense", 2, 48, 2, 2, 32, 32, ("tilewise",))
+
+
+def budget(seconds=60.0, measurements=10**9):
+    """Time for everything, and next to nothing of it for one measurement."""
+    return Budget(seconds, 10**9)
+
+
+@pytest.fixture
+def on_reference(monkeypatch):
+    """Ours by the backend that knows every feature and compiles nothing."""
+    for name in ("attention", "attention_varlen"):
+        call = partial(getattr(ops, name), backend="reference")
+        monkeypatch.setattr(peers.ops, name, call)
+
+
+@pytest.fixture
+def fake_flex(monkeypatch):
+    """FlexAttention by the book, since compiling it takes seconds a shape."""
+
+    def compiled(problem_case, *, needs_gradient):
+        n = problem_case.problem.seqlen
+        visible = problem_case.visible(torch.arange(n))
+        return lambda *qkv: by_the_book(*(t.detach() for t in qkv), mask=visible)
+
+    monkeypatch.setattr(flex, "compiled", compiled)
+
+
+def numbers(rows):
+    """Those of the rows that have numbers, by op and peer."""
+    return {(row["op"], row["peer"]): row for row in rows if "ms" in row}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{}, {"window_left": 5, "causal": True}, {"window_left": 90, "causal": True}, {"density": 0.4}],
+    ids=str,
+)
+def test_visible_entries_are_those_of_the_rule(rule):
+    problem = replace(SMALL, seqlen=512 if "density" in rule else 48, **rule)
+    drawn = case.make_case(problem, "cpu")
+    shown = int(drawn.visible(torch.arange(problem.seqlen)).sum())
+    assert problem.visible_entries() == 2 * shown
+    mask = case.block_mask(problem, "cpu")
+    want = by_the_book(drawn.q, drawn.k, drawn.v, mask=drawn.visible(torch.arange(problem.seqlen)))
+    got = ops.attention(drawn.q, drawn.k, drawn.v, mask=mask, backend="reference")
+    torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
+
+
+def test_flops_are_those_of_the_papers():
+    causal = replace(SMALL, causal=True)
+    forward = 4 * 2 * 2 * 48 * 48 * 32 / 2
+    assert [causal.flops(op) for op in OPS] == [forward, 2.5 * forward, 3.5 * forward]
+    packed = replace(causal, lengths=(3, 48))
+    assert packed.flops("forward") == 4 * 2 * 32 * (3 * 3 + 48 * 48) / 2
+    wide = replace(SMALL, head_dim=48, v_head_dim=16)
+    entries = 2 * 2 * 48 * 48
+    assert wide.flops("forward") == 2 * entries * (48 + 16)
+    assert wide.flops("backward") == 2 * entries * (3 * 48 + 2 * 16)
+    assert SMALL.flops("jvp") is None
+
+
+def test_a_row_has_time_memory_speed_and_its_rank(on_reference):
+    problem = replace(SMALL, peers=("tilewise", "sdpa_flash", "standard"), causal=True)
+    found = numbers(measure.measure(problem, "cpu", CEILINGS, budget()))
+    assert len(found) == 9
+    for (op, _), row in found.items():
+        assert row["TFLOP/s"] * row["ms"] == pytest.approx(problem.flops(op) / 1e9)
+        assert row["% of matmul"] == pytest.approx(100 * row["TFLOP/s"])
+        assert row["spread"] >= 0
+        assert row["repeats"] >= 3
+        assert row["peak_MB"] >= 0
+    for op in OPS:
+        times = {peer: row["ms"] for (of, peer), row in found.items() if of == op}
+        best = min(times["sdpa_flash"], times["standard"])
+        for peer, time in times.items():
+            assert found[op, peer]["x best peer"] == pytest.approx(best / time)
+
+
+@pytest.mark.parametrize("feature", [f for f in case.FEATURES if f != "random blocks"])
+def test_every_feature_agrees_with_the_truth(feature, on_reference):
+    kv_heads = 1 if feature == "GQA 8:1" else 2
+    problem = replace(SMALL, causal=True, num_kv_heads=kv_heads, feature=feature)
+    rows = measure.measure(problem, "cpu", CEILINGS, budget())
+    assert len(numbers(rows)) == 3, rows
+
+
+def test_every_table_runs_and_the_last_line_is_all_of_it(
+    monkeypatch, tmp_path, capsys, on_reference, fake_flex
+):
+    monkeypatch.setitem(tables.SCALES, "cpu", TINY)
+    monkeypatch.setattr(compile_ahead, "SHORT", 16)
+    monkeypatch.setattr(attention, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(attention, "Budget", budget)
+    path = tmp_path / "attention.json"
+    assert attention.main(["--device", "cpu", "--seconds", "40", "--json", str(path)]) == 0
+    output = capsys.readouterr()
+    document = json.loads(output.out.splitlines()[-1])
+    assert document == json.loads(path.read_text())
+    rows = document["rows"]
+    assert {row["table"] for row in rows} == set(tables.TABLES)
+    failed = [row for row in rows if "error" in row and row["table"] != "derivatives"]
+    assert not [row for row in failed if row["peer"].startswith("tilewise")], failed
+    assert not [row for row in failed if "wrong result" in row["error"]], failed
+    progress = output.err.splitlines()
+    assert len(progress) == 1 + len(attention.plan(tables.TABLES, TINY))
+    assert "features N 48 D 128 causal: 6 numbers; tilewise forward" in progress[1]
+    bias = next(row for row in rows if row["feature"] == "bias" and row["op"] == "backward")
+    plain = next(row for row in rows if row["table"] == "features" and row["op"] == "backward")
+    assert bias["x plain"] == pytest.approx(bias["ms"] / plain["ms"])
+    sparse = next(row for row in rows if row["feature"] == "random blocks" and "ms" in row)
+    assert {"x plain", "density"} <= sparse.keys()
+    long = [row for row in rows if row["table"] == "dense" and row["N"] == 96]
+    assert [(row["op"], row["peer"]) for row in long] == [("forward", "tilewise")]
+
+
+def test_tables_can_be_chosen_and_n_given(monkeypatch, capsys, on_reference):
+    monkeypatch.setitem(tables.SCALES, "cpu", replace(TINY, peers=("tilewise",)))
+    monkeypatch.setattr(attention, "measure_ceilings", lambda device: CEILINGS)
+    attention.main(["--device", "cpu", "--only", "dense", "--seqlens", "32"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert {(row["table"], row["N"], row["B"]) for row in rows} == {("dense", 32, 1)}
+
+
+def test_wrong_outputs_and_wrong_gradients_get_no_number(monkeypatch):
+    def late_row_wrong(problem_case):
+        def function(q, k, v):
+            o = by_the_book(q, k, v, causal=True)
+            o[:, -1] += 0.05 * o[:, -1].detach()
+            return o
+
+        return peers._run(problem_case, function)
+
+    def gradient_wrong(problem_case):
+        def function(q, k, v):
+            return by_the_book(q, 0.5 * k + 0.5 * k.detach(), v, causal=True)
+
+        return peers._run(problem_case, function)
+
+    monkeypatch.setitem(peers.PEERS, "late", late_row_wrong)
+    monkeypatch.setitem(peers.PEERS, "gradient", gradient_wrong)
+    problem = replace(SMALL, peers=("late", "gradient"), causal=True)
+    rows = measure.measure(problem, "cpu", CEILINGS, budget())
+    assert set(numbers(rows)) == {("forward", "gradient")}
+    errors = [row["error"] for row in rows if "error" in row]
+    assert [error[:20] for error in errors[:3]] == ["wrong result: o is o"] * 3
+    assert [error[:22] for error in errors[3:]] == ["wrong result: dk is of"] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "out of memory"),
+        (MemoryError(), "out of memory"),
+        (ValueError("q must be\n  small"), "ValueError: q must be small"),
+    ],
+)
+def test_a_failure_is_a_row_and_the_run_goes_on(error, said, monkeypatch, on_reference):
+    def fails(problem_case):
+        raise error
+
+    monkeypatch.setitem(peers.PEERS, "sdpa_flash", fails)
+    problem = replace(SMALL, peers=("sdpa_flash", "tilewise"))
+    rows = measure.measure(problem, "cpu", CEILINGS, budget())
+    assert [row["error"] for row in rows[:3]] == [said] * 3
+    assert [row["peer"] for row in rows if "ms" in row] == ["tilewise"] * 3
+
+
+def test_a_failed_backward_pass_leaves_the_forward_row(monkeypatch):
+    class NoBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, o):
+            return o.clone()
+
+        @staticmethod
+        def backward(ctx, do):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def peer(problem_case):
+        return peers._run(problem_case, lambda q, k, v: NoBackward.apply(by_the_book(q, k, v)))
+
+    monkeypatch.setitem(peers.PEERS, "half", peer)
+    rows = measure.measure(replace(SMALL, peers=("half",)), "cpu", CEILINGS, budget())
+    assert [row.get("error") for row in rows] == [None, "out of memory", "out of memory"]
+
+
+def test_a_cpu_refuses_matrices_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(measure, "_free_bytes", lambda: 1 << 20)
+    problem = replace(SMALL, seqlen=512, peers=("standard", "sdpa_flash"))
+    rows = measure.measure(problem, "cpu", CEILINGS, budget())
+    assert all(row["error"].startswith("out of memory: N x N") for row in rows[:3])
+    assert set(numbers(rows)) == {(op, "sdpa_flash") for op in OPS}
+
+
+def test_refusals_of_torch_say_why():
+    problem = replace(SMALL, v_head_dim=16, peers=("sdpa_flash",))
+    rows = measure.measure(problem, "cpu", CEILINGS, budget())
+    assert "No available kernel" in rows[0]["error"]
+    assert "same last dimension" in rows[0]["error"]
+
+
+def test_a_spent_budget_measures_nothing_more(on_reference):
+    problem = replace(SMALL, peers=("tilewise", "standard"))
+    rows = measure.measure(problem, "cpu", CEILINGS, Budget(0.0, 6))
+    assert [row["error"] for row in rows] == ["not measured, the time was up"] * 6
+
+
+def test_shares_of_a_budget_grow_when_measurements_are_done_with():
+    time = Budget(10.0, 100)
+    assert time.share() == pytest.approx(0.03, rel=0.1)
+    time.finish(90)
+    assert time.share() == pytest.approx(0.3, rel=0.1)
+    time.finish(10)
+    assert time.share() == 0.5
+    assert Budget(1.0, 10**6).share() == 0.02
+
+
+def test_peers_refuse_what_they_would_compute_wrongly():
+    windowed = case.make_case(replace(SMALL, window_left=3, causal=True), "cpu")
+    capped = case.make_case(replace(SMALL, feature="softcap"), "cpu")
+    for problem_case in (windowed, capped):
+        for peer in ("sdpa_flash", "standard", "varlen_attn", "sdpa_padded"):
+            with pytest.raises(NotImplementedError, match="this peer must have"):
+                peers.PEERS[peer](problem_case)
+
+
+@pytest.mark.parametrize("has_window", [True, False])
+def test_varlen_attn_is_called_as_its_version_wants(has_window, monkeypatch):
+    def run(q, k, v, cu_q, cu_k, max_q, max_k, causal):
+        assert (max_q, max_k) == (20, 20)
+        assert causal
+        return ops.attention_varlen(
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            causal=True, backend="reference",
+        )  # fmt: skip
+
+    def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        return run(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal)
+
+    def new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+        return run(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size == (-1, 0))
+
+    module = types.ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = new if has_window else old
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    problem = replace(
+        SMALL, batch=2, seqlen=20, lengths=(7, 20), causal=True, peers=("varlen_attn",)
+    )
+    assert len(numbers(measure.measure(problem, "cpu", CEILINGS, budget()))) == 3
+
+
+def test_derivatives_of_torch_agree_with_the_truth():
+    for problem in tables.derivatives(TINY):
+        rows = measure.measure(replace(problem, peers=("sdpa_math",)), "cpu", CEILINGS, budget())
+        assert [row["op"] for row in rows if "ms" in row] == list(problem.ops), rows
+        assert "TFLOP/s" not in rows[0]
+
+
+def test_inputs_and_layouts_are_the_same_in_every_process():
+    a, b = (case.make_case(SMALL, "cpu") for _ in range(2))
+    assert torch.equal(a.q, b.q)
+    assert torch.equal(a.do, b.do)
+    sparse = replace(SMALL, seqlen=4096, density=0.1)
+    assert torch.equal(sparse.layout(), sparse.layout())
+    assert 0.05 < sparse.visible_entries() / (2 * 4096**2) < 0.15
+
+
+def test_our_kernels_compile_once_and_flex_for_every_shape():
+    jobs = compile_ahead.compile_jobs(attention.plan(["dense", "window"], TINY))
+    of_flex = [job for job in jobs if job.peers == ("flex",)]
+    ours = [job for job in jobs if job.peers == ("tilewise",)]
+    assert jobs[: len(of_flex)] == of_flex  # they take longest
+    assert len(of_flex) == 4 + 2
+    kinds = [(job.head_dim, job.causal, job.window_left) for job in ours if len(job.ops) == 3]
+    assert len(kinds) == len(set(kinds)) == 4 + 2
+    assert not {peer for job in jobs for peer in job.peers} & {"sdpa_flash", "standard"}
+
+
+def test_compiling_ahead_survives_what_fails(monkeypatch, on_reference):
+    ran = []
+
+    def fails(problem_case):
+        ran.append(problem_case.problem.seqlen)
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setitem(peers.PEERS, "tilewise", fails)
+    problems = [replace(SMALL, seqlen=4096, batch=3), replace(SMALL, head_dim=16)]
+    compile_ahead.compile_here(problems)
+    assert ran == [256, 48]
+
+
+@pytest.mark.slow
+def test_processes_that_compile_too_long_are_ended():
+    problems = [replace(SMALL, seqlen=1024, batch=64, peers=("flex",))]
+    compile_ahead.compile_ahead(problems, 1, 0.1, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [{"causal": True}, {"causal": True, "window_left": 70}, {}])
+def test_flex_attention_itself_agrees_with_the_truth(rule):
+    problem = replace(SMALL, seqlen=256, peers=("flex",), ops=("forward",), **rule)
+    rows = measure.measure(problem, "cpu", CEILINGS, budget())
+    assert "ms" in rows[0], rows
+
+
+def test_a_truth_of_few_rows_has_the_gradients_of_those_rows():
+    drawn = case.make_case(replace(SMALL, causal=True), "cpu")
+    found = truth.sample_truth(drawn)
+    leaves = [t.detach().double().requires_grad_() for t in (drawn.q, drawn.k, drawn.v)]
+    o = by_the_book(*leaves, causal=True)
+    rows = found.rows
+    grads = torch.autograd.grad(o[-1, rows], leaves, drawn.do[-1, rows].double())
+    torch.testing.assert_close(found.o, o[-1, rows].detach())
+    torch.testing.assert_close(found.grads["q"], grads[0][-1, rows])
+    torch.testing.assert_close(found.grads["k"], grads[1][-1])
+    torch.testing.assert_close(found.grads["v"], grads[2][-1])

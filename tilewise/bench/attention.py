@@ -1,0 +1,132 @@
+"""`tilewise bench attention`: attention beside torch's own, in time and memory, in one run.
+
+Tables: dense (N from 512 on), window, blocks, varlen, features, head_dims, derivatives. The peers
+are scaled_dot_product_attention by backend (sdpa_...), FlexAttention compiled for the shape (flex),
+varlen_attn, and softmax(QK^T)V in bfloat16 (standard). backward is the backward pass alone,
+peak_MB what a pass needs beyond its inputs. FLOPs are counted as in the FlashAttention papers over
+the visible entries. A result that differs from sampled float64 rows, or their gradients, gets no
+number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import torch
+
+import tilewise
+from tilewise.bench.compile_ahead import compile_ahead, compile_here
+from tilewise.bench.measure import Row, compare_features, measure
+from tilewise.bench.passes import Budget
+from tilewise.bench.problem import Problem
+from tilewise.bench.report import emit, format_table, say, write
+from tilewise.bench.roofline import Ceilings, measure_ceilings
+from tilewise.bench.tables import SCALES, TABLES, Scale
+
+SECONDS = {"cuda": 400.0, "cpu": 330.0}
+_COLUMNS = ["op", "peer", "N", "D", "causal", "ms", "spread", "TFLOP/s", "% of matmul", "peak_MB"]
+_COLUMNS += ["x best peer", "error"]
+_COLUMNS_OF = {"features": ["feature", "x plain"], "blocks": ["feature", "x plain"]}
+_COLUMNS_OF |= {"window": ["x plain"], "head_dims": ["Dv"]}
+
+
+def run(
+    problems: Sequence[Problem],
+    device: str,
+    ceilings: Ceilings,
+    budget: Budget,
+    json_path: str | None = None,
+) -> list[Row]:
+    """Measure problems one after the other; what is measured is on disk after each of them."""
+    rows: list[Row] = []
+    for number, problem in enumerate(problems, 1):
+        rows += measure(problem, device, ceilings, budget)
+        mine = [row for row in rows[-len(problem.peers) * len(problem.ops) :] if "ms" in row]
+        ours = [f"{row['op']} {row['ms']:.4g} ms" for row in mine if row["peer"] == "tilewise"]
+        say(
+            f"{budget.elapsed:4.0f} s  {number}/{len(problems)}  {problem.label}: "
+            f"{len(mine)} numbers; tilewise {', '.join(ours) or 'has none'}"
+        )
+        if json_path is not None:
+            write(document(rows, ceilings), json_path)
+    compare_features([row for row in rows if row["table"] in ("features", "blocks", "window")])
+    return rows
+
+
+def document(rows: list[Row], ceilings: Ceilings) -> dict[str, Any]:
+    """What the JSON holds."""
+    versions = {"version": tilewise.__version__, "triton": _version("triton")}
+    return {**versions, "ceilings": ceilings.as_dict(), "rows": rows}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def print_tables(rows: Sequence[Row]) -> None:
+    """Print the rows of each table below its name."""
+    for table in TABLES:
+        mine = [row for row in rows if row["table"] == table]
+        if mine:
+            more = _COLUMNS_OF.get(table, [])
+            print(f"\n{table}\n{format_table(mine, [*more, *_COLUMNS])}")
+
+
+def plan(tables: Sequence[str], scale: Scale) -> list[Problem]:
+    """List the problems of some tables in the order of measurement."""
+    return [problem for name in TABLES if name in tables for problem in TABLES[name](scale)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="tilewise bench attention", description=__doc__)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=tuple(TABLES), default=tuple(TABLES), metavar="TABLE",
+        help=f"which tables: {', '.join(TABLES)}; default: all",
+    )  # fmt: skip
+    parser.add_argument("--seqlens", nargs="+", type=int, help="N of the dense table")
+    parser.add_argument(
+        "--seconds", type=float, help="wall time to fit in, with fewer repeats if need be "
+        "(default: 400 on a GPU, 330 on a CPU); what does not begin in it is not measured",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=int, default=min(12, os.cpu_count() or 1),
+        help="processes that compile for a GPU beforehand; 0 compiles on the way",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", default=None, help="also write the results here")
+    options = parser.parse_args(argv)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that torch can see")
+    scale = SCALES[device]
+    if options.seqlens:
+        scale = replace(scale, seqlens=tuple(options.seqlens), ours_only=())
+    problems = plan(options.only, scale)
+    measurements = sum(len(problem.peers) * len(problem.ops) for problem in problems)
+    budget = Budget(options.seconds or SECONDS[device], measurements)
+    ceilings = measure_ceilings(device)
+    print(ceilings)
+    say(f"{budget.elapsed:4.0f} s  compiling")
+    if device == "cpu":
+        compile_here(problems)
+    elif options.workers:
+        compile_ahead(problems, options.workers, 0.4 * budget.seconds)
+    rows = run(problems, device, ceilings, budget, options.json)
+    print_tables(rows)
+    emit(document(rows, ceilings), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""Compile before measuring, for a GPU in several processes.
+
+Triton and Inductor keep what they compile in a cache on disk, where the measuring process finds it.
+A run compiles a few hundred kernels, seconds each; one after the other they would take longer than
+all the measurements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tilewise.bench.case import make_case
+from tilewise.bench.passes import compile_passes
+from tilewise.bench.peers import OURS, PEERS
+from tilewise.bench.problem import Problem
+
+SHORT = 256  # tokens: at least one whole tile of every kernel
+
+
+def compile_ahead(
+    problems: Sequence[Problem], workers: int, seconds: float, device: str = "cuda"
+) -> None:
+    """Run every call that compiles once, in `workers` processes, for at most `seconds`."""
+    jobs = compile_jobs(problems)
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    shares = [jobs[start::workers] for start in range(min(workers, len(jobs)))]
+    pool = [context.Process(target=_compile_all, args=(share, device)) for share in shares]
+    end = time.monotonic() + seconds
+    for process in pool:
+        process.start()
+    for process in pool:
+        process.join(max(0.0, end - time.monotonic()))
+    for process in pool:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def compile_here(problems: Sequence[Problem]) -> None:
+    """Let our CPU kernels compile on short problems, so that a long call's first run counts."""
+    jobs = (job for job in compile_jobs(problems) if job.peers != ("flex",))
+    _compile_all([_shortened(job) for job in jobs], "cpu")
+
+
+def _shortened(problem: Problem) -> Problem:
+    lengths = tuple(min(length, SHORT) for length in problem.lengths[:1])
+    return replace(problem, batch=1, seqlen=min(problem.seqlen, SHORT), lengths=lengths)
+
+
+def compile_jobs(problems: Sequence[Problem]) -> list[Problem]:
+    """Choose one problem a set of kernels, with one peer each, the slowest to compile first.
+
+    Our kernels are the same for every N and batch; FlexAttention compiles for one shape.
+    """
+    jobs: dict[Problem, Problem] = {}
+    for problem in problems:
+        for peer in problem.peers:
+            one = replace(problem, peers=(peer,))
+            if peer == "flex":
+                jobs[one] = one
+            elif peer.startswith(OURS):
+                jobs.setdefault(replace(one, table="", batch=0, seqlen=0, lengths=()), one)
+    return sorted(jobs.values(), key=lambda problem: problem.peers != ("flex",))
+
+
+def _compile_all(problems: Sequence[Problem], device: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for problem in problems:
+            with contextlib.suppress(Exception):  # it fails again in a row of the report
+                case = make_case(problem, device)
+                compile_passes(case, PEERS[problem.peers[0]](case))

@@ -1,0 +1,51 @@
+"""FlexAttention, the peer that must be compiled: once a shape, its block mask made beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.bench.case import Case
+from tilewise.bench.problem import BLOCK
+
+
+def compiled(case: Case, *, needs_gradient: bool) -> Callable[..., Tensor]:
+    """Return flex_attention of q, k, v (B, N, H, D), compiled for exactly this case.
+
+    The first call compiles. A later case throws away what an earlier one compiled, as torch keeps
+    only few shapes of one function.
+    """
+    import torch._dynamo
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    # Timing the backward pass alone runs it again and again over the same saved tensors.
+    torch._functorch.config.donated_buffer = False
+    # One kernel or two a shape: a pool of compiling processes costs more to start than they do.
+    torch._inductor.config.compile_threads = 1
+    n, rule = case.problem.seqlen, _rule(case)
+    mask = None if rule is None else create_block_mask(rule, None, None, n, n, device=case.device)
+    call: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+
+    def function(*qkv: Tensor) -> Tensor:
+        q, k, v = ((t if needs_gradient else t.detach()).transpose(1, 2) for t in qkv)
+        o: Tensor = call(q, k, v, block_mask=mask).transpose(1, 2)
+        return o
+
+    return function
+
+
+def _rule(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """The problem's rule as a mask_mod, None when everything is visible."""
+    problem = case.problem
+    if problem.density:
+        layout = problem.layout().to(case.device)
+        return lambda b, h, i, j: layout[i // BLOCK, j // BLOCK]
+    if problem.window_left >= 0:
+        left = problem.window_left
+        return lambda b, h, i, j: (i >= j) & (i - j <= left)
+    return (lambda b, h, i, j: i >= j) if problem.causal else None

@@ -1,0 +1,163 @@
+"""The numbers of one peer: each pass is checked against the truth, then timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.bench import second_order
+from tilewise.bench.case import Case
+from tilewise.bench.peers import Run
+from tilewise.bench.problem import OPS
+from tilewise.bench.timing import Timing, peak_memory, time_call
+from tilewise.bench.truth import Truth, sampled_weights, wrong_gradient, wrong_output
+
+Numbers = dict[str, Any]
+LONG = 0.5  # seconds: a CPU call that takes so long is not repeated
+
+
+class Budget:
+    """Wall time shared by the measurements that are still to come."""
+
+    def __init__(self, seconds: float, measurements: int) -> None:
+        self.seconds = seconds
+        self._start = time.monotonic()
+        self._end = self._start + seconds
+        self._left = measurements
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() >= self._end
+
+    def finish(self, measurements: int) -> None:
+        """Count measurements that are done with, measured or not."""
+        self._left -= measurements
+
+    def share(self) -> float:
+        """Seconds of timing for one measurement; checks and compilations take the rest."""
+        share = 0.3 * (self._end - time.monotonic()) / max(self._left, 1)
+        return min(max(share, 0.02), 0.5)
+
+
+class WrongResult(Exception):
+    """A call ran, and its result differs from the truth."""
+
+
+def numbers_of(case: Case, truth: Truth, run: Run, budget: Budget) -> Iterator[tuple[str, Numbers]]:
+    """Yield (op, numbers) for the ops of the problem; raise where one is wrong or refused."""
+    ops, device = case.problem.ops, case.device.type
+    for op in second_order.OPS:
+        if op in ops:
+            call, wrong = second_order.call_of(op, case, run)
+            _raise(wrong)
+            yield op, _timed(call, device, budget)
+    if not set(ops) & set(OPS):
+        return
+    forward = _forward(run, truth, "forward" in ops, device, budget)
+    if forward is not None:
+        yield "forward", forward
+    if "backward" not in ops and "forward+backward" not in ops:
+        return
+    if run.no_backward is not None:
+        raise NotImplementedError(run.no_backward)
+    backward = _backward(run, truth, "backward" in ops, device, budget)
+    if backward is not None:
+        yield "backward", backward
+    if "forward+backward" in ops:
+        yield (
+            "forward+backward",
+            _timed(lambda: _gradients(run, run.forward(), _weights(run)), device, budget),
+        )
+
+
+def _forward(run: Run, truth: Truth, is_timed: bool, device: str, budget: Budget) -> Numbers | None:
+    outputs, first = _first(run.forward, device)
+    _raise(wrong_output(outputs, truth, run))
+    del outputs  # the memory of a pass is what it needs beyond its inputs
+    if not is_timed:
+        return None
+    return _timed(run.forward, device, budget, None if run.compiles else first)
+
+
+def _backward(
+    run: Run, truth: Truth, is_timed: bool, device: str, budget: Budget
+) -> Numbers | None:
+    outputs = run.forward()
+    sampled = sampled_weights(run, truth.rows)
+
+    def backward(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return _gradients(run, outputs, weights, retain_graph=True)
+
+    grads, first = _first(lambda: backward(sampled), device)
+    _raise(wrong_gradient(grads, truth, run))
+    del grads
+    weights = _weights(run)
+    return _timed(lambda: backward(weights), device, budget, first) if is_timed else None
+
+
+def _weights(run: Run) -> tuple[Tensor, ...]:
+    return (run.do,) if run.dlse is None else (run.do, run.dlse)
+
+
+def _gradients(
+    run: Run, outputs: Any, weights: Sequence[Tensor], *, retain_graph: bool = False
+) -> tuple[Tensor, ...]:
+    leaves = list(run.leaves.values())
+    return torch.autograd.grad(outputs, leaves, weights, retain_graph=retain_graph)
+
+
+def compile_passes(case: Case, run: Run) -> None:
+    """Run once whatever `numbers_of` would compile, and check nothing."""
+    for op in second_order.OPS:
+        if op in case.problem.ops:
+            second_order.call_of(op, case, run)
+    if set(case.problem.ops) & set(OPS):
+        _gradients(run, run.forward(), _weights(run))
+
+
+def _raise(wrong: str | None) -> None:
+    if wrong is not None:
+        raise WrongResult(wrong)
+
+
+def _first(call: Callable[[], Any], device: str) -> tuple[Any, tuple[float, int]]:
+    """Run a call for the first time; return its result, its seconds and its peak memory."""
+    results = []
+    start = time.perf_counter()
+    peak = peak_memory(lambda: results.append(call()), device)
+    return results[0], (time.perf_counter() - start, peak)
+
+
+def _timed(
+    call: Callable[[], object],
+    device: str,
+    budget: Budget,
+    first: tuple[float, int] | None = None,
+) -> Numbers:
+    """Time a call and take its memory. On a CPU a long call's `first` run is its only one."""
+    share = budget.share()
+    if first is None or device == "cuda" or first[0] < LONG:
+        start = time.perf_counter()
+        peak = peak_memory(call, device)
+        first = time.perf_counter() - start, peak
+    seconds, peak = first
+    if device == "cpu" and seconds >= LONG:
+        timing = Timing(seconds, seconds, seconds, 1)
+    else:
+        timing = time_call(call, device, budget=share, fewest=3)
+    return {
+        "ms": timing.median * 1e3,
+        "spread": timing.spread,
+        "repeats": timing.repeats,
+        "peak_MB": peak / 2**20,
+    }

@@ -1,0 +1,196 @@
+"""How each peer computes a case: ours, torch's SDPA by backend, its varlen_attn, and by the book.
+
+A peer is a function from a case to a `Run`. It may raise: whatever a peer cannot do is an answer,
+which the row shows. FlexAttention, which must be compiled, is in `flex`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilewise import ops
+from tilewise.bench import flex
+from tilewise.bench.case import DROPOUT_P, Case, block_mask
+from tilewise.errors import UnsupportedError
+
+OURS = "tilewise"  # names of our own rows start with it
+
+
+Function = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A peer's call, and how to read its tensors.
+
+    Attributes:
+        function: computes o, or o and lse, from q, k, v.
+        leaves: what it is differentiated by: "q", "k", "v" first, then a feature's own.
+        do, dlse: the weights of o, in the shape of the peer's o, and of lse where there is one.
+        checked: cuts the compared sequence (N, H, D) out of o, do or a gradient of q, k, v.
+        compiles: its first call does, and tells nothing of the others.
+        has_own_dropout: it drops what nobody else can know.
+        no_backward: why it has no gradient, None when it has one.
+    """
+
+    function: Function
+    leaves: dict[str, Tensor]
+    do: Tensor
+    checked: Callable[[Tensor], Tensor]
+    dlse: Tensor | None = None
+    compiles: bool = False
+    has_own_dropout: bool = False
+    no_backward: str | None = None
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The leaves that every call has."""
+        return self.leaves["q"], self.leaves["k"], self.leaves["v"]
+
+    def forward(self) -> Any:
+        """Compute o, or o and lse, of the leaves."""
+        return self.function(*self.qkv)
+
+
+def _run(case: Case, function: Function, **more: Any) -> Run:
+    leaves = {"q": case.q, "k": case.k, "v": case.v} | case.learned
+    return Run(function, leaves, case.do, case.checked, dlse=case.dlse, **more)
+
+
+def _plain(case: Case, features: tuple[str, ...] = ()) -> None:
+    """Refuse what a peer does not know of a case."""
+    problem = case.problem
+    known = ("plain", "deterministic", "GQA 8:1", *features)
+    if problem.lengths or problem.density or problem.window_left >= 0:
+        raise UnsupportedError("this peer must have a dense causal or full call")
+    if problem.feature not in known:
+        raise UnsupportedError(f"this peer must have no {problem.feature}")
+
+
+def _tilewise(case: Case) -> Run:
+    problem = case.problem
+    rule: dict[str, Any] = {"causal": problem.causal, **case.options}
+    if problem.lengths:
+        longest = max(problem.lengths)
+        rule |= {"cu_seqlens_q": case.cu_seqlens, "cu_seqlens_k": case.cu_seqlens}
+        rule |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        return _run(case, lambda q, k, v: ops.attention_varlen(q, k, v, **rule))
+    if problem.window_left >= 0:
+        rule["window"] = (problem.window_left, 0)
+    if problem.density:
+        rule["mask"] = block_mask(problem, case.device)
+    return _run(case, lambda q, k, v: ops.attention(q, k, v, **rule))
+
+
+def _tilewise_mask(case: Case) -> Run:
+    """Ours with the whole rule in a BlockMask, nothing native."""
+    mask = block_mask(case.problem, case.device)
+    return _run(case, lambda q, k, v: ops.attention(q, k, v, mask=mask, **case.options))
+
+
+def _sdpa(backend: SDPBackend, case: Case) -> Run:
+    _plain(case, ("dropout 0.1",))
+    problem = case.problem
+    dropout_p = DROPOUT_P if "dropout_p" in case.options else 0.0
+    rule: dict[str, Any] = {"is_causal": problem.causal, "dropout_p": dropout_p}
+    if problem.num_q_heads != problem.num_kv_heads:
+        rule["enable_gqa"] = True
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **rule).transpose(1, 2)
+
+    return _run(case, function, has_own_dropout=dropout_p > 0)
+
+
+def _sdpa_padded(case: Case) -> Run:
+    """SDPA over sequences padded at their end, where a causal mask hides the padding."""
+    problem = case.problem
+    if not problem.lengths or not problem.causal:
+        raise UnsupportedError("this peer must have a packed causal batch")
+
+    def pad(tensor: Tensor) -> Tensor:
+        sequences = tensor.detach().split(list(problem.lengths))
+        return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+
+    q, k, v, do = (pad(t) for t in (case.q, case.k, case.v, case.do))
+    leaves = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return Run(function, leaves, do, lambda tensor: tensor[-1, : case.checked_length])
+
+
+def _varlen_attn(case: Case) -> Run:
+    from torch.nn.attention.varlen import varlen_attn  # from torch 2.10 on
+
+    lengths, cu_seqlens = case.problem.lengths, case.cu_seqlens
+    if not lengths:
+        raise UnsupportedError("this peer must have a packed batch")
+    rule: dict[str, Any] = {}
+    if case.problem.causal:  # the argument was is_causal at first
+        has_window = "window_size" in inspect.signature(varlen_attn).parameters
+        rule = {"window_size": (-1, 0)} if has_window else {"is_causal": True}
+    longest = max(lengths)
+    call: Callable[..., Any] = varlen_attn
+    packed = (cu_seqlens, cu_seqlens, longest, longest)
+    return _run(case, lambda q, k, v: call(q, k, v, *packed, **rule))
+
+
+def _standard(case: Case) -> Run:
+    """softmax(Q K^T) V as one writes it, in the dtype of the inputs."""
+    _plain(case)
+    problem = case.problem
+    n, scale = problem.seqlen, problem.head_dim**-0.5
+    hidden = None
+    if problem.causal:
+        hidden = torch.ones(n, n, dtype=torch.bool, device=case.device).triu_(1)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        s = (q * scale) @ k.transpose(-1, -2)
+        if hidden is not None:
+            s.masked_fill_(hidden, -torch.inf)
+        o: Tensor = s.softmax(-1) @ v
+        return o.transpose(1, 2)
+
+    return _run(case, function)
+
+
+def _flex(case: Case) -> Run:
+    if case.options or case.problem.lengths:
+        raise UnsupportedError("this peer must have a dense call and no feature beside its mask")
+    has_backward = case.device.type != "cpu"
+    function = flex.compiled(case, needs_gradient=has_backward)
+    reason = None if has_backward else "FlexAttention has no backward pass on a CPU"
+    return _run(case, function, compiles=True, no_backward=reason)
+
+
+PEERS: dict[str, Callable[[Case], Run]] = {
+    "tilewise": _tilewise,
+    "tilewise_mask": _tilewise_mask,
+    "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa_math": partial(_sdpa, SDPBackend.MATH),
+    "sdpa_padded": _sdpa_padded,
+    "varlen_attn": _varlen_attn,
+    "flex": _flex,
+    "standard": _standard,
+}
+# Bytes of all the N x N matrices that a pass of these holds, over those of one in bfloat16:
+# counted with the float32 copies that SDPA's math makes of half precision.
+SQUARES = {"sdpa_math": 10.0, "standard": 4.0}

@@ -1,0 +1,202 @@
+"""What `tilewise bench attention` measures: one list of problems a table, scaled to the device.
+
+The scheme is that of the FlashAttention papers: a fixed number of tokens in all, so that the batch
+shrinks as N grows, and a fixed number of channels in all, so that heads get fewer as they grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewise.bench import second_order
+from tilewise.bench.case import FEATURES
+from tilewise.bench.problem import OPS, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large the problems of a device are.
+
+    Attributes:
+        tokens, hidden: B * N and H * D of every dense call.
+        seqlens: N of the dense table.
+        both_up_to: the longest of them with a forward+backward row too.
+        ours_only: longer N, of our forward pass alone.
+        flex_seqlens: those N that FlexAttention is compiled for; each takes seconds.
+        window_left: keys to the left of a query in the window table.
+        rule_seqlens: N of the window table; the block table takes the last and its half.
+        feature_seqlen: N of features, head dims and second derivatives.
+        varlen: (shortest, longest, tokens) of a packed batch, and
+        varlen_heads: its heads, of D 128.
+        peers: of the dense table, ours first.
+    """
+
+    tokens: int
+    hidden: int
+    seqlens: tuple[int, ...]
+    both_up_to: int
+    ours_only: tuple[int, ...]
+    flex_seqlens: tuple[int, ...]
+    window_left: int
+    rule_seqlens: tuple[int, ...]
+    feature_seqlen: int
+    varlen: tuple[int, int, int]
+    varlen_heads: int
+    peers: tuple[str, ...]
+
+
+SCALES = {
+    "cuda": Scale(
+        tokens=16384,
+        hidden=2048,
+        seqlens=(512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+        both_up_to=65536,
+        ours_only=(),
+        flex_seqlens=(1024, 4096, 16384, 65536),
+        window_left=1024,
+        rule_seqlens=(4096, 16384),
+        feature_seqlen=4096,
+        varlen=(512, 8192, 24576),
+        varlen_heads=16,
+        peers=(
+            "tilewise",
+            "sdpa_flash",
+            "sdpa_cudnn",
+            "sdpa_efficient",
+            "sdpa_math",
+            "flex",
+            "standard",
+        ),
+    ),
+    # A quarter of the tokens and an eighth of the channels, to take minutes on two cores.
+    "cpu": Scale(
+        tokens=4096,
+        hidden=256,
+        seqlens=(512, 1024, 2048, 4096, 8192, 16384),
+        both_up_to=4096,
+        ours_only=(65536,),
+        flex_seqlens=(1024, 4096),
+        window_left=1024,
+        rule_seqlens=(4096,),
+        feature_seqlen=1024,
+        varlen=(256, 4096, 8192),
+        varlen_heads=2,
+        peers=("tilewise", "sdpa_flash", "sdpa_math", "flex", "standard"),
+    ),
+}
+HEAD_DIMS = (
+    (32, 32),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (160, 160),
+    (192, 128),
+    (256, 256),
+    (512, 512),
+    (576, 512),
+)
+
+
+def _problem(
+    scale: Scale, table: str, seqlen: int, head_dim: int, peers: tuple[str, ...], causal: bool
+) -> Problem:
+    batch, heads = max(1, scale.tokens // seqlen), max(1, scale.hidden // head_dim)
+    return Problem(table, batch, seqlen, heads, heads, head_dim, head_dim, peers, causal)
+
+
+def dense(scale: Scale) -> list[Problem]:
+    """Time and memory over N, causal and not, beside every peer; the longest come last."""
+    problems = []
+    for n in scale.seqlens:
+        peers = tuple(p for p in scale.peers if p != "flex" or n in scale.flex_seqlens)
+        ops = OPS if n <= scale.both_up_to else OPS[:2]
+        problems += [
+            replace(_problem(scale, "dense", n, d, peers, causal), ops=ops)
+            for d in (64, 128)
+            for causal in (False, True)
+        ]
+    for n in scale.ours_only:
+        ours = _problem(scale, "dense", n, 128, ("tilewise",), True)
+        problems.append(replace(ours, ops=("forward",)))
+    return problems
+
+
+def window(scale: Scale) -> list[Problem]:
+    """A causal window: native, as a block mask, and FlexAttention's."""
+    peers = ("tilewise", "tilewise_mask", "flex")
+    return [
+        replace(_problem(scale, "window", n, d, peers, True), window_left=scale.window_left)
+        for n in scale.rule_seqlens
+        for d in (64, 128)
+    ]
+
+
+def blocks(scale: Scale) -> list[Problem]:
+    """A random tenth of the 128 x 128 blocks, beside the dense call and FlexAttention."""
+    problems = []
+    for n in (scale.rule_seqlens[-1] // 2, scale.rule_seqlens[-1]):
+        problems.append(_problem(scale, "blocks", n, 128, ("tilewise",), False))
+        sparse = _problem(scale, "blocks", n, 128, ("tilewise", "flex"), False)
+        problems.append(replace(sparse, density=0.1, feature="random blocks"))
+    return problems
+
+
+def varlen(scale: Scale) -> list[Problem]:
+    """A packed causal batch of random lengths."""
+    shortest, longest, tokens = scale.varlen
+    generator = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(int(torch.randint(shortest, longest + 1, (), generator=generator)))
+    heads = scale.varlen_heads
+    peers = ("tilewise", "varlen_attn", "sdpa_padded")
+    whole = Problem("varlen", len(lengths), max(lengths), heads, heads, 128, 128, peers, True)
+    return [replace(whole, lengths=tuple(lengths))]
+
+
+def features(scale: Scale) -> list[Problem]:
+    """What each feature costs beside the plain call, causal, D 128."""
+    problems = []
+    for feature in FEATURES:
+        if feature == "random blocks":
+            continue
+        peers: tuple[str, ...] = ("tilewise",)
+        if feature in ("plain", "dropout 0.1"):
+            peers = ("tilewise", "sdpa_flash")
+        plain = _problem(scale, "features", scale.feature_seqlen, 128, peers, True)
+        if feature == "GQA 8:1":
+            plain = replace(plain, num_kv_heads=max(1, plain.num_q_heads // 8))
+        problems.append(replace(plain, feature=feature))
+    return problems
+
+
+def head_dims(scale: Scale) -> list[Problem]:
+    """Every kind of head: small, odd, wide, and values narrower than keys (MLA)."""
+    peers = tuple(p for p in scale.peers if p not in ("flex", "standard", "sdpa_math"))
+    return [
+        replace(_problem(scale, "head_dims", scale.feature_seqlen, d, peers, True), v_head_dim=dv)
+        for d, dv in HEAD_DIMS
+    ]
+
+
+def derivatives(scale: Scale) -> list[Problem]:
+    """Forward-mode and second derivatives of one causal sequence, beside SDPA's math."""
+    peers = ("tilewise", "sdpa_math")
+    one = _problem(scale, "derivatives", scale.feature_seqlen, 128, peers, True)
+    return [replace(one, batch=1, ops=(op,)) for op in second_order.OPS]
+
+
+# In the order of measurement: should the time run out, it is the longest dense calls that miss.
+TABLES: dict[str, Callable[[Scale], list[Problem]]] = {
+    "features": features,
+    "head_dims": head_dims,
+    "window": window,
+    "varlen": varlen,
+    "blocks": blocks,
+    "derivatives": derivatives,
+    "dense": dense,
+}
