@@ -60,8 +60,8 @@ def from_predicate(
 ) -> BlockMask:
     """Let query i see key j when fn(b, h, i, j).
 
-    Every pair is asked for, in strips, so memory stays small and time is O(B H Sq Sk): half a
-    minute for 131,072 tokens on a CPU. Rules of distances, documents, prefixes and blocks have
+    Every pair is asked for, in strips, so memory stays small and time is O(B H Sq Sk): a minute or
+    two for 131,072 tokens on one CPU core. Rules of distances, documents, prefixes and blocks have
     builders in O(tiles).
 
     Args:
