@@ -162,8 +162,11 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _float(per_head: Tensor | None) -> Tensor | None:
-    return None if per_head is None else per_head.float().contiguous()
+def _wide(per_head: Tensor | None, q: Tensor) -> Tensor | None:
+    """Numbers of a head are float32, or float64 beside float64 queries."""
+    if per_head is None:
+        return None
+    return per_head.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
 
 
 def _options(q: Tensor, rule: _Rule, layout: _Layout) -> AttentionOptions:
@@ -195,8 +198,8 @@ def _options(q: Tensor, rule: _Rule, layout: _Layout) -> AttentionOptions:
         cu_seqlens_k=layout.cu_seqlens_k,
         seqlens_k=layout.seqlens_k,
         bias=rule.bias,
-        alibi_slopes=_float(rule.alibi_slopes),
-        sinks=_float(rule.sinks),
+        alibi_slopes=_wide(rule.alibi_slopes, q),
+        sinks=_wide(rule.sinks, q),
         philox=philox_of(rule.seed, q.device) if rule.dropout_p > 0 else None,
         mask_bits=bits,
         mask_rows=rows,

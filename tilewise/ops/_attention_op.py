@@ -1,9 +1,17 @@
-"""The registered boundary of attention: forward, backward and the gradient that links them.
+"""The registered boundary of attention: the call, its gradient and what comes after.
 
     attention_fwd(q, k, v, *options) -> (o, lse)
     attention_bwd(do, dlse, q, k, v, o, lse, needs_dbias, *options) -> (dq, dk, dv, dbias, dsinks)
+    attention_tangent(q, k, v, o, lse, *direction, *options) -> (o_dot, lse_dot)
+    attention_second(do, dlse, q, k, v, o, lse, o_dot, lse_dot, *direction, needs_dbias, *options)
+        -> the derivative of attention_bwd's results along the direction
+    attention_curve(q, k, v, o, lse, lse_dot, lse_dot2, *direction, *direction2, *options)
+        -> the second derivative of (o, lse) along two directions
 
-`options` are the fields of `AttentionOptions` in order; attention.py has validated them.
+`options` are the fields of `AttentionOptions` in order; attention.py has validated them. A
+direction is tangents of q, k, v, bias and sinks, None where zero. The first two ops run on a
+backend; the others, all that second order needs, are tiles of torch (see _attention_second.py). How
+they are one another's derivatives is in _attention_gradient.py.
 """
 
 from __future__ import annotations
@@ -15,8 +23,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
-from tilewise.ops import _dispatch
-from tilewise.ops._library import register, register_gradient
+from tilewise.ops import _attention_second, _dispatch
+from tilewise.ops._attention_tiles import Tangents
+from tilewise.ops._library import register
 
 
 class AttentionOptions(NamedTuple):
@@ -54,10 +63,20 @@ class AttentionOptions(NamedTuple):
 
 _MASK = AttentionOptions._fields.index("mask_bits")
 _TENSORS = AttentionOptions._fields.index("max_seqlen_q")
-_BIAS = 3 + AttentionOptions._fields.index("bias")
-_SINKS = 3 + AttentionOptions._fields.index("sinks")
-_NUM_TENSORS = 3 + _TENSORS  # q, k, v and the optional tensors of AttentionOptions
-_SCHEMA = (
+
+# The arguments of each op, in the order of its schema.
+_CALL = ("q", "k", "v", "o", "lse")
+DIRECTION = ("q_dot", "k_dot", "v_dot", "bias_dot", "sinks_dot")
+DIRECTION2 = tuple(f"{name}2" for name in DIRECTION)
+OPTIONS = AttentionOptions._fields
+FWD = ("q", "k", "v", *OPTIONS)
+BWD = ("do", "dlse", *_CALL, "needs_dbias", *OPTIONS)
+TANGENT = (*_CALL, *DIRECTION, *OPTIONS)
+SECOND = ("do", "dlse", *_CALL, "o_dot", "lse_dot", *DIRECTION, "needs_dbias", *OPTIONS)
+CURVE = (*_CALL, "lse_dot", "lse_dot2", *DIRECTION, *DIRECTION2, *OPTIONS)
+NUM_FWD_TENSORS = 3 + _TENSORS  # q, k, v and the optional tensors of AttentionOptions
+
+_OPTIONS_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, Tensor? bias, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? philox, Tensor? mask_bits, Tensor? mask_rows, "
     "Tensor? mask_row_entries, Tensor? mask_columns, Tensor? mask_column_entries, "
@@ -157,42 +176,71 @@ def _backward_fake(
     return tuple(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs)
 
 
-attention_fwd = register(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-)
-attention_bwd = register(
-    "attention_bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"bool needs_dbias, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-)
+def _tangent(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, o, lse = args[:5]
+    options = AttentionOptions(*args[10:])
+    spec = make_spec(q, k, v, options)
+    with torch.autocast(q.device.type, enabled=False):
+        return _attention_second.tangent(
+            q, k, v, o, lse, Tangents(*args[5:10]), spec, **options.tensors()
+        )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
-    ctx.values = inputs[_NUM_TENSORS:]
-    ctx.set_materialize_grads(False)
+def _tangent_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    o, lse = args[3:5]
+    return o.new_empty(o.shape), lse.new_empty(lse.shape)
 
 
-def _gradient(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, o, lse = ctx.saved_tensors
-    q, k, v, *optional = inputs
-    nothing: list[None] = [None] * len(ctx.values)
-    if do is None and dlse is None:
-        return (*[None] * _NUM_TENSORS, *nothing)
-    do = torch.zeros_like(o) if do is None else do
-    needs_dbias = ctx.needs_input_grad[_BIAS]
-    dq, dk, dv, dbias, dsinks = attention_bwd(
-        do, dlse, q, k, v, o, lse, needs_dbias, *optional, *ctx.values
-    )
-    grads: list[Tensor | None] = [dq, dk, dv, *[None] * _TENSORS, *nothing]
-    if needs_dbias:
-        grads[_BIAS] = dbias
-    if inputs[_SINKS] is not None:
-        grads[_SINKS] = dsinks
-    return tuple(grads)
+def _second(*args: Any) -> tuple[Tensor, ...]:
+    do, dlse, q, k, v, o, lse, o_dot, lse_dot = args[:9]
+    needs_dbias, options = args[14], AttentionOptions(*args[15:])
+    spec = make_spec(q, k, v, options, needs_dbias=needs_dbias)
+    with torch.autocast(q.device.type, enabled=False):
+        grads = _attention_second.second(
+            do,
+            dlse,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            o_dot,
+            lse_dot,
+            Tangents(*args[9:14]),
+            spec,
+            **options.tensors(),
+        )
+    return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
-register_gradient("attention_fwd", _gradient, _save)
+def _second_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _backward_fake(*args[:7], *args[14:])
+
+
+def _curve(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, o, lse, *lse_dots = args[:7]
+    options = AttentionOptions(*args[17:])
+    spec = make_spec(q, k, v, options)
+    along = (Tangents(*args[7:12]), Tangents(*args[12:17]))
+    with torch.autocast(q.device.type, enabled=False):
+        return _attention_second.curve(
+            q, k, v, o, lse, (lse_dots[0], lse_dots[1]), along, spec, **options.tensors()
+        )
+
+
+def _schema(name: str, arguments: tuple[str, ...], num_results: int) -> str:
+    """Write the schema of an op whose arguments end with the options."""
+    typed = []
+    for argument in arguments[: -len(OPTIONS)]:
+        optional = argument == "dlse" or argument in DIRECTION + DIRECTION2
+        kind = "bool" if argument == "needs_dbias" else "Tensor?" if optional else "Tensor"
+        typed.append(f"{kind} {argument}")
+    results = ", ".join(["Tensor"] * num_results)
+    return f"{name}({', '.join(typed)}, {_OPTIONS_SCHEMA}) -> ({results})"
+
+
+attention_fwd = register(_schema("attention_fwd", FWD, 2), _forward, _forward_fake)
+attention_bwd = register(_schema("attention_bwd", BWD, 5), _backward, _backward_fake)
+attention_tangent = register(_schema("attention_tangent", TANGENT, 2), _tangent, _tangent_fake)
+attention_second = register(_schema("attention_second", SECOND, 5), _second, _second_fake)
+attention_curve = register(_schema("attention_curve", CURVE, 2), _curve, _tangent_fake)

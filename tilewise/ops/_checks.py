@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.ops._gradient import transforms_active
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -44,8 +46,8 @@ def check_dims(name: str, tensor: Tensor, layout: str) -> None:
 
 
 def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the last dimension has stride 1."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    """Raise ValueError unless the last dimension has stride 1; vmap sees to its own tensors."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and not transforms_active():
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got {tensor.stride(-1)}"
         )

@@ -1,8 +1,8 @@
 """The registered boundary: torch.library schemas, fakes and the jump into the chosen kernel.
 
 Every op of the package crosses here once, so that torch.compile, export and FakeTensor see one
-opaque node with known shapes. Validation has been done above; gradients are attached beside each op
-(see attention.py, rope.py, merge.py).
+opaque node with known shapes. Validation has been done above; derivatives are attached beside each
+op (see _gradient.py).
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ def _where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-def register_gradient(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]
-) -> None:
-    """Attach a backward pass to the op `name`."""
-    torch.library.register_autograd(
-        f"tilewise::{name}", backward, setup_context=setup_context, lib=LIBRARY
-    )
+def register_vmap(name: str, rule: Callable[..., Any]) -> None:
+    """Attach to the op `name` what torch.vmap calls: (info, in_dims, *args) -> outputs, dims."""
+    torch.library.register_vmap(f"tilewise::{name}", rule, lib=LIBRARY)

@@ -6,9 +6,10 @@ from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
+import tilewise.ops._attention_vmap  # noqa: F401, to register its rules
 from tilewise.masks import BlockMask
 from tilewise.ops._attention_args import Window, prepare_dense, prepare_packed
-from tilewise.ops._attention_op import attention_fwd
+from tilewise.ops._attention_gradient import attention_fwd
 from tilewise.ops.dropout import Seed
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import _checks, _dispatch
-from tilewise.ops._library import register, register_gradient
+from tilewise.ops._gradient import register_gradient, save
+from tilewise.ops._library import register, register_vmap
 
 
 def merge_states(
@@ -75,21 +76,68 @@ _merge = register(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    o_a, lse_a, o_b, lse_b, _ = inputs
-    ctx.save_for_backward(o_a, lse_a, o_b, lse_b, *output)
+    save(ctx, *inputs[:4], *output)
+    ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    """With w = exp(lse_x - lse): do_x = w do, dlse_x = w (do . (o_x - o) + dlse)."""
+def _sides(ctx: Any) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor, Tensor]:
+    """Return (o_x, exp(lse_x - lse)) of both sides, then o and lse; a side without keys is 0, 0."""
     o_a, lse_a, o_b, lse_b, o, lse = ctx.saved_tensors
-    grads: list[Tensor | None] = []
+    sides = []
     for o_x, lse_x in ((o_a, lse_a), (o_b, lse_b)):
-        # -inf - -inf is NaN: a side without keys, or a row without any, has weight 0.
-        weight = torch.where(lse_x.isneginf(), 0.0, (lse_x - lse).exp())
-        rows = weight.transpose(-1, -2).unsqueeze(-1)
-        dot = (do.float() * (o_x.float() - o.float())).sum(-1).transpose(-1, -2)
-        grads += [(rows * do).to(o_x.dtype), (weight * (dot + dlse)).to(lse_x.dtype)]
+        seen = ~lse_x.isneginf()
+        # -inf - -inf is NaN, and so is its derivative unless it is left out before exp.
+        weight = torch.where(seen, torch.where(seen, lse_x - lse, 0.0).exp(), 0.0)
+        sides.append((torch.where(_rows(seen), o_x, 0.0).to(lse.dtype), weight))
+    return tuple(sides), o.to(lse.dtype), lse
+
+
+def _rows(per_row: Tensor) -> Tensor:
+    """(B, H, S) or (H, T) as it multiplies o."""
+    return per_row.transpose(-1, -2).unsqueeze(-1)
+
+
+def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """With w = exp(lse_x - lse): do_x = w do, dlse_x = w (do . (o_x - o) + dlse)."""
+    sides, o, lse = _sides(ctx)
+    grads: list[Tensor | None] = []
+    for (o_x, weight), like in zip(sides, ctx.saved_tensors[:4:2], strict=True):
+        do_x, dlse_x = None, torch.zeros_like(lse) if dlse is None else dlse
+        if do is not None:
+            do_x = (_rows(weight) * do).to(like.dtype)
+            dlse_x = dlse_x + (do * (o_x - o)).sum(-1).transpose(-1, -2)
+        grads += [do_x, weight * dlse_x]
     return (*grads, None)
 
 
-register_gradient("merge_states", _gradient, _save)
+def _jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor, Tensor]:
+    """lse' = sum w lse_x' and o' = sum w (o_x' + (lse_x' - lse') o_x), over both sides."""
+    sides, o, lse = _sides(ctx)
+    zeros = (torch.zeros_like(o), torch.zeros_like(lse)) * 2
+    o_a, lse_a, o_b, lse_b = (
+        zero if dot is None else dot for dot, zero in zip(dots, zeros, strict=False)
+    )
+    moves = ((o_a, lse_a), (o_b, lse_b))
+    lse_dot, o_dot = torch.zeros_like(lse), torch.zeros_like(o)
+    for (_, weight), (_, lse_x) in zip(sides, moves, strict=True):
+        lse_dot = lse_dot + weight * lse_x
+    for (o_x, weight), (o_x_dot, lse_x) in zip(sides, moves, strict=True):
+        o_dot = o_dot + _rows(weight) * (o_x_dot + _rows(lse_x - lse_dot) * o_x)
+    return o_dot.to(ctx.saved_tensors[0].dtype), lse_dot
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, int]:
+    """Lay the mapped dim under the batch: merging knows no row but its own."""
+    packed = args[0].dim() - (in_dims[0] is not None) == 3
+    tensors = [
+        x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(args[:4], in_dims, strict=False)
+    ]
+    if packed:
+        return _merge(*tensors, args[4]), 0
+    merged = _merge(*(x.flatten(0, 1) for x in tensors), args[4])
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in merged), 0
+
+
+register_gradient("merge_states", _backward, _save, _jvp)
+register_vmap("merge_states", _vmap)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import _checks, _dispatch
-from tilewise.ops._library import register, register_gradient
+from tilewise.ops._gradient import register_gradient, save
+from tilewise.ops._library import register
 
 
 def apply_rope(
@@ -79,7 +80,7 @@ _rope = register(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cos, sin, ctx.interleaved, ctx.backend = inputs
-    ctx.save_for_backward(cos, sin)
+    save(ctx, cos, sin)
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,4 +90,12 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _rope(grad, cos, -sin, ctx.interleaved, ctx.backend), None, None, None, None
 
 
-register_gradient("rope", _gradient, _save)
+def _jvp(
+    ctx: Any, x: Tensor | None, cos: Tensor | None, sin: Tensor | None, *_: None
+) -> Tensor | None:
+    if cos is not None or sin is not None:
+        raise ValueError("cos and sin must not carry tangents: they are tables, not inputs")
+    return None if x is None else _rope(x, *ctx.saved_tensors, ctx.interleaved, ctx.backend)
+
+
+register_gradient("rope", _gradient, _save, _jvp)

@@ -56,6 +56,7 @@ def keep_mask(
     *,
     first_query: int = 0,
     first_key: int = 0,
+    first_head: int = 0,
 ) -> Tensor:
     """Return which probabilities dropout keeps, bool (B, Hq, Sq, Sk).
 
@@ -64,6 +65,7 @@ def keep_mask(
         shape: (B, Hq, Sq, Sk); rows and keys count from the start of their sequence.
         dropout_p: probability of dropping, in steps of 2**-16.
         first_query, first_key: where the part of the mask lies; first_key is a multiple of 32.
+        first_head: b Hq + h of the first query head of the part.
     """
     batch, heads, seqlen_q, seqlen_k = shape
     device = philox.device
@@ -72,7 +74,7 @@ def keep_mask(
     calls = -(-seqlen_k // 32) * 4
     c0 = torch.arange(calls, device=device) + first_key // 8
     c1 = torch.arange(seqlen_q, device=device).view(-1, 1) + first_query
-    c2 = torch.arange(batch * heads, device=device).view(-1, 1, 1)
+    c2 = torch.arange(batch * heads, device=device).view(-1, 1, 1) + first_head
     words = torch.stack(torch.broadcast_tensors(*philox4x32((c0, c1, c2, offset), key)), -1)
     halves = torch.stack((words & 0xFFFF, words >> 16), -1)  # (BH, Sq, calls, word, half)
     # key = 32 block + 8 word + 2 (call % 4) + half

@@ -1,7 +1,8 @@
-"""backend="reference" of attention: the oracle in float64, its gradient by autograd."""
+"""backend="reference" of attention: the oracle in float64, its gradient by the book."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,32 +19,24 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tensors: _Tensors
-) -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = {
+def _rule(spec: AttentionSpec, tensors: _Tensors) -> dict[str, Any]:
+    """Say in the oracle's keywords what differs from one sequence to the next in nothing."""
+    rule: dict[str, Any] = {
         "window": (spec.window_left, spec.window_right),
         "softmax_scale": spec.softmax_scale,
         "softcap": spec.softcap,
         "alibi_slopes": tensors["alibi_slopes"],
         "sinks": tensors["sinks"],
         "bias": tensors["bias"],
-        "return_lse": True,
+        "seqlens_k": tensors["seqlens_k"],
     }
     shape = (spec.batch, spec.num_q_heads, spec.max_seqlen_q, spec.max_seqlen_k)
     if tensors["mask"] is not None:
-        options["mask"] = visible_by_mask(tensors["mask"], spec.max_seqlen_q, spec.max_seqlen_k)
+        rule["mask"] = visible_by_mask(tensors["mask"], spec.max_seqlen_q, spec.max_seqlen_k)
     if spec.dropout_p > 0:
-        options["keep_mask"] = dropout.keep_mask(tensors["philox"], shape, spec.dropout_p)
-        options["dropout_p"] = spec.dropout_threshold / 65536
-    cu_seqlens_q, cu_seqlens_k = tensors["cu_seqlens_q"], tensors["cu_seqlens_k"]
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        o, lse = standard.attention_varlen(
-            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options
-        )
-    else:
-        o, lse = standard.attention(q, k, v, seqlens_k=tensors["seqlens_k"], **options)
-    return o, lse
+        rule["keep_mask"] = dropout.keep_mask(tensors["philox"], shape, spec.dropout_p)
+        rule["dropout_p"] = spec.dropout_threshold / 65536
+    return rule
 
 
 def visible_by_mask(mask: MaskTensors, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -72,9 +65,12 @@ def launch_fwd(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **tensors: Any
 ) -> tuple[Tensor, Tensor]:
     """Return o in q's dtype and lse in float32 (float64 for float64 inputs)."""
-    doubles = {name: _float64(t) for name, t in tensors.items()}
+    rule = _rule(spec, {name: _float64(t) for name, t in tensors.items()})
+    if spec.is_varlen:
+        rule |= {name: tensors[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    run = standard.attention_varlen if spec.is_varlen else standard.attention
     with torch.no_grad():
-        o, lse = _run(q.double(), k.double(), v.double(), spec, doubles)
+        o, lse = run(q.double(), k.double(), v.double(), **rule, return_lse=True)
     return o.to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
@@ -90,22 +86,67 @@ def launch_bwd(
     **tensors: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return dq, dk, dv, dbias and dsinks, the last two None where not given."""
-    doubles = {name: _float64(t) for name, t in tensors.items()}
-    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    wanted = list(leaves)
-    has_dbias, has_dsinks = spec.needs_dbias, tensors["sinks"] is not None
-    for name, has_gradient in (("bias", has_dbias), ("sinks", has_dsinks)):
-        if has_gradient:
-            wanted.append(doubles[name].requires_grad_())
-    with torch.enable_grad():
-        o64, lse64 = _run(leaves[0], leaves[1], leaves[2], spec, doubles)
-        # A row that sees nothing has lse = -inf; its gradient is zero by definition.
-        finite = lse64.isfinite()
-        dlse64 = torch.zeros_like(lse64) if dlse is None else dlse.double()
-        loss = (o64 * do.double()).sum() + torch.where(finite, lse64 * dlse64, 0.0).sum()
-        grads = list(torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True))
-    dq, dk, dv = (g.to(t.dtype) for g, t in zip(grads, (q, k, v), strict=False))
-    rest = iter(grads[3:])
-    dbias = next(rest).to(tensors["bias"].dtype) if has_dbias else None
-    dsinks = next(rest).to(tensors["sinks"].dtype) if has_dsinks else None
+    rule = _rule(spec, {name: _float64(t) for name, t in tensors.items()})
+    run: Any = standard.attention_backward
+    if spec.is_varlen:
+        run = functools.partial(_packed_backward, tensors["cu_seqlens_q"], tensors["cu_seqlens_k"])
+    with torch.no_grad():
+        grads = run(*(_float64(x) for x in (do, q, k, v)), dlse=_float64(dlse), **rule)
+    dbias, dsinks = (
+        None if like is None else grad.to(like.dtype)
+        for like, grad in zip(
+            (tensors["bias"] if spec.needs_dbias else None, tensors["sinks"]),
+            grads[3:],
+            strict=True,
+        )
+    )
+    dq, dk, dv = (grad.to(like.dtype) for like, grad in zip((q, k, v), grads[:3], strict=True))
     return dq, dk, dv, dbias, dsinks
+
+
+def _packed_backward(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dlse: Tensor | None,
+    **rule: Any,
+) -> tuple[Tensor | None, ...]:
+    """Compute `standard.attention_backward` of each sequence of a packed batch."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    bias, sinks, slopes = (rule[name] for name in ("bias", "sinks", "alibi_slopes"))
+    dbias, dsinks = (None if x is None else torch.zeros_like(x) for x in (bias, sinks))
+    edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(edges_q) - 1):
+        rows, keys = slice(edges_q[b], edges_q[b + 1]), slice(edges_k[b], edges_k[b + 1])
+        corner = (b, rows.stop - rows.start, keys.stop - keys.start)
+        own = rule | {
+            name: _corner(rule[name], *corner)
+            for name in ("bias", "mask", "keep_mask")
+            if rule.get(name) is not None
+        }
+        if slopes is not None and slopes.dim() == 2:
+            own["alibi_slopes"] = slopes[b]
+        grads = standard.attention_backward(
+            *(x.unsqueeze(0) for x in (do[rows], q[rows], k[keys], v[keys])),
+            dlse=None if dlse is None else dlse[:, rows].unsqueeze(0),
+            **own,
+        )
+        dq[rows], dk[keys], dv[keys] = (x.squeeze(0) for x in grads[:3])
+        if dbias is not None and grads[3] is not None:
+            part = _corner(dbias, *corner)
+            part += grads[3]
+        if dsinks is not None and grads[4] is not None:
+            dsinks += grads[4]
+    return dq, dk, dv, dbias, dsinks
+
+
+def _corner(x: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """View the part of sequence b in what broadcasts to (B, Hq, max Sq, max Sk)."""
+    x = x.view((1,) * (4 - x.dim()) + tuple(x.shape))
+    x = x if x.shape[0] == 1 else x[b : b + 1]
+    x = x if x.shape[2] == 1 else x[:, :, :seqlen_q]
+    return x if x.shape[3] == 1 else x[..., :seqlen_k]

@@ -1,0 +1,127 @@
+"""Derivatives of registered ops in every mode: backward, forward, under torch.func, compiled.
+
+torch.library.register_autograd knows the backward mode only: a dual number that enters its op comes
+out without its tangent and without a word, and torch.func.grad is refused. The kernel registered
+here at the same place, below the dispatcher's functorch layers and above every backend, runs one
+autograd.Function with a jvp, so that one pair of formulas serves loss.backward(), create_graph,
+torch.autograd.forward_ad, torch.func and a compiled graph alike. An op without a jvp refuses
+forward mode.
+
+Some names it needs are private to torch, though old: where they are missing, register_autograd
+takes over and forward mode is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tilewise.errors import UnsupportedError
+from tilewise.ops._library import LIBRARY
+
+try:
+    from torch._C import (
+        _after_autograd_keyset,
+        _any_requires_grad,
+        _are_functorch_transforms_active,
+        _AutoDispatchBelowAutograd,
+    )
+    from torch._functorch.utils import enable_single_level_autograd_function
+    from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+    FORWARD_MODE = hasattr(forward_ad, "_current_level")
+except ImportError:  # a later torch
+    FORWARD_MODE = False
+
+Formula = Callable[..., Any]
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform is running, so that tensors may be wrapped."""
+    return FORWARD_MODE and _are_functorch_transforms_active()
+
+
+def _dual_level_active() -> bool:
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """Keep tensors for the backward formula and, if one may be needed now, for the jvp."""
+    ctx.save_for_backward(*tensors)
+    if _dual_level_active() or transforms_active():
+        ctx.save_for_forward(*tensors)
+
+
+def register_gradient(
+    name: str, backward: Formula, setup_context: Formula, jvp: Formula | None = None
+) -> None:
+    """Attach derivatives to the op `name`.
+
+    Args:
+        backward: (ctx, *gradients of outputs) -> gradients of inputs.
+        setup_context: (ctx, inputs, output); keeps tensors with `save`.
+        jvp: (ctx, *tangents of inputs) -> tangents of outputs; None refuses forward mode.
+    """
+    if not FORWARD_MODE:
+        torch.library.register_autograd(
+            f"tilewise::{name}", backward, setup_context=setup_context, lib=LIBRARY
+        )
+        return
+    LIBRARY.impl(
+        name, _autograd_kernel(name, backward, setup_context, jvp), "Autograd", with_keyset=True
+    )
+
+
+def _autograd_kernel(
+    name: str, backward: Formula, setup_context: Formula, jvp: Formula | None
+) -> Formula:
+    op = getattr(torch.ops.tilewise, name).default
+
+    def below(keyset: Any, *args: Any) -> Any:
+        with _AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & _after_autograd_keyset, *args)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        *inputs, keyset = args
+        if transforms_active():
+            # autograd.Function has switched recording off; the levels below this one record too.
+            with torch.enable_grad(), _set_fwd_grad_enabled(True):
+                output = below(keyset, *inputs)
+        else:
+            output = below(keyset, *inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    def backward_and_keyset(ctx: Any, *grads: Any) -> Any:
+        return (*backward(ctx, *grads), None)
+
+    def jvp_but_keyset(ctx: Any, *tangents: Any) -> Any:
+        if jvp is None:
+            raise UnsupportedError(f"{name} must not be given dual numbers: it has no jvp")
+        return jvp(ctx, *tangents[:-1])
+
+    node = type(
+        f"{name}_node",
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(backward_and_keyset),
+            "jvp": staticmethod(jvp_but_keyset),
+        },
+    )
+    # Function.apply belongs above the dispatcher, where functorch's levels are not peeled off yet.
+    apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if transforms_active():
+            with enable_single_level_autograd_function():
+                return apply(*args, keyset)
+        if _dual_level_active() or (torch.is_grad_enabled() and _any_requires_grad(*args)):
+            return apply(*args, keyset)
+        return below(keyset, *args)
+
+    return kernel
