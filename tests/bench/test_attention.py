@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import types
 from dataclasses import replace
@@ -324,10 +325,16 @@ def test_compiling_ahead_survives_what_fails(monkeypatch, on_reference):
     assert ran == [256, 48]
 
 
-@pytest.mark.slow
 def test_processes_that_compile_too_long_are_ended():
-    problems = [replace(SMALL, seqlen=1024, batch=64, peers=("flex",))]
-    compile_ahead.compile_ahead(problems, 1, 0.1, "cpu")
+    problems = [replace(SMALL, seqlen=4096, batch=64)]
+    assert compile_ahead.compile_ahead(problems, 4, 0.05, "cpu") == 1
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_processes_compile_what_they_are_given():
+    problems = [SMALL, replace(SMALL, head_dim=16), replace(SMALL, peers=("sdpa_flash",))]
+    assert compile_ahead.compile_ahead(problems, 2, 120.0, "cpu") == 0
 
 
 @pytest.mark.slow

@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cpu":
         compile_here(problems)
     elif options.workers:
-        compile_ahead(problems, options.workers, 0.4 * budget.seconds)
+        failed = compile_ahead(problems, options.workers, 0.4 * budget.seconds)
+        say(f"{budget.elapsed:4.0f} s  {failed} of the compiling processes failed")
     rows = run(problems, device, ceilings, budget, options.json)
     print_tables(rows)
     emit(document(rows, ceilings), options.json)

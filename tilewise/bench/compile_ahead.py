@@ -24,8 +24,12 @@ SHORT = 256  # tokens: at least one whole tile of every kernel
 
 def compile_ahead(
     problems: Sequence[Problem], workers: int, seconds: float, device: str = "cuda"
-) -> None:
-    """Run every call that compiles once, in `workers` processes, for at most `seconds`."""
+) -> int:
+    """Run every call that compiles once, in `workers` processes, for at most `seconds`.
+
+    Returns:
+        How many of the processes failed or were ended; what they left is compiled on the way.
+    """
     jobs = compile_jobs(problems)
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     shares = [jobs[start::workers] for start in range(min(workers, len(jobs)))]
@@ -39,6 +43,7 @@ def compile_ahead(
         if process.is_alive():
             process.kill()
         process.join()
+    return sum(process.exitcode != 0 for process in pool)
 
 
 def compile_here(problems: Sequence[Problem]) -> None:
