@@ -16,10 +16,20 @@ from tilewise import masks
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 
 DOCS = Path(__file__).resolve().parent
-COLOURS = {"tilewise": "#1f77b4", "sdpa_flash": "#ff7f0e", "sdpa_cudnn": "#7f7f7f"}
-Row = dict[str, Any]
+# Colour and name of each row's peer, in the order of legends.
+PEERS = {
+    "tilewise": ("#1f77b4", "tilewise"),
+    "sdpa_flash": ("#ff7f0e", "SDPA flash"),
+    "sdpa_cudnn": ("#2ca02c", "SDPA cuDNN"),
+    "sdpa_efficient": ("#9467bd", "SDPA efficient"),
+    "flex": ("#e377c2", "FlexAttention"),
+    "sdpa_math": ("#8c564b", "SDPA math"),
+    "standard": ("#7f7f7f", "softmax(QKᵀ)V, bf16"),
+}
+LOST = "x: out of memory"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -28,52 +38,118 @@ def load(name: str) -> dict[str, Any]:
     return document
 
 
-def draw_dense(document: dict[str, Any], path: Path) -> None:
-    """Bars of TFLOP/s for each shape, forward above backward, ours beside torch's."""
-    rows = [row for row in document["rows"] if row["op"] in ("forward", "backward")]
-    peers = [p for p in COLOURS if any(row["peer"] == p for row in rows)]
-    figure, panels = plt.subplots(2, 1, figsize=(10, 6.5), layout="constrained")
-    for axes, op in zip(panels, ("forward", "backward"), strict=True):
-        shapes = sorted({(r["D"], r["causal"], r["N"]) for r in rows if r["op"] == op})
-        speed = {
-            (r["peer"], r["D"], r["causal"], r["N"]): r.get("TFLOP/s", 0.0)
-            for r in rows
-            if r["op"] == op
-        }
-        width = 0.8 / len(peers)
-        for i, peer in enumerate(peers):
-            heights = [speed.get((peer, *shape), 0.0) for shape in shapes]
-            places = [x + (i - (len(peers) - 1) / 2) * width for x in range(len(shapes))]
-            axes.bar(places, heights, width, label=peer, color=COLOURS[peer])
-        labels = [f"D {d}\n{'causal' if c else 'full'}\nN {n}" for d, c, n in shapes]
-        axes.set_xticks(range(len(shapes)), labels, fontsize=7)
-        axes.set_ylabel(f"{op}, TFLOP/s")
-        axes.grid(axis="y", alpha=0.3)
-    panels[0].legend(loc="upper left")
+def series(
+    document: dict[str, Any], op: str, peer: str, value: str, head_dim: int, causal: bool
+) -> tuple[list[int], list[float], list[int]]:
+    """Return N and a value of each dense row that has it, and the N that ran out of memory."""
+    rows = sorted(
+        (
+            row
+            for row in document["rows"]
+            if row.get("table") == "dense"
+            and (row["op"], row["peer"], row["D"], row["causal"]) == (op, peer, head_dim, causal)
+        ),
+        key=lambda row: row["N"],
+    )
+    measured = [row for row in rows if value in row]
+    lost = [row["N"] for row in rows if row.get("error", "").startswith("out of memory")]
+    return [row["N"] for row in measured], [row[value] for row in measured], lost
+
+
+def _ticks_of_n(axes: Any, document: dict[str, Any], is_log: bool) -> None:
+    lengths = sorted({row["N"] for row in document["rows"] if row.get("table") == "dense"})
+    shown = lengths if is_log else [n for n in lengths if 8 * n >= lengths[-1]]
+    if is_log:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [f"{n:,}" for n in shown], rotation=45, fontsize=7)
+    axes.minorticks_off()
+    axes.set_xlabel("N, tokens of a sequence", fontsize=8)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(alpha=0.3)
+
+
+def _title(document: dict[str, Any]) -> str:
     ceilings = document["ceilings"]
-    figure.suptitle(f"bf16 attention, {ceilings['name']}, torch {ceilings['torch_version']}")
+    return f"{ceilings['name']}, bfloat16, torch {ceilings['torch_version']}"
+
+
+def _shape_note(document: dict[str, Any]) -> str:
+    dense = [row for row in document["rows"] if row.get("table") == "dense"]
+    first = min(dense, key=lambda row: row["N"])
+    tokens, hidden = first["B"] * first["N"], first["H"] * first["D"]
+    return f"{tokens:,} tokens in all (at least one sequence), {hidden:,} channels in all"
+
+
+def _legend(figure: Any) -> None:
+    found = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(found.values(), found, loc="outside lower center", ncols=8, frameon=False)
+
+
+def draw_over_n(
+    document: dict[str, Any], path: Path, head_dim: int = 128, causal: bool = True
+) -> None:
+    """Time and memory over N, linear and log-log, forward and backward, ours and every peer."""
+    figure, panels = plt.subplots(2, 4, figsize=(15, 7.6), layout="constrained")
+    columns = [(op, is_log) for op in ("forward", "backward") for is_log in (False, True)]
+    for (value, what), row_of_panels in zip(
+        (("ms", "time, ms"), ("peak_MB", "peak memory beyond the inputs, MiB")),
+        panels,
+        strict=True,
+    ):
+        for axes, (op, is_log) in zip(row_of_panels, columns, strict=True):
+            peers_lost = 0
+            for peer, (colour, label) in PEERS.items():
+                n, values, lost = series(document, op, peer, value, head_dim, causal)
+                if is_log:  # a pass that needed no page more than it had
+                    values = [max(each, 0.01) for each in values]
+                if n:
+                    width = 2.2 if peer == "tilewise" else 1.2
+                    axes.plot(n, values, "o-", ms=3, lw=width, color=colour, label=label)
+                if lost:
+                    heights = [0.97 - 0.04 * peers_lost] * len(lost)
+                    at = axes.get_xaxis_transform()
+                    axes.plot(lost, heights, "x", color=colour, transform=at, label=LOST)
+                    peers_lost += 1
+            if is_log:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+                axes.yaxis.set_major_formatter(lambda y, place: f"{y:,g}")
+            _ticks_of_n(axes, document, is_log)
+            axes.set_ylabel(what, fontsize=8)
+            axes.set_title(f"{op} pass, {'log-log' if is_log else 'linear'}", fontsize=9)
+    rule = "causal" if causal else "full"
+    figure.suptitle(
+        f"Attention over N: D {head_dim}, {rule}, {_shape_note(document)}\n{_title(document)}",
+        fontsize=11,
+    )
+    _legend(figure)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def draw_memory(document: dict[str, Any], path: Path) -> None:
-    """Peak extra memory of the backward pass over N, beside the N x N matrix it avoids."""
-    rows = [
-        r
-        for r in document["rows"]
-        if r["op"] == "backward" and r["peer"] == "tilewise" and r["D"] == 128 and not r["causal"]
-    ]
-    rows.sort(key=lambda r: r["N"])
-    lengths = [r["N"] for r in rows]
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot(lengths, [r["peak_MB"] for r in rows], "o-", label="tilewise, measured")
-    matrices = [2 * r["B"] * r["H"] * r["N"] ** 2 * 2 / 2**20 for r in rows]
-    axes.plot(lengths, matrices, "s--", color="0.5", label="two N x N matrices in bf16, computed")
-    axes.set(xscale="log", yscale="log", xlabel="N, tokens of a sequence", ylabel="MiB")
-    axes.set_xticks(lengths, [str(n) for n in lengths])
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.set_title("Backward pass, D 128, 16,384 tokens in all")
+def draw_speed(document: dict[str, Any], path: Path) -> None:
+    """TFLOP/s over N for D 64 and 128, causal and full, beside what a matrix product reaches."""
+    figure, panels = plt.subplots(2, 4, figsize=(15, 7.2), layout="constrained", sharey="row")
+    columns = [(head_dim, causal) for head_dim in (64, 128) for causal in (False, True)]
+    ceiling = document["ceilings"]["matmul_flops"] / 1e12
+    for op, row_of_panels in zip(("forward", "backward"), panels, strict=True):
+        for axes, (head_dim, causal) in zip(row_of_panels, columns, strict=True):
+            for peer, (colour, label) in PEERS.items():
+                n, speed, _ = series(document, op, peer, "TFLOP/s", head_dim, causal)
+                if n:
+                    width = 2.2 if peer == "tilewise" else 1.2
+                    axes.plot(n, speed, "o-", ms=3, lw=width, color=colour, label=label)
+            axes.axhline(ceiling, color="0.6", lw=1, ls="--", label="matrix product, measured")
+            axes.set_ylim(bottom=0)
+            _ticks_of_n(axes, document, is_log=True)
+            rule = "causal" if causal else "full"
+            axes.set_title(f"{op} pass, D {head_dim}, {rule}", fontsize=9)
+        row_of_panels[0].set_ylabel("TFLOP/s by the FlashAttention papers' count", fontsize=8)
+    figure.suptitle(f"Speed of attention: {_shape_note(document)}\n{_title(document)}", fontsize=11)
+    _legend(figure)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -117,10 +193,17 @@ def draw_masks(path: Path) -> None:
 def main() -> None:
     """Draw every plot whose results are there."""
     draw_masks(DOCS / "masks.png")
-    h200 = load("ops_h200.json")
-    draw_dense(h200, DOCS / "attention_h200.png")
-    draw_memory(h200, DOCS / "memory_h200.png")
-    draw_dense(load("ops_cpu.json"), DOCS / "attention_cpu.png")
+    for device in ("h200", "cpu"):
+        name = f"attention_{device}.json"
+        if not (DOCS / "benchmarks" / name).exists():
+            print(f"no {name}: its plots stay as they are")
+            continue
+        document = load(name)
+        if not any(row.get("table") == "dense" for row in document["rows"]):
+            print(f"no dense rows in {name}: its plots stay as they are")
+            continue
+        draw_speed(document, DOCS / f"attention_{device}.png")
+        draw_over_n(document, DOCS / f"attention_over_n_{device}.png")
 
 
 if __name__ == "__main__":
