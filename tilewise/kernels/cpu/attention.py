@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.backward import attention_backward
-from tilewise.kernels.cpu.forward import MAX_TILES, TILE_M, attention_forward
+from tilewise.kernels.cpu.forward import MAX_TILES, attention_forward
 from tilewise.kernels.cpu.gradients import BackwardPlan, place_gradients
 from tilewise.kernels.cpu.problem import (
     K_LEN,
@@ -23,6 +23,7 @@ from tilewise.kernels.cpu.problem import (
     NUM_STARTS,
     Q_LEN,
     TASK,
+    TILE_M,
     Arrays,
     K,
     O,
@@ -34,6 +35,7 @@ from tilewise.kernels.cpu.problem import (
     bias_numbers,
     byte_strides,
     float_type,
+    mask_numbers,
     packed_type,
     per_head,
 )
@@ -46,8 +48,8 @@ def why_not(spec: AttentionSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
-    if spec.mask_tile is not None or spec.dropout_p > 0:
-        return "masks and dropout have no CPU kernel yet"
+    if spec.dropout_p > 0:
+        return "dropout has no CPU kernel yet"
     return why_not_dtype(spec.dtype)
 
 
@@ -74,6 +76,7 @@ def launch_fwd(
         seqlens_k: int32 (B,), when spec.has_seqlens_k.
         bias: broadcastable to (B, Hq, Sq, Sk), Sq and Sk those of the spec.
         alibi_slopes: (Hq,) or (B, Hq); sinks: (Hq,).
+        mask: the block mask of spec.mask_tile.
 
     Returns:
         o like q with v's head dim; lse (B, Hq, Sq) or (Hq, T), float32, float64 for float64.
@@ -89,7 +92,7 @@ def launch_fwd(
         lse.fill_(float("-inf"))
     problem = describe(
         q, k, v, o, spec, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, mask=mask,
     )  # fmt: skip
     run_forward(problem, lse)
     return o, lse
@@ -137,7 +140,7 @@ def launch_bwd(
     lse = lse.detach().contiguous()
     problem = describe(
         q, k, v, o, spec, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, mask=mask,
     )  # fmt: skip
     dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
     plan = BackwardPlan.of(spec, bias if spec.needs_dbias else None)
@@ -150,7 +153,8 @@ def launch_bwd(
     num_tasks = plan.num_owners * plan.num_chunks
     run_tasks(
         attention_backward, num_tasks, problem.sizes, problem.rule, grads, problem.arrays,
-        lse.view(-1).numpy(), shifts.view(-1).numpy(), dq.view(-1).numpy(), dbias.view(-1).numpy(),
+        problem.mask, lse.view(-1).numpy(), shifts.view(-1).numpy(), dq.view(-1).numpy(),
+        dbias.view(-1).numpy(),
     )  # fmt: skip
     dq = (dq[0] if plan.num_chunks == 1 else dq.sum(0)).mul_(spec.softmax_scale).to(q.dtype)
     dsinks = None
@@ -197,6 +201,7 @@ def describe(
     bias: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    mask: MaskTensors | None,
 ) -> Problem:
     """Put a dense or packed call into the numbers that the kernels take."""
     starts = np.zeros((spec.batch, NUM_STARTS), np.int64)
@@ -274,7 +279,7 @@ def describe(
         slopes=per_head(alibi_slopes, spec.num_q_heads, 0.0, real),
         sinks=per_head(sinks, spec.num_q_heads, -np.inf, real),
     )
-    return Problem(sizes, rule, arrays)
+    return Problem(sizes, rule, arrays, mask_numbers(mask, spec.mask_tile))
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:

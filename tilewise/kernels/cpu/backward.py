@@ -18,25 +18,39 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.forward import (
-    TILE_M,
-    TILE_N,
-    add_rows_exactly,
-    block_ranges,
-    load_bias_row,
-    score_tile,
-)
+from tilewise.kernels.cpu.forward import add_rows_exactly, load_bias_row, score_tile
 from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
 from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch, transpose_tile
-from tilewise.kernels.cpu.problem import DK, DO, DQ, DV, K_LEN, LSE, Q_LEN, K, Q, V
+from tilewise.kernels.cpu.problem import (
+    DK,
+    DO,
+    DQ,
+    DV,
+    K_LEN,
+    LSE,
+    Q_LEN,
+    TILE_M,
+    TILE_N,
+    K,
+    Q,
+    V,
+)
 from tilewise.kernels.cpu.rows import F32, F64, load_row, store_row
-from tilewise.kernels.cpu.softmax import LOG2_E, logits_row, visible_range
+from tilewise.kernels.cpu.softmax import LOG2_E, logits_row
 from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
+from tilewise.kernels.cpu.visibility import (
+    WORD,
+    WORDS,
+    lanes_of,
+    new_seen,
+    see_tile,
+    seeing_rows,
+    view_columns,
+)
 
 
 @inner
-def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, low,
-                  high):  # fmt: skip
+def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, wi):
     """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - shift), zero where not visible.
 
     With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` goes on from there.
@@ -45,29 +59,35 @@ def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, low,
     factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
     shifts, log2_e = simd.splat(like, shift), simd.splat(like, LOG2_E)
     zero = simd.splat(like, 0.0)
-    for column in range(begin, end, lanes):
-        p = simd.exp2(simd.mul(simd.fma(simd.load(s, base + column), factors, offsets), log2_e))
-        ds = simd.mul(p, simd.sub(simd.load(dp, base + column), shifts))
-        if column < low or column + lanes > high:
-            seen = simd.within(like, column, low, high)
-            p = simd.select(seen, p, zero)
-            ds = simd.select(seen, ds, zero)
-        simd.store(s, base + column, p)
-        simd.store(dp, base + column, ds)
+    for first in range(begin, end, WORD):
+        word = seen[wi + first // WORD]
+        for lane in range(0, WORD, lanes):
+            column = base + first + lane
+            p = simd.exp2(simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e))
+            ds = simd.mul(p, simd.sub(simd.load(dp, column), shifts))
+            if word != -1:
+                sight = lanes_of(like, word, lane)
+                p = simd.select(sight, p, zero)
+                ds = simd.select(sight, ds, zero)
+            simd.store(s, column, p)
+            simd.store(dp, column, ds)
 
 
 @inner
-def _chain_softcap(like, dp, slack, base, begin, end, low, high):
+def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
     """dp *= 1 - tanh^2 over a row; columns out of sight stay zero."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     zero = simd.splat(like, 0.0)
-    for column in range(begin, end, lanes):
-        ds = simd.mul(simd.load(dp, base + column), simd.load(slack, base + column))
-        simd.store(dp, base + column, simd.select(simd.within(like, column, low, high), ds, zero))
+    for first in range(begin, end, WORD):
+        word = seen[wi + first // WORD]
+        for lane in range(0, WORD, lanes):
+            column = base + first + lane
+            ds = simd.mul(simd.load(dp, column), simd.load(slack, column))
+            simd.store(dp, column, simd.select(lanes_of(like, word, lane), ds, zero))
 
 
 @inner
-def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base, low, high):
+def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base, begin, end):
     """Add a row of ds to the bias gradient, which may repeat along any dim."""
     where = (
         chunk * grads.dbias_chunk
@@ -76,7 +96,7 @@ def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base
         + query * grads.dbias_row
         + key * grads.dbias_column
     )
-    for column in range(low, high):
+    for column in range(begin, end):
         dbias[where + column * grads.dbias_column] += dp[base + column]
 
 
@@ -128,18 +148,13 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Scratch of a tile of query rows; `at` is each row's place in lse, low ... high its keys."""
+    """Scratch of a tile of query rows."""
 
     q_rows: np.ndarray
     do_rows: np.ndarray
     q_pairs: np.ndarray
     do_pairs: np.ndarray
     dq: np.ndarray
-    at: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
 
 
 class _Scores(NamedTuple):
@@ -156,7 +171,7 @@ class _Scores(NamedTuple):
 
 
 @inner
-def _new_scratch(like, packed, index_like, ld, ldv):
+def _new_scratch(like, packed, ld, ldv):
     """Allocate a task's scratch, zeroed where padding must stay zero."""
     keys = _Keys(
         zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed),
@@ -166,8 +181,6 @@ def _new_scratch(like, packed, index_like, ld, ldv):
     queries = _Queries(
         zero_scratch(TILE_M * ld, packed), zero_scratch(TILE_M * ldv, packed),
         scratch(TILE_M * ld, packed), scratch(TILE_M * ldv, packed), scratch(TILE_M * ld, like),
-        scratch(TILE_M, index_like), scratch(TILE_M, index_like), scratch(TILE_M, index_like),
-        scratch(TILE_M // MR, index_like), scratch(TILE_M // MR, index_like),
     )  # fmt: skip
     area = TILE_M * TILE_N
     scores = _Scores(
@@ -199,30 +212,6 @@ def _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv):
 
 
 @inner
-def _bound_rows(sizes, starts, lse, queries, sequence, first_head, first_row, key, count):
-    """Fill the rows' visible columns and places; return the tile's columns, or (0, 0)."""
-    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
-    query, member = first_row // sizes.group, first_row % sizes.group
-    tile_begin, tile_end = TILE_N, 0
-    for row in range(TILE_M):
-        queries.low[row], queries.high[row], queries.at[row] = 0, 0, 0
-        if query < q_len:
-            low, high = visible_range(
-                query + k_len - q_len, k_len, sizes.window_left, sizes.window_right
-            )
-            low, high = max(low - key, 0), min(high - key, count)
-            at = starts[sequence, LSE] + (first_head + member) * sizes.lse_head + query
-            queries.at[row] = at
-            if low < high and lse[at] != -math.inf:
-                queries.low[row], queries.high[row] = low, high
-                tile_begin, tile_end = min(tile_begin, low), max(tile_end, high)
-        member += 1
-        if member == sizes.group:
-            query, member = query + 1, 0
-    return (tile_begin, tile_end) if tile_end > 0 else (0, 0)
-
-
-@inner
 def _load_queries(like, code, target, ld, dim, start, row_bytes, head_bytes, group, first_row,
                   num_rows):  # fmt: skip
     """A tile of flat query rows to scratch, zeros past the last; prefetch the next tile's."""
@@ -246,51 +235,55 @@ def _load_queries(like, code, target, ld, dim, start, row_bytes, head_bytes, gro
 
 
 @inner
-def _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, queries, scores, chunk,
-                        sequence, first_head, first_row, key, begin, end):  # fmt: skip
+def _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, seen, scores, chunk,
+                        sequence, first_head, first_row, num_rows, key, begin, end):  # fmt: skip
     """Products S and dP -> P and dS in place, zero wherever a row sees no key."""
     like = arrays.like
     lanes = simd.REGISTER_BYTES // like.itemsize
     zero = simd.splat(like, 0.0)
     factor = rule.scale if rule.is_scaled_only else 1.0
     offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
+    end_key = min(end, arrays.starts[sequence, K_LEN] - key)
     for row in range(TILE_M):
-        base, at = row * TILE_N, queries.at[row]
-        low, high = queries.low[row], queries.high[row]
-        if low == high:
+        base, is_alive = row * TILE_N, row < num_rows
+        query, head = (first_row + row) // sizes.group, first_head
+        head += first_row + row - query * sizes.group
+        at = arrays.starts[sequence, LSE] + head * sizes.lse_head + query
+        if is_alive:
+            is_alive = lse[at] != -math.inf
+        if not is_alive:
             for column in range(base + begin, base + end, lanes):
                 simd.store(scores.s, column, zero)
                 simd.store(scores.dp, column, zero)
             continue
-        query, head = (first_row + row) // sizes.group, first_head
-        head += first_row + row - query * sizes.group
         if not rule.is_scaled_only:
             if rule.has_bias:
-                load_bias_row(sizes, like, scores.bias, sequence, head, query, key, high)
+                load_bias_row(sizes, like, scores.bias, sequence, head, query, key, end_key)
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
             logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
                        scores.slack, base)  # fmt: skip
         _gradient_row(
-            like, factor, lse[at], shifts[at], scores.s, scores.dp, base, begin, end, low, high
-        )
+            like, factor, lse[at], shifts[at], scores.s, scores.dp, base, begin, end, seen.words,
+            row * WORDS,
+        )  # fmt: skip
         if grads.has_dbias:
             _add_bias_gradient(
-                grads, dbias, chunk, sequence, head, query, key, scores.dp, base, low, high
+                grads, dbias, chunk, sequence, head, query, key, scores.dp, base, begin, end_key
             )
         if rule.softcap > 0.0:
-            _chain_softcap(like, scores.dp, scores.slack, base, begin, end, low, high)
+            _chain_softcap(like, scores.dp, scores.slack, base, begin, end, seen.words, row * WORDS)
 
 
 @inner
-def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, is_finite, chunk, sequence,
-                    first_head, first_row, rows, ld):  # fmt: skip
+def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_finite, chunk,
+                    sequence, first_head, first_row, rows, count, ld):  # fmt: skip
     """dq += dS K for one tile of rows."""
     head_dim = sizes.head_dim
     if is_finite:
         width, elements = panel_columns(scores.s), words_to_elements(scores.ds_rows)
         for column in range(0, head_dim, width):
             for block in range((rows + MR - 1) // MR):
-                begin, end = queries.begin[block], queries.end[block]
+                begin, end = seen.begin[block], seen.end[block]
                 multiply(
                     queries.dq, block * MR * ld + column, ld, head_dim - column,
                     scores.ds_rows, block * MR * TILE_N + begin, TILE_N, elements,
@@ -300,7 +293,7 @@ def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, is_finite, 
     else:
         queries.dq[:] = 0
         add_rows_exactly(queries.dq, 0, ld, head_dim, scores.ds_rows, keys.k_rows, ld, scores.ones,
-                         queries.low, queries.high, rows)  # fmt: skip
+                         seen, count, rows)  # fmt: skip
     lanes = simd.REGISTER_BYTES // dq.itemsize
     done = head_dim // lanes * lanes
     for row in range(rows):
@@ -318,20 +311,17 @@ def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, is_finite, 
 
 
 @inner
-def _backward_tile(sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, queries, scores,
+def _backward_tile(sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, queries, scores, seen,
                    is_finite, chunk, sequence, kv_head, first_row, key, count, ld,
                    ldv):  # fmt: skip
     """What one tile of query rows adds to the gradients of a tile of keys, and to dq."""
     like, starts = arrays.like, arrays.starts
     first_head = kv_head * sizes.group
     num_rows = starts[sequence, Q_LEN] * sizes.group
-    begin, end = _bound_rows(
-        sizes, starts, lse, queries, sequence, first_head, first_row, key, count
-    )
-    if end == 0:
-        return
-    width = panel_columns(like)
-    begin, end = begin // width * width, (end + width - 1) // width * width
+    begin, end = TILE_N, 0
+    for block in range(TILE_M // MR):
+        if seen.end[block] > 0:
+            begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
     _load_queries(
         like, sizes.q_code, queries.q_rows, ld, sizes.head_dim,
         starts[sequence, Q] + first_head * sizes.q_head, sizes.q_row, sizes.q_head, sizes.group,
@@ -345,41 +335,46 @@ def _backward_tile(sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, que
     pair_tile(like, queries.q_rows, TILE_M, ld, queries.q_pairs, TILE_M)
     pair_tile(like, queries.do_rows, TILE_M, ldv, queries.do_pairs, TILE_M)
     blocks = TILE_M // MR
-    block_ranges(like, queries.low, queries.high, queries.begin, queries.end, blocks)
-    score_tile(scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, queries.begin,
-               queries.end, blocks)  # fmt: skip
-    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, queries.begin,
-               queries.end, blocks)  # fmt: skip
-    _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, queries, scores, chunk,
-                        sequence, first_head, first_row, key, begin, end)  # fmt: skip
+    rows = min(TILE_M, num_rows - first_row)
+    score_tile(scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, seen.begin,
+               seen.end, blocks)  # fmt: skip
+    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, seen.begin,
+               seen.end, blocks)  # fmt: skip
+    _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, seen, scores, chunk,
+                        sequence, first_head, first_row, rows, key, begin, end)  # fmt: skip
     _pack_rows(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, begin,
                end)  # fmt: skip
     _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs, scores.ones,
                     begin, end)  # fmt: skip
     _add_transposed(keys.dk, ld, sizes.head_dim, scores.ds_words, queries.q_pairs, scores.ones,
                     begin, end)  # fmt: skip
-    _query_gradient(sizes, grads, starts, dq, keys, queries, scores, is_finite, chunk, sequence,
-                    first_head, first_row, min(TILE_M, num_rows - first_row), ld)  # fmt: skip
+    _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_finite, chunk,
+                    sequence, first_head, first_row, rows, count, ld)  # fmt: skip
 
 
 @inner
-def _backward_task(sizes, rule, grads, arrays, lse, shifts, dq, dbias, sequence, kv_head, chunk,
-                   first_key, end_key):  # fmt: skip
+def _backward_task(sizes, rule, grads, arrays, mask, lse, shifts, dq, dbias, sequence, kv_head,
+                   chunk, first_key, end_key):  # fmt: skip
     """Gradients of keys first_key ... end_key of one key head."""
     like, starts = arrays.like, arrays.starts
-    k_len = starts[sequence, K_LEN]
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
-    keys, queries, scores = _new_scratch(like, arrays.packed_like, starts[0], ld, ldv)
+    keys, queries, scores = _new_scratch(like, arrays.packed_like, ld, ldv)
+    seen = new_seen(mask.bits, starts[0])
     for key in range(first_key, min(end_key, k_len), TILE_N):
         count = min(TILE_N, k_len - key)
         check = _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv)
         keys.dk[:] = 0
         keys.dv[:] = 0
-        for first_row in range(0, starts[sequence, Q_LEN] * sizes.group, TILE_M):
-            _backward_tile(
-                sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, queries, scores,
-                check == 0.0, chunk, sequence, kv_head, first_row, key, count, ld, ldv,
-            )  # fmt: skip
+        view = view_columns(sizes, mask, sequence, kv_head, key, count)
+        begin, end = seeing_rows(sizes, q_len, k_len, key, count)
+        for first_row in range(begin, end, TILE_M):
+            rows = min(TILE_M, q_len * sizes.group - first_row)
+            if see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
+                _backward_tile(
+                    sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, queries, scores,
+                    seen, check == 0.0, chunk, sequence, kv_head, first_row, key, count, ld, ldv,
+                )  # fmt: skip
         for row in range(count):
             address = starts[sequence, DK] + (key + row) * grads.dk_row + kv_head * grads.dk_head
             store_row(like, sizes.k_code, keys.dk, row * ld, rule.scale, address, sizes.head_dim)
@@ -388,11 +383,13 @@ def _backward_task(sizes, rule, grads, arrays, lse, shifts, dq, dbias, sequence,
 
 
 @kernel
-def attention_backward(sizes, rule, grads, arrays, lse, shifts, dq, dbias, counter, num_tasks):
+def attention_backward(
+    sizes, rule, grads, arrays, mask, lse, shifts, dq, dbias, counter, num_tasks
+):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays: parts of a `Problem`, with the gradients' addresses in arrays.starts.
+        sizes, rule, arrays, mask: parts of a `Problem`; gradients' addresses in arrays.starts.
         lse, shifts: flat, shifts = delta - dlse, laid out like lse.
         dq: flat, zeroed, (num_chunks, rows, Hq, D); not yet multiplied by the softmax scale.
         dbias: flat, zeroed, or empty.
@@ -412,6 +409,6 @@ def attention_backward(sizes, rule, grads, arrays, lse, shifts, dq, dbias, count
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
                 _backward_task(
-                    sizes, rule, grads, arrays, lse, shifts, dq, dbias, sequence, kv_head, chunk,
-                    chunk * chunk_keys, (chunk + 1) * chunk_keys,
+                    sizes, rule, grads, arrays, mask, lse, shifts, dq, dbias, sequence, kv_head,
+                    chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
                 )  # fmt: skip

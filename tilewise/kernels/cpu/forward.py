@@ -20,28 +20,22 @@ import math
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
 from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
-from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
+from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, TILE_M, TILE_N, K, O, Q, V
 from tilewise.kernels.cpu.rows import load_row, load_strided, store_row
-from tilewise.kernels.cpu.softmax import logits_row, softmax_row, visible_range
+from tilewise.kernels.cpu.softmax import logits_row, softmax_row
 from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
+from tilewise.kernels.cpu.visibility import (
+    WORD,
+    WORDS,
+    end_seen,
+    first_seen,
+    new_seen,
+    next_tile,
+    see_tile,
+    view_rows,
+)
 
-TILE_M = 64  # query rows: 8 register blocks
-TILE_N = 128  # keys: one panel of V (128 x 32 bfloat16, 8 KiB) and P's block fit the L1 cache
 MAX_TILES = 8  # query tiles that share a packed tile of keys
-
-
-@inner
-def block_ranges(like, low, high, begin, end, blocks):
-    """Fill each block's range of columns that any of its MR rows sees, in whole registers."""
-    lanes = simd.REGISTER_BYTES // like.itemsize
-    for block in range(blocks):
-        lowest, highest = TILE_N, 0
-        for row in range(block * MR, block * MR + MR):
-            if low[row] < high[row]:
-                lowest = min(lowest, low[row])
-                highest = max(highest, high[row])
-        begin[block] = lowest // lanes * lanes if highest > 0 else 0
-        end[block] = (highest + lanes - 1) // lanes * lanes
 
 
 @inner
@@ -60,14 +54,17 @@ def score_tile(s, q, qi, ld, k_panels, head_dim, begin, end, blocks):
 
 
 @inner
-def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, low, high, rows):
+def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, seen, count, rows):
     """c = c * rescale + p v row by row over visible keys alone, for tiles with inf or NaN."""
     for row in range(rows):
+        at = ci + row * ldc
         for column in range(dim):
-            total = c[ci + row * ldc + column] * rescale[row]
-            for key in range(low[row], high[row]):
-                total += simd.load_one(p, row * TILE_N + key) * simd.load_one(v, key * ld + column)
-            c[ci + row * ldc + column] = total
+            c[at + column] *= rescale[row]
+        for key in range(count):
+            if seen.words[row * WORDS + key // WORD] >> key % WORD & 1:
+                x = simd.load_one(p, row * TILE_N + key)
+                for column in range(dim):
+                    c[at + column] += x * simd.load_one(v, key * ld + column)
 
 
 @inner
@@ -101,32 +98,35 @@ def load_bias_row(sizes, like, bias, sequence, head, query, first, count):
 
 @inner
 def _softmax_tile(sizes, rule, arrays, s, p, tile, rows, sequence, kv_head, first_row, first_key,
-                  low, high, begin, end, m, l, rescale, bias):  # fmt: skip
+                  seen, m, l, rescale, bias):  # fmt: skip
     """Probabilities of one tile, and the running maximum and sum of its rows."""
     like = arrays.like
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
     factor = rule.scale if rule.is_scaled_only else 1.0
+    last_row = q_len * sizes.group
     for row in range(rows):
         block = row // MR
+        begin, end = seen.begin[block], seen.end[block]
         index = tile * TILE_M + row
-        if not rule.is_scaled_only and low[row] < high[row]:
+        if not rule.is_scaled_only and begin < end and first_row + row < last_row:
             query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
             head += kv_head * sizes.group
             if rule.has_bias:
-                load_bias_row(sizes, like, bias, sequence, head, query, first_key, high[row])
+                count = min(end, k_len - first_key)
+                load_bias_row(sizes, like, bias, sequence, head, query, first_key, count)
             diagonal = query + k_len - q_len - first_key
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
-            logits_row(like, rule, s, row * TILE_N, begin[block], end[block], slope, diagonal, bias,
-                       bias, TILE_N)  # fmt: skip
+            logits_row(like, rule, s, row * TILE_N, begin, end, slope, diagonal, bias, bias,
+                       TILE_N)  # fmt: skip
         m[index], total, rescale[row] = softmax_row(
-            like, s, row * TILE_N, factor, p, row * TILE_N, begin[block], end[block],
-            low[row], high[row], m[index],
+            like, s, row * TILE_N, factor, p, row * TILE_N, begin, end, seen.words, row * WORDS,
+            m[index],
         )  # fmt: skip
         l[index] = l[index] * rescale[row] + total
 
 
 @inner
-def _forward_task(sizes, rule, arrays, lse, sequence, kv_head, first_tile, tiles):
+def _forward_task(sizes, rule, arrays, mask, lse, sequence, kv_head, first_tile, tiles):
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -144,26 +144,21 @@ def _forward_task(sizes, rule, arrays, lse, sequence, kv_head, first_tile, tiles
     bias = zero_scratch(2 * TILE_N, like)
     m, l = scratch(tiles * TILE_M, like), scratch(tiles * TILE_M, like)
     rescale = zero_scratch(TILE_M, like)
-    index_like = starts[0]
-    lows, highs = scratch(tiles * TILE_M, index_like), scratch(tiles * TILE_M, index_like)
-    low, high = scratch(TILE_M, index_like), scratch(TILE_M, index_like)
-    begin, end = scratch(TILE_M // MR, index_like), scratch(TILE_M // MR, index_like)
-    first_key, end_key = k_len, 0
+    seen = new_seen(mask.bits, starts[0])
+    view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
     for row in range(tiles * TILE_M):
-        lows[row], highs[row] = 0, 0
         m[row], l[row] = -math.inf, 0.0
         if row < num_rows:
             query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
             address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
             load_row(like, sizes.q_code, q, row * ld, address, head_dim)
-            lows[row], highs[row] = visible_range(
-                query + k_len - q_len, k_len, sizes.window_left, sizes.window_right
-            )
-            if lows[row] < highs[row]:
-                first_key, end_key = min(first_key, lows[row]), max(end_key, highs[row])
             if arrays.sinks[head] > -math.inf:
                 m[row], l[row] = arrays.sinks[head], 1.0
-    for key in range(first_key // TILE_N * TILE_N, end_key, TILE_N):
+    key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
+    end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
+    key = next_tile(mask, view, key, end_key)
+    while key < end_key:
+        following = next_tile(mask, view, key + TILE_N, end_key)
         count = min(TILE_N, end_key - key)
         padded = (count + 31) // 32 * 32
         gather_tile(
@@ -183,34 +178,27 @@ def _forward_task(sizes, rule, arrays, lse, sequence, kv_head, first_tile, tiles
             if rows <= 0:
                 break
             # The next tile's rows travel to the L2 cache while this one is computed.
-            share = key + TILE_N + tile * TILE_N // tiles
-            share_end = min(key + TILE_N + (tile + 1) * TILE_N // tiles, end_key)
+            share = following + tile * TILE_N // tiles
+            share_end = min(following + (tile + 1) * TILE_N // tiles, end_key)
             prefetch_rows(share, share_end, sizes.k_size * head_dim, k_start, sizes.k_row,
                           arrays.table, sequence, sizes.block_size, sizes.k_block)  # fmt: skip
             prefetch_rows(share, share_end, sizes.k_size * dim, v_start, sizes.v_row,
                           arrays.table, sequence, sizes.block_size, sizes.v_block)  # fmt: skip
-            sees_any = False
-            for row in range(TILE_M):
-                low[row] = max(lows[tile * TILE_M + row] - key, 0)
-                high[row] = min(highs[tile * TILE_M + row] - key, count)
-                if low[row] >= high[row]:
-                    low[row], high[row] = 0, 0
-                else:
-                    sees_any = True
-            if not sees_any:
+            if not see_tile(sizes, mask, view, seen, q_len, k_len, first_row + tile * TILE_M, rows,
+                            key):  # fmt: skip
                 continue
             blocks = (rows + MR - 1) // MR
-            block_ranges(like, low, high, begin, end, blocks)
-            score_tile(s, q, tile * TILE_M * ld, ld, k_panels, head_dim, begin, end, blocks)
+            score_tile(s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end,
+                       blocks)  # fmt: skip
             _softmax_tile(sizes, rule, arrays, s, p, tile, blocks * MR, sequence, kv_head,
-                          first_row + tile * TILE_M, key, low, high, begin, end, m, l, rescale,
-                          bias)  # fmt: skip
+                          first_row + tile * TILE_M, key, seen, m, l, rescale, bias)  # fmt: skip
             if check == 0.0:
-                add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, begin, end,
-                             rescale, blocks)  # fmt: skip
+                add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, seen.begin,
+                             seen.end, rescale, blocks)  # fmt: skip
             else:
                 add_rows_exactly(acc, tile * TILE_M * ldv, ldv, dim, p, v_rows, ldv, rescale,
-                                 low, high, rows)  # fmt: skip
+                                 seen, count, rows)  # fmt: skip
+        key = following
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
         inverse = like.dtype.type(0.0) if l[row] == 0.0 else like.dtype.type(1.0) / l[row]
@@ -221,11 +209,11 @@ def _forward_task(sizes, rule, arrays, lse, sequence, kv_head, first_tile, tiles
 
 
 @kernel
-def attention_forward(sizes, rule, arrays, lse, tiles, counter, num_tasks):
+def attention_forward(sizes, rule, arrays, mask, lse, tiles, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays: parts of a `Problem`; o is written through its addresses.
+        sizes, rule, arrays, mask: parts of a `Problem`; o is written through its addresses.
         lse: flat array of like's type.
         tiles: query tiles of a task, 1 ... MAX_TILES.
         counter: (1,) int64, the next task.
@@ -243,6 +231,6 @@ def attention_forward(sizes, rule, arrays, lse, tiles, counter, num_tasks):
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
         _forward_task(
-            sizes, rule, arrays, lse, sequence, task % sizes.num_kv_heads, first,
+            sizes, rule, arrays, mask, lse, sequence, task % sizes.num_kv_heads, first,
             min(tiles, num_tiles - first),
         )  # fmt: skip

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tilewise.kernels.cpu.forward import TILE_N
-from tilewise.kernels.cpu.problem import DK, DO, DQ, DV, Gradients, Problem, byte_strides
+from tilewise.kernels.cpu.problem import DK, DO, DQ, DV, TILE_N, Gradients, Problem, byte_strides
 from tilewise.kernels.spec import AttentionSpec
 
 

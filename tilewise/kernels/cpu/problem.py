@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu.rows import DTYPE_CODES, F32
+from tilewise.kernels.spec import MaskTensors
+
+TILE_M = 64  # query rows: 8 register blocks
+TILE_N = 128  # keys: one panel of V (128 x 32 bfloat16, 8 KiB) and P's block fit the L1 cache
 
 # Columns of `Problem.starts`: where a sequence's first rows are, and how long it is.
 Q, K, V, O, LSE, Q_LEN, K_LEN, TASK, DO, DK, DV, DQ = range(12)  # noqa: E741
@@ -118,12 +122,56 @@ class Gradients(NamedTuple):
     tiles_per_chunk: int
 
 
+class Mask(NamedTuple):
+    """A block mask, its lists as in `spec.MaskTensors` but flat.
+
+    Attributes:
+        shift_q, shift_k: a mask tile has 2**shift_q queries and 2**shift_k keys; 0 without a mask.
+        num_rows, num_columns: tiles of queries and of keys.
+        batch_step, head_step: from list to list of the next sequence and query head, in units of
+            num_rows or num_columns lists; 0 where shared.
+    """
+
+    shift_q: int
+    shift_k: int
+    num_rows: int
+    num_columns: int
+    batch_step: int
+    head_step: int
+    bits: np.ndarray
+    rows: np.ndarray
+    row_entries: np.ndarray
+    columns: np.ndarray
+    column_entries: np.ndarray
+
+
+_NO_TILES = np.empty(0, np.int32)
+NO_MASK = Mask(0, 0, 0, 0, 0, 0, *[_NO_TILES] * 5)
+
+
 class Problem(NamedTuple):
     """One call as the kernels take it."""
 
     sizes: Sizes
     rule: Rule
     arrays: Arrays
+    mask: Mask = NO_MASK
+
+
+def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask:
+    """The block mask of a spec with `tile` as the kernels take it."""
+    if mask is None or tile is None:
+        return NO_MASK
+    batch, heads, num_rows, _ = mask.rows.shape
+    return Mask(
+        tile[0].bit_length() - 1,
+        tile[1].bit_length() - 1,
+        num_rows,
+        mask.columns.shape[2],
+        heads if batch > 1 else 0,
+        1 if heads > 1 else 0,
+        *(tensor.contiguous().view(-1).numpy() for tensor in mask),
+    )
 
 
 def float_type(dtype: torch.dtype) -> torch.dtype:

@@ -2,11 +2,11 @@
 
 What      products q . k -> logits -> probabilities, their sum and the running maximum.
 Grid      none: called by one thread of a kernel on that thread's scratch.
-One call  a row's columns begin ... end (multiples of the register width) of a tile of keys.
+One call  a row's columns begin ... end (multiples of 32) of a tile of keys.
 Traffic   the row is read twice and written once, in the L1 cache.
 Numerics  e^x = 2^(x log2 e) with x = logit - m fused and small, so that its rounding is too.
-          Columns outside low ... high - 1 become exact zeros whatever their product was, NaN
-          included. A row without keys keeps m = -inf.
+          Columns out of sight become exact zeros whatever their product was, NaN included. A row
+          without keys keeps m = -inf.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.threads import inlined, inner
+from tilewise.kernels.cpu.visibility import WORD, lanes_of
 
 LOG2_E = math.log2(math.e)
 
@@ -31,18 +32,6 @@ def _lane_numbers(typingctx, like):
         return simd.ir.Constant(kind, [float(lane) for lane in range(kind.count)])
 
     return simd.Vector(dtype)(like), codegen
-
-
-@inner
-def visible_range(diagonal, k_len, left, right):
-    """First key and end of the keys that a query at position `diagonal` sees; (0, 0) if none."""
-    low = 0
-    high = k_len
-    if left >= 0:
-        low = max(0, diagonal - left)
-    if right >= 0:
-        high = min(k_len, diagonal + right + 1)
-    return (low, high) if low < high else (0, 0)
 
 
 @inner
@@ -77,22 +66,24 @@ def logits_row(like, rule, s, si, begin, end, slope, diagonal, bias, slack, di):
 
 
 @inlined
-def softmax_row(like, s, si, factor, p, pi, begin, end, low, high, m):
+def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m):
     """p = exp(factor * s - new maximum); return (maximum, sum of p, rescaling of old sums).
 
     Args:
         factor: what s still needs to be a logit, positive.
-        low, high: visible columns, within begin ... end.
+        seen, wi: bits of the visible columns, from seen[wi] on.
         m: the row's maximum so far.
     """
     lanes = simd.REGISTER_BYTES // like.itemsize
     lowest = simd.splat(like, -math.inf)
     largest = lowest
-    for column in range(begin, end, lanes):
-        x = simd.load(s, si + column)
-        if column < low or column + lanes > high:
-            x = simd.select(simd.within(like, column, low, high), x, lowest)
-        largest = simd.maximum(x, largest)
+    for first in range(begin, end, WORD):
+        word = seen[wi + first // WORD]
+        for lane in range(0, WORD, lanes):
+            x = simd.load(s, si + first + lane)
+            if word != -1:
+                x = simd.select(lanes_of(like, word, lane), x, lowest)
+            largest = simd.maximum(x, largest)
     top = like.dtype.type(simd.max_lanes(largest) * like.dtype.type(factor))
     new = max(m, top)
     shift = new if new > -math.inf else like.dtype.type(0.0)
@@ -100,12 +91,15 @@ def softmax_row(like, s, si, factor, p, pi, begin, end, low, high, m):
     shifts = simd.splat(like, -shift)
     zero = simd.splat(like, 0.0)
     total = zero
-    for column in range(begin, end, lanes):
-        x = simd.exp2(simd.mul(simd.fma(simd.load(s, si + column), factors, shifts), log2_e))
-        if column < low or column + lanes > high:
-            x = simd.select(simd.within(like, column, low, high), x, zero)
-        total = simd.add(total, x)
-        simd.store(p, pi + column, x)
+    for first in range(begin, end, WORD):
+        word = seen[wi + first // WORD]
+        for lane in range(0, WORD, lanes):
+            column = first + lane
+            x = simd.exp2(simd.mul(simd.fma(simd.load(s, si + column), factors, shifts), log2_e))
+            if word != -1:
+                x = simd.select(lanes_of(like, word, lane), x, zero)
+            total = simd.add(total, x)
+            simd.store(p, pi + column, x)
     rescale = like.dtype.type(1.0)
     if new != m:
         rescale = simd.max_lanes(simd.exp2(simd.mul(simd.splat(like, m - shift), log2_e)))
