@@ -1,0 +1,205 @@
+"""The attention function: what transformers' models hand to attention, as a call of tilewise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import UnsupportedError
+from tilewise.integrations.transformers.mask import AttentionMask, visible_of
+from tilewise.integrations.transformers.visible import Visible, as_bias
+from tilewise.ops import attention, attention_varlen
+
+# What models hand down beside the arguments of `attend` and no attention function reads: it is
+# used before or after attention, or is already in the mask.
+INERT = frozenset(
+    {
+        "cache_params",
+        "cache_position",
+        "encoder_attention_mask",
+        "encoder_hidden_states",
+        "hidden_states",
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    _backend: str | None = None,
+    _inert: frozenset[str] = INERT,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute one layer's attention; registered in transformers' AttentionInterface.
+
+    query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv) -> (B, Sq, Hq, Dv), None. A mask
+    says everything: then is_causal and sliding_window, which are in it, are not read.
+    """
+    _refuse_unknown(kwargs, _inert)
+    q, k, v = (_rows(tensor) for tensor in (query, key, value))
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.reshape(-1),
+        "dropout_p": dropout if module.training else 0.0,
+        "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
+        "backend": _backend,
+    }
+    packing = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    packed = any(given is not None for given in packing)
+    bias: Tensor | None = None
+    if attention_mask is not None:
+        visible, bias = _with_mask(attention_mask, q, k)
+    else:
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        lengths = None if packed else (q.shape[1], k.shape[1])
+        visible = _without_mask(causal, sliding_window, k.shape[1], lengths)
+
+    if packed or visible.cu_seqlens is not None:
+        hides_more = (bias, position_bias, visible.seqlens_k) != (None, None, None)
+        if hides_more or visible.num_keys != k.shape[1]:
+            raise ValueError(
+                "attention_mask and position_bias must be None with cu_seq_lens_q, got one"
+            )
+        return _attend_packed(q, k, v, visible, packing, options), None
+
+    if visible.num_keys < k.shape[1]:
+        k, v = k[:, : visible.num_keys], v[:, : visible.num_keys]
+    if position_bias is not None:
+        position_bias = position_bias[..., : visible.num_keys]
+        bias = position_bias if bias is None else position_bias + bias
+    window = (visible.left, visible.right)
+    o = attention(q, k, v, window=window, bias=bias, seqlens_k=visible.seqlens_k, **options)
+    return o, None
+
+
+def _refuse_unknown(kwargs: dict[str, Any], inert: frozenset[str]) -> None:
+    for name, value in kwargs.items():
+        if value is None or value is False or name in inert:
+            continue
+        if name == "output_attentions":
+            raise UnsupportedError(
+                "output_attentions must be False, got True: the probabilities are never stored; "
+                'use attn_implementation="eager" to look at them'
+            )
+        raise UnsupportedError(
+            f"{name} must be None, got {type(value).__name__}: this attention does not know the "
+            "argument; if it cannot change the result, name it in register(ignored=...)"
+        )
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(B, H, S, D) -> (B, S, H, D), with the last dim contiguous."""
+    rows = tensor.transpose(1, 2)
+    return rows if rows.shape[-1] == 1 or rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _without_mask(
+    causal: bool, window: int | None, num_keys: int, lengths: tuple[int, int] | None
+) -> Visible:
+    """Which keys are seen where no mask says it: as flash attention is told, or a refusal.
+
+    lengths are those of queries and keys, None where packed sequences have lengths of their own.
+    """
+    if window is not None and window >= num_keys:
+        window = None
+    if lengths is not None and not causal and window is not None:
+        raise ValueError(
+            f"attention_mask must say what sliding_window={window} hides from queries that see "
+            f"both ways over {num_keys} keys, got None"
+        )
+    if lengths is not None and causal and lengths[0] not in (1, lengths[1]):
+        raise ValueError(
+            f"attention_mask must say which of {lengths[1]} keys the first of {lengths[0]} causal "
+            "queries sees, got None"
+        )
+    side = None if window is None else window - 1
+    return Visible(num_keys, side, 0 if causal else side)
+
+
+def _with_mask(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Visible, Tensor | None]:
+    """Which keys are seen by a mask of ours, or a matrix of anybody's as a bias."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    visible = visible_of(mask)
+    if visible is not None or isinstance(mask, AttentionMask):
+        if mask.shape[-2:] != (seqlen_q, seqlen_k):
+            raise ValueError(
+                f"attention_mask must be for {(seqlen_q, seqlen_k)} queries and keys, "
+                f"got {tuple(mask.shape[-2:])}"
+            )
+        if visible is not None:
+            return visible, visible.key_bias
+        assert isinstance(mask, AttentionMask)
+        return Visible(seqlen_k), mask.bias(q.dtype)
+    if mask.dim() != 4:
+        raise ValueError(f"attention_mask must have 4 dims, got shape {tuple(mask.shape)}")
+    if mask.shape[-1] > seqlen_k:  # made for places of a cache that this layer does not have
+        mask = mask[..., :seqlen_k]
+    if mask.dtype == torch.bool:
+        return Visible(seqlen_k), as_bias(mask, q.dtype)
+    if not mask.is_floating_point():
+        raise TypeError(f"attention_mask must be bool or float, got {mask.dtype}")
+    return Visible(seqlen_k), mask if mask.dtype == torch.float32 else mask.to(q.dtype)
+
+
+def _attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    given: tuple[Tensor | None, Tensor | None, int | Tensor | None, int | Tensor | None],
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend within each of the sequences that lie end to end in the rows of the batch."""
+    cu_q, cu_k, max_q, max_k = given
+    if all(part is None for part in given):
+        cu_q = cu_k = visible.cu_seqlens
+        max_q = max_k = visible.max_seqlen
+    if cu_q is None or cu_k is None or max_q is None or max_k is None:
+        raise ValueError(
+            "cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k must be given together, "
+            "got some of them"
+        )
+    o: Tensor = attention_varlen(
+        *(tensor.flatten(0, 1) for tensor in (q, k, v)),
+        cu_seqlens_q=cu_q.to(torch.int32),
+        cu_seqlens_k=cu_k.to(torch.int32),
+        max_seqlen_q=int(max_q),
+        max_seqlen_k=int(max_k),
+        window=(visible.left, visible.right),
+        **options,
+    )
+    return o.view(*q.shape[:2], *o.shape[1:])

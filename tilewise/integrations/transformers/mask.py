@@ -1,0 +1,234 @@
+"""The mask function: transformers' masks as descriptions, and as matrices only when looked at.
+
+transformers describes a mask by a Python function of two positions and a 2-D padding mask. Where
+the function is one of its own, causal or in a window or packed, tilewise needs no matrix: the mask
+made here keeps the description and is O(N). It still is a bool tensor (B, 1, Sq, Sk) to everybody
+else: a model that indexes, changes or combines it gets the matrix that "sdpa" would have got.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from tilewise.errors import UnsupportedError
+from tilewise.integrations.transformers.visible import (
+    Pattern,
+    Visible,
+    as_bias,
+    hide_padding,
+)
+
+_DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_TO = torch.ops.aten._to_copy.default
+# The attribute that masks made here carry. Whatever is computed from a traced one has lost it, and
+# is the matrix; in place, where it would stay, no model changes a mask that it did not make.
+_NOTE = "visible"
+
+
+class AttentionMask(Tensor):
+    """A bool mask (B, 1, Sq, Sk) whose matrix is made only when somebody looks at it."""
+
+    visible: Visible | None
+    _make_dense: Callable[[], Tensor]
+    _dense: Tensor | None
+    _is_shared: bool
+    _biases: dict[torch.dtype, Tensor]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        device: torch.device,
+        visible: Visible | None,
+        make_dense: Callable[[], Tensor],
+    ) -> AttentionMask:
+        """Keep the description, None where there is only the matrix that `make_dense` returns."""
+        mask: AttentionMask = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=device
+        )
+        mask.visible, mask._make_dense = visible, make_dense
+        mask._dense, mask._is_shared, mask._biases = None, False, {}
+        return mask
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AttentionMask({tuple(self.shape)}, {self.visible})"
+
+    def dense(self) -> Tensor:
+        """Return the matrix, made at the first call."""
+        if self._dense is None:
+            self._dense = self._make_dense()
+        return self._dense
+
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix as 0 and -inf; the layers of a model share it."""
+        if self._is_shared:
+            return as_bias(self.dense(), dtype)
+        if dtype not in self._biases:
+            self._biases[dtype] = as_bias(self.dense(), dtype)
+        return self._biases[dtype]
+
+    def _share(self) -> None:
+        """From now on the matrix may be written to, by its views: it alone says what is hidden."""
+        self.visible, self._is_shared = None, True
+
+    def _moved(self, device: torch.device) -> AttentionMask:
+        visible = self.visible and self.visible.to(device)
+        source = self._make_dense if self._dense is None else self._dense.clone
+        return AttentionMask(tuple(self.shape), device, visible, lambda: source().to(device))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, AttentionMask):
+            if func in _DETACH:
+                return first._moved(first.device)
+            if func is _TO and kwargs.get("dtype") in (None, torch.bool):
+                return first._moved(kwargs.get("device") or first.device)
+        schema = func._schema
+        if schema.is_mutable or any(value.alias_info for value in schema.returns):
+            tree_map_only(AttentionMask, AttentionMask._share, (args, kwargs))
+        if func.overloadpacket is torch.ops.aten.add:
+            raise UnsupportedError(
+                'attn_implementation must be "eager" for a model that adds its mask to the logits '
+                'itself, got one of tilewise\'s masks, which are bool as those of "sdpa" are'
+            )
+        args, kwargs = tree_map_only(AttentionMask, lambda mask: mask.dense(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def visible_of(mask: Tensor) -> Visible | None:
+    """Return what a mask made here says, None for anybody's matrix."""
+    visible: Visible | None = getattr(mask, _NOTE, None)
+    return visible
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    local_size: int | None = None,
+    cache_position: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Make the mask of one kind of layers; registered in transformers' AttentionMaskInterface.
+
+    The arguments are transformers' own: query i stands at position i + q_offset, key j at
+    j + kv_offset, mask_function(batch, head, query, key) says what sees what, and attention_mask
+    (B, positions) is False at padding. Early versions of 5 give cache_position for q_offset.
+
+    Whether padding hides anything is asked once, which waits for the device as transformers' own
+    masks do; not while a graph is traced or captured.
+
+    Returns:
+        An AttentionMask; or a plain bool (B, 1, Sq, Sk) while tracing, which compilers drop again
+        where the note on it is enough, and for the single query of a static cache, whose mask may
+        be on its way into a compiled graph.
+
+    Raises:
+        UnsupportedError: the model does not attend through transformers' AttentionInterface.
+    """
+    from transformers import masking_utils
+    from transformers.utils.import_utils import is_tracing
+
+    if config is not None:
+        _require_interface(type(config))
+    if mask_function is None:
+        mask_function = masking_utils.causal_mask_function
+    tracing = is_tracing(attention_mask)
+    capturing = tracing and not torch.compiler.is_compiling() and _is_capturing()
+    tracing = tracing and not capturing
+    own: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset, "device": device}
+    if cache_position is not None:
+        own = {"cache_position": cache_position}
+        device, q_length = cache_position.device, cache_position.shape[0]
+        q_offset = cache_position[0] if tracing or capturing else int(cache_position[0])
+    assert q_length is not None
+
+    def make_dense() -> Tensor:
+        mask: Tensor = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            **own,
+            **kwargs | {"allow_is_bidirectional_skip": False},
+        )
+        return mask
+
+    visible: Visible | None = None
+    if tracing:
+        dense = make_dense()
+        at_start = isinstance(q_offset, int) and q_offset == kv_offset == 0
+        if at_start and q_length == kv_length:
+            pattern = Pattern.traced(mask_function, allow_is_causal_skip, local_size, config)
+            if pattern is not None:
+                visible = Visible(kv_length, pattern.left, pattern.right)
+                if attention_mask is not None:
+                    visible = hide_padding(visible, attention_mask, kv_offset, look=False)
+                setattr(dense, _NOTE, visible)
+        return dense
+
+    if q_length == 1 and not allow_is_causal_skip:
+        return make_dense()
+    pattern = Pattern.of(mask_function)
+    if pattern is not None:
+        visible = pattern.visible(
+            batch_size, q_length, kv_length, q_offset, kv_offset, look=not capturing
+        )
+    if visible is not None and attention_mask is not None:
+        visible = hide_padding(visible, attention_mask, kv_offset, look=not capturing)
+    shape = (batch_size, 1, q_length, kv_length)
+    return AttentionMask(shape, torch.device(device), visible, make_dense)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _require_interface(config_type: type) -> None:
+    """Refuse a model that would take a mask made here and not the attention that belongs to it.
+
+    transformers accepts any registered name for such a model, and with "sdpa" refuses it. Models of
+    others, of which it does not know the class, are not checked.
+    """
+    stranger = _without_interface(config_type)
+    if stranger is not None:
+        raise UnsupportedError(
+            'attn_implementation must be "eager" for a model that does not attend through '
+            f"transformers' AttentionInterface, got tilewise's for {stranger}"
+        )
+
+
+@functools.cache
+def _without_interface(config_type: type) -> str | None:
+    """Return the name of the model that belongs to a configuration, if it attends by itself."""
+    from transformers import MODEL_MAPPING
+
+    if config_type not in MODEL_MAPPING:
+        return None
+    model: Any = MODEL_MAPPING[config_type]
+    models = model if isinstance(model, tuple) else (model,)
+    if any(one._can_set_attn_implementation() for one in models):
+        return None
+    return str(models[0].__name__)

@@ -1,0 +1,206 @@
+"""Which keys a query sees, in tilewise's terms, and how transformers' mask functions say it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys each query sees, in the terms of `tilewise.attention`.
+
+    Attributes:
+        num_keys: how many of the keys count; the others are places of a static cache.
+        left, right: the window, aligned to the bottom right of (Sq, num_keys); None is unlimited.
+        seqlens_k: (B,) int32, the keys of each sequence, aligned to them.
+        key_bias: float32 (B, 1, 1, num_keys), 0 or -inf, where padding hides keys.
+        cu_seqlens: (n + 1,) int32, where the batch, laid out in one row, holds packed sequences.
+        max_seqlen: the longest of those.
+    """
+
+    num_keys: int
+    left: int | None = None
+    right: int | None = None
+    seqlens_k: Tensor | None = None
+    key_bias: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+
+    def to(self, device: torch.device) -> Visible:
+        """Return the same with its tensors on `device`."""
+        seqlens_k, key_bias, cu_seqlens = (
+            None if tensor is None else tensor.to(device)
+            for tensor in (self.seqlens_k, self.key_bias, self.cu_seqlens)
+        )
+        return replace(self, seqlens_k=seqlens_k, key_bias=key_bias, cu_seqlens=cu_seqlens)
+
+
+def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where True and -inf where False, without repeating what is only expanded."""
+    for dim, (size, stride) in enumerate(zip(visible.shape, visible.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            visible = visible.narrow(dim, 0, 1)
+    return visible.new_zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A mask function of transformers: keys q - left ... q + right, of the same packed sequence."""
+
+    left: int | None = None
+    right: int | None = None
+    packed: Tensor | None = None
+
+    @staticmethod
+    def traced(
+        mask_function: Callable[..., Any],
+        is_whole: bool,
+        local_size: int | None,
+        config: Any,
+    ) -> Pattern | None:
+        """Recognise what can be while tracing, where closures cannot be opened, or return None.
+
+        is_whole: transformers has added nothing to the function of this kind of layers.
+        """
+        from transformers import masking_utils as made
+
+        if mask_function is made.causal_mask_function:
+            return Pattern(right=0)
+        if mask_function is made.bidirectional_mask_function:
+            return Pattern()
+        # Windows and chunks are both made by and_masks; only chunks have a size of their own.
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        window = getattr(config, "sliding_window", None)
+        if is_whole and not chunked and local_size is not None and local_size == window:
+            return Pattern(left=local_size - 1, right=0)
+        return None
+
+    @staticmethod
+    def of(mask_function: Callable[..., Any]) -> Pattern | None:
+        """Recognise a function made by transformers' own factories, or return None."""
+        from transformers import masking_utils as made
+
+        kinds = _closures()
+        left: list[int] = []
+        right: list[int] = []
+        packed: list[Tensor] = []
+        functions: list[Any] = [mask_function]
+        while functions:
+            function = functions.pop()
+            kind = kinds.get(getattr(function, "__code__", None))
+            if function is made.causal_mask_function:
+                right.append(0)
+            elif kind is not None:
+                value = function.__closure__[0].cell_contents  # the factory's one argument
+                if kind == "and":
+                    functions.extend(value)
+                elif kind == "packed":
+                    packed.append(value)
+                elif kind == "window":
+                    left.append(value - 1)
+                else:
+                    left.append(value)
+                    right.append(value)
+            elif function is not made.bidirectional_mask_function:
+                return None
+        if len(packed) > 1:
+            return None
+        return Pattern(
+            min(left, default=None), min(right, default=None), packed[0] if packed else None
+        )
+
+    def visible(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor,
+        kv_offset: int,
+        look: bool,
+    ) -> Visible | None:
+        """Place the pattern over the keys at hand, or return None where it cannot be said.
+
+        look: values may be read, which waits for the device.
+        """
+        if self.packed is not None:
+            at_start = isinstance(q_offset, int) and q_offset == kv_offset == 0
+            same = self.packed.shape[-1] == q_length == kv_length
+            return self._packed(kv_length, self.packed) if look and at_start and same else None
+        if isinstance(q_offset, Tensor):
+            if self.right != 0:
+                return None
+            seqlens_k = (q_offset + (q_length - kv_offset)).to(torch.int32).repeat(batch_size)
+            return Visible(kv_length, self.left, self.right, seqlens_k=seqlens_k)
+        diagonal = q_offset - kv_offset  # the key at the position of query 0
+        num_keys = kv_length
+        if self.right is not None:
+            num_keys = min(kv_length, diagonal + q_length + self.right)
+        if num_keys < 1:
+            return None
+        shift = diagonal - (num_keys - q_length)  # from the bottom right diagonal to this one
+        left = None if self.left is None else self.left - shift
+        right = None if self.right is None else self.right + shift
+        if (left is not None and left < 0) or (right is not None and right < 0):
+            return None
+        if left is not None and left >= num_keys - 1:
+            left = None  # not even the last query's window begins after key 0
+        if right is not None and right >= q_length - 1 and right > 0:
+            right = None  # nor does the first one's end before the last key
+        return Visible(num_keys, left, right)
+
+    def _packed(self, num_keys: int, ids: Tensor) -> Visible:
+        """Find the packed sequences: they start where the id changes, and with each row."""
+        first = torch.ones_like(ids[:, :1], dtype=torch.bool)
+        starts = torch.cat([first, ids[:, 1:] != ids[:, :-1]], 1).flatten().nonzero().flatten()
+        cu_seqlens = torch.cat([starts, starts.new_tensor([ids.numel()])])
+        longest = int(cu_seqlens.diff().max())
+        return Visible(
+            num_keys,
+            self.left,
+            self.right,
+            cu_seqlens=cu_seqlens.to(torch.int32),
+            max_seqlen=longest,
+        )
+
+
+@functools.cache
+def _closures() -> dict[Any, str]:
+    """Name the functions that transformers' factories return by their code, which is always one."""
+    from transformers import masking_utils as made
+
+    named = {
+        "and": made.and_masks(made.causal_mask_function),
+        "window": made.sliding_window_overlay(1),
+        "packed": made.packed_sequence_mask_function(torch.zeros(1, 1)),
+    }
+    if hasattr(made, "sliding_window_bidirectional_overlay"):  # not in the first releases of 5
+        named["window both ways"] = made.sliding_window_bidirectional_overlay(1)
+    return {function.__code__: kind for kind, function in named.items()}
+
+
+def hide_padding(visible: Visible, padding: Tensor, kv_offset: int, look: bool) -> Visible | None:
+    """Hide the keys at padding: not at all, as lengths, or with a bias.
+
+    look: the values may be read, which waits for the device.
+    """
+    if visible.cu_seqlens is not None:
+        return None
+    missing = kv_offset + visible.num_keys - padding.shape[-1]
+    if missing > 0:
+        padding = torch.nn.functional.pad(padding, (0, missing))
+    padding = padding[:, kv_offset : kv_offset + visible.num_keys].to(torch.bool)
+    if look:
+        falls = (padding[:, 1:] <= padding[:, :-1]).all()  # True never follows False
+        hides_nothing, only_on_the_right = torch.stack([padding.all(), falls]).tolist()
+        if hides_nothing:
+            return visible
+        unlimited = visible.left is None and visible.right is None and visible.seqlens_k is None
+        if unlimited and only_on_the_right:
+            return replace(visible, seqlens_k=padding.sum(-1, dtype=torch.int32))
+    return replace(visible, key_bias=as_bias(padding, torch.float32)[:, None, None])
