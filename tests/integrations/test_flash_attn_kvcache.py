@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -113,6 +114,12 @@ class TestCases:
         finally:
             _dispatch.choose.cache_clear()
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("seed", range(100))
+    def test_any_combination(self, seed, place):
+        _check(_random_case(seed), torch.bfloat16, place)
+
     @pytest.mark.gpu
     @pytest.mark.parametrize("name", ["decode", "page_16", "leftpad_sees_all", "rotary_pairs"])
     def test_nothing_waits_for_the_device(self, name):
@@ -124,6 +131,40 @@ class TestCases:
             flash_attn_with_kvcache(**given, **case.options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def _random_case(seed: int) -> KVCacheCase:
+    choose = random.Random(seed).choice
+    seqlen_q, new = choose([1, 2, 7]), choose([None, 1, 2, 5])
+    capacity = choose([48, 96, 144])
+    room = capacity - (new or 0) - seqlen_q
+    seqlens = tuple(choose(range(room)) for _ in range(choose([1, 2, 3])))
+    block_size = choose([None, None, 1, 16, 24, 48])
+    in_rows = block_size is None
+    num_kv_heads, head_dim = choose([1, 2, 3]), choose([32, 40, 59, 64, 128])
+    return KVCacheCase(
+        f"random_{seed}",
+        seqlens=seqlens,
+        capacity=capacity,
+        seqlen_q=seqlen_q,
+        new=new,
+        num_q_heads=num_kv_heads * choose([1, 2, 4]),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=choose([None, None, 48]),
+        block_size=block_size,
+        batch_idx=choose([None, tuple(range(len(seqlens)))[::-1]]) if in_rows else None,
+        leftpad=choose([None, tuple(n // 3 for n in seqlens)]) if in_rows else None,
+        alibi=choose([None, None, "heads", "batch"]),
+        rotary_dim=0 if new is None else choose([0, 16, 32]),
+        interleaved=choose([True, False]),
+        options={
+            "causal": choose([True, False]),
+            "window_size": choose([(-1, -1), (9, 0), (20, 3), (-1, 2)]),
+            "softcap": choose([0.0, 0.0, 4.0]),
+            "num_splits": choose([0, 1, 3]),
+        },
+    )
 
 
 def _cache(rows: int = 3, capacity: int = 64, heads: int = 2, dim: int = 32) -> torch.Tensor:

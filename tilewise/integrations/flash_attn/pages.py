@@ -121,9 +121,10 @@ def pack_pages(
     only. Differentiable in `pages`.
     """
     batch, block_size = block_table.shape[0], pages.shape[1]
+    starts = cu_seqlens_k.long()
     row = torch.arange(batch * max_seqlen_k, device=pages.device)
-    sequence = torch.searchsorted(cu_seqlens_k[1:], row, right=True).clamp(max=max(batch - 1, 0))
-    owned = row < cu_seqlens_k[-1]
-    position = torch.where(owned, row - cu_seqlens_k[sequence], 0)
+    sequence = torch.searchsorted(starts[1:], row, right=True).clamp(max=max(batch - 1, 0))
+    owned = row < starts[-1]
+    position = torch.where(owned, row - starts[sequence], 0)
     block = torch.where(owned, block_table[sequence, position // block_size], 0).long()
     return torch.where(owned.view(-1, 1, 1), pages[block, position % block_size], 0)
