@@ -34,6 +34,7 @@ from tilewise.kernels.cpu.problem import (
     V,
     bias_numbers,
     byte_strides,
+    dropout_numbers,
     float_type,
     mask_numbers,
     packed_type,
@@ -48,8 +49,6 @@ def why_not(spec: AttentionSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
-    if spec.dropout_p > 0:
-        return "dropout has no CPU kernel yet"
     return why_not_dtype(spec.dtype)
 
 
@@ -76,6 +75,7 @@ def launch_fwd(
         seqlens_k: int32 (B,), when spec.has_seqlens_k.
         bias: broadcastable to (B, Hq, Sq, Sk), Sq and Sk those of the spec.
         alibi_slopes: (Hq,) or (B, Hq); sinks: (Hq,).
+        philox: int64 (2,), seed and offset of the dropout.
         mask: the block mask of spec.mask_tile.
 
     Returns:
@@ -92,7 +92,8 @@ def launch_fwd(
         lse.fill_(float("-inf"))
     problem = describe(
         q, k, v, o, spec, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, mask=mask,
+        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, philox=philox,
+        mask=mask,
     )  # fmt: skip
     run_forward(problem, lse)
     return o, lse
@@ -140,7 +141,8 @@ def launch_bwd(
     lse = lse.detach().contiguous()
     problem = describe(
         q, k, v, o, spec, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, mask=mask,
+        seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, philox=philox,
+        mask=mask,
     )  # fmt: skip
     dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
     plan = BackwardPlan.of(spec, bias if spec.needs_dbias else None)
@@ -153,8 +155,8 @@ def launch_bwd(
     num_tasks = plan.num_owners * plan.num_chunks
     run_tasks(
         attention_backward, num_tasks, problem.sizes, problem.rule, grads, problem.arrays,
-        problem.mask, lse.view(-1).numpy(), shifts.view(-1).numpy(), dq.view(-1).numpy(),
-        dbias.view(-1).numpy(),
+        problem.mask, problem.dropout, lse.view(-1).numpy(), shifts.view(-1).numpy(),
+        dq.view(-1).numpy(), dbias.view(-1).numpy(),
     )  # fmt: skip
     dq = (dq[0] if plan.num_chunks == 1 else dq.sum(0)).mul_(spec.softmax_scale).to(q.dtype)
     dsinks = None
@@ -201,6 +203,7 @@ def describe(
     bias: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    philox: Tensor | None,
     mask: MaskTensors | None,
 ) -> Problem:
     """Put a dense or packed call into the numbers that the kernels take."""
@@ -279,7 +282,13 @@ def describe(
         slopes=per_head(alibi_slopes, spec.num_q_heads, 0.0, real),
         sinks=per_head(sinks, spec.num_q_heads, -np.inf, real),
     )
-    return Problem(sizes, rule, arrays, mask_numbers(mask, spec.mask_tile))
+    return Problem(
+        sizes,
+        rule,
+        arrays,
+        mask_numbers(mask, spec.mask_tile),
+        dropout_numbers(philox, spec),
+    )
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:

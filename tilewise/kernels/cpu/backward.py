@@ -21,6 +21,7 @@ from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.forward import add_rows_exactly, load_bias_row, score_tile
 from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
 from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch, transpose_tile
+from tilewise.kernels.cpu.philox import keep_row
 from tilewise.kernels.cpu.problem import (
     DK,
     DO,
@@ -50,26 +51,34 @@ from tilewise.kernels.cpu.visibility import (
 
 
 @inner
-def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, wi):
+def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, wi, dropout,
+                  keep):  # fmt: skip
     """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - shift), zero where not visible.
 
+    With dropout, s <- 0 where dropped, and dp counts as dropout.scale dp where kept, else as 0.
     With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` goes on from there.
     """
     lanes = simd.REGISTER_BYTES // like.itemsize
     factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
     shifts, log2_e = simd.splat(like, shift), simd.splat(like, LOG2_E)
-    zero = simd.splat(like, 0.0)
+    zero, scale = simd.splat(like, 0.0), simd.splat(like, dropout.scale)
     for first in range(begin, end, WORD):
         word = seen[wi + first // WORD]
         for lane in range(0, WORD, lanes):
             column = base + first + lane
             p = simd.exp2(simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e))
-            ds = simd.mul(p, simd.sub(simd.load(dp, column), shifts))
+            x = simd.load(dp, column)
+            kept = p
+            if dropout.threshold > 0:
+                stays = lanes_of(like, keep[first // WORD], lane)
+                x = simd.select(stays, simd.mul(x, scale), zero)
+                kept = simd.select(stays, p, zero)
+            ds = simd.mul(p, simd.sub(x, shifts))
             if word != -1:
                 sight = lanes_of(like, word, lane)
-                p = simd.select(sight, p, zero)
+                kept = simd.select(sight, kept, zero)
                 ds = simd.select(sight, ds, zero)
-            simd.store(s, column, p)
+            simd.store(s, column, kept)
             simd.store(dp, column, ds)
 
 
@@ -168,10 +177,11 @@ class _Scores(NamedTuple):
     ds_rows: np.ndarray
     bias: np.ndarray
     ones: np.ndarray
+    keep: np.ndarray
 
 
 @inner
-def _new_scratch(like, packed, ld, ldv):
+def _new_scratch(like, packed, words_like, ld, ldv):
     """Allocate a task's scratch, zeroed where padding must stay zero."""
     keys = _Keys(
         zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed),
@@ -186,7 +196,7 @@ def _new_scratch(like, packed, ld, ldv):
     scores = _Scores(
         scratch(area, like), scratch(area, like), zero_scratch(area, like), scratch(area, packed),
         scratch(area, packed), scratch(area, packed), zero_scratch(TILE_N, like),
-        zero_scratch(TILE_M, like),
+        zero_scratch(TILE_M, like), scratch(WORDS, words_like),
     )  # fmt: skip
     scores.ones[:] = 1
     return keys, queries, scores
@@ -235,14 +245,16 @@ def _load_queries(like, code, target, ld, dim, start, row_bytes, head_bytes, gro
 
 
 @inner
-def _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, seen, scores, chunk,
-                        sequence, first_head, first_row, num_rows, key, begin, end):  # fmt: skip
+def _differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
+                        chunk, sequence, first_head, first_row, num_rows, key, begin,
+                        end):  # fmt: skip
     """Products S and dP -> P and dS in place, zero wherever a row sees no key."""
     like = arrays.like
     lanes = simd.REGISTER_BYTES // like.itemsize
     zero = simd.splat(like, 0.0)
     factor = rule.scale if rule.is_scaled_only else 1.0
     offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
+    num_heads = sizes.num_kv_heads * sizes.group
     end_key = min(end, arrays.starts[sequence, K_LEN] - key)
     for row in range(TILE_M):
         base, is_alive = row * TILE_N, row < num_rows
@@ -262,9 +274,11 @@ def _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, seen, sc
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
             logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
                        scores.slack, base)  # fmt: skip
+        if dropout.threshold > 0:
+            keep_row(dropout, scores.keep, 0, sequence * num_heads + head, query, key)
         _gradient_row(
             like, factor, lse[at], shifts[at], scores.s, scores.dp, base, begin, end, seen.words,
-            row * WORDS,
+            row * WORDS, dropout, scores.keep,
         )  # fmt: skip
         if grads.has_dbias:
             _add_bias_gradient(
@@ -311,8 +325,8 @@ def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_fi
 
 
 @inner
-def _backward_tile(sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, queries, scores, seen,
-                   is_finite, chunk, sequence, kv_head, first_row, key, count, ld,
+def _backward_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, keys, queries,
+                   scores, seen, is_finite, chunk, sequence, kv_head, first_row, key, count, ld,
                    ldv):  # fmt: skip
     """What one tile of query rows adds to the gradients of a tile of keys, and to dq."""
     like, starts = arrays.like, arrays.starts
@@ -340,8 +354,8 @@ def _backward_tile(sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, que
                seen.end, blocks)  # fmt: skip
     score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, seen.begin,
                seen.end, blocks)  # fmt: skip
-    _differentiate_tile(sizes, rule, grads, arrays, lse, shifts, dbias, seen, scores, chunk,
-                        sequence, first_head, first_row, rows, key, begin, end)  # fmt: skip
+    _differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
+                        chunk, sequence, first_head, first_row, rows, key, begin, end)  # fmt: skip
     _pack_rows(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, begin,
                end)  # fmt: skip
     _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs, scores.ones,
@@ -353,13 +367,13 @@ def _backward_tile(sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, que
 
 
 @inner
-def _backward_task(sizes, rule, grads, arrays, mask, lse, shifts, dq, dbias, sequence, kv_head,
-                   chunk, first_key, end_key):  # fmt: skip
+def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, sequence,
+                   kv_head, chunk, first_key, end_key):  # fmt: skip
     """Gradients of keys first_key ... end_key of one key head."""
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
-    keys, queries, scores = _new_scratch(like, arrays.packed_like, ld, ldv)
+    keys, queries, scores = _new_scratch(like, arrays.packed_like, mask.bits, ld, ldv)
     seen = new_seen(mask.bits, starts[0])
     for key in range(first_key, min(end_key, k_len), TILE_N):
         count = min(TILE_N, k_len - key)
@@ -372,24 +386,28 @@ def _backward_task(sizes, rule, grads, arrays, mask, lse, shifts, dq, dbias, seq
             rows = min(TILE_M, q_len * sizes.group - first_row)
             if see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
                 _backward_tile(
-                    sizes, rule, grads, arrays, lse, shifts, dq, dbias, keys, queries, scores,
-                    seen, check == 0.0, chunk, sequence, kv_head, first_row, key, count, ld, ldv,
+                    sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, keys, queries,
+                    scores, seen, check == 0.0, chunk, sequence, kv_head, first_row, key, count,
+                    ld, ldv,
                 )  # fmt: skip
         for row in range(count):
             address = starts[sequence, DK] + (key + row) * grads.dk_row + kv_head * grads.dk_head
             store_row(like, sizes.k_code, keys.dk, row * ld, rule.scale, address, sizes.head_dim)
             address = starts[sequence, DV] + (key + row) * grads.dv_row + kv_head * grads.dv_head
-            store_row(like, sizes.k_code, keys.dv, row * ldv, 1.0, address, sizes.v_head_dim)
+            store_row(
+                like, sizes.k_code, keys.dv, row * ldv, dropout.scale, address, sizes.v_head_dim
+            )
 
 
 @kernel
 def attention_backward(
-    sizes, rule, grads, arrays, mask, lse, shifts, dq, dbias, counter, num_tasks
+    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, counter, num_tasks
 ):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays, mask: parts of a `Problem`; gradients' addresses in arrays.starts.
+        sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
+            gradients lie.
         lse, shifts: flat, shifts = delta - dlse, laid out like lse.
         dq: flat, zeroed, (num_chunks, rows, Hq, D); not yet multiplied by the softmax scale.
         dbias: flat, zeroed, or empty.
@@ -409,6 +427,6 @@ def attention_backward(
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
                 _backward_task(
-                    sizes, rule, grads, arrays, mask, lse, shifts, dq, dbias, sequence, kv_head,
-                    chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
+                    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, sequence,
+                    kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
                 )  # fmt: skip

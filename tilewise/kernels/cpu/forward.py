@@ -20,6 +20,7 @@ import math
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
 from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
+from tilewise.kernels.cpu.philox import keep_row
 from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, TILE_M, TILE_N, K, O, Q, V
 from tilewise.kernels.cpu.rows import load_row, load_strided, store_row
 from tilewise.kernels.cpu.softmax import logits_row, softmax_row
@@ -97,20 +98,22 @@ def load_bias_row(sizes, like, bias, sequence, head, query, first, count):
 
 
 @inner
-def _softmax_tile(sizes, rule, arrays, s, p, tile, rows, sequence, kv_head, first_row, first_key,
-                  seen, m, l, rescale, bias):  # fmt: skip
+def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_head, first_row,
+                  first_key, seen, m, l, rescale, bias, keep):  # fmt: skip
     """Probabilities of one tile, and the running maximum and sum of its rows."""
     like = arrays.like
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
     factor = rule.scale if rule.is_scaled_only else 1.0
-    last_row = q_len * sizes.group
+    last_row, num_heads = q_len * sizes.group, sizes.num_kv_heads * sizes.group
     for row in range(rows):
         block = row // MR
         begin, end = seen.begin[block], seen.end[block]
         index = tile * TILE_M + row
+        query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
+        head += kv_head * sizes.group
+        if dropout.threshold > 0 and begin < end:
+            keep_row(dropout, keep, 0, sequence * num_heads + head, query, first_key)
         if not rule.is_scaled_only and begin < end and first_row + row < last_row:
-            query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
-            head += kv_head * sizes.group
             if rule.has_bias:
                 count = min(end, k_len - first_key)
                 load_bias_row(sizes, like, bias, sequence, head, query, first_key, count)
@@ -120,13 +123,14 @@ def _softmax_tile(sizes, rule, arrays, s, p, tile, rows, sequence, kv_head, firs
                        TILE_N)  # fmt: skip
         m[index], total, rescale[row] = softmax_row(
             like, s, row * TILE_N, factor, p, row * TILE_N, begin, end, seen.words, row * WORDS,
-            m[index],
+            m[index], dropout.threshold > 0, keep,
         )  # fmt: skip
         l[index] = l[index] * rescale[row] + total
 
 
 @inner
-def _forward_task(sizes, rule, arrays, mask, lse, sequence, kv_head, first_tile, tiles):
+def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, first_tile,
+                  tiles):  # fmt: skip
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -144,7 +148,7 @@ def _forward_task(sizes, rule, arrays, mask, lse, sequence, kv_head, first_tile,
     bias = zero_scratch(2 * TILE_N, like)
     m, l = scratch(tiles * TILE_M, like), scratch(tiles * TILE_M, like)
     rescale = zero_scratch(TILE_M, like)
-    seen = new_seen(mask.bits, starts[0])
+    seen, keep = new_seen(mask.bits, starts[0]), scratch(WORDS, mask.bits)
     view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
     for row in range(tiles * TILE_M):
         m[row], l[row] = -math.inf, 0.0
@@ -190,8 +194,9 @@ def _forward_task(sizes, rule, arrays, mask, lse, sequence, kv_head, first_tile,
             blocks = (rows + MR - 1) // MR
             score_tile(s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end,
                        blocks)  # fmt: skip
-            _softmax_tile(sizes, rule, arrays, s, p, tile, blocks * MR, sequence, kv_head,
-                          first_row + tile * TILE_M, key, seen, m, l, rescale, bias)  # fmt: skip
+            _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, blocks * MR, sequence, kv_head,
+                          first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
+                          keep)  # fmt: skip
             if check == 0.0:
                 add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, seen.begin,
                              seen.end, rescale, blocks)  # fmt: skip
@@ -201,7 +206,9 @@ def _forward_task(sizes, rule, arrays, mask, lse, sequence, kv_head, first_tile,
         key = following
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
-        inverse = like.dtype.type(0.0) if l[row] == 0.0 else like.dtype.type(1.0) / l[row]
+        inverse = like.dtype.type(0.0)
+        if l[row] != 0.0:
+            inverse = like.dtype.type(dropout.scale) / l[row]
         address = starts[sequence, O] + query * sizes.o_row + head * sizes.o_head
         store_row(like, sizes.q_code, acc, row * ldv, inverse, address, dim)
         log_sum = m[row] + math.log(l[row]) if l[row] != 0.0 else -math.inf
@@ -209,11 +216,11 @@ def _forward_task(sizes, rule, arrays, mask, lse, sequence, kv_head, first_tile,
 
 
 @kernel
-def attention_forward(sizes, rule, arrays, mask, lse, tiles, counter, num_tasks):
+def attention_forward(sizes, rule, arrays, mask, dropout, lse, tiles, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays, mask: parts of a `Problem`; o is written through its addresses.
+        sizes, rule, arrays, mask, dropout: parts of a `Problem`; o is written through addresses.
         lse: flat array of like's type.
         tiles: query tiles of a task, 1 ... MAX_TILES.
         counter: (1,) int64, the next task.
@@ -231,6 +238,6 @@ def attention_forward(sizes, rule, arrays, mask, lse, tiles, counter, num_tasks)
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
         _forward_task(
-            sizes, rule, arrays, mask, lse, sequence, task % sizes.num_kv_heads, first,
+            sizes, rule, arrays, mask, dropout, lse, sequence, task % sizes.num_kv_heads, first,
             min(tiles, num_tiles - first),
         )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu.rows import DTYPE_CODES, F32
-from tilewise.kernels.spec import MaskTensors
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
 
 TILE_M = 64  # query rows: 8 register blocks
 TILE_N = 128  # keys: one panel of V (128 x 32 bfloat16, 8 KiB) and P's block fit the L1 cache
@@ -149,6 +149,25 @@ _NO_TILES = np.empty(0, np.int32)
 NO_MASK = Mask(0, 0, 0, 0, 0, 0, *[_NO_TILES] * 5)
 
 
+class Dropout(NamedTuple):
+    """Which probabilities are dropped, see `philox.py`.
+
+    Attributes:
+        threshold: how many of 65,536 values drop a probability; 0 is off.
+        scale: what the kept ones are multiplied by.
+        key0, key1, offset: 32-bit words of the seed and of the counter.
+    """
+
+    threshold: int
+    scale: float
+    key0: int
+    key1: int
+    offset: int
+
+
+NO_DROPOUT = Dropout(0, 1.0, 0, 0, 0)
+
+
 class Problem(NamedTuple):
     """One call as the kernels take it."""
 
@@ -156,6 +175,7 @@ class Problem(NamedTuple):
     rule: Rule
     arrays: Arrays
     mask: Mask = NO_MASK
+    dropout: Dropout = NO_DROPOUT
 
 
 def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask:
@@ -171,6 +191,17 @@ def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask
         heads if batch > 1 else 0,
         1 if heads > 1 else 0,
         *(tensor.contiguous().view(-1).numpy() for tensor in mask),
+    )
+
+
+def dropout_numbers(philox: Tensor | None, spec: AttentionSpec) -> Dropout:
+    """The dropout of a spec as the kernels take it; `philox` is int64 (2,), seed and offset."""
+    if philox is None or spec.dropout_threshold == 0:
+        return NO_DROPOUT
+    low = 0xFFFFFFFF
+    seed, offset = philox.tolist()
+    return Dropout(
+        spec.dropout_threshold, spec.dropout_scale, seed & low, seed >> 32 & low, offset & low
     )
 
 

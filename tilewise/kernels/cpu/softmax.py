@@ -66,13 +66,14 @@ def logits_row(like, rule, s, si, begin, end, slope, diagonal, bias, slack, di):
 
 
 @inlined
-def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m):
+def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep):
     """p = exp(factor * s - new maximum); return (maximum, sum of p, rescaling of old sums).
 
     Args:
         factor: what s still needs to be a logit, positive.
         seen, wi: bits of the visible columns, from seen[wi] on.
         m: the row's maximum so far.
+        drops, keep: whether p becomes 0, after it was summed, where the bits of `keep` are 0.
     """
     lanes = simd.REGISTER_BYTES // like.itemsize
     lowest = simd.splat(like, -math.inf)
@@ -99,6 +100,8 @@ def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m):
             if word != -1:
                 x = simd.select(lanes_of(like, word, lane), x, zero)
             total = simd.add(total, x)
+            if drops:
+                x = simd.select(lanes_of(like, keep[first // WORD], lane), x, zero)
             simd.store(p, pi + column, x)
     rescale = like.dtype.type(1.0)
     if new != m:
