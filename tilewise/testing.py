@@ -94,7 +94,7 @@ def make_paged_cache(
 def accumulator_scales(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax_scale: float
 ) -> dict[str, float]:
-    """Bound what the accumulators of attention hold on the way to o, lse, dq, dk and dv.
+    """Bound what the accumulators of attention hold on the way to its results.
 
     Rounding a logit s once changes p by |s| eps, and so o by |s| max|v| eps. In the gradient dp and
     delta cancel: with one visible key dq is 0, and all that is left of the two is their rounding.
@@ -111,6 +111,8 @@ def accumulator_scales(
         "dv": s * float(do.abs().max()),
         "dq": ds * float(k.abs().max()),
         "dk": ds * float(q.abs().max()),
+        "dbias": do_norm * v_norm * max(1.0, s),
+        "dsinks": do_norm * v_norm * max(1.0, s),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -74,9 +75,18 @@ def attention_spec(
     return AttentionSpec(**(fields | changes))  # type: ignore[arg-type]
 
 
-def launch_attention(spec: AttentionSpec, part: Part, tile: TileConfig | None = None) -> None:
+def tensor_of_bias(spec: AttentionSpec) -> Tensor | None:
+    """Return a full bias in the dtype of q."""
+    shape = (spec.batch, spec.num_q_heads, spec.max_seqlen_q, spec.max_seqlen_k)
+    return meta(*shape, dtype=spec.dtype) if spec.has_bias else None
+
+
+def launch_attention(
+    spec: AttentionSpec, part: Part | Literal["dbias"], tile: TileConfig | None = None
+) -> None:
     """Call the launcher of one part of an attention call; "rows" are part of "dkdv"."""
     from tilewise.kernels.triton import attention
+    from tilewise.kernels.triton._geometry import extras_of
     from tilewise.kernels.triton._tile import Sequences
 
     def tensor(heads: int, width: int, seqlen: int) -> Tensor:
@@ -95,23 +105,27 @@ def launch_attention(spec: AttentionSpec, part: Part, tile: TileConfig | None = 
         cu_seqlens, cu_seqlens, numbers(spec.has_seqlens_k, spec.batch, torch.int32)
     )
     slopes = numbers(spec.has_alibi, spec.num_q_heads, torch.float32)
+    bias = tensor_of_bias(spec)
     if part == "fwd":
         attention.launch_fwd(
             q, k, v, spec, tile=tile,
             cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
-            seqlens_k=sequences.seqlens_k, alibi_slopes=slopes,
+            seqlens_k=sequences.seqlens_k, alibi_slopes=slopes, bias=bias,
             sinks=numbers(spec.has_sinks, spec.num_q_heads, torch.float32),
         )  # fmt: skip
         return
     lse = attention._allocate_rows(q, spec)
-    if part == "dkdv":
+    extras = extras_of(spec, bias=bias, alibi_slopes=slopes)
+    if part == "dbias":
+        attention.launch_dbias(o, q, k, v, lse, lse, bias, spec, sequences=sequences, extras=extras)
+    elif part == "dkdv":
         attention.launch_rows(o, o, lse, lse, spec)
         attention.launch_dkdv(
-            o, q, k, v, lse, lse, spec, sequences=sequences, alibi_slopes=slopes, tile=tile
+            o, q, k, v, lse, lse, spec, sequences=sequences, extras=extras, tile=tile
         )
     else:
         attention.launch_dq(
-            o, q, k, v, lse, lse, spec, sequences=sequences, alibi_slopes=slopes, tile=tile
+            o, q, k, v, lse, lse, spec, sequences=sequences, extras=extras, tile=tile
         )
 
 
@@ -169,12 +183,25 @@ def attention_cases() -> Iterator[Case]:
             "d32": attention_spec(32),
             "padded-d80": attention_spec(80),
             "mla-d192-128": attention_spec(192, 128),
+            "bias-d128": attention_spec(128, has_bias=True),
+            "bias-d64": attention_spec(64, has_bias=True, causal=False),
+            "bias-d256": attention_spec(256, has_bias=True),
         }
-        quick = {"everything-d128", "fp32-d64", "mla-d192-128"} if arch == 90 else set()
+        quick = (
+            {"everything-d128", "fp32-d64", "mla-d192-128", "bias-d128"} if arch == 90 else set()
+        )
         for name, spec in features.items():
             for part in _PARTS:
                 tile = candidates(spec, part, arch)[0]
                 yield _attention_case(name, arch, spec, part, tile, name not in quick, False)
+            if spec.has_bias:
+                yield Case(
+                    f"sm_{arch}-dbias-{name}",
+                    arch,
+                    lambda spec=spec: launch_attention(spec, "dbias"),
+                    hot=False,
+                    slow=name not in quick,
+                )
 
 
 CASES: list[Case] = [*attention_cases()]

@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.attention_problem import (
+    BRAIN,
+    CAUSAL,
+    HALF,
+    SINGLE,
+    Call,
+    assert_right,
+    computed,
+    make_problem,
+)
 from tilewise.kernels import device as facts
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.triton import _geometry
 from tilewise.kernels.triton import attention as kernels
-from tilewise.reference import standard
-from tilewise.testing import accumulator_scales, assert_within_budget, make_qkv
 
 ON_CPU = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(not facts.interpreting(), reason="the interpreter is off"),
 )
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-
-
-@dataclass(frozen=True)
-class Call:
-    """One dense call, or a packed one when `lengths` is given."""
-
-    seqlen_q: int = 128
-    seqlen_k: int = 128
-    heads: tuple[int, int] = (2, 2)
-    dims: tuple[int, int] = (64, 64)
-    batch: int = 1
-    dtype: torch.dtype = SINGLE
-    window: tuple[int, int] = (-1, -1)
-    scale: float | None = None
-    softcap: float = 0.0
-    alibi: bool = False
-    sinks: bool = False
-    seqlens_k: tuple[int, ...] | None = None
-    lengths: tuple[tuple[int, int], ...] | None = None  # (queries, keys) of each packed sequence
-
-
-CAUSAL = (-1, 0)
 CASES = {
     "every_tile_whole": Call(256, 256),
     "no_tile_whole": Call(130, 77, batch=2),
@@ -62,12 +46,12 @@ CASES = {
     "grouped_heads": Call(150, 150, heads=(6, 2), window=CAUSAL, batch=2),
     "one_key_head": Call(100, 140, heads=(5, 1)),
     "softcap": Call(140, 140, softcap=3.0, window=CAUSAL),
-    "alibi": Call(70, 200, alibi=True, window=CAUSAL),
-    "alibi_both_sides": Call(150, 90, alibi=True),
+    "alibi": Call(70, 200, alibi="heads", window=CAUSAL),
+    "alibi_both_sides": Call(150, 90, alibi="heads"),
     "sinks_in_empty_rows": Call(200, 70, heads=(4, 2), sinks=True, window=CAUSAL),
     "key_lengths": Call(130, 140, batch=4, seqlens_k=(0, 1, 77, 140), window=CAUSAL),
     "every_feature": Call(
-        190, 220, (4, 2), (48, 24), 2, window=(60, 5), softcap=8.0, alibi=True, sinks=True,
+        190, 220, (4, 2), (48, 24), 2, window=(60, 5), softcap=8.0, alibi="heads", sinks=True,
         seqlens_k=(200, 45),
     ),
     "latent_prefill_192_128": Call(100, 130, dims=(192, 128), window=CAUSAL),
@@ -78,7 +62,7 @@ CASES = {
     "zero_scale": Call(100, 100, scale=0.0, window=CAUSAL),
     "packed": Call(heads=(4, 2), lengths=((130, 130), (0, 50), (64, 64), (7, 0), (40, 150))),
     "packed_causal_with_every_feature": Call(
-        heads=(4, 2), lengths=((130, 100), (64, 190)), window=(70, 0), softcap=8.0, alibi=True,
+        heads=(4, 2), lengths=((130, 100), (64, 190)), window=(70, 0), softcap=8.0, alibi="heads",
         sinks=True,
     ),
     "float16": Call(150, 170, heads=(2, 1), dtype=HALF, window=CAUSAL, sinks=True),
@@ -97,7 +81,7 @@ GPU_CASES = {
     "padded_d40": Call(700, 900, (4, 4), (40, 40), 2, HALF),
     "softcap_2k": Call(1024, 2048, (8, 4), (128, 128), 1, BRAIN, CAUSAL, softcap=20.0),
     "alibi_sinks": Call(
-        1024, 2048, (8, 4), (64, 64), 1, BRAIN, CAUSAL, alibi=True, sinks=True
+        1024, 2048, (8, 4), (64, 64), 1, BRAIN, CAUSAL, alibi="heads", sinks=True
     ),
     "key_lengths_1k": Call(
         1000, 1000, (4, 4), (128, 128), 3, BRAIN, CAUSAL, seqlens_k=(0, 513, 1000)
@@ -110,143 +94,6 @@ GPU_CASES = {
         lengths=((2000, 2000), (1, 1), (0, 0), (513, 513), (64, 1500)),
     ),
 }  # fmt: skip
-
-
-@dataclass
-class Problem:
-    """The tensors of one call."""
-
-    call: Call
-    spec: AttentionSpec
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    dlse: Tensor
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqlens_k: Tensor | None
-
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        """The launchers' keyword arguments."""
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "alibi_slopes", "sinks")
-        return {name: getattr(self, name) for name in names}
-
-
-def starts(lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32).to(
-        device
-    )
-
-
-def make_problem(call: Call, device: str) -> Problem:
-    (heads_q, heads_k), (d, dv) = call.heads, call.dims
-    batch, seqlen_q, seqlen_k = call.batch, call.seqlen_q, call.seqlen_k
-    if call.lengths is not None:
-        batch, seqlen_q, seqlen_k = 1, *(sum(pair[i] for pair in call.lengths) for i in (0, 1))
-    q, k, v = make_qkv(
-        batch, seqlen_q, seqlen_k, heads_q, heads_k, d, v_head_dim=dv, dtype=call.dtype,
-        device=device,
-    )  # fmt: skip
-    do = torch.randn(batch, seqlen_q, heads_q, dv).to(device, call.dtype)
-    dlse = torch.randn(batch, heads_q, seqlen_q).to(device)
-    cu_seqlens_q = cu_seqlens_k = None
-    if call.lengths is not None:
-        q, k, v, do, dlse = (x.squeeze(0) for x in (q, k, v, do, dlse))
-        batch = len(call.lengths)
-        seqlen_q, seqlen_k = (max(pair[i] for pair in call.lengths) for i in (0, 1))
-        cu_seqlens_q, cu_seqlens_k = (
-            starts([pair[i] for pair in call.lengths], device) for i in (0, 1)
-        )
-    spec = AttentionSpec(
-        device_type=device,
-        dtype=call.dtype,
-        batch=batch,
-        max_seqlen_q=seqlen_q,
-        max_seqlen_k=seqlen_k,
-        num_q_heads=heads_q,
-        num_kv_heads=heads_k,
-        head_dim=d,
-        v_head_dim=dv,
-        window_left=call.window[0],
-        window_right=call.window[1],
-        softmax_scale=d**-0.5 if call.scale is None else call.scale,
-        softcap=call.softcap,
-        is_varlen=call.lengths is not None,
-        has_seqlens_k=call.seqlens_k is not None,
-        has_alibi=call.alibi,
-        has_sinks=call.sinks,
-    )
-    assert kernels.why_not(spec) is None
-    return Problem(
-        call,
-        spec,
-        q,
-        k,
-        v,
-        do,
-        dlse,
-        torch.linspace(0.05, 0.4, heads_q).to(device) if call.alibi else None,
-        torch.randn(heads_q).to(device) if call.sinks else None,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        torch.tensor(call.seqlens_k, dtype=torch.int32).to(device) if call.seqlens_k else None,
-    )
-
-
-def expected(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Run the reference and its autograd in `dtype`: float64 is the truth, others are the peer."""
-    q, k, v = (x.to(dtype).detach().requires_grad_() for x in (problem.q, problem.k, problem.v))
-    wide = torch.promote_types(dtype, torch.float32)
-    sinks = None if problem.sinks is None else problem.sinks.to(wide).detach().requires_grad_()
-    options = {
-        "window": problem.call.window,
-        "softmax_scale": problem.spec.softmax_scale,
-        "softcap": problem.call.softcap,
-        "alibi_slopes": problem.alibi_slopes,
-        "sinks": sinks,
-        "return_lse": True,
-    }
-    if problem.call.lengths is None:
-        o, lse = standard.attention(q, k, v, seqlens_k=problem.seqlens_k, **options)
-    else:
-        o, lse = standard.attention_varlen(
-            q, k, v, cu_seqlens_q=problem.cu_seqlens_q, cu_seqlens_k=problem.cu_seqlens_k, **options
-        )
-    inputs = [x for x in (q, k, v, sinks) if x is not None]
-    gradients = torch.autograd.grad((o, lse), inputs, (problem.do.to(dtype), problem.dlse.to(wide)))
-    names = ("dq", "dk", "dv", "dsinks")
-    return {"o": o, "lse": lse} | dict(zip(names, gradients, strict=False))
-
-
-def computed(problem: Problem) -> dict[str, Tensor]:
-    """Run the kernels, forward and backward."""
-    p = problem
-    o, lse = kernels.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
-    dq, dk, dv, dbias, dsinks = kernels.launch_bwd(
-        p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors
-    )
-    assert dbias is None
-    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    return results if dsinks is None else results | {"dsinks": dsinks}
-
-
-def assert_right(problem: Problem, results: dict[str, Tensor] | None = None) -> None:
-    results = computed(problem) if results is None else results
-    truth = expected(problem, torch.float64)
-    eager = expected(problem, problem.call.dtype)
-    scales = accumulator_scales(
-        problem.q, problem.k, problem.v, problem.do, abs(problem.spec.softmax_scale)
-    )
-    assert results.keys() == truth.keys()
-    for name, result in results.items():
-        assert result.dtype == (SINGLE if name in ("lse", "dsinks") else problem.call.dtype)
-        assert_within_budget(
-            result, truth[name], eager[name], name=name, scale=scales.get(name, 0.0)
-        )
 
 
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
@@ -290,7 +137,7 @@ class TestMemory:
 
     def test_small_vectors_may_be_strided(self, device: str) -> None:
         problem = make_problem(
-            Call(60, 60, batch=2, alibi=True, sinks=True, seqlens_k=(60, 31)), device
+            Call(60, 60, batch=2, alibi="heads", sinks=True, seqlens_k=(60, 31)), device
         )
         for name in ("alibi_slopes", "sinks", "seqlens_k"):
             vector = getattr(problem, name)
@@ -420,7 +267,6 @@ class TestOnlyOnAGpu:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"has_bias": True}, "bias"),
         ({"dtype": torch.float64}, "dtype must be"),
         ({"head_dim": 12}, "head_dim must be a multiple of 8"),
         ({"v_head_dim": 264}, "v_head_dim must be a multiple of 8"),

@@ -90,9 +90,17 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
     """Return the rows that may run `part` of a dense or packed call; the default is the first.
 
     Args:
-        spec: the call; its head dims and dtype are looked at.
+        spec: the call; its head dims, dtype and bias are looked at.
         part: "fwd", "dkdv" (dk and dv) or "dq".
         arch: compute capability, major * 10 + minor.
     """
     width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), 64)
-    return _table(spec.dtype.itemsize, arch)[part, width]
+    rows = _table(spec.dtype.itemsize, arch)[part, width]
+    if part == "dkdv" and spec.has_bias:
+        # A tile of bias stands beside s, dp and two sums: wide rows would leave the registers.
+        rows = tuple(sorted(rows, key=lambda row: _scores_per_thread(row) > 16))
+    return rows
+
+
+def _scores_per_thread(row: TileConfig) -> int:
+    return row.tile_m * row.tile_n // (32 * row.num_warps)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles import padded_head_dim
-from tilewise.kernels.triton._tile import HeadDims, Variant
+from tilewise.kernels.triton._tile import Extras, HeadDims, Variant
 
 # Keys and values that one wave of programs shares in L2, bytes: 32 MiB of Hopper's 50 MB, which is
 # also what FlashAttention-3's tile scheduler counts with.
@@ -59,15 +59,39 @@ def row_strides(rows: Tensor) -> tuple[int, int, int]:
     return batch, row, head
 
 
-def variant_of(spec: AttentionSpec) -> Variant:
+def variant_of(spec: AttentionSpec, extras: Extras) -> Variant:
     """Return which code `spec` needs; a window that hides nothing is compiled away."""
+    has_bias = extras.bias is not None
     return Variant(
         left=0 <= spec.window_left < spec.max_seqlen_k - 1,
         right=0 <= spec.window_right < spec.max_seqlen_q - 1,
         softcap=spec.softcap > 0,
         alibi=spec.has_alibi,
-        plain=spec.softcap == 0 and not spec.has_alibi and spec.softmax_scale > 0,
+        bias=has_bias,
+        bias_rows=has_bias and extras.bias_row != 0,
+        plain=not (spec.softcap or spec.has_alibi or has_bias) and spec.softmax_scale > 0,
     )
+
+
+def extras_of(
+    spec: AttentionSpec, *, bias: Tensor | None = None, alibi_slopes: Tensor | None = None
+) -> Extras:
+    """Return what a call adds to plain attention, as the kernels take it."""
+    given: dict[str, object] = {}
+    if alibi_slopes is not None:
+        batch = alibi_slopes.shape[-1] if alibi_slopes.dim() == 2 else 0
+        given |= {"alibi": alibi_slopes.contiguous(), "alibi_batch": batch}
+    if bias is not None:
+        names = ("bias_batch", "bias_head", "bias_row", "bias_key")
+        given |= {"bias": bias, **dict(zip(names, _bias_strides(bias), strict=True))}
+    return Extras(**given)
+
+
+def _bias_strides(bias: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of a bias that broadcasts to four dims, 0 where it is broadcast."""
+    steps = [step if size > 1 else 0 for size, step in zip(bias.shape, bias.stride(), strict=True)]
+    batch, head, row, key = (0,) * (4 - bias.dim()) + tuple(steps)
+    return batch, head, row, key
 
 
 def numbers_of(spec: AttentionSpec) -> tuple[int, int, int, int, int, int, float, float]:

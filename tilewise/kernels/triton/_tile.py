@@ -41,7 +41,35 @@ class Variant(NamedTuple):
     right: bool  # keys far to its right are
     softcap: bool
     alibi: bool
+    bias: bool
+    bias_rows: bool  # the bias differs from query to query, not only from key to key
     plain: bool  # s = softmax_scale * q . k with a positive scale: the scale rides in the fma
+
+
+class Extras(NamedTuple):
+    """What a call adds to plain attention; None where it does not.
+
+    Flat: beside plain fields, triton 3.6 loses the constants of a tuple in a tuple.
+    """
+
+    alibi: object = None  # slopes, float32 (Hq,) or (B, Hq)
+    alibi_batch: object = None  # stride of a sequence's slopes, 0 where all share
+    bias: object = None  # anything that broadcasts to (B, Hq, Sq, Sk)
+    bias_batch: object = None  # its strides, in elements; 0 where shared
+    bias_head: object = None
+    bias_row: object = None
+    bias_key: object = None
+
+
+class Scores(NamedTuple):
+    """How products q . k of one head become logits; made inside a kernel."""
+
+    softmax_scale: object
+    softcap: object
+    slope: object  # of ALiBi, 0 without it
+    bias: object  # where the bias of the head starts, None without one
+    bias_row: object  # strides, in elements
+    bias_key: object
 
 
 @triton.jit
@@ -86,22 +114,22 @@ def head_base(ptr, b, first, h, strides, unit: tl.constexpr):
 
 @triton.jit
 def row_pointers(
-    base, first, count: tl.constexpr, strides, width: tl.constexpr, dims: tl.constexpr
+    base, first, count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.constexpr
 ):  # fmt: skip
     """Return (count, width) addresses of rows first, first + 1, ...
 
     The first row goes into the scalar base: offsets inside a tile are then the same wherever it
     lies, and the ranges of a loop share their registers. They may pass 2**31 too.
     """
-    base += first.to(tl.int64) * strides[1] * dims.unit
-    offsets = tl.arange(0, count).to(tl.int64) * strides[1] * dims.unit
+    base += first.to(tl.int64) * row_stride * dims.unit
+    offsets = tl.arange(0, count).to(tl.int64) * row_stride * dims.unit
     return base + offsets[:, None] + tl.arange(0, width)[None, :]
 
 
 @triton.jit
-def row_step(count: tl.constexpr, strides, unit: tl.constexpr):
+def row_step(count: tl.constexpr, row_stride, unit: tl.constexpr):
     """Return the distance of `count` rows, in elements, int64."""
-    return tl.full([], count, tl.int64) * strides[1] * unit
+    return tl.full([], count, tl.int64) * row_stride * unit
 
 
 @triton.jit
@@ -197,14 +225,54 @@ def tanh(x):
 
 
 @triton.jit
-def logits_log2(qk, distance, softmax_scale, softcap, slope, variant: tl.constexpr):
+def slope_start(extras, b, h):
+    """Return where the slope of head h of sequence b lies."""
+    return extras.alibi + b * extras.alibi_batch + h
+
+
+@triton.jit
+def bias_start(extras, b, h):
+    """Return where the bias of head h of sequence b starts."""
+    offset = b.to(tl.int64) * extras.bias_batch + h.to(tl.int64) * extras.bias_head
+    return extras.bias + offset
+
+
+@triton.jit
+def load_bias(scores, rows, keys, loaded, variant: tl.constexpr, KEYS_FIRST: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
+    """Return the float32 bias of (rows, keys), or transposed; 0 where `loaded`, of axis 1, is not.
+
+    Rows and keys are clamped to their sequence by the caller, but for those that `loaded` bars.
+    """
+    at_keys = keys.to(tl.int64) * scores.bias_key
+    if KEYS_FIRST:
+        at = at_keys[:, None]
+    else:
+        at = at_keys[None, :]
+    if variant.bias_rows:
+        at_rows = rows.to(tl.int64) * scores.bias_row
+        if KEYS_FIRST:
+            at = at + at_rows[None, :]
+        else:
+            at = at + at_rows[:, None]
+    if MASKED and (variant.bias_rows or not KEYS_FIRST):
+        values = tl.load(scores.bias + at, mask=loaded[None, :], other=0.0)
+    else:
+        values = tl.load(scores.bias + at)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def logits_log2(qk, distance, bias, scores, variant: tl.constexpr):
     """Return (logits in base-2 units, tanh of the capped ones) of raw products q . k."""
     if variant.softcap:
-        capped = tanh(qk * (softmax_scale / softcap))
-        s = capped * (softcap * LOG2E)
+        capped = tanh(qk * (scores.softmax_scale / scores.softcap))
+        s = capped * (scores.softcap * LOG2E)
     else:
         capped = qk
-        s = qk * (softmax_scale * LOG2E)
+        s = qk * (scores.softmax_scale * LOG2E)
+    if variant.bias:
+        s += bias * LOG2E
     if variant.alibi:
-        s -= tl.abs(distance).to(tl.float32) * (slope * LOG2E)
+        s -= tl.abs(distance).to(tl.float32) * (scores.slope * LOG2E)
     return s, capped

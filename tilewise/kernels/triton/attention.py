@@ -20,6 +20,7 @@ from tilewise.kernels.tiles import TileConfig
 from tilewise.kernels.triton._geometry import (
     dense,
     device_of,
+    extras_of,
     head_dims,
     key_heads_per_section,
     numbers_of,
@@ -28,18 +29,18 @@ from tilewise.kernels.triton._geometry import (
     strides_of,
     variant_of,
 )
-from tilewise.kernels.triton._tile import HeadDims, Sequences
-from tilewise.kernels.triton.attention_bwd import (
-    BwdStrides,
-    attention_bwd_dkdv_kernel,
-    attention_bwd_dq_kernel,
-    attention_bwd_rows_kernel,
-)
+from tilewise.kernels.triton._tile import Extras, HeadDims, Sequences
+from tilewise.kernels.triton.attention_bwd import BwdStrides, attention_bwd_rows_kernel
+from tilewise.kernels.triton.attention_bwd_bias import attention_bwd_bias_kernel
+from tilewise.kernels.triton.attention_bwd_dkdv import attention_bwd_dkdv_kernel
+from tilewise.kernels.triton.attention_bwd_dq import attention_bwd_dq_kernel
 from tilewise.kernels.triton.attention_fwd import FwdStrides, attention_fwd_kernel
 
 __all__ = ["launch_bwd", "launch_fwd", "tile_config", "why_not"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_BIAS_TILE, _BIAS_CHUNK = 64, 64  # rows and keys, channels of a step; divide every mask tile
+_BIAS_PROGRAMS_PER_SM = 2
 _ROWS_TILE = 64  # rows per program of the row terms: bandwidth-bound, any power of two will do
 
 
@@ -56,8 +57,6 @@ def why_not(spec: AttentionSpec) -> str | None:
     for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
         if not 16 <= width <= 256 or width % 8:
             return f"{name} must be a multiple of 8 from 16 to 256, got {width}"
-    if spec.has_bias:
-        return "an additive bias has no Triton kernel yet"
     if spec.mask_tile is not None or spec.dropout_p > 0:
         return "masks and dropout have no Triton kernel yet"
     return None
@@ -92,7 +91,6 @@ def launch_fwd(
     Returns:
         o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
     """
-    assert bias is None, "why_not refuses a bias"
     o = _allocate(q, (*q.shape[:-1], spec.v_head_dim), spec)
     lse = _allocate_rows(q, spec)
     tile = tile or tile_config(spec, "fwd", device.arch_of(q.device))
@@ -104,11 +102,12 @@ def launch_fwd(
     if num_tiles * num_heads == 0:
         return o, lse
     sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
+    extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes)
     with device_of(q):
         attention_fwd_kernel[(num_tiles * num_heads,)](
-            q, k, v, o, lse, dense(alibi_slopes), dense(sinks), sequences, strides,
-            num_tiles, query_heads_per_section(spec), *numbers_of(spec),
-            dims=dims, variant=variant_of(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            q, k, v, o, lse, dense(sinks), sequences, strides,
+            num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
+            dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return o, lse
@@ -134,7 +133,7 @@ def launch_bwd(
     mask: MaskTensors | None = None,
     tile_dkdv: TileConfig | None = None,
     tile_dq: TileConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Run the backward pass; bitwise reproducible.
 
     Args:
@@ -144,25 +143,28 @@ def launch_bwd(
         tile_dkdv, tile_dq: override the tables, for tuning.
 
     Returns:
-        dq, dk, dv like q, k, v; None for the bias; dsinks (Hq,) float32 or None.
+        dq, dk, dv like q, k, v; dbias like bias where spec.needs_dbias, else None; dsinks (Hq,)
+        float32 or None.
     """
-    assert bias is None, "why_not refuses a bias"
     if do.stride(-1) != 1:
         do = do.contiguous()
     given = {
         "sequences": Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k)),
-        "alibi_slopes": dense(alibi_slopes),
+        "extras": extras_of(spec, bias=bias, alibi_slopes=alibi_slopes),
     }
     with device_of(q):
         lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
         dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, tile=tile_dkdv, **given)
         dq = launch_dq(do, q, k, v, lse_log2, delta, spec, tile=tile_dq, **given)
+        dbias = None
+        if bias is not None and spec.needs_dbias:
+            dbias = launch_dbias(do, q, k, v, lse_log2, delta, bias, spec, **given)
     dsinks = None
     if sinks is not None:
         p_sink = torch.exp(sinks.unsqueeze(-1) - lse.masked_fill(lse == -math.inf, math.inf))
         axes = (1,) if spec.is_varlen else (0, 2)
         dsinks = -(p_sink * delta).sum(dim=axes)
-    return dq, dk, dv, None, dsinks
+    return dq, dk, dv, dbias, dsinks
 
 
 def launch_rows(
@@ -195,7 +197,7 @@ def launch_dkdv(
     spec: AttentionSpec,
     *,
     sequences: Sequences,
-    alibi_slopes: Tensor | None = None,
+    extras: Extras = Extras(),
     tile: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv, given the row terms of `launch_rows`."""
@@ -206,9 +208,9 @@ def launch_dkdv(
     if num_tiles * num_heads > 0:
         dims, strides = _bwd_strides(spec, q, k, v, do, q, dk, dv, lse_log2)
         attention_bwd_dkdv_kernel[(num_tiles * num_heads,)](
-            q, k, v, do, lse_log2, delta, dk, dv, alibi_slopes, sequences, strides,
-            num_tiles, key_heads_per_section(spec), *numbers_of(spec),
-            dims=dims, variant=variant_of(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            q, k, v, do, lse_log2, delta, dk, dv, sequences, strides,
+            num_tiles, key_heads_per_section(spec), *numbers_of(spec), extras,
+            dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dk, dv
@@ -224,7 +226,7 @@ def launch_dq(
     spec: AttentionSpec,
     *,
     sequences: Sequences,
-    alibi_slopes: Tensor | None = None,
+    extras: Extras = Extras(),
     tile: TileConfig | None = None,
 ) -> Tensor:
     """Return dq, given the row terms of `launch_rows`."""
@@ -235,12 +237,47 @@ def launch_dq(
     if num_tiles * num_heads > 0:
         dims, strides = _bwd_strides(spec, q, k, v, do, dq, k, v, lse_log2)
         attention_bwd_dq_kernel[(num_tiles * num_heads,)](
-            q, k, v, do, lse_log2, delta, dq, alibi_slopes, sequences, strides,
-            num_tiles, query_heads_per_section(spec), *numbers_of(spec),
-            dims=dims, variant=variant_of(spec), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+            q, k, v, do, lse_log2, delta, dq, sequences, strides,
+            num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
+            dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dq
+
+
+def launch_dbias(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse_log2: Tensor,
+    delta: Tensor,
+    bias: Tensor,
+    spec: AttentionSpec,
+    *,
+    sequences: Sequences,
+    extras: Extras,
+) -> Tensor:
+    """Return dbias in the shape and dtype of bias, given the row terms of `launch_rows`."""
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    batch, heads, rows, keys = shape
+    tiles = batch * heads * triton.cdiv(rows, _BIAS_TILE) * triton.cdiv(keys, _BIAS_TILE)
+    if tiles == 0:
+        return torch.empty_like(bias)
+    pairs = spec.batch // batch * (spec.num_q_heads // heads)
+    wanted = triton.cdiv(_BIAS_PROGRAMS_PER_SM * device.sm_count_of(q.device), tiles)
+    num_parts = max(1, min(pairs, wanted))
+    dtype = bias.dtype if num_parts == 1 else torch.float32
+    parts = torch.empty((num_parts, *bias.shape), dtype=dtype, device=bias.device)
+    dims, strides = _bwd_strides(spec, q, k, v, do, q, k, v, lse_log2)
+    attention_bwd_bias_kernel[(num_parts * tiles,)](
+        q, k, v, do, lse_log2, delta, parts, sequences, strides,
+        rows, keys, num_parts, batch, heads, spec.batch, *numbers_of(spec), extras,
+        dims=dims, variant=variant_of(spec, extras),
+        SHARED_ROWS=rows == 1, SHARED_KEYS=keys == 1, TILE_M=_BIAS_TILE, TILE_N=_BIAS_TILE,
+        CHUNK=_BIAS_CHUNK, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return parts[0] if num_parts == 1 else parts.sum(dim=0).to(bias.dtype)
 
 
 def _allocate(like: Tensor, shape: tuple[int, ...], spec: AttentionSpec) -> Tensor:

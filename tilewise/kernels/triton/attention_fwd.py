@@ -19,13 +19,17 @@ import triton.language as tl
 from tilewise.kernels.triton._tile import (
     LN2,
     LOG2E,
+    Scores,
+    bias_start,
     head_base,
     keys_of_rows,
+    load_bias,
     load_rows,
     logits_log2,
     row_pointers,
     row_step,
     sequence,
+    slope_start,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -43,46 +47,80 @@ class FwdStrides(NamedTuple):
     lse: tuple[int, int, int]
 
 
+class Queries(NamedTuple):
+    """What the keys meet: a tile of queries, and which keys each of them sees."""
+
+    q: object  # (TILE_M, d_pad)
+    rows: object  # (TILE_M,), no further than the last one
+    diagonal: object
+    key_begin: object
+    key_end: object
+
+
+class Keys(NamedTuple):
+    """Where the keys and values of a head start, and which of them a tile of queries sees."""
+
+    k: object
+    v: object
+    k_row: object  # strides, in units
+    v_row: object
+    begin: object
+    end: object
+
+
+@triton.jit
+def _attend_tile(
+    acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, scores,
+    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys `cols` into (acc, l, m): one step of the online softmax."""
+    k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
+    s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
+    if not variant.plain:
+        distance = queries.diagonal[:, None] - cols[None, :]
+        bias = None
+        if variant.bias:
+            bias = load_bias(scores, queries.rows, cols, loaded, variant, False, MASKED)
+        s, _ = logits_log2(s, distance, bias, scores, variant)
+    if MASKED:
+        seen = visible(cols[None, :], queries.key_begin[:, None], queries.key_end[:, None], variant)
+        s = tl.where(seen, s, float("-inf"))
+    # A plain s stays in raw units: a positive scale commutes with max and rides in the fma.
+    if variant.plain:
+        m_new = tl.maximum(m, tl.max(s, 1) * (scores.softmax_scale * LOG2E))
+    else:
+        m_new = tl.maximum(m, tl.max(s, 1))
+    shift = m_new
+    if MASKED or variant.bias:  # exp2(-inf - -inf) would be NaN in a row that has seen nothing yet
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    if variant.plain:
+        p = tl.exp2(tl.fma(s, scores.softmax_scale * LOG2E, -shift[:, None]))
+    else:
+        p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    l = tl.fma(l, alpha, tl.sum(p, 1))
+    acc = acc * alpha[:, None]
+    v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, l, m_new
+
+
 @triton.jit
 def _attend(
-    acc, l, m, q, k_base, v_base, k_strides, v_strides, begin, end, seen_begin, seen_end,
-    diagonal, key_begin, key_end, softmax_scale, softcap, slope,
+    acc, l, m, queries, keys, begin, end, scores,
     dims: tl.constexpr, variant: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [begin, end) into (acc, l, m): one range of the online softmax."""
     cols = begin + tl.arange(0, TILE_N)
-    k_ptrs = row_pointers(k_base, begin, TILE_N, k_strides, dims.d_pad, dims)
-    v_ptrs = row_pointers(v_base, begin, TILE_N, v_strides, dims.dv_pad, dims)
-    k_step = row_step(TILE_N, k_strides, dims.unit)
-    v_step = row_step(TILE_N, v_strides, dims.unit)
+    k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
+    v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
+    k_step = row_step(TILE_N, keys.k_row, dims.unit)
+    v_step = row_step(TILE_N, keys.v_row, dims.unit)
     for _ in range(begin, end, TILE_N):
-        loaded = visible(cols, seen_begin, seen_end, variant)
-        k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if not variant.plain:
-            distance = diagonal[:, None] - cols[None, :]
-            s, _ = logits_log2(s, distance, softmax_scale, softcap, slope, variant)
-        if MASKED:
-            seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
-            s = tl.where(seen, s, float("-inf"))
-        # A plain s stays in raw units: a positive scale commutes with max and rides in the fma.
-        if variant.plain:
-            m_new = tl.maximum(m, tl.max(s, 1) * (softmax_scale * LOG2E))
-        else:
-            m_new = tl.maximum(m, tl.max(s, 1))
-        shift = m_new
-        if MASKED:  # exp2(-inf - -inf) would be NaN in a row that has seen nothing yet
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        if variant.plain:
-            p = tl.exp2(tl.fma(s, softmax_scale * LOG2E, -shift[:, None]))
-        else:
-            p = tl.exp2(s - shift[:, None])
-        alpha = tl.exp2(m - shift)
-        l = tl.fma(l, alpha, tl.sum(p, 1))
-        acc = acc * alpha[:, None]
-        v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        m = m_new
+        loaded = visible(cols, keys.begin, keys.end, variant)
+        acc, l, m = _attend_tile(
+            acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, scores, dims, variant, MASKED
+        )
         k_ptrs += k_step
         v_ptrs += v_step
         cols += TILE_N
@@ -96,9 +134,9 @@ def _attend(
     ]
 )  # fmt: skip
 def attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, alibi_ptr, sinks_ptr, sequences, strides,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, sequences, strides,
     num_tiles, heads_per_section, num_q_heads, group_size, seqlen_q, seqlen_k,
-    window_left, window_right, softmax_scale, softcap,
+    window_left, window_right, softmax_scale, softcap, extras,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of o and lse; see the module's docstring."""
@@ -115,7 +153,7 @@ def attention_fwd_kernel(
     q_base = head_base(q_ptr, b, first_q, h, strides.q, dims.unit)
     k_base = head_base(k_ptr, b, first_k, h // group_size, strides.k, dims.unit)
     v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
-    q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q, dims.d_pad, dims)
+    q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q[1], dims.d_pad, dims)
     q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
 
     m = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -126,32 +164,35 @@ def attention_fwd_kernel(
     acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
     slope = 0.0
     if variant.alibi:
-        slope = tl.load(alibi_ptr + h)
+        slope = tl.load(slope_start(extras, b, h))
+    bias = None
+    if variant.bias:
+        bias = bias_start(extras, b, h)
+    scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
 
-    diagonal = rows + (length_k - length_q)
     begin, full_begin, full_end, end, seen_begin = span_of_tile(
         first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
         TILE_N, variant.left, variant.right,
     )  # fmt: skip
     key_begin, key_end = keys_of_rows(rows, length_q, length_k, window_left, window_right, variant)
+    queries = Queries(
+        q, tl.minimum(rows, length_q - 1), rows + (length_k - length_q), key_begin, key_end
+    )
+    keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     if variant.left:
         acc, l, m = _attend(
-            acc, l, m, q, k_base, v_base, strides.k, strides.v, begin, full_begin, seen_begin, end,
-            diagonal, key_begin, key_end, softmax_scale, softcap, slope,
-            dims, variant, TILE_N, True,
-        )  # fmt: skip
+            acc, l, m, queries, keys, begin, full_begin, scores, dims, variant, TILE_N, True
+        )
     acc, l, m = _attend(
-        acc, l, m, q, k_base, v_base, strides.k, strides.v, full_begin, full_end, seen_begin, end,
-        diagonal, key_begin, key_end, softmax_scale, softcap, slope, dims, variant, TILE_N, False,
-    )  # fmt: skip
+        acc, l, m, queries, keys, full_begin, full_end, scores, dims, variant, TILE_N, False
+    )
     acc, l, m = _attend(
-        acc, l, m, q, k_base, v_base, strides.k, strides.v, full_end, end, seen_begin, end,
-        diagonal, key_begin, key_end, softmax_scale, softcap, slope, dims, variant, TILE_N, True,
-    )  # fmt: skip
+        acc, l, m, queries, keys, full_end, end, scores, dims, variant, TILE_N, True
+    )
 
     total = tl.where(l == 0.0, 1.0, l)
     lse_base = head_base(lse_ptr, b, first_q, h, strides.lse, 1)
     tl.store(lse_base + rows, (m + tl.log2(total)) * LN2, mask=stored)
     o_base = head_base(o_ptr, b, first_q, h, strides.o, dims.unit)
-    o_ptrs = row_pointers(o_base, first_row, TILE_M, strides.o, dims.dv_pad, dims)
+    o_ptrs = row_pointers(o_base, first_row, TILE_M, strides.o[1], dims.dv_pad, dims)
     store_rows(o_ptrs, acc / total[:, None], stored, dims.dv, dims.dv_pad)

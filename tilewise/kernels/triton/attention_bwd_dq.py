@@ -1,0 +1,169 @@
+"""Gradient of queries; the rule is that of attention_bwd.
+
+What: dq = ds k of one tile of queries.
+Grid: one axis, query tiles x (batch x query heads), ordered by `tile_of_program`.
+One program: TILE_M queries of one head; loops over the keys they see, TILE_N at a time.
+Traffic: q, do and the row terms are read and dq is written once; k, v once per query tile.
+Numerics: as in attention_bwd; one owner and one order for every sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton._tile import (
+    LOG2E,
+    Scores,
+    bias_start,
+    head_base,
+    keys_of_rows,
+    load_bias,
+    load_rows,
+    logits_log2,
+    row_pointers,
+    row_step,
+    sequence,
+    slope_start,
+    span_of_tile,
+    store_rows,
+    tile_of_program,
+    visible,
+)
+
+
+class Queries(NamedTuple):
+    """What the keys meet: a tile of queries, and which keys each of them sees."""
+
+    q: object  # (TILE_M, d_pad)
+    do: object  # (TILE_M, dv_pad)
+    lse_log2: object
+    delta: object
+    rows: object  # (TILE_M,), no further than the last one
+    diagonal: object
+    key_begin: object
+    key_end: object
+
+
+class Keys(NamedTuple):
+    """Where the keys and values of a head start, and which of them a tile of queries sees."""
+
+    k: object
+    v: object
+    k_row: object  # strides, in units
+    v_row: object
+    begin: object
+    end: object
+
+
+@triton.jit
+def _fold_tile(
+    dq, queries, k_ptrs, v_ptrs, cols, loaded, scores,
+    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys `cols` into dq."""
+    k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
+    v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
+    s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
+    dp = tl.dot(queries.do, tl.trans(v), input_precision="ieee")
+    if variant.plain:
+        s = tl.fma(s, scores.softmax_scale * LOG2E, -queries.lse_log2[:, None])
+    else:
+        distance = queries.diagonal[:, None] - cols[None, :]
+        bias = None
+        if variant.bias:
+            bias = load_bias(scores, queries.rows, cols, loaded, variant, False, MASKED)
+        s, capped = logits_log2(s, distance, bias, scores, variant)
+        s -= queries.lse_log2[:, None]
+    if MASKED:
+        seen = visible(cols[None, :], queries.key_begin[:, None], queries.key_end[:, None], variant)
+        s = tl.where(seen, s, float("-inf"))
+    ds = tl.exp2(s) * (dp - queries.delta[:, None])
+    if variant.softcap:
+        ds *= 1.0 - capped * capped
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+
+
+@triton.jit
+def _fold_keys(
+    dq, queries, keys, begin, end, scores,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys [begin, end) into dq."""
+    cols = begin + tl.arange(0, TILE_N)
+    k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
+    v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
+    k_step = row_step(TILE_N, keys.k_row, dims.unit)
+    v_step = row_step(TILE_N, keys.v_row, dims.unit)
+    for _ in range(begin, end, TILE_N):
+        loaded = visible(cols, keys.begin, keys.end, variant)
+        dq = _fold_tile(dq, queries, k_ptrs, v_ptrs, cols, loaded, scores, dims, variant, MASKED)
+        k_ptrs += k_step
+        v_ptrs += v_step
+        cols += TILE_N
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles", "heads_per_section", "num_q_heads", "group_size",
+        "seqlen_q", "seqlen_k", "window_left", "window_right",
+    ]
+)  # fmt: skip
+def attention_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr, dq_ptr,
+    sequences, strides, num_tiles, heads_per_section, num_q_heads, group_size,
+    seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap, extras,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of dq; see the module's docstring."""
+    D_PAD: tl.constexpr = dims.d_pad
+    tile, head = tile_of_program(num_tiles, heads_per_section, variant.right)
+    b, h = head // num_q_heads, head % num_q_heads
+    first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q)
+    first_k, length_k = sequence(b, sequences.cu_k, sequences.seqlens_k, seqlen_k)
+    first_row = tile * TILE_M
+    if first_row >= length_q:
+        return
+    rows = first_row + tl.arange(0, TILE_M)
+    stored = rows < length_q
+    q_base = head_base(q_ptr, b, first_q, h, strides.q, dims.unit)
+    do_base = head_base(do_ptr, b, first_q, h, strides.do, dims.unit)
+    k_base = head_base(k_ptr, b, first_k, h // group_size, strides.k, dims.unit)
+    v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
+    q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q[1], dims.d_pad, dims)
+    do_ptrs = row_pointers(do_base, first_row, TILE_M, strides.do[1], dims.dv_pad, dims)
+    q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
+    do = load_rows(do_ptrs, stored, dims.dv, dims.dv_pad, True)
+    lse_base = head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1)
+    delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
+    lse_log2 = tl.load(lse_base + rows, mask=stored, other=float("inf"))
+    delta = tl.load(delta_base + rows, mask=stored, other=0.0)
+    slope = 0.0
+    if variant.alibi:
+        slope = tl.load(slope_start(extras, b, h))
+    bias = None
+    if variant.bias:
+        bias = bias_start(extras, b, h)
+    scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+
+    begin, full_begin, full_end, end, seen_begin = span_of_tile(
+        first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
+        TILE_N, variant.left, variant.right,
+    )  # fmt: skip
+    key_begin, key_end = keys_of_rows(rows, length_q, length_k, window_left, window_right, variant)
+    queries = Queries(
+        q, do, lse_log2, delta, tl.minimum(rows, length_q - 1), rows + (length_k - length_q),
+        key_begin, key_end,
+    )  # fmt: skip
+    keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
+    dq = tl.zeros([TILE_M, D_PAD], tl.float32)
+    if variant.left:
+        dq = _fold_keys(dq, queries, keys, begin, full_begin, scores, dims, variant, TILE_N, True)
+    dq = _fold_keys(dq, queries, keys, full_begin, full_end, scores, dims, variant, TILE_N, False)
+    dq = _fold_keys(dq, queries, keys, full_end, end, scores, dims, variant, TILE_N, True)
+    dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
+    dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq[1], dims.d_pad, dims)
+    store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)
