@@ -339,6 +339,19 @@ class TestReplaceSdpa:
         thread.join()
         assert functional.scaled_dot_product_attention is TORCHS_OWN
 
+    def test_compiled_functions_follow(self, calls):
+        q = torch.randn(1, 2, 5, 8)
+        torch._dynamo.reset()
+        run = torch.compile(
+            lambda q: functional.scaled_dot_product_attention(q, q, q), backend="eager"
+        )
+        want = run(q)
+        with replace_sdpa():
+            assert not torch.equal(run(q), torch.zeros_like(want))
+            assert len(calls) == 1  # traced through
+        torch.testing.assert_close(run(q), want)
+        assert len(calls) == 1
+
     @pytest.mark.parametrize("training", [False, True])
     def test_multihead_attention_runs_on_it(self, calls, training):
         mha = torch.nn.MultiheadAttention(16, 2, batch_first=True).train(training)

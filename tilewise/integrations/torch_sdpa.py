@@ -221,9 +221,10 @@ def replace_sdpa() -> Iterator[None]:
 
     Reached are all callers that look the name up when they call: F.scaled_dot_product_attention(),
     torch.nn.MultiheadAttention (with need_weights=False) and the layers of torch.nn.Transformer,
-    whose own fused inference path is switched off inside. Not reached is a module that did
-    `from torch.nn.functional import scaled_dot_product_attention` before, a direct call of
-    torch.ops.aten, and a graph compiled outside; see `torch_flash.register_flash_attention` then.
+    whose own fused inference path is switched off inside. What torch.compile has compiled outside
+    is compiled again. Not reached is a module that did `from torch.nn.functional import
+    scaled_dot_product_attention` before, nor a direct call of torch.ops.aten; see
+    `torch_flash.register_flash_attention` then.
 
     The name belongs to the process, so every thread sees the replacement while any thread is inside
     a block. Blocks may be nested, and may overlap between threads: the last one out puts torch's
