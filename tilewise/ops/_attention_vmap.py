@@ -2,9 +2,9 @@
 
 vmap(op) must give what a loop over op gives. Sequences of a batch know nothing of one another, so
 the mapped dim of size N is laid over the batch, (N, B, ...) -> (N * B, ...), in every argument that
-has one, and one call computes all; gradients of a bias are kept apart for each of the N. Where that
-would not be the loop, the loop is run: dropout, whose random bits depend on the number of the
-sequence; packed calls; sinks that differ, or whose gradient is asked for.
+has one, and one call computes all; gradients of a bias and of sinks are kept apart for each of the
+N. Where that would not be the loop, the loop is run: dropout, whose random bits depend on the
+number of the sequence; packed calls; sinks, or tangents of them, that are not shared.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ _SHARED = (
 
 
 def _rule(op: Any, names: tuple[str, ...]) -> Any:
-    has_sink_gradient = "needs_dbias" in names
-
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         # Where the mapped dim is not None, it comes first.
         mapped = {name for name, dim in zip(names, in_dims, strict=True) if dim is not None}
@@ -62,12 +60,8 @@ def _rule(op: Any, names: tuple[str, ...]) -> Any:
             name: value if dim is None else value.movedim(dim, 0)
             for name, value, dim in zip(names, args, in_dims, strict=True)
         }
-        if (
-            named["cu_seqlens_q"] is not None
-            or named["dropout_p"] > 0
-            or (has_sink_gradient and named["sinks"] is not None)
-            or not mapped.isdisjoint(_SHARED)
-        ):
+        packed = named["cu_seqlens_q"] is not None
+        if packed or named["dropout_p"] > 0 or not mapped.isdisjoint(_SHARED):
             return _loop(op, named, mapped, info.batch_size), 0
         return _fold(op, named, mapped, info.batch_size)
 
@@ -87,7 +81,8 @@ def _fold(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     q = named["q"]
     batch = q.shape[1] if "q" in mapped else q.shape[0]
-    keeps_dbias = named.get("needs_dbias", False)
+    is_gradient = "needs_dbias" in named
+    keeps_dbias, keeps_dsinks = named.get("needs_dbias", False), named["sinks"] is not None
     folded = {}
     for name, value in named.items():
         is_mapped = name in mapped
@@ -102,26 +97,45 @@ def _fold(
             if is_mapped or keeps_dbias or value.shape[0] > 1:
                 value = _over_batch(_expand(value, is_mapped, batch), is_mapped, size)
         elif name == "alibi_slopes" and (is_mapped or value.dim() == 2):
-            if is_mapped and value.dim() == 2:
+            if value.dim() - is_mapped == 1:
                 value = value.unsqueeze(1).expand(-1, batch, -1)
             value = _over_batch(value, is_mapped, size).contiguous()
         elif name in _MASK_LISTS and value.shape[0] > 1:
             value = _over_batch(value, is_mapped, size).contiguous()
         folded[name] = value
-    results = op(*folded.values())
-    unfolded: list[Tensor] = []
-    dims: list[int | None] = []
-    for number, result in enumerate(results):
-        if number >= 3 and not (number == 3 and keeps_dbias):  # a place holder
-            unfolded.append(result)
-            dims.append(None)
-            continue
-        result = result.unflatten(0, (size, batch))
-        if number == 3:
-            result = _sum_to(result, named["bias"].shape["bias" in mapped :])
-        unfolded.append(result)
-        dims.append(0)
-    return tuple(unfolded), tuple(dims)
+    results = list(op(*folded.values()))
+    if not is_gradient:
+        return tuple(x.unflatten(0, (size, batch)) for x in results), (0,) * len(results)
+    if keeps_dsinks:
+        results[4] = _dsinks(folded)
+    kept = (True, True, True, keeps_dbias, keeps_dsinks)  # the others are place holders
+    results = [
+        x.unflatten(0, (size, batch)) if keep else x for x, keep in zip(results, kept, strict=True)
+    ]
+    if keeps_dbias:
+        results[3] = _sum_to(results[3], named["bias"].shape["bias" in mapped :])
+    if keeps_dsinks:
+        results[4] = _total(results[4])
+    return tuple(results), tuple(0 if keep else None for keep in kept)
+
+
+def _dsinks(named: dict[str, Any]) -> Tensor:
+    """What attention_bwd or attention_second would add up over sequences as dsinks, (B, Hq)."""
+    sinks, lse, do = named["sinks"].unsqueeze(-1), named["lse"], named["do"]
+    share = torch.where(lse.isneginf(), 0.0, torch.exp(sinks - lse))
+    delta = _row_dots(do, named["o"], lse.dtype)
+    if named["dlse"] is not None:
+        delta = delta - named["dlse"]
+    if "o_dot" in named:
+        dot = 0.0 if named["sinks_dot"] is None else named["sinks_dot"].unsqueeze(-1)
+        delta = (dot - named["lse_dot"]) * delta + _row_dots(do, named["o_dot"], lse.dtype)
+    dsinks: Tensor = -(share * delta).sum(-1).to(sinks.dtype)
+    return dsinks
+
+
+def _row_dots(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inner products of rows of (B, S, H, D), as lse lies."""
+    return (a.to(dtype) * b.to(dtype)).sum(-1).transpose(1, 2)
 
 
 def _over_batch(value: Tensor, is_mapped: bool, size: int) -> Tensor:
@@ -144,12 +158,15 @@ def _expand(bias: Tensor, is_mapped: bool, batch: int) -> Tensor:
     return bias.expand(sizes)
 
 
+def _total(x: Tensor) -> Tensor:
+    """Sum over the batch of (N, B, ...), in float32 or wider."""
+    return x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
 def _sum_to(dbias: Tensor, shape: tuple[int, ...]) -> Tensor:
     """(N, B, b_h, b_q, b_k) to (N, *shape): add up the sequences that shared a bias."""
-    shared = len(shape) < 4 or shape[0] == 1
-    if shared and dbias.shape[1] > 1:
-        wide = torch.promote_types(dbias.dtype, torch.float32)
-        dbias = dbias.sum(1, dtype=wide).to(dbias.dtype)
+    if dbias.shape[1] > 1 and (len(shape) < 4 or shape[0] == 1):
+        dbias = _total(dbias)
     return dbias.reshape(dbias.shape[0], *shape)
 
 

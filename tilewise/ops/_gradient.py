@@ -38,6 +38,7 @@ except ImportError:  # a later torch
     FORWARD_MODE = False
 
 Formula = Callable[..., Any]
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def transforms_active() -> bool:
@@ -45,14 +46,18 @@ def transforms_active() -> bool:
     return FORWARD_MODE and _are_functorch_transforms_active()
 
 
-def _dual_level_active() -> bool:
-    return getattr(forward_ad, "_current_level", -1) >= 0
+def _forward_mode_active(x: Tensor | None) -> bool:
+    """Whether tensors may carry tangents; `x` is one of them, of whatever class all have."""
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        return True
+    # A graph that is being traced enters its level behind Python's back, on tensors of a subclass.
+    return x is not None and type(x) not in _PLAIN and x.is_floating_point()
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """Keep tensors for the backward formula and, if one may be needed now, for the jvp."""
     ctx.save_for_backward(*tensors)
-    if _dual_level_active() or transforms_active():
+    if transforms_active() or _forward_mode_active(tensors[0]):
         ctx.save_for_forward(*tensors)
 
 
@@ -120,7 +125,7 @@ def _autograd_kernel(
         if transforms_active():
             with enable_single_level_autograd_function():
                 return apply(*args, keyset)
-        if _dual_level_active() or (torch.is_grad_enabled() and _any_requires_grad(*args)):
+        if (torch.is_grad_enabled() and _any_requires_grad(*args)) or _forward_mode_active(args[0]):
             return apply(*args, keyset)
         return below(keyset, *args)
 

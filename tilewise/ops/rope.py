@@ -81,9 +81,12 @@ _rope = register(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cos, sin, ctx.interleaved, ctx.backend = inputs
     save(ctx, cos, sin)
+    ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
     cos, sin = ctx.saved_tensors
     if grad.shape[-1] > 1 and grad.stride(-1) != 1:
         grad = grad.contiguous()
