@@ -25,7 +25,7 @@ TINY = replace(
     tokens=32,
     hidden=128,
     seqlens=(48, 64),
-    both_up_to=48,
+    all_up_to=48,
     ours_only=(96,),
     flex_seqlens=(48,),
     window_left=20,
@@ -97,7 +97,7 @@ def test_flops_are_those_of_the_papers():
 
 def test_a_row_has_time_memory_speed_and_its_rank(on_reference):
     problem = replace(SMALL, peers=("tilewise", "sdpa_flash", "standard"), causal=True)
-    found = numbers(measure.measure(problem, "cpu", CEILINGS, budget()))
+    found = numbers(attention.run([problem], "cpu", CEILINGS, budget()))
     assert len(found) == 9
     for (op, _), row in found.items():
         assert row["TFLOP/s"] * row["ms"] == pytest.approx(problem.flops(op) / 1e9)
@@ -147,6 +147,20 @@ def test_every_table_runs_and_the_last_line_is_all_of_it(
     assert {"x plain", "density"} <= sparse.keys()
     long = [row for row in rows if row["table"] == "dense" and row["N"] == 96]
     assert [(row["op"], row["peer"]) for row in long] == [("forward", "tilewise")]
+
+
+def test_beyond_some_n_a_cpu_measures_fewer_passes():
+    problems = [problem for problem in tables.dense(TINY) if problem.seqlen == 64]
+    fused, square = problems[:2]
+    assert (fused.peers, fused.ops) == (("tilewise", "sdpa_flash"), ("forward", "backward"))
+    assert (square.peers, square.ops) == (("sdpa_math", "standard"), ("forward",))
+    assert replace(fused, peers=(), ops=()) == replace(square, peers=(), ops=())
+    rows = [
+        {"op": "forward", "peer": peer, "ms": ms} | fused.columns()
+        for peer, ms in (("tilewise", 2.0), ("sdpa_flash", 5.0), ("standard", 3.0))
+    ]
+    measure.compare_peers(rows)
+    assert [row["x best peer"] for row in rows] == [1.5, 0.6, 1.0]
 
 
 def test_tables_can_be_chosen_and_n_given(monkeypatch, capsys, on_reference):

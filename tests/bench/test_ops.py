@@ -6,11 +6,13 @@ import json
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from tilewise.bench import decode, engine, ops, tables
+from tilewise import attention
+from tilewise.bench import decode, engine, ops, peers, tables
 from tilewise.bench.report import emit, format_table
 from tilewise.bench.roofline import Ceilings
 from tilewise.bench.timing import peak_memory, time_call
@@ -28,6 +30,7 @@ def test_the_short_run_takes_the_passes_that_are_asked_for():
 
 def test_the_short_run_ends_with_its_document(monkeypatch, capsys):
     monkeypatch.setattr(ops, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(peers.ops, "attention", partial(attention, backend="reference"))
     monkeypatch.setitem(tables.SCALES, "cpu", replace(tables.SCALES["cpu"], tokens=64, hidden=64))
     monkeypatch.setitem(decode._DECODE, "cpu", [(2, 4, 2, 64)])
     assert ops.main(["--device", "cpu", "--seqlens", "64", "--only", "forward", "decode"]) == 0

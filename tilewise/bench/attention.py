@@ -21,7 +21,7 @@ import torch
 
 import tilewise
 from tilewise.bench.compile_ahead import compile_ahead, compile_here
-from tilewise.bench.measure import Row, compare_features, measure
+from tilewise.bench.measure import Row, compare_features, compare_peers, measure
 from tilewise.bench.passes import Budget
 from tilewise.bench.problem import Problem
 from tilewise.bench.report import emit, format_table, say, write
@@ -54,6 +54,7 @@ def run(
         )
         if json_path is not None:
             write(document(rows, ceilings), json_path)
+    compare_peers(rows)
     compare_features([row for row in rows if row["table"] in ("features", "blocks", "window")])
     return rows
 

@@ -46,7 +46,6 @@ def measure(problem: Problem, device: str, ceilings: Ceilings, budget: Budget) -
                 if device == "cuda":
                     torch.cuda.empty_cache()
     budget.finish(len(rows))
-    _compare(rows)
     return rows
 
 
@@ -122,10 +121,13 @@ def _reason(error: Exception, said: Sequence[str]) -> str:
     return f"{type(error).__name__}: {text}"[:200]
 
 
-def _compare(rows: list[Row]) -> None:
-    """Add how many times as fast as the best peer of its op each row is."""
-    for op in {row["op"] for row in rows}:
-        measured = [row for row in rows if row["op"] == op and "ms" in row]
+def compare_peers(rows: Sequence[Row]) -> None:
+    """Add how many times as fast as the best peer of the same call and op each row is."""
+    calls: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if "ms" in row:
+            calls.setdefault(_place(row) + _values(row, "Dv", "feature"), []).append(row)
+    for measured in calls.values():
         peers = [row["ms"] for row in measured if not row["peer"].startswith(OURS)]
         for row in measured if peers else []:
             row["x best peer"] = min(peers) / row["ms"]
@@ -133,15 +135,19 @@ def _compare(rows: list[Row]) -> None:
 
 def compare_features(rows: Sequence[Row]) -> None:
     """Add how many times the time of our plain call in its table, N, D and op each row takes."""
-
-    def place(row: Row) -> tuple[Any, ...]:
-        return tuple(row[key] for key in ("table", "op", "N", "D", "causal"))
-
     plain = {
-        place(row): row["ms"]
+        _place(row): row["ms"]
         for row in rows
         if "ms" in row and row["peer"] == OURS and row["feature"] == "plain"
     }
     for row in rows:
-        if "ms" in row and place(row) in plain:
-            row["x plain"] = row["ms"] / plain[place(row)]
+        if "ms" in row and _place(row) in plain:
+            row["x plain"] = row["ms"] / plain[_place(row)]
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return _values(row, "table", "op", "N", "D", "causal")
+
+
+def _values(row: Row, *keys: str) -> tuple[Any, ...]:
+    return tuple(row[key] for key in keys)

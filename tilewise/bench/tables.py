@@ -13,6 +13,7 @@ import torch
 
 from tilewise.bench import second_order
 from tilewise.bench.case import FEATURES
+from tilewise.bench.peers import SQUARES
 from tilewise.bench.problem import OPS, Problem
 
 
@@ -23,7 +24,8 @@ class Scale:
     Attributes:
         tokens, hidden: B * N and H * D of every dense call.
         seqlens: N of the dense table.
-        both_up_to: the longest of them with a forward+backward row too.
+        all_up_to: the longest of them with every pass of every peer. Beyond it there is no
+            forward+backward, and of the peers that hold N x N matrices only the forward pass.
         ours_only: longer N, of our forward pass alone.
         flex_seqlens: those N that FlexAttention is compiled for; each takes seconds.
         window_left: keys to the left of a query in the window table.
@@ -37,7 +39,7 @@ class Scale:
     tokens: int
     hidden: int
     seqlens: tuple[int, ...]
-    both_up_to: int
+    all_up_to: int
     ours_only: tuple[int, ...]
     flex_seqlens: tuple[int, ...]
     window_left: int
@@ -53,9 +55,9 @@ SCALES = {
         tokens=16384,
         hidden=2048,
         seqlens=(512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
-        both_up_to=65536,
+        all_up_to=65536,
         ours_only=(),
-        flex_seqlens=(1024, 4096, 16384, 65536),
+        flex_seqlens=(1024, 4096, 16384, 32768),
         window_left=1024,
         rule_seqlens=(4096, 16384),
         feature_seqlen=4096,
@@ -76,7 +78,7 @@ SCALES = {
         tokens=4096,
         hidden=256,
         seqlens=(512, 1024, 2048, 4096, 8192, 16384),
-        both_up_to=4096,
+        all_up_to=4096,
         ours_only=(65536,),
         flex_seqlens=(1024, 4096),
         window_left=1024,
@@ -113,16 +115,21 @@ def dense(scale: Scale) -> list[Problem]:
     problems = []
     for n in scale.seqlens:
         peers = tuple(p for p in scale.peers if p != "flex" or n in scale.flex_seqlens)
-        ops = OPS if n <= scale.both_up_to else OPS[:2]
-        problems += [
-            replace(_problem(scale, "dense", n, d, peers, causal), ops=ops)
-            for d in (64, 128)
-            for causal in (False, True)
-        ]
+        for d in (64, 128):
+            for causal in (False, True):
+                whole = _problem(scale, "dense", n, d, peers, causal)
+                problems += [whole] if n <= scale.all_up_to else _fewer_passes(whole)
     for n in scale.ours_only:
         ours = _problem(scale, "dense", n, 128, ("tilewise",), True)
         problems.append(replace(ours, ops=("forward",)))
     return problems
+
+
+def _fewer_passes(whole: Problem) -> list[Problem]:
+    fused = tuple(peer for peer in whole.peers if peer not in SQUARES)
+    square = tuple(peer for peer in whole.peers if peer in SQUARES)
+    split = [replace(whole, peers=fused, ops=OPS[:2]), replace(whole, peers=square, ops=OPS[:1])]
+    return [problem for problem in split if problem.peers]
 
 
 def window(scale: Scale) -> list[Problem]:
