@@ -27,16 +27,23 @@ def _rows(*shapes: tuple[int, int, int, int]) -> _Rows:
 # float16 and bfloat16 on Hopper (227 KiB of shared memory). First rows: the fastest on an H200
 # (torch 2.11, triton 3.6), bf16, 16,384 tokens, hidden 2,048, N 4,096 and 16,384; 2026-11-20.
 _HALF_SM90: _Table = {
-    ("fwd", 64): _rows((128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3), (256, 64, 8, 3)),
-    ("fwd", 128): _rows((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (64, 64, 4, 3)),
-    ("fwd", 256): _rows((128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
-    ("dkdv", 64): _rows((64, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3)),
-    ("dkdv", 128): _rows((64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3), (64, 64, 8, 2)),
-    ("dkdv", 256): _rows((64, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 2)),
-    ("dq", 64): _rows((64, 64, 4, 3), (128, 32, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)),
-    ("dq", 128): _rows((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)),
-    ("dq", 256): _rows((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+    ("fwd", 64): _rows((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (64, 32, 4, 3)),
+    ("fwd", 128): _rows((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)),
+    ("fwd", 256): _rows((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
+    ("dkdv", 64): _rows((32, 128, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2)),
+    ("dkdv", 128): _rows((32, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2)),
+    ("dkdv", 256): _rows((64, 64, 8, 2), (32, 64, 8, 3), (32, 64, 8, 2)),
+    ("dq", 64): _rows((64, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 4)),
+    ("dq", 128): _rows((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3)),
+    ("dq", 256): _rows((128, 32, 8, 2), (64, 16, 4, 3), (64, 32, 8, 2)),
 }
+# Where a window leaves a program only a few steps; same device and day, 1,024 keys.
+_HALF_SM90_WINDOW: _Table = _HALF_SM90 | {
+    ("fwd", 64): _rows((64, 32, 4, 3)),
+    ("dkdv", 128): _rows((32, 64, 4, 2)),
+    ("dq", 128): _rows((64, 64, 4, 2)),
+}
+_FEW_KEYS = 2048
 # On datacentre Blackwell, where sums live in tensor memory.
 _HALF_SM100: _Table = {
     ("fwd", 64): _rows((128, 64, 4, 3)),
@@ -76,11 +83,11 @@ _SINGLE: _Table = {
 }
 
 
-def _table(itemsize: int, arch: int) -> _Table:
+def _table(itemsize: int, arch: int, has_few_keys: bool) -> _Table:
     if itemsize == 4:
         return _SINGLE
     if arch // 10 == 9:
-        return _HALF_SM90
+        return _HALF_SM90_WINDOW if has_few_keys else _HALF_SM90
     if arch // 10 in (10, 11):
         return _HALF_SM100
     return _HALF_SM80 if arch in WIDE_SHARED_MEMORY else _HALF_SMALL
@@ -90,12 +97,14 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
     """Return the rows that may run `part` of a dense or packed call; the default is the first.
 
     Args:
-        spec: the call; its head dims, dtype and bias are looked at.
+        spec: the call; its head dims, dtype, window and bias are looked at.
         part: "fwd", "dkdv" (dk and dv) or "dq".
         arch: compute capability, major * 10 + minor.
     """
     width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), 64)
-    rows = _table(spec.dtype.itemsize, arch)[part, width]
+    keys = spec.window_left + max(0, spec.window_right)
+    has_few_keys = spec.window_left >= 0 and spec.window_right >= 0 and keys < _FEW_KEYS
+    rows = _table(spec.dtype.itemsize, arch, has_few_keys)[part, width]
     if part == "dkdv" and spec.has_bias:
         # A tile of bias stands beside s, dp and two sums: wide rows would leave the registers.
         rows = tuple(sorted(rows, key=lambda row: _scores_per_thread(row) > 16))
