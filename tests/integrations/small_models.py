@@ -181,7 +181,7 @@ def results(
     """Return the logits of the rows that are not padding, and the gradient of every parameter."""
     model.zero_grad()
     logits = model(**inputs).logits
-    keep = torch.ones(logits.shape[:2], dtype=torch.bool) if rows is None else rows.bool()
+    keep = torch.ones_like(logits[..., 0], dtype=torch.bool) if rows is None else rows.bool()
     (logits[keep] * do[:, : logits.shape[1]][keep].to(logits.dtype)).sum().backward()
     grads = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()

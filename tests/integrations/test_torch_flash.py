@@ -186,6 +186,43 @@ def test_paged_keys(splits):
     assert torch.equal(lse, want_lse)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torch_sends_its_flash_calls_here(monkeypatch, compiled):
+    calls = []
+    for name in ("attention", "attention_bwd"):
+        original = getattr(torch_flash, name)
+
+        def counted(*args, _original=original, _name=name, **kwargs):
+            calls.append(_name)
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(torch_flash, name, counted)
+    tensors = [t.transpose(1, 2).half().cuda() for t in make_qkv(2, 300, 300, 8, 2, 64)]
+    do = torch.randn_like(tensors[0])
+
+    def run(*qkv):
+        return functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+
+    def results(run, *leaves):
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        o = run(*leaves)
+        return [o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        want = results(run, *(t.float() for t in tensors))
+    register_flash_attention()
+    torch.nn.attention.activate_flash_attention_impl("tilewise")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            got = results(torch.compile(run, fullgraph=True) if compiled else run, *tensors)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    assert calls == ["attention", "attention_bwd"]
+    for result, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(result.float(), expected, rtol=2e-2, atol=2e-2)
+
+
 CU = torch.tensor([0, 3], dtype=torch.int32)
 REFUSALS = {
     "debug mask": ((None, None, 3, 3, 0.0, False, True), {}, "return_debug_mask must be False"),

@@ -122,6 +122,18 @@ def test_result_and_every_gradient_equal_torch(case):
     _assert_equals_torch(_draw(case), **case.options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu(case):
+    tensors = {name: t.cuda() for name, t in _draw(case).items()}
+    with sdpa_kernel(SDPBackend.MATH):
+        do = torch.randn_like(TORCHS_OWN(**tensors, **case.options))
+        want = _results(TORCHS_OWN, tensors, do, **case.options)
+    got = _results(scaled_dot_product_attention, tensors, do, **case.options)
+    for name, result in got.items():
+        torch.testing.assert_close(result, want[name], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_takes_masks_of_either_dtype(dtype):
     tensors = {name: t.to(dtype) for name, t in _draw(CASES[0]).items()}

@@ -251,6 +251,9 @@ def test_one_query_of_a_static_cache_is_a_plain_matrix():
     mask, arguments = _make(case, allow_is_causal_skip=False)
     assert type(mask) is Tensor
     assert torch.equal(mask, masking_utils.sdpa_mask(**arguments))
+    across = Case("across", BOTH_WAYS, q_length=1, padding=RIGHT)  # to the keys of an encoder
+    mask, _ = _make(across, allow_is_causal_skip=False, allow_is_bidirectional_skip=True)
+    assert visible_of(mask).seqlens_k.tolist() == [6, 9]
 
 
 def test_while_tracing_the_matrix_has_a_note_on_it(monkeypatch):

@@ -122,6 +122,7 @@ def attention_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     config: Any = None,
     local_size: int | None = None,
@@ -171,7 +172,7 @@ def attention_mask(
             attention_mask=attention_mask,
             allow_is_causal_skip=False,
             **own,
-            **kwargs | {"allow_is_bidirectional_skip": False},
+            **kwargs,
         )
         return mask
 
@@ -188,7 +189,7 @@ def attention_mask(
                 setattr(dense, _NOTE, visible)
         return dense
 
-    if q_length == 1 and not allow_is_causal_skip:
+    if q_length == 1 and not (allow_is_causal_skip or allow_is_bidirectional_skip):
         return make_dense()
     pattern = Pattern.of(mask_function)
     if pattern is not None:
