@@ -89,7 +89,7 @@ def attend(
         visible = _without_mask(causal, sliding_window, k.shape[1], lengths)
 
     if packed or visible.cu_seqlens is not None:
-        hides_more = (bias, position_bias, visible.seqlens_k) != (None, None, None)
+        hides_more = any(part is not None for part in (bias, position_bias, visible.seqlens_k))
         if hides_more or visible.num_keys != k.shape[1]:
             raise ValueError(
                 "attention_mask and position_bias must be None with cu_seq_lens_q, got one"
