@@ -226,7 +226,8 @@ def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type)
     """A (Hq,) or (B, Hq) tensor, flat, or `default` for each head; not to be written to."""
     if values is None:
         return _constant(num_heads, default, dtype)
-    return values.detach().to(float_type(values.dtype)).reshape(-1).numpy().astype(dtype)
+    # numpy() forbids its tensor to be resized ever after, and FSDP resizes parameters: a copy.
+    return values.detach().to(float_type(values.dtype), copy=True).reshape(-1).numpy().astype(dtype)
 
 
 def byte_strides(tensor: Tensor) -> tuple[int, int]:
