@@ -157,7 +157,7 @@ def test_vmap_brings_lengths_slopes_and_masks_along():
         {"seqlens_k": lengths},
         {"alibi_slopes": slopes},
         {"alibi_slopes": slopes[:2]},
-        {"mask": mask, "backend": "reference"},
+        {"mask": mask},
     ):
         batched = {
             name: value
@@ -192,7 +192,7 @@ def test_vmap_of_a_packed_call_is_a_loop_over_it():
 
 def test_a_seed_under_vmap_is_everybodys_and_randomness_decides_without_one():
     q = _normal(1, 6, 2, 8).expand(N, 1, 6, 2, 8)
-    options = {"dropout_p": 0.5, "backend": "reference"}
+    options = {"dropout_p": 0.5}
 
     def same(x):
         return ops.attention(x, x, x, seed=4, **options)
