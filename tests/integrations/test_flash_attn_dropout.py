@@ -18,6 +18,7 @@ P = 0.17
 @pytest.fixture(
     params=[
         pytest.param(("reference", "cpu"), id="reference"),
+        pytest.param(("cpu", "cpu"), id="cpu"),
         pytest.param(("triton", "cuda"), id="triton", marks=pytest.mark.gpu),
     ]
 )
