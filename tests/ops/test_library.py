@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise import ops
+from tilewise import masks, ops
+from tilewise.ops._attention_op import AttentionOptions
 from tilewise.testing import make_paged_cache, make_qkv
 
 # Inductor and export of third parties warn about their own deprecations.
@@ -14,29 +15,65 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-OPTIONS = (*(None,) * 12, 9, 9, -1, 0, 0.25, 0.0, 0.0, False, None)
 
 
-def test_attention_is_opcheck_clean():
+OPS = [f"attention_{name}" for name in ("fwd", "bwd", "tangent", "second", "curve")]
+
+
+def _options(**given) -> tuple:
+    """The options of the registered ops in order: causal, nothing else, unless given."""
+    plain = dict.fromkeys(AttentionOptions._fields)
+    plain |= {"max_seqlen_q": 9, "max_seqlen_k": 9, "window_left": -1, "window_right": 0}
+    plain |= {"softmax_scale": 0.25, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False}
+    return tuple(AttentionOptions(**plain | given))
+
+
+def _calls(*, packed: bool) -> dict[str, tuple]:
+    """Calls of the five ops of attention with every optional argument, on leaves."""
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, requires_grad=True)
+
+    rows, per_row = ((9,), (4, 9)) if packed else ((2, 9), (2, 4, 9))
+    q, k, v, do = leaf(*rows, 4, 16), leaf(*rows, 2, 16), leaf(*rows, 2, 16), leaf(*rows, 4, 16)
+    bias, sinks, dlse = leaf(1, 4, 9, 9), leaf(4), leaf(*per_row)
+    mask = masks.dense(torch.rand(9, 9) < 0.8, tile=(64, 64)).tensors()
+    names = [name for name in AttentionOptions._fields if name.startswith("mask")]
+    given = dict(zip(names, mask, strict=True)) | {"softcap": 2.0, "dropout_p": 0.25}
+    given |= {"bias": bias, "sinks": sinks, "alibi_slopes": torch.rand(2, 4)}
+    given["philox"] = torch.tensor([3, 1])
+    if packed:
+        given["cu_seqlens_q"] = given["cu_seqlens_k"] = torch.tensor([0, 4, 9], dtype=torch.int32)
+    else:
+        given["seqlens_k"] = torch.tensor([9, 5], dtype=torch.int32)
+    options = _options(**given)
+    results = torch.ops.tilewise.attention_fwd(q, k, v, *options)
+    call = (q, k, v, *(x.detach().requires_grad_() for x in results))
+    along = (*(leaf(*x.shape) for x in (q, k)), None, leaf(1, 4, 9, 9), leaf(4))
+    constants = [[x if x is None else x.detach() for x in xs] for xs in (call, along)]
+    fixed, fixed_along = constants
+    fixed_options = [x.detach() if isinstance(x, torch.Tensor) else x for x in options]
+    do_, dlse_ = do.detach(), dlse.detach()
+    return {
+        "attention_fwd": (q, k, v, *options),
+        "attention_bwd": (do, dlse, *call, True, *options),
+        "attention_tangent": (*call, *along, *options),
+        # No gradient is registered for these: a third derivative is refused.
+        "attention_second": (do_, None, *fixed, do_, dlse_, *fixed_along, True, *fixed_options),
+        "attention_curve": (*fixed, dlse_, dlse_, *fixed_along, *fixed_along, *fixed_options),
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", OPS)
+def test_ops_of_attention_with_every_argument_are_opcheck_clean(name, packed):
+    op = getattr(torch.ops.tilewise, name).default
+    torch.library.opcheck(op, _calls(packed=packed)[name])
+
+
+def test_attention_without_options_is_opcheck_clean():
     q, k, v = make_qkv(2, 9, 9, 4, 2, 16, requires_grad=True)
-    torch.library.opcheck(torch.ops.tilewise.attention_fwd.default, (q, k, v, *OPTIONS))
-
-
-def test_attention_with_bias_and_sinks_is_opcheck_clean():
-    q, k, v = make_qkv(2, 9, 9, 4, 2, 16, requires_grad=True)
-    bias = torch.randn(1, 4, 9, 9, requires_grad=True)
-    sinks = torch.randn(4, requires_grad=True)
-    options = (None, None, None, bias, None, sinks, *OPTIONS[6:])
-    torch.library.opcheck(torch.ops.tilewise.attention_fwd.default, (q, k, v, *options))
-
-
-def test_packed_attention_is_opcheck_clean():
-    q, k, v = (t[0].detach().requires_grad_() for t in make_qkv(1, 9, 9, 4, 2, 16))
-    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
-    torch.library.opcheck(
-        torch.ops.tilewise.attention_fwd.default,
-        (q, k, v, cu, cu, *OPTIONS[2:12], 5, 5, *OPTIONS[14:]),
-    )
+    torch.library.opcheck(torch.ops.tilewise.attention_fwd.default, (q, k, v, *_options()))
 
 
 def test_paged_ops_are_opcheck_clean():
@@ -117,13 +154,3 @@ def test_autocast_computes_in_the_low_precision_dtype():
     assert o.dtype == torch.bfloat16
     o.sum().backward()
     assert q.grad.dtype == torch.float32
-
-
-def test_activation_checkpointing_gives_the_same_gradients():
-    q, k, v = make_qkv(1, 8, 8, 2, 2, 16, requires_grad=True)
-    want = torch.autograd.grad(ops.attention(q, k, v, causal=True).sum(), (q, k, v))
-    o = torch.utils.checkpoint.checkpoint(
-        lambda *t: ops.attention(*t, causal=True), q, k, v, use_reentrant=False
-    )
-    for got, expected in zip(torch.autograd.grad(o.sum(), (q, k, v)), want, strict=True):
-        assert torch.equal(got, expected)
