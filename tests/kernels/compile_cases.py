@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.attention_tiles import Part, candidates
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.tiles import TileConfig
 
 ARCHITECTURES = (80, 90, 100)
@@ -81,6 +81,23 @@ def tensor_of_bias(spec: AttentionSpec) -> Tensor | None:
     return meta(*shape, dtype=spec.dtype) if spec.has_bias else None
 
 
+def tensors_of_mask(spec: AttentionSpec) -> MaskTensors | None:
+    """Return a mask for each head, a quarter of whose tiles are partial."""
+    if spec.mask_tile is None:
+        return None
+    tile_q, tile_k = spec.mask_tile
+    rows, columns = -(-spec.max_seqlen_q // tile_q), -(-spec.max_seqlen_k // tile_k)
+    heads, count = spec.num_q_heads, spec.num_q_heads * rows * columns // 4
+    shapes = (
+        (count, tile_q, tile_k // 32),
+        (1, heads, rows, 3),
+        (2 * count, 2),
+        (1, heads, columns, 3),
+        (2 * count, 2),
+    )
+    return MaskTensors(*(meta(*shape, dtype=torch.int32) for shape in shapes))
+
+
 def launch_attention(
     spec: AttentionSpec, part: Part | Literal["dbias"], tile: TileConfig | None = None
 ) -> None:
@@ -105,17 +122,17 @@ def launch_attention(
         cu_seqlens, cu_seqlens, numbers(spec.has_seqlens_k, spec.batch, torch.int32)
     )
     slopes = numbers(spec.has_alibi, spec.num_q_heads, torch.float32)
-    bias = tensor_of_bias(spec)
+    bias, mask = tensor_of_bias(spec), tensors_of_mask(spec)
     if part == "fwd":
         attention.launch_fwd(
             q, k, v, spec, tile=tile,
             cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
-            seqlens_k=sequences.seqlens_k, alibi_slopes=slopes, bias=bias,
+            seqlens_k=sequences.seqlens_k, alibi_slopes=slopes, bias=bias, mask=mask,
             sinks=numbers(spec.has_sinks, spec.num_q_heads, torch.float32),
         )  # fmt: skip
         return
     lse = attention._allocate_rows(q, spec)
-    extras = extras_of(spec, bias=bias, alibi_slopes=slopes)
+    extras = extras_of(bias=bias, alibi_slopes=slopes, mask=mask)
     if part == "dbias":
         attention.launch_dbias(o, q, k, v, lse, lse, bias, spec, sequences=sequences, extras=extras)
     elif part == "dkdv":

@@ -7,6 +7,7 @@ unmasked loop in registers, which tests/kernels/test_compile.py holds by compili
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from tilewise.kernels.spec import AttentionSpec
@@ -97,7 +98,7 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
     """Return the rows that may run `part` of a dense or packed call; the default is the first.
 
     Args:
-        spec: the call; its head dims, dtype, window and bias are looked at.
+        spec: the call; its head dims, dtype, window, bias and mask are looked at.
         part: "fwd", "dkdv" (dk and dv) or "dq".
         arch: compute capability, major * 10 + minor.
     """
@@ -108,7 +109,18 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
     if part == "dkdv" and spec.has_bias:
         # A tile of bias stands beside s, dp and two sums: wide rows would leave the registers.
         rows = tuple(sorted(rows, key=lambda row: _scores_per_thread(row) > 16))
+    if spec.mask_tile is not None:
+        rows = _inside(rows, *spec.mask_tile)
     return rows
+
+
+def _inside(rows: _Rows, tile_q: int, tile_k: int) -> _Rows:
+    """Keep the rows whose tiles divide a mask tile; cut them where none does."""
+    fitting = tuple(row for row in rows if row.tile_m <= tile_q and row.tile_n <= tile_k)
+    if fitting:
+        return fitting
+    cut = (replace(r, tile_m=min(r.tile_m, tile_q), tile_n=min(r.tile_n, tile_k)) for r in rows)
+    return tuple(dict.fromkeys(cut))
 
 
 def _scores_per_thread(row: TileConfig) -> int:

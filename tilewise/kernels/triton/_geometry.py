@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.tiles import padded_head_dim
 from tilewise.kernels.triton._tile import Extras, HeadDims, Variant
 
@@ -62,19 +62,28 @@ def row_strides(rows: Tensor) -> tuple[int, int, int]:
 def variant_of(spec: AttentionSpec, extras: Extras) -> Variant:
     """Return which code `spec` needs; a window that hides nothing is compiled away."""
     has_bias = extras.bias is not None
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    mask_q, mask_k = spec.mask_tile or (0, 0)
     return Variant(
-        left=0 <= spec.window_left < spec.max_seqlen_k - 1,
-        right=0 <= spec.window_right < spec.max_seqlen_q - 1,
+        left=left,
+        right=right,
         softcap=spec.softcap > 0,
         alibi=spec.has_alibi,
         bias=has_bias,
         bias_rows=has_bias and extras.bias_row != 0,
+        mask_q=mask_q,
+        mask_k=mask_k,
+        ruled=mask_q > 0 and (left or right or spec.is_varlen or spec.has_seqlens_k),
         plain=not (spec.softcap or spec.has_alibi or has_bias) and spec.softmax_scale > 0,
     )
 
 
 def extras_of(
-    spec: AttentionSpec, *, bias: Tensor | None = None, alibi_slopes: Tensor | None = None
+    *,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: MaskTensors | None = None,
 ) -> Extras:
     """Return what a call adds to plain attention, as the kernels take it."""
     given: dict[str, object] = {}
@@ -84,6 +93,13 @@ def extras_of(
     if bias is not None:
         names = ("bias_batch", "bias_head", "bias_row", "bias_key")
         given |= {"bias": bias, **dict(zip(names, _bias_strides(bias), strict=True))}
+    if mask is not None:
+        # A copy where needed: the kernels index bits, spans and entries without strides.
+        given |= {f"mask_{name}": tensor.contiguous() for name, tensor in mask._asdict().items()}
+        for name, spans in (("row", mask.rows), ("column", mask.columns)):
+            batch, heads, tiles, _ = spans.shape
+            given[f"mask_{name}_tiles"] = tiles if heads > 1 else 0
+            given[f"mask_all_{name}_tiles"] = heads * tiles if batch > 1 else 0
     return Extras(**given)
 
 

@@ -43,6 +43,9 @@ class Variant(NamedTuple):
     alibi: bool
     bias: bool
     bias_rows: bool  # the bias differs from query to query, not only from key to key
+    mask_q: int  # rows and keys of a tile of the block mask, 0 without one
+    mask_k: int
+    ruled: bool  # beside a block mask, windows or lengths hide keys too
     plain: bool  # s = softmax_scale * q . k with a positive scale: the scale rides in the fma
 
 
@@ -59,6 +62,16 @@ class Extras(NamedTuple):
     bias_head: object = None
     bias_row: object = None
     bias_key: object = None
+    mask_bits: object = None  # see kernels.spec.MaskTensors
+    mask_reach: object = None  # keys that some row of a compute tile sees, see _mask.reached_keys
+    mask_rows: object = None
+    mask_row_entries: object = None
+    mask_columns: object = None
+    mask_column_entries: object = None
+    mask_row_tiles: object = None  # lists of a head and of all heads; 0 where they share them
+    mask_all_row_tiles: object = None
+    mask_column_tiles: object = None
+    mask_all_column_tiles: object = None
 
 
 class Scores(NamedTuple):
@@ -176,6 +189,20 @@ def visible(cols, begin, end, variant: tl.constexpr):
     seen = cols < end
     if variant.left:
         seen = seen & (cols >= begin)
+    return seen
+
+
+@triton.jit
+def visible_pairs(
+    cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Return which (query, key) pairs of a tile see one another; BITS: if `allowed` says so too."""
+    if BITS and not variant.ruled:
+        seen = allowed  # a mask hides all that lies outside the sequence
+    else:
+        seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
+        if BITS:
+            seen = seen & allowed
     return seen
 
 

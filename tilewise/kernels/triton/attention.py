@@ -29,6 +29,7 @@ from tilewise.kernels.triton._geometry import (
     strides_of,
     variant_of,
 )
+from tilewise.kernels.triton._mask import mask_reach_kernel
 from tilewise.kernels.triton._tile import Extras, HeadDims, Sequences
 from tilewise.kernels.triton.attention_bwd import BwdStrides, attention_bwd_rows_kernel
 from tilewise.kernels.triton.attention_bwd_bias import attention_bwd_bias_kernel
@@ -57,8 +58,8 @@ def why_not(spec: AttentionSpec) -> str | None:
     for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
         if not 16 <= width <= 256 or width % 8:
             return f"{name} must be a multiple of 8 from 16 to 256, got {width}"
-    if spec.mask_tile is not None or spec.dropout_p > 0:
-        return "masks and dropout have no Triton kernel yet"
+    if spec.dropout_p > 0:
+        return "dropout has no Triton kernel yet"
     return None
 
 
@@ -102,8 +103,9 @@ def launch_fwd(
     if num_tiles * num_heads == 0:
         return o, lse
     sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
-    extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes)
+    extras = extras_of(bias=bias, alibi_slopes=alibi_slopes, mask=mask)
     with device_of(q):
+        extras = _with_reach(extras, tile)
         attention_fwd_kernel[(num_tiles * num_heads,)](
             q, k, v, o, lse, dense(sinks), sequences, strides,
             num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
@@ -150,7 +152,7 @@ def launch_bwd(
         do = do.contiguous()
     given = {
         "sequences": Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k)),
-        "extras": extras_of(spec, bias=bias, alibi_slopes=alibi_slopes),
+        "extras": extras_of(bias=bias, alibi_slopes=alibi_slopes, mask=mask),
     }
     with device_of(q):
         lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
@@ -236,6 +238,7 @@ def launch_dq(
     num_heads = spec.batch * spec.num_q_heads
     if num_tiles * num_heads > 0:
         dims, strides = _bwd_strides(spec, q, k, v, do, dq, k, v, lse_log2)
+        extras = _with_reach(extras, tile)
         attention_bwd_dq_kernel[(num_tiles * num_heads,)](
             q, k, v, do, lse_log2, delta, dq, sequences, strides,
             num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
@@ -278,6 +281,21 @@ def launch_dbias(
         CHUNK=_BIAS_CHUNK, num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts[0] if num_parts == 1 else parts.sum(dim=0).to(bias.dtype)
+
+
+def _with_reach(extras: Extras, tile: TileConfig) -> Extras:
+    """Add which keys the rows of each compute tile see of a bit tile, (n, mask_q / tile_m, words).
+
+    Keys that no row of its tile sees are not loaded, so that NaN in them stays where it is.
+    """
+    bits = extras.mask_bits
+    if bits is None:
+        return extras
+    count, mask_q, words = bits.shape
+    reach = torch.empty((count, mask_q // tile.tile_m, words), dtype=bits.dtype, device=bits.device)
+    if reach.numel() > 0:
+        mask_reach_kernel[(reach.numel() // words,)](bits, reach, TILE_M=tile.tile_m, WORDS=words)
+    return extras._replace(mask_reach=reach)
 
 
 def _allocate(like: Tensor, shape: tuple[int, ...], spec: AttentionSpec) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._mask import entries_between, entries_of_tile, visible_bits
 from tilewise.kernels.triton._tile import (
     Scores,
     bias_start,
@@ -47,6 +48,21 @@ def _product(
         a_ptrs += CHUNK
         b_ptrs += CHUNK
     return product
+
+
+@triton.jit
+def _kind_of_tile(extras, b, h, row, col, variant: tl.constexpr):
+    """Return the bit tile in which a compute tile lies, -1 for a full tile, -2 for an empty one."""
+    first, full_last, last = entries_of_tile(
+        extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+        row // variant.mask_q,
+    )  # fmt: skip
+    entries, tile = extras.mask_row_entries, col // variant.mask_k
+    full, full_end = entries_between(entries, first, full_last, tile, tile + 1)
+    partial, partial_end = entries_between(entries, full_last, last, tile, tile + 1)
+    at = entries + partial.to(tl.int64) * 2 + 1
+    number = tl.load(at, mask=partial < partial_end, other=-2)
+    return tl.where(full < full_end, -1, number)
 
 
 @triton.jit(
@@ -107,25 +123,35 @@ def attention_bwd_bias_kernel(
             )  # fmt: skip
             for col in range(tl.maximum(begin, first_col), tl.minimum(end, last_col), TILE_N):
                 cols = col + tl.arange(0, TILE_N)
-                qk = _product(
-                    q_base, k_base, strides.q, strides.k, rows, cols, length_q, length_k,
-                    dims.d, CHUNK, dims.unit,
-                )  # fmt: skip
-                dp = _product(
-                    do_base, v_base, strides.do, strides.v, rows, cols, length_q, length_k,
-                    dims.dv, CHUNK, dims.unit,
-                )  # fmt: skip
-                distance = (rows + (length_k - length_q))[:, None] - cols[None, :]
-                bias = load_bias(
-                    scores, tl.minimum(rows, length_q - 1), cols, cols < length_k, variant,
-                    False, True,
-                )  # fmt: skip
-                s, _capped = logits_log2(qk, distance, bias, scores, variant)
-                seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
-                seen = seen & (rows < length_q)[:, None]
-                p = tl.exp2(s - lse_log2[:, None])
-                # Nothing of a pair that does not see one another enters the sum, NaN neither.
-                total += tl.where(seen, p * (dp - delta[:, None]), 0.0)
+                kind = first_row * 0 - 1
+                if variant.mask_q > 0:
+                    kind = _kind_of_tile(extras, b, h, row, col, variant)
+                if kind >= -1:
+                    qk = _product(
+                        q_base, k_base, strides.q, strides.k, rows, cols, length_q, length_k,
+                        dims.d, CHUNK, dims.unit,
+                    )  # fmt: skip
+                    dp = _product(
+                        do_base, v_base, strides.do, strides.v, rows, cols, length_q, length_k,
+                        dims.dv, CHUNK, dims.unit,
+                    )  # fmt: skip
+                    distance = (rows + (length_k - length_q))[:, None] - cols[None, :]
+                    bias = load_bias(
+                        scores, tl.minimum(rows, length_q - 1), cols, cols < length_k, variant,
+                        False, True,
+                    )  # fmt: skip
+                    s, _capped = logits_log2(qk, distance, bias, scores, variant)
+                    seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
+                    seen = seen & (rows < length_q)[:, None]
+                    p = tl.exp2(s - lse_log2[:, None])
+                    if variant.mask_q > 0:
+                        allowed = visible_bits(
+                            extras.mask_bits, tl.maximum(kind, 0), row % variant.mask_q,
+                            col % variant.mask_k, variant, TILE_M, TILE_N, False,
+                        )  # fmt: skip
+                        seen = seen & (allowed | (kind < 0))
+                    # Nothing of a pair that does not see one another enters the sum, NaN neither.
+                    total += tl.where(seen, p * (dp - delta[:, None]), 0.0)
     offset = (part.to(tl.int64) * planes + plane) * num_rows * num_keys
     rows, cols = first_row + tl.arange(0, TILE_M), first_col + tl.arange(0, TILE_N)
     if SHARED_ROWS:

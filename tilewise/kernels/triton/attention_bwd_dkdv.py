@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._mask import entries_between, entries_of_tile, visible_bits
 from tilewise.kernels.triton._tile import (
     LOG2E,
     Scores,
@@ -58,10 +59,13 @@ class Queries(NamedTuple):
 
 @triton.jit
 def _fold_tile(
-    dk, dv, keys, queries, q_ptrs, do_ptrs, rows, scores,
-    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, keys, queries, q_ptrs, do_ptrs, rows, allowed, scores,
+    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the queries `rows` into dk and dv."""
+    """Fold the queries `rows` into dk and dv.
+
+    MASKED: only rows of the sequence exist; BITS: a pair must be `allowed` by a bit tile too.
+    """
     loaded = rows < queries.length
     q = load_rows(q_ptrs, loaded, dims.d, dims.d_pad, MASKED)
     if MASKED:
@@ -85,11 +89,15 @@ def _fold_tile(
         s = tl.where(rows[None, :] >= keys.query_begin[:, None], s, float("-inf"))
     if MASKED and variant.left:
         s = tl.where(rows[None, :] < keys.query_end[:, None], s, float("-inf"))
+    if BITS:
+        s = tl.where(allowed, s, float("-inf"))
     p = tl.exp2(s)
     do = load_rows(do_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
     dp = tl.dot(keys.v, tl.trans(do), input_precision="ieee")
     ds = p * (dp - delta[None, :])
+    if BITS:  # 0 * NaN, where the values of a key that nobody sees are not numbers
+        ds = tl.where(allowed, ds, 0.0)
     if variant.softcap:
         ds *= 1.0 - capped * capped
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -109,11 +117,41 @@ def _fold_queries(
     do_step = row_step(TILE_M, queries.do_row, dims.unit)
     for _ in range(begin, end, TILE_M):
         dk, dv = _fold_tile(
-            dk, dv, keys, queries, q_ptrs, do_ptrs, rows, scores, dims, variant, MASKED
+            dk, dv, keys, queries, q_ptrs, do_ptrs, rows, None, scores, dims, variant, MASKED, False
         )
         q_ptrs += q_step
         do_ptrs += do_step
         rows += TILE_M
+    return dk, dv
+
+
+@triton.jit
+def _fold_entries(
+    dk, dv, keys, queries, extras, first_col, first, last, scores,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Fold the mask tiles [first, last) of a list into dk and dv; partial ones have BITS."""
+    STEPS: tl.constexpr = variant.mask_q // TILE_M
+    MASKED: tl.constexpr = BITS or variant.ruled
+    entries = extras.mask_column_entries + first.to(tl.int64) * 2
+    for step in range(0, (last - first) * STEPS):
+        within = step % STEPS * TILE_M
+        begin = tl.load(entries + step // STEPS * 2) * variant.mask_q + within
+        rows = begin + tl.arange(0, TILE_M)
+        allowed = None
+        if BITS:
+            number = tl.load(entries + step // STEPS * 2 + 1)
+            allowed = visible_bits(
+                extras.mask_bits, number, within, first_col % variant.mask_k, variant,
+                TILE_M, TILE_N, True,
+            )  # fmt: skip
+        q_ptrs = row_pointers(queries.q, begin, TILE_M, queries.q_row, dims.d_pad, dims)
+        do_ptrs = row_pointers(queries.do, begin, TILE_M, queries.do_row, dims.dv_pad, dims)
+        dk, dv = _fold_tile(
+            dk, dv, keys, queries, q_ptrs, do_ptrs, rows, allowed, scores,
+            dims, variant, MASKED, BITS,
+        )  # fmt: skip
     return dk, dv
 
 
@@ -182,16 +220,36 @@ def attention_bwd_dkdv_kernel(
         if variant.bias:
             bias = bias_start(extras, b, h)
         scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
-        if variant.right:
+        if variant.mask_q > 0:
+            first, full_last, last = entries_of_tile(
+                extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,
+                first_col // variant.mask_k,
+            )  # fmt: skip
+            partial = full_last
+            if variant.ruled:
+                first_tile, end_tile = begin // variant.mask_q, tl.cdiv(end, variant.mask_q)
+                entries = extras.mask_column_entries
+                first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
+                partial, last = entries_between(entries, partial, last, first_tile, end_tile)
+            dk, dv = _fold_entries(
+                dk, dv, keys, queries, extras, first_col, first, full_last, scores,
+                dims, variant, TILE_M, TILE_N, False,
+            )  # fmt: skip
+            dk, dv = _fold_entries(
+                dk, dv, keys, queries, extras, first_col, partial, last, scores,
+                dims, variant, TILE_M, TILE_N, True,
+            )  # fmt: skip
+        else:
+            if variant.right:
+                dk, dv = _fold_queries(
+                    dk, dv, keys, queries, begin, full_begin, scores, dims, variant, TILE_M, True
+                )
             dk, dv = _fold_queries(
-                dk, dv, keys, queries, begin, full_begin, scores, dims, variant, TILE_M, True
+                dk, dv, keys, queries, full_begin, full_end, scores, dims, variant, TILE_M, False
             )
-        dk, dv = _fold_queries(
-            dk, dv, keys, queries, full_begin, full_end, scores, dims, variant, TILE_M, False
-        )
-        dk, dv = _fold_queries(
-            dk, dv, keys, queries, full_end, end, scores, dims, variant, TILE_M, True
-        )
+            dk, dv = _fold_queries(
+                dk, dv, keys, queries, full_end, end, scores, dims, variant, TILE_M, True
+            )
     # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
     dk = tl.where(real[:, None], dk * softmax_scale, 0.0)
     dv = tl.where(real[:, None], dv, 0.0)

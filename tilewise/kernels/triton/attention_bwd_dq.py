@@ -14,6 +14,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._mask import (
+    entries_between,
+    entries_of_tile,
+    reached_keys,
+    visible_bits,
+)
 from tilewise.kernels.triton._tile import (
     LOG2E,
     Scores,
@@ -31,6 +37,7 @@ from tilewise.kernels.triton._tile import (
     store_rows,
     tile_of_program,
     visible,
+    visible_pairs,
 )
 
 
@@ -60,10 +67,10 @@ class Keys(NamedTuple):
 
 @triton.jit
 def _fold_tile(
-    dq, queries, k_ptrs, v_ptrs, cols, loaded, scores,
-    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr,
+    dq, queries, k_ptrs, v_ptrs, cols, loaded, allowed, scores,
+    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys `cols` into dq."""
+    """Fold the keys `cols` into dq; MASKED and BITS are those of the forward pass."""
     k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
     v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
     s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
@@ -78,9 +85,11 @@ def _fold_tile(
         s, capped = logits_log2(s, distance, bias, scores, variant)
         s -= queries.lse_log2[:, None]
     if MASKED:
-        seen = visible(cols[None, :], queries.key_begin[:, None], queries.key_end[:, None], variant)
+        seen = visible_pairs(cols, queries.key_begin, queries.key_end, allowed, variant, BITS)
         s = tl.where(seen, s, float("-inf"))
     ds = tl.exp2(s) * (dp - queries.delta[:, None])
+    if BITS:  # 0 * NaN, where the value of a key that others see is not a number
+        ds = tl.where(seen, ds, 0.0)
     if variant.softcap:
         ds *= 1.0 - capped * capped
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -99,10 +108,45 @@ def _fold_keys(
     v_step = row_step(TILE_N, keys.v_row, dims.unit)
     for _ in range(begin, end, TILE_N):
         loaded = visible(cols, keys.begin, keys.end, variant)
-        dq = _fold_tile(dq, queries, k_ptrs, v_ptrs, cols, loaded, scores, dims, variant, MASKED)
+        dq = _fold_tile(
+            dq, queries, k_ptrs, v_ptrs, cols, loaded, None, scores, dims, variant, MASKED, False
+        )
         k_ptrs += k_step
         v_ptrs += v_step
         cols += TILE_N
+    return dq
+
+
+@triton.jit
+def _fold_entries(
+    dq, queries, keys, extras, first_row, first, last, scores,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Fold the mask tiles [first, last) of a list into dq; partial ones have BITS."""
+    STEPS: tl.constexpr = variant.mask_k // TILE_N
+    MASKED: tl.constexpr = BITS or variant.ruled
+    entries = extras.mask_row_entries + first.to(tl.int64) * 2
+    for step in range(0, (last - first) * STEPS):
+        within = step % STEPS * TILE_N
+        begin = tl.load(entries + step // STEPS * 2) * variant.mask_k + within
+        cols = begin + tl.arange(0, TILE_N)
+        loaded = visible(cols, keys.begin, keys.end, variant)
+        allowed = None
+        if BITS:
+            number = tl.load(entries + step // STEPS * 2 + 1)
+            row = first_row % variant.mask_q
+            loaded &= reached_keys(
+                extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
+            )
+            allowed = visible_bits(
+                extras.mask_bits, number, row, within, variant, TILE_M, TILE_N, False
+            )
+        k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
+        v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
+        dq = _fold_tile(
+            dq, queries, k_ptrs, v_ptrs, cols, loaded, allowed, scores, dims, variant, MASKED, BITS
+        )
     return dq
 
 
@@ -160,10 +204,34 @@ def attention_bwd_dq_kernel(
     )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     dq = tl.zeros([TILE_M, D_PAD], tl.float32)
-    if variant.left:
-        dq = _fold_keys(dq, queries, keys, begin, full_begin, scores, dims, variant, TILE_N, True)
-    dq = _fold_keys(dq, queries, keys, full_begin, full_end, scores, dims, variant, TILE_N, False)
-    dq = _fold_keys(dq, queries, keys, full_end, end, scores, dims, variant, TILE_N, True)
+    if variant.mask_q > 0:
+        first, full_last, last = entries_of_tile(
+            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+            first_row // variant.mask_q,
+        )  # fmt: skip
+        partial = full_last
+        if variant.ruled:
+            first_tile, end_tile = begin // variant.mask_k, tl.cdiv(end, variant.mask_k)
+            entries = extras.mask_row_entries
+            first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
+            partial, last = entries_between(entries, partial, last, first_tile, end_tile)
+        dq = _fold_entries(
+            dq, queries, keys, extras, first_row, first, full_last, scores,
+            dims, variant, TILE_M, TILE_N, False,
+        )  # fmt: skip
+        dq = _fold_entries(
+            dq, queries, keys, extras, first_row, partial, last, scores,
+            dims, variant, TILE_M, TILE_N, True,
+        )  # fmt: skip
+    else:
+        if variant.left:
+            dq = _fold_keys(
+                dq, queries, keys, begin, full_begin, scores, dims, variant, TILE_N, True
+            )
+        dq = _fold_keys(
+            dq, queries, keys, full_begin, full_end, scores, dims, variant, TILE_N, False
+        )
+        dq = _fold_keys(dq, queries, keys, full_end, end, scores, dims, variant, TILE_N, True)
     dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
     dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq[1], dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)

@@ -16,6 +16,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._mask import (
+    entries_between,
+    entries_of_tile,
+    reached_keys,
+    visible_bits,
+)
 from tilewise.kernels.triton._tile import (
     LN2,
     LOG2E,
@@ -34,6 +40,7 @@ from tilewise.kernels.triton._tile import (
     store_rows,
     tile_of_program,
     visible,
+    visible_pairs,
 )
 
 
@@ -70,10 +77,13 @@ class Keys(NamedTuple):
 
 @triton.jit
 def _attend_tile(
-    acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, scores,
-    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr,
+    acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, allowed, scores,
+    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys `cols` into (acc, l, m): one step of the online softmax."""
+    """Fold the keys `cols` into (acc, l, m): one step of the online softmax.
+
+    MASKED: only keys that are `loaded` exist; BITS: a pair must be `allowed` by a bit tile too.
+    """
     k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
     s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
     if not variant.plain:
@@ -83,7 +93,7 @@ def _attend_tile(
             bias = load_bias(scores, queries.rows, cols, loaded, variant, False, MASKED)
         s, _ = logits_log2(s, distance, bias, scores, variant)
     if MASKED:
-        seen = visible(cols[None, :], queries.key_begin[:, None], queries.key_end[:, None], variant)
+        seen = visible_pairs(cols, queries.key_begin, queries.key_end, allowed, variant, BITS)
         s = tl.where(seen, s, float("-inf"))
     # A plain s stays in raw units: a positive scale commutes with max and rides in the fma.
     if variant.plain:
@@ -119,11 +129,46 @@ def _attend(
     for _ in range(begin, end, TILE_N):
         loaded = visible(cols, keys.begin, keys.end, variant)
         acc, l, m = _attend_tile(
-            acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, scores, dims, variant, MASKED
-        )
+            acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, None, scores,
+            dims, variant, MASKED, False,
+        )  # fmt: skip
         k_ptrs += k_step
         v_ptrs += v_step
         cols += TILE_N
+    return acc, l, m
+
+
+@triton.jit
+def _attend_entries(
+    acc, l, m, queries, keys, extras, first_row, first, last, scores,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Fold the mask tiles [first, last) of a list into (acc, l, m); partial ones have BITS."""
+    STEPS: tl.constexpr = variant.mask_k // TILE_N
+    MASKED: tl.constexpr = BITS or variant.ruled
+    entries = extras.mask_row_entries + first.to(tl.int64) * 2
+    for step in range(0, (last - first) * STEPS):
+        within = step % STEPS * TILE_N
+        begin = tl.load(entries + step // STEPS * 2) * variant.mask_k + within
+        cols = begin + tl.arange(0, TILE_N)
+        loaded = visible(cols, keys.begin, keys.end, variant)
+        allowed = None
+        if BITS:
+            number = tl.load(entries + step // STEPS * 2 + 1)
+            row = first_row % variant.mask_q
+            loaded &= reached_keys(
+                extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
+            )
+            allowed = visible_bits(
+                extras.mask_bits, number, row, within, variant, TILE_M, TILE_N, False
+            )
+        k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
+        v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
+        acc, l, m = _attend_tile(
+            acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, allowed, scores,
+            dims, variant, MASKED, BITS,
+        )  # fmt: skip
     return acc, l, m
 
 
@@ -179,16 +224,36 @@ def attention_fwd_kernel(
         q, tl.minimum(rows, length_q - 1), rows + (length_k - length_q), key_begin, key_end
     )
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
-    if variant.left:
+    if variant.mask_q > 0:
+        first, full_last, last = entries_of_tile(
+            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+            first_row // variant.mask_q,
+        )  # fmt: skip
+        partial = full_last
+        if variant.ruled:
+            first_tile, end_tile = begin // variant.mask_k, tl.cdiv(end, variant.mask_k)
+            entries = extras.mask_row_entries
+            first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
+            partial, last = entries_between(entries, partial, last, first_tile, end_tile)
+        acc, l, m = _attend_entries(
+            acc, l, m, queries, keys, extras, first_row, first, full_last, scores,
+            dims, variant, TILE_M, TILE_N, False,
+        )  # fmt: skip
+        acc, l, m = _attend_entries(
+            acc, l, m, queries, keys, extras, first_row, partial, last, scores,
+            dims, variant, TILE_M, TILE_N, True,
+        )  # fmt: skip
+    else:
+        if variant.left:
+            acc, l, m = _attend(
+                acc, l, m, queries, keys, begin, full_begin, scores, dims, variant, TILE_N, True
+            )
         acc, l, m = _attend(
-            acc, l, m, queries, keys, begin, full_begin, scores, dims, variant, TILE_N, True
+            acc, l, m, queries, keys, full_begin, full_end, scores, dims, variant, TILE_N, False
         )
-    acc, l, m = _attend(
-        acc, l, m, queries, keys, full_begin, full_end, scores, dims, variant, TILE_N, False
-    )
-    acc, l, m = _attend(
-        acc, l, m, queries, keys, full_end, end, scores, dims, variant, TILE_N, True
-    )
+        acc, l, m = _attend(
+            acc, l, m, queries, keys, full_end, end, scores, dims, variant, TILE_N, True
+        )
 
     total = tl.where(l == 0.0, 1.0, l)
     lse_base = head_base(lse_ptr, b, first_q, h, strides.lse, 1)

@@ -1,0 +1,89 @@
+"""Block masks on the device: which tiles a program visits, and what it sees of a partial one.
+
+What: the lists and bit tiles of `kernels.spec.MaskTensors`, read tile by tile.
+Grid: none, inlined into the kernels of attention; `mask_reach_kernel` has one program for each
+      band of TILE_M rows of each bit tile.
+One call: the entries of one tile of rows (or keys), or one compute tile of bits.
+Traffic: 8 bytes an entry; of a bit tile one word for 32 keys of a row, whatever the tile's layout.
+Numerics: integers. A compute tile divides a mask tile, so it has one entry.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def entries_of_tile(spans, b, h, batch, head, tile):
+    """Return (first entry, end of the full ones, end of the partial ones) of a tile's list."""
+    at = spans + (b.to(tl.int64) * batch + h.to(tl.int64) * head + tile) * 3
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def entries_between(entries, begin, end, first_tile, end_tile):
+    """Cut a run of entries, which ascend, to those of the tiles [first_tile, end_tile)."""
+    begin = _first_from(entries, begin, end, first_tile)
+    return begin, _first_from(entries, begin, end, end_tile)
+
+
+@triton.jit
+def _first_from(entries, begin, end, tile):
+    """Return the first of the ascending entries [begin, end) that is `tile` or comes after it."""
+    while begin < end:
+        middle = begin + (end - begin) // 2
+        before = tl.load(entries + middle.to(tl.int64) * 2) < tile
+        begin = tl.where(before, middle + 1, begin)
+        end = tl.where(before, end, middle)
+    return begin
+
+
+@triton.jit
+def visible_bits(
+    bits, number, first_row, first_key,
+    variant: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Return a compute tile of bit tile `number`, bool (ROWS, KEYS) or transposed.
+
+    Rows and keys count from the start of the mask tile. Each row loads each of its words once; a
+    thread of a tensor core's accumulator then shifts its few words by its own columns.
+    """
+    WORDS: tl.constexpr = variant.mask_k // 32
+    row_axis: tl.constexpr = 0 if KEYS_FIRST else 1
+    start = (number.to(tl.int64) * variant.mask_q + first_row) * WORDS + first_key // 32
+    ptrs = bits + start + tl.arange(0, ROWS) * WORDS
+    keys = first_key % 32 + tl.arange(0, KEYS)
+    at = tl.expand_dims(keys, 1 - row_axis)
+    word = tl.expand_dims(tl.load(ptrs), row_axis)
+    for index in tl.static_range(1, KEYS // 32):
+        following = tl.expand_dims(tl.load(ptrs + index), row_axis)
+        word = tl.where(at >= 32 * index, following, word)
+    return (word >> (at % 32)) & 1 != 0
+
+
+@triton.jit
+def reached_keys(
+    reach, number, band, first_key, variant: tl.constexpr, TILE_M: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return which keys of a compute tile some row of band `band` of its bit tile sees."""
+    WORDS: tl.constexpr = variant.mask_k // 32
+    keys = first_key + tl.arange(0, KEYS)
+    start = (number.to(tl.int64) * (variant.mask_q // TILE_M) + band) * WORDS
+    return (tl.load(reach + start + keys // 32) >> (keys % 32)) & 1 != 0
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def mask_reach_kernel(bits, reach, TILE_M: tl.constexpr, WORDS: tl.constexpr):
+    """Join the words of TILE_M rows of a bit tile: the keys that any of them sees."""
+    band = tl.program_id(0).to(tl.int64)
+    words = tl.arange(0, WORDS)
+    rows = band * TILE_M + tl.arange(0, TILE_M)
+    seen = tl.load(bits + rows[:, None] * WORDS + words[None, :])
+    tl.store(reach + band * WORDS + words, tl.reduce(seen, 0, _either))
