@@ -9,6 +9,8 @@ else: a model that indexes, changes or combines it gets the matrix that "sdpa" w
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +232,11 @@ def _without_interface(config_type: type) -> str | None:
         return None
     model: Any = MODEL_MAPPING[config_type]
     models = model if isinstance(model, tuple) else (model,)
-    if any(one._can_set_attn_implementation() for one in models):
+    # The second is how early releases of 5 looked the function up.
+    if any(
+        one._can_set_attn_implementation()
+        or "ALL_ATTENTION_FUNCTIONS[" in inspect.getsource(sys.modules[one.__module__])
+        for one in models
+    ):
         return None
     return str(models[0].__name__)
