@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -135,6 +135,14 @@ def test_second_derivatives_agree_with_differences_in_both_modes(case):
     assert gradgradcheck(
         function, leaves, fast_mode=True, check_fwd_over_rev=True, check_rev_over_rev=True
     )
+
+
+@pytest.mark.parametrize("name", ["packed_with_everything", "dense_with_everything"])
+def test_the_oracle_as_a_backend_is_differentiable_twice(name):
+    case = next(c for c in CASES if c.name == name)
+    function, leaves = _function(replace(case, options={**case.options, "backend": "reference"}))
+    assert gradcheck(function, leaves, fast_mode=True, check_forward_ad=True)
+    assert gradgradcheck(function, leaves, fast_mode=True, check_fwd_over_rev=True)
 
 
 def _forward_then_any(function: Callable, leaves: list[Tensor]) -> Callable:

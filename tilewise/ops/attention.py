@@ -78,6 +78,10 @@ def attention(
     j <= i + Sk - Sq (causal) and j lies inside the window: bottom-right aligned, so with Sq < Sk
     the queries are the last positions. A row that sees nothing gives o = 0 and lse = -inf.
 
+    Differentiable twice in every mode: backward, create_graph, forward mode, torch.func with vmap,
+    also compiled. What comes after the gradient is no backend's: tiles of plain torch compute it on
+    any device, for every argument below, in O(N) memory.
+
     Args:
         q: (B, Sq, Hq, D), float16, bfloat16, float32 (or float64 on a CPU); last dim contiguous.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), same dtype; Hq is a multiple of Hk, and query head
@@ -96,7 +100,8 @@ def attention(
         dropout_p: probability with which each p_ij is dropped, in steps of 2**-16; the kept ones
             are multiplied by 1 / (1 - dropout_p). lse does not feel it.
         seed: what decides which: an int, (seed, offset), or int64 (2,) on q's device; None draws
-            it from torch's generator. See `dropout_keep_mask`.
+            it from torch's generator. See `dropout_keep_mask`. Under torch.vmap a seed is that of
+            every sample, and None follows vmap's `randomness`.
         deterministic: the backward pass must be bitwise reproducible.
         return_lse: also return the log-sum-exp of the logits, which is differentiable too.
         backend: "cpu", "triton" or "reference"; None chooses. A name is obeyed or refused.
@@ -107,7 +112,8 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
-        UnsupportedError: the backend cannot run this call; the message says why.
+        UnsupportedError: the backend cannot run this call, and the message says why; or a third
+            derivative was asked for.
 
     Source: FlashAttention (2022) Algorithm 1, FlashAttention-2 (FlashForward2) and its backward.
 
