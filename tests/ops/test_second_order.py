@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, func
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -150,7 +150,7 @@ def _forward_then_any(function: Callable, leaves: list[Tensor]) -> Callable:
 
     def along(*both: Tensor) -> tuple[Tensor, ...]:
         count = len(leaves)
-        result: tuple[Tensor, ...] = torch.func.jvp(function, both[:count], both[count:])[1]
+        result: tuple[Tensor, ...] = func.jvp(function, both[:count], both[count:])[1]
         return result
 
     return along
@@ -166,7 +166,7 @@ def test_forward_mode_is_itself_differentiable_in_both_modes(name):
     assert gradcheck(along, (*leaves, *directions), fast_mode=True)
     faster = [torch.randn_like(x) for x in (*leaves, *directions)]
     points = [x.detach() for x in (*leaves, *directions)]
-    _, twice = torch.func.jvp(along, tuple(points), tuple(faster))
+    _, twice = func.jvp(along, tuple(points), tuple(faster))
     step = 1e-5
     ahead, behind = (
         along(*(x + sign * step * d for x, d in zip(points, faster, strict=True)))
@@ -191,7 +191,8 @@ LARGE = {
 def _double_backward(run: Callable, leaves: list[Tensor], given: list[Tensor]) -> list[Tensor]:
     """First gradients, then the gradients of their product with the directions."""
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
-    do, dlse, *directions = (g.to(leaves[0].dtype) for g in given)
+    do, dlse = (g.to(leaves[0].dtype) for g in given[:2])
+    directions = [g.to(x.dtype) for g, x in zip(given[2:], leaves, strict=True)]
     do.requires_grad_()
     o, lse = run(*leaves)
     loss = (o * do).sum() + torch.where(lse.isneginf(), 0.0, lse * dlse).sum()
@@ -200,32 +201,44 @@ def _double_backward(run: Callable, leaves: list[Tensor], given: list[Tensor]) -
 
 
 @pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32, torch.bfloat16], ids=str)
-def test_double_backward_keeps_the_budget_over_many_tiles(name, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        ("cpu", DOUBLE),
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_double_backward_keeps_the_budget_over_many_tiles(name, place, dtype, monkeypatch):
     monkeypatch.setattr(_attention_tiles, "TILE", 128)
     monkeypatch.setitem(_attention_tiles._ELEMENTS, "cpu", 128 * 128 * 2)
     seqlen_q, seqlen_k, options, extras = LARGE[name]
-    q, k, v = make_qkv(2, seqlen_q, seqlen_k, 4, 2, 16, dtype=dtype, v_head_dim=8)
+    q, k, v = make_qkv(2, seqlen_q, seqlen_k, 4, 2, 16, dtype=dtype, v_head_dim=8, device=place)
     leaves, names = [q, k, v], ["q", "k", "v"]
     mine, oracle = dict(options), {x: options[x] for x in ("window", "softcap") if x in options}
     oracle["causal"] = options.get("causal", False)
     if "bias" in extras:
-        leaves.append(torch.randn(2, 1, seqlen_q, seqlen_k).to(dtype))
+        leaves.append(torch.randn(2, 1, seqlen_q, seqlen_k).to(q))
         names.append("bias")
     if "sinks" in extras:
-        leaves.append(torch.randn(4, dtype=torch.promote_types(dtype, torch.float32)))
+        leaves.append(torch.randn(4).to(place, torch.promote_types(dtype, torch.float32)))
         names.append("sinks")
     if "alibi_slopes" in extras:
-        mine["alibi_slopes"] = oracle["alibi_slopes"] = torch.rand(2, 4, dtype=DOUBLE).to(q.dtype)
+        mine["alibi_slopes"] = oracle["alibi_slopes"] = torch.rand(2, 4).to(q)
     if "mask" in extras:
         visible = torch.rand(1, 4, seqlen_q, seqlen_k) < 0.7
         visible[..., :128, 128:] = False
-        oracle["mask"], mine["mask"] = visible, masks.dense(visible, tile=(64, 128))
+        oracle["mask"] = visible.to(place)
+        mine["mask"] = masks.dense(visible, tile=(64, 128)).to(place)
     if "seqlens_k" in extras:
-        mine["seqlens_k"] = oracle["seqlens_k"] = torch.tensor([270, 129], dtype=torch.int32)
+        lengths = torch.tensor([270, 129], dtype=torch.int32, device=place)
+        mine["seqlens_k"] = oracle["seqlens_k"] = lengths
     if "dropout_p" in options:
         shape = (2, 4, seqlen_q, seqlen_k)
-        oracle["keep_mask"] = ops.dropout_keep_mask(shape, dropout_p=0.2, seed=3)
+        oracle["keep_mask"] = ops.dropout_keep_mask(shape, dropout_p=0.2, seed=3, device=place)
         oracle["dropout_p"] = round(0.2 * 65536) / 65536
 
     def ours(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,8 +252,8 @@ def test_double_backward_keeps_the_budget_over_many_tiles(name, dtype, monkeypat
 
     given = [torch.randn(*q.shape[:3], 8), torch.randn(2, 4, seqlen_q)]
     given += [torch.randn(leaf.shape) for leaf in leaves]
-    given = [x.to(dtype) for x in given]
-    doubles = [x.to(dtype).double() for x in leaves]
+    given = [x.to(q) for x in given]
+    doubles = [x.double() for x in leaves]
     truth = _double_backward(eager, doubles, given)
     plain = _double_backward(eager, leaves, given)
     found = _double_backward(ours, leaves, given)
@@ -295,6 +308,38 @@ def test_double_backward_of_8192_tokens_makes_no_square_matrix():
     assert max(largest.elements.values()) <= 16 * q.numel()  # the CPU's backward: 16 parts of dq
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "causal": True}], ids=["", "softcap"])
+def test_directions_that_are_zero_in_most_inputs_add_up(options):
+    """Zero directions take shorter paths; derivatives are linear in them all the same."""
+    shapes = ((2, 3, 2, 4), (2, 4, 1, 4), (2, 4, 1, 4), (1, 2, 3, 4), (2,))
+    point = tuple(torch.randn(shape, dtype=DOUBLE) for shape in shapes)
+    along = tuple(torch.randn(shape, dtype=DOUBLE) for shape in shapes)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.attention(q, k, v, bias=bias, sinks=sinks, **options, return_lse=True)
+
+    def loss(*x: Tensor) -> Tensor:
+        return sum(y.square().sum() for y in call(*x))
+
+    def derive(function: Callable, *numbers: int) -> tuple[Tensor, ...]:
+        def of_some(*x: Tensor) -> tuple[Tensor, ...]:
+            every = list(point)
+            for number, value in zip(numbers, x, strict=True):
+                every[number] = value
+            result: tuple[Tensor, ...] = function(*every)
+            return result
+
+        some = tuple(point[n] for n in numbers), tuple(along[n] for n in numbers)
+        tangents: tuple[Tensor, ...] = func.jvp(of_some, *some)[1]
+        return tangents
+
+    gradient = func.grad(loss, (0, 1, 2, 3, 4))
+    for function in (call, gradient, lambda *x: func.jvp(call, x, along)[1]):
+        parts = zip(*(derive(function, n) for n in range(5)), strict=True)
+        for together, apart in zip(derive(function, 0, 1, 2, 3, 4), parts, strict=True):
+            torch.testing.assert_close(together, sum(apart))
+
+
 def _three_times(function: Callable[[Tensor], Tensor], q: Tensor) -> None:
     q.requires_grad_()
     (first,) = torch.autograd.grad(function(q).sum(), q, create_graph=True)
@@ -304,13 +349,13 @@ def _three_times(function: Callable[[Tensor], Tensor], q: Tensor) -> None:
 
 def _forward_three_times(function: Callable[[Tensor], Tensor], q: Tensor) -> None:
     def along(f: Callable) -> Callable:
-        return lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
+        return lambda x: func.jvp(f, (x,), (torch.ones_like(x),))[1]
 
     along(along(along(function)))(q)
 
 
 def _forward_over_both(function: Callable[[Tensor], Tensor], q: Tensor) -> None:
-    torch.func.jacfwd(torch.func.hessian(lambda x: function(x).sum()))(q)
+    func.jacfwd(func.hessian(lambda x: function(x).sum()))(q)
 
 
 @pytest.mark.parametrize("derive", [_three_times, _forward_three_times, _forward_over_both])
@@ -336,10 +381,8 @@ def _second_order(q: Tensor, k: Tensor, v: Tensor, **options) -> list[Tensor]:
 
     point = (q, k, v)
     along = tuple(torch.full_like(x, 0.5) for x in point)
-    tangents = torch.func.jvp(
-        lambda *x: ops.attention(*x, **options, return_lse=True), point, along
-    )[1]
-    second = torch.func.jvp(torch.func.grad(loss, (0, 1, 2)), point, along)[1]
+    tangents = func.jvp(lambda *x: ops.attention(*x, **options, return_lse=True), point, along)[1]
+    second = func.jvp(func.grad(loss, (0, 1, 2)), point, along)[1]
     return [*tangents, *second]
 
 
