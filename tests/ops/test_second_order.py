@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import masks, ops
 from tilewise.errors import UnsupportedError
-from tilewise.ops import _attention_op, _attention_tiles
+from tilewise.ops import _attention_op, _attention_parts
 from tilewise.reference import standard
 from tilewise.testing import assert_within_budget, make_qkv
 
@@ -213,8 +213,8 @@ def _double_backward(run: Callable, leaves: list[Tensor], given: list[Tensor]) -
     ids=str,
 )
 def test_double_backward_keeps_the_budget_over_many_tiles(name, place, dtype, monkeypatch):
-    monkeypatch.setattr(_attention_tiles, "TILE", 128)
-    monkeypatch.setitem(_attention_tiles._ELEMENTS, "cpu", 128 * 128 * 2)
+    monkeypatch.setattr(_attention_parts, "TILE", 128)
+    monkeypatch.setitem(_attention_parts._ELEMENTS, "cpu", 128 * 128 * 2)
     seqlen_q, seqlen_k, options, extras = LARGE[name]
     q, k, v = make_qkv(2, seqlen_q, seqlen_k, 4, 2, 16, dtype=dtype, v_head_dim=8, device=place)
     leaves, names = [q, k, v], ["q", "k", "v"]
@@ -302,7 +302,7 @@ def test_double_backward_of_8192_tokens_makes_no_square_matrix():
         grads = torch.autograd.grad(o.sum(), (q, k, v), create_graph=True)
         sum(g.square().sum() for g in grads).backward()
     assert all(bool(x.grad.isfinite().all()) for x in (q, k, v))
-    most = max(_attention_tiles.TILE**2, q.numel())
+    most = max(_attention_parts.TILE**2, q.numel())
     for name in ("tilewise::attention_tangent", "tilewise::attention_second"):
         assert 0 < largest.elements[name] <= most
     assert max(largest.elements.values()) <= 16 * q.numel()  # the CPU's backward: 16 parts of dq

@@ -1,8 +1,7 @@
 """One call of attention cut into tiles, in torch: what its second derivatives walk over.
 
-A call is strips of queries, a strip is tiles of keys. Strips hold sequences of equal lengths
-together, or some heads of one sequence, so that a temporary of a tile stays small whatever the
-batch; nothing here grows with Sq * Sk. Tiles that nothing sees are not made.
+A call is parts (see _attention_parts.py), a part is strips of queries, a strip is tiles of keys;
+nothing here grows with Sq * Sk. Tiles that nothing sees are not made.
 
 Tensors of a tile are (b, Hk, G * m, n): the m rows of the G query heads that share a key head lie
 under one another, so that every product is one matrix product a key head. Numbers are float32, or
@@ -19,16 +18,12 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import AttentionSpec
+from tilewise.ops import _attention_parts
+from tilewise.ops._attention_parts import Part
 from tilewise.ops._attention_visible import MaskStrip, MaskWalk
 from tilewise.reference import dropout
 
-TILE = 512  # queries and keys of a tile
-_GRID = (
-    128  # tiles of keys start at multiples of it: mask tiles divide it, and so does dropout's 32
-)
-# Elements of one temporary: 4 MiB of float32 stay in a CPU's cache; a GPU wants work for all of it.
-_ELEMENTS = {"cpu": 2**20}
-_ELEMENTS_ELSEWHERE = 2**24
+_GRID = 128  # tiles of keys start at multiples of it; mask tiles divide it, as does dropout's 32
 
 
 class Tangents(NamedTuple):
@@ -46,65 +41,6 @@ class Dot(NamedTuple):
 
     s: Tensor | float  # softmax_scale * (q' k + q k')
     t: Tensor | float  # of the final logit: phi'(s) s' + bias'
-
-
-class Part(NamedTuple):
-    """Sequences of equal lengths, or some heads of one sequence."""
-
-    spec: AttentionSpec
-    batch: slice
-    heads: slice  # of the keys
-    tokens_q: slice
-    tokens_k: slice
-
-    @property
-    def length_q(self) -> int:
-        """Queries of each sequence."""
-        return int(self.tokens_q.stop - self.tokens_q.start)
-
-    @property
-    def length_k(self) -> int:
-        """Keys of each sequence."""
-        return int(self.tokens_k.stop - self.tokens_k.start)
-
-    @property
-    def query_heads(self) -> slice:
-        """The heads of the queries that read `heads`."""
-        group = self.spec.group_size
-        return slice(self.heads.start * group, self.heads.stop * group)
-
-    def queries(self, x: Tensor) -> Tensor:
-        """View (B, Sq, Hq, D) or (T, Hq, D) as (b, Hk, G, Sq, D)."""
-        tokens = x[self.tokens_q].unsqueeze(0) if self.spec.is_varlen else x[self.batch]
-        heads: Tensor = tokens[:, :, self.query_heads].unflatten(2, (-1, self.spec.group_size))
-        return heads.permute(0, 2, 3, 1, 4)
-
-    def keys(self, x: Tensor) -> Tensor:
-        """View (B, Sk, Hk, D) or (T, Hk, D) as (b, Hk, Sk, D)."""
-        varlen = self.spec.is_varlen
-        tokens = x[self.tokens_k].unsqueeze(0) if varlen else x[self.batch, self.tokens_k]
-        return tokens[:, :, self.heads].transpose(1, 2)
-
-    def rows(self, x: Tensor) -> Tensor:
-        """View (B, Hq, Sq) or (Hq, T) as (b, Hk, G, Sq)."""
-        tokens = x[:, self.tokens_q].unsqueeze(0) if self.spec.is_varlen else x[self.batch]
-        return self.grouped(tokens[:, self.query_heads])
-
-    def pairs(self, x: Tensor) -> Tensor:
-        """View what broadcasts to (B, Hq, Sq, Sk) as what does to (b, Hk, G, Sq, Sk)."""
-        x = x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
-        x = x if x.shape[0] == 1 else x[self.batch]
-        return self.grouped(x if x.shape[1] == 1 else x[:, self.query_heads])
-
-    def per_head(self, x: Tensor) -> Tensor:
-        """View (Hq,) or (B, Hq) as (b or 1, Hk, G, 1, 1)."""
-        x = x.unsqueeze(0) if x.dim() == 1 else x[self.batch]
-        return self.grouped(x[:, self.query_heads])[..., None, None]
-
-    def grouped(self, x: Tensor) -> Tensor:
-        """View dim 1, of length 1 or Hq, as (1, 1) or (Hk, G)."""
-        grouped: Tensor = x.unflatten(1, (1, 1) if x.shape[1] == 1 else (-1, self.spec.group_size))
-        return grouped
 
 
 class Call:
@@ -138,42 +74,11 @@ class Call:
         return torch.zeros(like.shape, dtype=self.real, device=like.device)
 
     def strips(self) -> Iterator[Strip]:
-        """Walk over the queries; a strip that sees no key at all is left out."""
-        for part in self._parts():
-            for first in range(0, part.length_q, TILE):
-                yield Strip(self, part, first, min(first + TILE, part.length_q))
-
-    def _parts(self) -> Iterator[Part]:
-        spec = self.spec
-        limit = _ELEMENTS.get(spec.device_type, _ELEMENTS_ELSEWHERE)
-        for batch, tokens_q, tokens_k in self._sequences(limit):
-            whole = Part(spec, batch, slice(0, spec.num_kv_heads), tokens_q, tokens_k)
-            rows, keys = min(TILE, whole.length_q), min(TILE, whole.length_k)
-            if rows * keys == 0:
-                continue
-            step = spec.num_kv_heads
-            if batch.stop - batch.start == 1:
-                step = max(1, limit // (spec.group_size * rows * keys))
-            for head in range(0, spec.num_kv_heads, step):
-                yield whole._replace(heads=slice(head, min(head + step, spec.num_kv_heads)))
-
-    def _sequences(self, limit: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield sequences with their queries and keys; reads lengths, so waits for the device."""
-        spec = self.spec
-        all_q, all_k = slice(0, spec.max_seqlen_q), slice(0, spec.max_seqlen_k)
-        if spec.is_varlen:
-            edges_q, edges_k = (self.tensors[f"cu_seqlens_{x}"].tolist() for x in "qk")
-            for b in range(spec.batch):
-                keys = slice(edges_k[b], edges_k[b + 1])
-                yield slice(b, b + 1), slice(edges_q[b], edges_q[b + 1]), keys
-        elif spec.has_seqlens_k:
-            for b, length in enumerate(self.tensors["seqlens_k"].tolist()):
-                yield slice(b, b + 1), all_q, slice(0, length)
-        else:
-            size = spec.num_q_heads * min(TILE, all_q.stop) * min(TILE, all_k.stop)
-            step = max(1, limit // max(1, size))
-            for b in range(0, spec.batch, step):
-                yield slice(b, min(b + step, spec.batch)), all_q, all_k
+        """Walk over the queries of all parts."""
+        step = _attention_parts.TILE
+        for part in _attention_parts.parts(self.spec, self.tensors):
+            for first in range(0, part.length_q, step):
+                yield Strip(self, part, first, min(first + step, part.length_q))
 
 
 class Strip:
@@ -242,8 +147,9 @@ class Strip:
         strip = None
         if self.call.mask is not None:
             strip = self.call.mask.strip(self.part, self.first, self.last)
-        for first in range(low // _GRID * _GRID, high, TILE):
-            last = min(first + TILE, high)
+        step = _attention_parts.TILE
+        for first in range(low // _GRID * _GRID, high, step):
+            last = min(first + step, high)
             if strip is None or strip.sees_any(first, last):
                 yield Tile(self, first, last, strip)
 
