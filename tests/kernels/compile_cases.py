@@ -123,16 +123,18 @@ def launch_attention(
     )
     slopes = numbers(spec.has_alibi, spec.num_q_heads, torch.float32)
     bias, mask = tensor_of_bias(spec), tensors_of_mask(spec)
+    philox = numbers(spec.dropout_p > 0, 2, torch.int64)
     if part == "fwd":
         attention.launch_fwd(
             q, k, v, spec, tile=tile,
             cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
             seqlens_k=sequences.seqlens_k, alibi_slopes=slopes, bias=bias, mask=mask,
+            philox=philox,
             sinks=numbers(spec.has_sinks, spec.num_q_heads, torch.float32),
         )  # fmt: skip
         return
     lse = attention._allocate_rows(q, spec)
-    extras = extras_of(bias=bias, alibi_slopes=slopes, mask=mask)
+    extras = extras_of(spec, bias=bias, alibi_slopes=slopes, mask=mask, philox=philox)
     if part == "dbias":
         attention.launch_dbias(o, q, k, v, lse, lse, bias, spec, sequences=sequences, extras=extras)
     elif part == "dkdv":
@@ -185,6 +187,9 @@ def attention_cases() -> Iterator[Case]:
             is_varlen=True,
             has_alibi=True,
             has_sinks=True,
+            has_bias=True,
+            mask_tile=(128, 128),
+            dropout_p=0.1,
         )
         features = {
             "full-d128": attention_spec(128, causal=False),

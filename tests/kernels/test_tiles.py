@@ -31,6 +31,27 @@ def test_every_head_dim_has_rows_of_powers_of_two(dtype: torch.dtype, arch: int)
                 assert 1 <= row.num_stages <= 4
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mask_tile", [None, (64, 64), (64, 128), (128, 64)])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_rows_divide_mask_tiles_and_hold_whole_words_of_dropout(
+    dropout_p: float, mask_tile: tuple[int, int] | None, dtype: torch.dtype, arch: int
+) -> None:
+    for width in (16, 64, 128, 256):
+        spec = replace(
+            SPEC, dtype=dtype, head_dim=width, v_head_dim=width, mask_tile=mask_tile,
+            dropout_p=dropout_p, has_bias=True,
+        )  # fmt: skip
+        for part in PARTS:
+            rows = candidates(spec, part, arch)
+            assert len(set(rows)) == len(rows) > 0
+            for row in rows:
+                if mask_tile is not None:
+                    assert mask_tile[0] % row.tile_m == mask_tile[1] % row.tile_n == 0
+                assert dropout_p == 0 or row.tile_n % 32 == 0
+
+
 def test_the_wider_head_dim_decides() -> None:
     wide = replace(SPEC, head_dim=256, v_head_dim=256)
     assert candidates(replace(SPEC, head_dim=192), "fwd") == candidates(wide, "fwd")

@@ -74,13 +74,13 @@ _HALF_SMALL: _Table = _HALF_SM80 | {("dq", 256): _rows((32, 32, 4, 2))}
 _SINGLE: _Table = {
     ("fwd", 64): _rows((32, 32, 4, 2)),
     ("fwd", 128): _rows((64, 32, 8, 2)),
-    ("fwd", 256): _rows((32, 16, 4, 2)),
-    ("dkdv", 64): _rows((32, 64, 8, 2)),
+    ("fwd", 256): _rows((32, 16, 4, 2), (16, 32, 8, 2)),
+    ("dkdv", 64): _rows((32, 64, 8, 2), (32, 32, 8, 2)),
     ("dkdv", 128): _rows((32, 32, 8, 2)),
     ("dkdv", 256): _rows((16, 32, 8, 2)),
     ("dq", 64): _rows((64, 32, 8, 2)),
     ("dq", 128): _rows((32, 32, 8, 2)),
-    ("dq", 256): _rows((32, 16, 8, 2)),
+    ("dq", 256): _rows((32, 16, 8, 2), (16, 32, 8, 1)),
 }
 
 
@@ -98,7 +98,7 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
     """Return the rows that may run `part` of a dense or packed call; the default is the first.
 
     Args:
-        spec: the call; its head dims, dtype, window, bias and mask are looked at.
+        spec: the call; its head dims, dtype, window, bias, mask and dropout are looked at.
         part: "fwd", "dkdv" (dk and dv) or "dq".
         arch: compute capability, major * 10 + minor.
     """
@@ -106,11 +106,14 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
     keys = spec.window_left + max(0, spec.window_right)
     has_few_keys = spec.window_left >= 0 and spec.window_right >= 0 and keys < _FEW_KEYS
     rows = _table(spec.dtype.itemsize, arch, has_few_keys)[part, width]
-    if part == "dkdv" and spec.has_bias:
-        # A tile of bias stands beside s, dp and two sums: wide rows would leave the registers.
-        rows = tuple(sorted(rows, key=lambda row: _scores_per_thread(row) > 16))
+    if part == "dkdv" and (spec.has_bias or spec.dropout_p > 0):
+        # Another tile stands beside s, dp and two sums: wide rows would leave the registers.
+        most = 16 if spec.dtype.itemsize == 2 else 4
+        rows = tuple(sorted(rows, key=lambda row: _scores_per_thread(row) > most))
     if spec.mask_tile is not None:
         rows = _inside(rows, *spec.mask_tile)
+    if spec.dropout_p > 0:  # a random word serves the keys of a run of 32
+        rows = tuple(row for row in rows if row.tile_n % 32 == 0)
     return rows
 
 

@@ -5,7 +5,8 @@ What: keep_ij = 16 bits of Philox4x32-7 under (seed, offset) and the place (b Hq
 Grid: none, inlined into the kernels of attention.
 One call: one Philox call for eight keys of a row, its eight comparisons packed into one integer,
       which alone is broadcast to the tile: key 32 n + 8 w + 2 t + half is bit 2 w + half of the
-      call (n, t). An accumulator of a tensor core holds these eight keys in one thread.
+      call (n, t). An accumulator of a tensor core holds these eight keys in one thread; where keys
+      stand first it does not, and the four calls of 32 keys are joined into a word.
 Traffic: seed and offset, once a program.
 Numerics: integers; equal for every tile, kernel and backend.
 """
@@ -20,34 +21,26 @@ import triton.language as tl
 ROUNDS = tl.constexpr(7)
 
 
-class Dropout(NamedTuple):
-    """What decides which probabilities are kept."""
+class Draw(NamedTuple):
+    """What decides which probabilities of one head are kept; made inside a kernel."""
 
-    philox: object  # int64 (2,): seed, offset
+    key_low: object  # the seed
+    key_high: object
+    head: object  # b Hq + h
+    offset: object
     threshold: object  # of 65,536
     scale: object  # of the kept ones
 
 
-class Draw(NamedTuple):
-    """The key and the fixed part of the counter of one head; made inside a kernel."""
-
-    key_low: object
-    key_high: object
-    head: object  # b Hq + h
-    offset: object
+@triton.jit
+def key_and_offset(philox):
+    """Load (seed, offset), int64 (2,), as the 32-bit words (low, high, offset)."""
+    seed, offset = tl.load(philox), tl.load(philox + 1)
+    return seed.to(tl.uint32), (seed >> 32).to(tl.uint32), offset.to(tl.uint32)
 
 
 @triton.jit
-def draw_of_head(dropout, head):
-    """Load the seed and return the `Draw` of query head b Hq + h."""
-    seed, offset = tl.load(dropout.philox), tl.load(dropout.philox + 1)
-    return Draw(
-        seed.to(tl.uint32), (seed >> 32).to(tl.uint32), head.to(tl.uint32), offset.to(tl.uint32)
-    )
-
-
-@triton.jit
-def _kept_of_calls(draw, threshold, rows, calls):
+def _kept_of_calls(draw, rows, calls):
     """Return for each (row, call), broadcast, the eight comparisons as bits of an int32."""
     row_words, call_words = tl.broadcast(rows.to(tl.uint32), calls.to(tl.uint32))
     zero = call_words * 0
@@ -55,8 +48,9 @@ def _kept_of_calls(draw, threshold, rows, calls):
         call_words, row_words, zero + draw.head, zero + draw.offset, draw.key_low, draw.key_high,
         ROUNDS,
     )  # fmt: skip
-    kept = _compared(words[0], threshold, 0) | _compared(words[1], threshold, 2)
-    return kept | _compared(words[2], threshold, 4) | _compared(words[3], threshold, 6)
+    kept = _compared(words[0], draw.threshold, 0) | _compared(words[1], draw.threshold, 2)
+    kept |= _compared(words[2], draw.threshold, 4)
+    return kept | _compared(words[3], draw.threshold, 6)
 
 
 @triton.jit
@@ -67,8 +61,18 @@ def _compared(word, threshold, bit: tl.constexpr):
 
 
 @triton.jit
+def _word_of_row(draw, rows, first_call):
+    """Return the comparisons of 32 keys of each row, that of key k in bit k of an int32."""
+    calls = tl.arange(0, 4)[None, :]
+    bits = _kept_of_calls(draw, rows[:, None], first_call + calls)
+    # Pairs of bits, one pair for each eight keys, move to their places: 2 w + half to 8 w + half.
+    spread = (bits & 3) | ((bits & 12) << 6) | ((bits & 48) << 12) | ((bits & 192) << 18)
+    return tl.sum(spread << (2 * calls), 1)  # no two calls share a bit
+
+
+@triton.jit
 def kept(
-    draw, threshold, first_row, first_key,
+    draw, first_row, first_key,
     ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Return which probabilities of a tile are kept, bool (ROWS, KEYS), or transposed.
@@ -76,18 +80,18 @@ def kept(
     first_key is a multiple of 32, and so is KEYS.
     """
     rows = first_row + tl.arange(0, ROWS)
-    calls = first_key // 8 + tl.arange(0, KEYS // 8)
     if KEYS_FIRST:
-        # Here a thread holds one key of many calls. Gathering through shared memory draws each call
-        # once: 16 instructions an element, against 34 when every thread draws what it needs.
-        bits = _kept_of_calls(draw, threshold, rows[None, :], calls[:, None])
-        keys = tl.arange(0, KEYS)
-        call = keys // 32 * 4 + keys % 8 // 2
-        at = keys // 8 % 4 * 2 + keys % 2
-        wide = tl.gather(bits, tl.broadcast_to(call[:, None], [KEYS, ROWS]), 0)
-        return (wide >> at[:, None]) & 1 != 0
+        # Here a thread holds few keys of many rows, each of another call. The four calls of 32 keys
+        # become one word a row, drawn once; tiles then read it like a word of a block mask.
+        keys = tl.arange(0, KEYS)[:, None]
+        word = _word_of_row(draw, rows, first_key // 8)[None, :]
+        for index in tl.static_range(1, KEYS // 32):
+            following = _word_of_row(draw, rows, first_key // 8 + 4 * index)[None, :]
+            word = tl.where(keys >= 32 * index, following, word)
+        return (word >> (keys % 32)) & 1 != 0
     else:
-        bits = _kept_of_calls(draw, threshold, rows[:, None], calls[None, :])
+        calls = first_key // 8 + tl.arange(0, KEYS // 8)
+        bits = _kept_of_calls(draw, rows[:, None], calls[None, :])
         bits = tl.reshape(bits, [ROWS, KEYS // 32, 1, 4, 1])
         at = (2 * tl.arange(0, 4)[:, None] + tl.arange(0, 2)[None, :])[None, None, :, None, :]
         wide = tl.broadcast_to(bits, [ROWS, KEYS // 32, 4, 4, 2])

@@ -75,15 +75,18 @@ def variant_of(spec: AttentionSpec, extras: Extras) -> Variant:
         mask_q=mask_q,
         mask_k=mask_k,
         ruled=mask_q > 0 and (left or right or spec.is_varlen or spec.has_seqlens_k),
+        dropout=spec.dropout_p > 0,
         plain=not (spec.softcap or spec.has_alibi or has_bias) and spec.softmax_scale > 0,
     )
 
 
 def extras_of(
+    spec: AttentionSpec,
     *,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     mask: MaskTensors | None = None,
+    philox: Tensor | None = None,
 ) -> Extras:
     """Return what a call adds to plain attention, as the kernels take it."""
     given: dict[str, object] = {}
@@ -100,6 +103,10 @@ def extras_of(
             batch, heads, tiles, _ = spans.shape
             given[f"mask_{name}_tiles"] = tiles if heads > 1 else 0
             given[f"mask_all_{name}_tiles"] = heads * tiles if batch > 1 else 0
+    if spec.dropout_p > 0:
+        assert philox is not None, "dropout needs a seed and an offset"
+        given |= {"philox": philox.contiguous(), "threshold": spec.dropout_threshold}
+        given["keep_scale"] = spec.dropout_scale
     return Extras(**given)
 
 

@@ -46,6 +46,7 @@ class Variant(NamedTuple):
     mask_q: int  # rows and keys of a tile of the block mask, 0 without one
     mask_k: int
     ruled: bool  # beside a block mask, windows or lengths hide keys too
+    dropout: bool
     plain: bool  # s = softmax_scale * q . k with a positive scale: the scale rides in the fma
 
 
@@ -72,6 +73,9 @@ class Extras(NamedTuple):
     mask_all_row_tiles: object = None
     mask_column_tiles: object = None
     mask_all_column_tiles: object = None
+    philox: object = None  # int64 (2,): seed and offset of dropout
+    threshold: object = None  # of 65,536: how many drop a probability
+    keep_scale: object = None  # of those that stay
 
 
 class Scores(NamedTuple):

@@ -58,8 +58,6 @@ def why_not(spec: AttentionSpec) -> str | None:
     for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
         if not 16 <= width <= 256 or width % 8:
             return f"{name} must be a multiple of 8 from 16 to 256, got {width}"
-    if spec.dropout_p > 0:
-        return "dropout has no Triton kernel yet"
     return None
 
 
@@ -103,7 +101,7 @@ def launch_fwd(
     if num_tiles * num_heads == 0:
         return o, lse
     sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
-    extras = extras_of(bias=bias, alibi_slopes=alibi_slopes, mask=mask)
+    extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
     with device_of(q):
         extras = _with_reach(extras, tile)
         attention_fwd_kernel[(num_tiles * num_heads,)](
@@ -152,7 +150,7 @@ def launch_bwd(
         do = do.contiguous()
     given = {
         "sequences": Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k)),
-        "extras": extras_of(bias=bias, alibi_slopes=alibi_slopes, mask=mask),
+        "extras": extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox),
     }
     with device_of(q):
         lse_log2, delta = launch_rows(o, do, lse, dlse, spec)

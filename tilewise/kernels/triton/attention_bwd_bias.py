@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
 from tilewise.kernels.triton._mask import entries_between, entries_of_tile, visible_bits
 from tilewise.kernels.triton._tile import (
     Scores,
@@ -105,6 +106,17 @@ def attention_bwd_bias_kernel(
             slope = tl.load(slope_start(extras, b, h))
         start = bias_start(extras, b, h)
         scores = Scores(softmax_scale, softcap, slope, start, extras.bias_row, extras.bias_key)
+        draw = None
+        if variant.dropout:
+            low, high, offset = key_and_offset(extras.philox)
+            draw = Draw(
+                low,
+                high,
+                (b * num_q_heads + h).to(tl.uint32),
+                offset,
+                extras.threshold,
+                extras.keep_scale,
+            )
         last_row, last_col = length_q, length_k
         if not SHARED_ROWS:
             last_row = tl.minimum(first_row + TILE_M, length_q)
@@ -150,6 +162,9 @@ def attention_bwd_bias_kernel(
                             col % variant.mask_k, variant, TILE_M, TILE_N, False,
                         )  # fmt: skip
                         seen = seen & (allowed | (kind < 0))
+                    if variant.dropout:
+                        keep = kept(draw, row, col, TILE_M, TILE_N, False)
+                        dp = tl.where(keep, dp * draw.scale, 0.0)
                     # Nothing of a pair that does not see one another enters the sum, NaN neither.
                     total += tl.where(seen, p * (dp - delta[:, None]), 0.0)
     offset = (part.to(tl.int64) * planes + plane) * num_rows * num_keys

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
 from tilewise.kernels.triton._mask import entries_between, entries_of_tile, visible_bits
 from tilewise.kernels.triton._tile import (
     LOG2E,
@@ -39,6 +40,7 @@ class Keys(NamedTuple):
 
     k: object  # (TILE_N, d_pad)
     v: object  # (TILE_N, dv_pad)
+    first_col: object
     cols: object  # (TILE_N,), no further than the last one
     diagonal: object  # the query whose diagonal key this is
     query_begin: object
@@ -59,7 +61,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def _fold_tile(
-    dk, dv, keys, queries, q_ptrs, do_ptrs, rows, allowed, scores,
+    dk, dv, keys, queries, q_ptrs, do_ptrs, first_row, rows, allowed, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Fold the queries `rows` into dk and dv.
@@ -92,9 +94,15 @@ def _fold_tile(
     if BITS:
         s = tl.where(allowed, s, float("-inf"))
     p = tl.exp2(s)
+    p_kept = p
+    if variant.dropout:
+        keep = kept(draw, first_row, keys.first_col, s.shape[1], s.shape[0], True)
+        p_kept = tl.where(keep, p, 0.0)
     do = load_rows(do_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+    dv = tl.dot(p_kept.to(do.dtype), do, dv, input_precision="ieee")
     dp = tl.dot(keys.v, tl.trans(do), input_precision="ieee")
+    if variant.dropout:
+        dp = tl.where(keep, dp * draw.scale, 0.0)
     ds = p * (dp - delta[None, :])
     if BITS:  # 0 * NaN, where the values of a key that nobody sees are not numbers
         ds = tl.where(allowed, ds, 0.0)
@@ -106,7 +114,7 @@ def _fold_tile(
 
 @triton.jit
 def _fold_queries(
-    dk, dv, keys, queries, begin, end, scores,
+    dk, dv, keys, queries, begin, end, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the queries [begin, end) into dk and dv."""
@@ -115,10 +123,11 @@ def _fold_queries(
     do_ptrs = row_pointers(queries.do, begin, TILE_M, queries.do_row, dims.dv_pad, dims)
     q_step = row_step(TILE_M, queries.q_row, dims.unit)
     do_step = row_step(TILE_M, queries.do_row, dims.unit)
-    for _ in range(begin, end, TILE_M):
+    for first_row in range(begin, end, TILE_M):
         dk, dv = _fold_tile(
-            dk, dv, keys, queries, q_ptrs, do_ptrs, rows, None, scores, dims, variant, MASKED, False
-        )
+            dk, dv, keys, queries, q_ptrs, do_ptrs, first_row, rows, None, scores, draw,
+            dims, variant, MASKED, False,
+        )  # fmt: skip
         q_ptrs += q_step
         do_ptrs += do_step
         rows += TILE_M
@@ -127,7 +136,7 @@ def _fold_queries(
 
 @triton.jit
 def _fold_entries(
-    dk, dv, keys, queries, extras, first_col, first, last, scores,
+    dk, dv, keys, queries, extras, first, last, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
@@ -143,13 +152,13 @@ def _fold_entries(
         if BITS:
             number = tl.load(entries + step // STEPS * 2 + 1)
             allowed = visible_bits(
-                extras.mask_bits, number, within, first_col % variant.mask_k, variant,
+                extras.mask_bits, number, within, keys.first_col % variant.mask_k, variant,
                 TILE_M, TILE_N, True,
             )  # fmt: skip
         q_ptrs = row_pointers(queries.q, begin, TILE_M, queries.q_row, dims.d_pad, dims)
         do_ptrs = row_pointers(queries.do, begin, TILE_M, queries.do_row, dims.dv_pad, dims)
         dk, dv = _fold_tile(
-            dk, dv, keys, queries, q_ptrs, do_ptrs, rows, allowed, scores,
+            dk, dv, keys, queries, q_ptrs, do_ptrs, begin, rows, allowed, scores, draw,
             dims, variant, MASKED, BITS,
         )  # fmt: skip
     return dk, dv
@@ -199,7 +208,7 @@ def attention_bwd_dkdv_kernel(
     k = load_rows(k_ptrs, real, dims.d, dims.d_pad, True)
     v = load_rows(v_ptrs, real, dims.dv, dims.dv_pad, True)
     keys = Keys(
-        k, v, tl.minimum(cols, length_k - 1), diagonal,
+        k, v, first_col, tl.minimum(cols, length_k - 1), diagonal,
         diagonal - window_right, diagonal + window_left + 1,
     )  # fmt: skip
     dk = tl.zeros([TILE_N, D_PAD], tl.float32)
@@ -220,6 +229,17 @@ def attention_bwd_dkdv_kernel(
         if variant.bias:
             bias = bias_start(extras, b, h)
         scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+        draw = None
+        if variant.dropout:
+            low, high, offset = key_and_offset(extras.philox)
+            draw = Draw(
+                low,
+                high,
+                (b * num_q_heads + h).to(tl.uint32),
+                offset,
+                extras.threshold,
+                extras.keep_scale,
+            )
         if variant.mask_q > 0:
             first, full_last, last = entries_of_tile(
                 extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,
@@ -232,26 +252,50 @@ def attention_bwd_dkdv_kernel(
                 first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
                 partial, last = entries_between(entries, partial, last, first_tile, end_tile)
             dk, dv = _fold_entries(
-                dk, dv, keys, queries, extras, first_col, first, full_last, scores,
+                dk, dv, keys, queries, extras, first, full_last, scores, draw,
                 dims, variant, TILE_M, TILE_N, False,
             )  # fmt: skip
             dk, dv = _fold_entries(
-                dk, dv, keys, queries, extras, first_col, partial, last, scores,
+                dk, dv, keys, queries, extras, partial, last, scores, draw,
                 dims, variant, TILE_M, TILE_N, True,
             )  # fmt: skip
         else:
             if variant.right:
                 dk, dv = _fold_queries(
-                    dk, dv, keys, queries, begin, full_begin, scores, dims, variant, TILE_M, True
+                    dk,
+                    dv,
+                    keys,
+                    queries,
+                    begin,
+                    full_begin,
+                    scores,
+                    draw,
+                    dims,
+                    variant,
+                    TILE_M,
+                    True,
                 )
             dk, dv = _fold_queries(
-                dk, dv, keys, queries, full_begin, full_end, scores, dims, variant, TILE_M, False
+                dk,
+                dv,
+                keys,
+                queries,
+                full_begin,
+                full_end,
+                scores,
+                draw,
+                dims,
+                variant,
+                TILE_M,
+                False,
             )
             dk, dv = _fold_queries(
-                dk, dv, keys, queries, full_end, end, scores, dims, variant, TILE_M, True
+                dk, dv, keys, queries, full_end, end, scores, draw, dims, variant, TILE_M, True
             )
     # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
     dk = tl.where(real[:, None], dk * softmax_scale, 0.0)
+    if variant.dropout:
+        dv *= extras.keep_scale
     dv = tl.where(real[:, None], dv, 0.0)
     dk_base = head_base(dk_ptr, b, first_k, h_k, strides.dk, dims.unit)
     dv_base = head_base(dv_ptr, b, first_k, h_k, strides.dv, dims.unit)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
 from tilewise.kernels.triton._mask import (
     entries_between,
     entries_of_tile,
@@ -48,6 +49,7 @@ class Queries(NamedTuple):
     do: object  # (TILE_M, dv_pad)
     lse_log2: object
     delta: object
+    first_row: object
     rows: object  # (TILE_M,), no further than the last one
     diagonal: object
     key_begin: object
@@ -67,7 +69,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def _fold_tile(
-    dq, queries, k_ptrs, v_ptrs, cols, loaded, allowed, scores,
+    dq, queries, k_ptrs, v_ptrs, first_col, cols, loaded, allowed, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys `cols` into dq; MASKED and BITS are those of the forward pass."""
@@ -87,6 +89,9 @@ def _fold_tile(
     if MASKED:
         seen = visible_pairs(cols, queries.key_begin, queries.key_end, allowed, variant, BITS)
         s = tl.where(seen, s, float("-inf"))
+    if variant.dropout:
+        keep = kept(draw, queries.first_row, first_col, dp.shape[0], dp.shape[1], False)
+        dp = tl.where(keep, dp * draw.scale, 0.0)
     ds = tl.exp2(s) * (dp - queries.delta[:, None])
     if BITS:  # 0 * NaN, where the value of a key that others see is not a number
         ds = tl.where(seen, ds, 0.0)
@@ -97,7 +102,7 @@ def _fold_tile(
 
 @triton.jit
 def _fold_keys(
-    dq, queries, keys, begin, end, scores,
+    dq, queries, keys, begin, end, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [begin, end) into dq."""
@@ -106,11 +111,12 @@ def _fold_keys(
     v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
     k_step = row_step(TILE_N, keys.k_row, dims.unit)
     v_step = row_step(TILE_N, keys.v_row, dims.unit)
-    for _ in range(begin, end, TILE_N):
+    for first_col in range(begin, end, TILE_N):
         loaded = visible(cols, keys.begin, keys.end, variant)
         dq = _fold_tile(
-            dq, queries, k_ptrs, v_ptrs, cols, loaded, None, scores, dims, variant, MASKED, False
-        )
+            dq, queries, k_ptrs, v_ptrs, first_col, cols, loaded, None, scores, draw,
+            dims, variant, MASKED, False,
+        )  # fmt: skip
         k_ptrs += k_step
         v_ptrs += v_step
         cols += TILE_N
@@ -119,7 +125,7 @@ def _fold_keys(
 
 @triton.jit
 def _fold_entries(
-    dq, queries, keys, extras, first_row, first, last, scores,
+    dq, queries, keys, extras, first, last, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +141,7 @@ def _fold_entries(
         allowed = None
         if BITS:
             number = tl.load(entries + step // STEPS * 2 + 1)
-            row = first_row % variant.mask_q
+            row = queries.first_row % variant.mask_q
             loaded &= reached_keys(
                 extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
             )
@@ -145,8 +151,9 @@ def _fold_entries(
         k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
         v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
         dq = _fold_tile(
-            dq, queries, k_ptrs, v_ptrs, cols, loaded, allowed, scores, dims, variant, MASKED, BITS
-        )
+            dq, queries, k_ptrs, v_ptrs, begin, cols, loaded, allowed, scores, draw,
+            dims, variant, MASKED, BITS,
+        )  # fmt: skip
     return dq
 
 
@@ -192,6 +199,10 @@ def attention_bwd_dq_kernel(
     if variant.bias:
         bias = bias_start(extras, b, h)
     scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+    draw = None
+    if variant.dropout:
+        low, high, offset = key_and_offset(extras.philox)
+        draw = Draw(low, high, (head).to(tl.uint32), offset, extras.threshold, extras.keep_scale)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(
         first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
@@ -199,8 +210,8 @@ def attention_bwd_dq_kernel(
     )  # fmt: skip
     key_begin, key_end = keys_of_rows(rows, length_q, length_k, window_left, window_right, variant)
     queries = Queries(
-        q, do, lse_log2, delta, tl.minimum(rows, length_q - 1), rows + (length_k - length_q),
-        key_begin, key_end,
+        q, do, lse_log2, delta, first_row, tl.minimum(rows, length_q - 1),
+        rows + (length_k - length_q), key_begin, key_end,
     )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     dq = tl.zeros([TILE_M, D_PAD], tl.float32)
@@ -216,22 +227,22 @@ def attention_bwd_dq_kernel(
             first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
             partial, last = entries_between(entries, partial, last, first_tile, end_tile)
         dq = _fold_entries(
-            dq, queries, keys, extras, first_row, first, full_last, scores,
+            dq, queries, keys, extras, first, full_last, scores, draw,
             dims, variant, TILE_M, TILE_N, False,
         )  # fmt: skip
         dq = _fold_entries(
-            dq, queries, keys, extras, first_row, partial, last, scores,
+            dq, queries, keys, extras, partial, last, scores, draw,
             dims, variant, TILE_M, TILE_N, True,
         )  # fmt: skip
     else:
         if variant.left:
             dq = _fold_keys(
-                dq, queries, keys, begin, full_begin, scores, dims, variant, TILE_N, True
+                dq, queries, keys, begin, full_begin, scores, draw, dims, variant, TILE_N, True
             )
         dq = _fold_keys(
-            dq, queries, keys, full_begin, full_end, scores, dims, variant, TILE_N, False
+            dq, queries, keys, full_begin, full_end, scores, draw, dims, variant, TILE_N, False
         )
-        dq = _fold_keys(dq, queries, keys, full_end, end, scores, dims, variant, TILE_N, True)
+        dq = _fold_keys(dq, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True)
     dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
     dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq[1], dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)

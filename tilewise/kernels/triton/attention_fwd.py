@@ -16,6 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
 from tilewise.kernels.triton._mask import (
     entries_between,
     entries_of_tile,
@@ -58,6 +59,7 @@ class Queries(NamedTuple):
     """What the keys meet: a tile of queries, and which keys each of them sees."""
 
     q: object  # (TILE_M, d_pad)
+    first_row: object
     rows: object  # (TILE_M,), no further than the last one
     diagonal: object
     key_begin: object
@@ -77,7 +79,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def _attend_tile(
-    acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, allowed, scores,
+    acc, l, m, queries, k_ptrs, v_ptrs, first_col, cols, loaded, allowed, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys `cols` into (acc, l, m): one step of the online softmax.
@@ -110,6 +112,9 @@ def _attend_tile(
     alpha = tl.exp2(m - shift)
     l = tl.fma(l, alpha, tl.sum(p, 1))
     acc = acc * alpha[:, None]
+    if variant.dropout:  # after the sum: dropout does not change what the others are divided by
+        keep = kept(draw, queries.first_row, first_col, p.shape[0], p.shape[1], False)
+        p = tl.where(keep, p, 0.0)
     v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, l, m_new
@@ -117,7 +122,7 @@ def _attend_tile(
 
 @triton.jit
 def _attend(
-    acc, l, m, queries, keys, begin, end, scores,
+    acc, l, m, queries, keys, begin, end, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [begin, end) into (acc, l, m): one range of the online softmax."""
@@ -126,10 +131,10 @@ def _attend(
     v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
     k_step = row_step(TILE_N, keys.k_row, dims.unit)
     v_step = row_step(TILE_N, keys.v_row, dims.unit)
-    for _ in range(begin, end, TILE_N):
+    for first_col in range(begin, end, TILE_N):
         loaded = visible(cols, keys.begin, keys.end, variant)
         acc, l, m = _attend_tile(
-            acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, None, scores,
+            acc, l, m, queries, k_ptrs, v_ptrs, first_col, cols, loaded, None, scores, draw,
             dims, variant, MASKED, False,
         )  # fmt: skip
         k_ptrs += k_step
@@ -140,7 +145,7 @@ def _attend(
 
 @triton.jit
 def _attend_entries(
-    acc, l, m, queries, keys, extras, first_row, first, last, scores,
+    acc, l, m, queries, keys, extras, first, last, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +161,7 @@ def _attend_entries(
         allowed = None
         if BITS:
             number = tl.load(entries + step // STEPS * 2 + 1)
-            row = first_row % variant.mask_q
+            row = queries.first_row % variant.mask_q
             loaded &= reached_keys(
                 extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
             )
@@ -166,7 +171,7 @@ def _attend_entries(
         k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
         v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
         acc, l, m = _attend_tile(
-            acc, l, m, queries, k_ptrs, v_ptrs, cols, loaded, allowed, scores,
+            acc, l, m, queries, k_ptrs, v_ptrs, begin, cols, loaded, allowed, scores, draw,
             dims, variant, MASKED, BITS,
         )  # fmt: skip
     return acc, l, m
@@ -214,6 +219,10 @@ def attention_fwd_kernel(
     if variant.bias:
         bias = bias_start(extras, b, h)
     scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+    draw = None
+    if variant.dropout:
+        low, high, offset = key_and_offset(extras.philox)
+        draw = Draw(low, high, (head).to(tl.uint32), offset, extras.threshold, extras.keep_scale)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(
         first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
@@ -221,8 +230,9 @@ def attention_fwd_kernel(
     )  # fmt: skip
     key_begin, key_end = keys_of_rows(rows, length_q, length_k, window_left, window_right, variant)
     queries = Queries(
-        q, tl.minimum(rows, length_q - 1), rows + (length_k - length_q), key_begin, key_end
-    )
+        q, first_row, tl.minimum(rows, length_q - 1), rows + (length_k - length_q),
+        key_begin, key_end,
+    )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     if variant.mask_q > 0:
         first, full_last, last = entries_of_tile(
@@ -236,23 +246,47 @@ def attention_fwd_kernel(
             first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
             partial, last = entries_between(entries, partial, last, first_tile, end_tile)
         acc, l, m = _attend_entries(
-            acc, l, m, queries, keys, extras, first_row, first, full_last, scores,
+            acc, l, m, queries, keys, extras, first, full_last, scores, draw,
             dims, variant, TILE_M, TILE_N, False,
         )  # fmt: skip
         acc, l, m = _attend_entries(
-            acc, l, m, queries, keys, extras, first_row, partial, last, scores,
+            acc, l, m, queries, keys, extras, partial, last, scores, draw,
             dims, variant, TILE_M, TILE_N, True,
         )  # fmt: skip
     else:
         if variant.left:
             acc, l, m = _attend(
-                acc, l, m, queries, keys, begin, full_begin, scores, dims, variant, TILE_N, True
+                acc,
+                l,
+                m,
+                queries,
+                keys,
+                begin,
+                full_begin,
+                scores,
+                draw,
+                dims,
+                variant,
+                TILE_N,
+                True,
             )
         acc, l, m = _attend(
-            acc, l, m, queries, keys, full_begin, full_end, scores, dims, variant, TILE_N, False
+            acc,
+            l,
+            m,
+            queries,
+            keys,
+            full_begin,
+            full_end,
+            scores,
+            draw,
+            dims,
+            variant,
+            TILE_N,
+            False,
         )
         acc, l, m = _attend(
-            acc, l, m, queries, keys, full_end, end, scores, dims, variant, TILE_N, True
+            acc, l, m, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
         )
 
     total = tl.where(l == 0.0, 1.0, l)
@@ -260,4 +294,6 @@ def attention_fwd_kernel(
     tl.store(lse_base + rows, (m + tl.log2(total)) * LN2, mask=stored)
     o_base = head_base(o_ptr, b, first_q, h, strides.o, dims.unit)
     o_ptrs = row_pointers(o_base, first_row, TILE_M, strides.o[1], dims.dv_pad, dims)
+    if variant.dropout:
+        acc *= draw.scale
     store_rows(o_ptrs, acc / total[:, None], stored, dims.dv, dims.dv_pad)
