@@ -153,7 +153,10 @@ def _attention_case(
 ) -> Case:
     shape = "x".join(map(str, (tile.tile_m, tile.tile_n, tile.num_warps, tile.num_stages)))
     # The 512 columns of Blackwell's tensor memory do not hold dk and dv of 256 channels.
-    registers_only = arch == 100 and part == "dkdv" and spec.head_dim > 128
+    width = max(spec.head_dim, spec.v_head_dim)
+    registers_only = arch == 100 and part == "dkdv" and width > 128
+    # Tiles of fewer than 64 rows are below what warp-group instructions multiply.
+    too_small = (tile.tile_n if part == "dkdv" else tile.tile_m) < 64
     return Case(
         f"sm_{arch}-{part}-{name}-{shape}",
         arch,
@@ -161,7 +164,7 @@ def _attention_case(
         products=spec.dtype != torch.float32,  # IEEE float32 products run on the FMA units
         hot=hot,
         slow=slow,
-        mma="mma.sync" if registers_only else None,
+        mma="mma.sync" if registers_only or too_small else None,
     )
 
 
@@ -180,6 +183,10 @@ def attention_cases() -> Iterator[Case]:
                     name = f"d{head_dim}-causal"
                     hot = (arch, part, head_dim, tile) not in SPILLS_KNOWINGLY
                     yield _attention_case(name, arch, spec, part, tile, index > 0, hot)
+        for part in _PARTS:  # two sums of 512 channels leave few registers: judged by speed alone
+            spec = attention_spec(512)
+            for tile in candidates(spec, part, arch):
+                yield _attention_case("d512-causal", arch, spec, part, tile, True, False)
         everything = attention_spec(
             128,
             window_left=1000,
@@ -201,10 +208,18 @@ def attention_cases() -> Iterator[Case]:
             "fp32-d64": attention_spec(64, dtype=torch.float32),
             "fp32-d128": attention_spec(128, dtype=torch.float32),
             "fp32-d256": attention_spec(256, dtype=torch.float32),
+            "d8": attention_spec(8),
+            "one-head-d8": attention_spec(8, num_q_heads=1, num_kv_heads=1),
             "d16": attention_spec(16),
             "d32": attention_spec(32),
             "padded-d80": attention_spec(80),
             "mla-d192-128": attention_spec(192, 128),
+            "mla-d64-512": attention_spec(64, 512),
+            "mla-d576-512": attention_spec(576, 512),
+            "fp32-d576-512": attention_spec(576, 512, dtype=torch.float32),
+            "d512-bias": attention_spec(512, has_bias=True),
+            "d512-mask": attention_spec(512, causal=False, mask_tile=(128, 64)),
+            "d512-dropout": attention_spec(512, dropout_p=0.1),
             "bias-d128": attention_spec(128, has_bias=True),
             "bias-d64": attention_spec(64, has_bias=True, causal=False),
             "bias-d256": attention_spec(256, has_bias=True),

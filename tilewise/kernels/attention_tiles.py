@@ -13,9 +13,11 @@ from typing import Literal
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles import WIDE_SHARED_MEMORY, TileConfig, padded_head_dim
 
-__all__ = ["Part", "candidates"]
+__all__ = ["WIDEST", "WIDEST_QK", "Part", "candidates"]
 
 Part = Literal["fwd", "dkdv", "dq"]
+WIDEST = 512  # channels of a head that one tile holds
+WIDEST_QK = WIDEST + 64  # q and k may have a rest, which is multiplied on its own (MLA: 576)
 _Rows = tuple[TileConfig, ...]
 _Table = dict[tuple[Part, int], _Rows]
 
@@ -31,17 +33,20 @@ _HALF_SM90: _Table = {
     ("fwd", 64): _rows((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (64, 32, 4, 3)),
     ("fwd", 128): _rows((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)),
     ("fwd", 256): _rows((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
-    ("dkdv", 64): _rows((32, 128, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2)),
+    ("dkdv", 64): _rows((64, 64, 4, 3), (32, 128, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
     ("dkdv", 128): _rows((32, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2)),
     ("dkdv", 256): _rows((64, 64, 8, 2), (32, 64, 8, 3), (32, 64, 8, 2)),
-    ("dq", 64): _rows((64, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 4)),
+    ("dq", 64): _rows((64, 64, 4, 3), (64, 32, 4, 3), (128, 32, 8, 3), (64, 32, 4, 4)),
     ("dq", 128): _rows((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3)),
     ("dq", 256): _rows((128, 32, 8, 2), (64, 16, 4, 3), (64, 32, 8, 2)),
+    ("fwd", 512): _rows((64, 32, 8, 2), (64, 16, 8, 2), (32, 32, 8, 2)),
+    ("dkdv", 512): _rows((32, 32, 8, 1), (16, 32, 8, 2)),
+    ("dq", 512): _rows((64, 16, 8, 2), (32, 32, 8, 2)),
 }
 # Where a window leaves a program only a few steps; same device and day, 1,024 keys.
 _HALF_SM90_WINDOW: _Table = _HALF_SM90 | {
     ("fwd", 64): _rows((64, 32, 4, 3)),
-    ("dkdv", 128): _rows((32, 64, 4, 2)),
+    ("dkdv", 64): _rows((64, 64, 4, 2)),
     ("dq", 128): _rows((64, 64, 4, 2)),
 }
 _FEW_KEYS = 2048
@@ -56,6 +61,9 @@ _HALF_SM100: _Table = {
     ("dq", 64): _rows((128, 64, 8, 2)),
     ("dq", 128): _rows((128, 64, 8, 2)),
     ("dq", 256): _rows((64, 32, 8, 2)),
+    ("fwd", 512): _rows((64, 32, 8, 2)),
+    ("dkdv", 512): _rows((16, 32, 8, 2), (32, 32, 8, 1)),
+    ("dq", 512): _rows((32, 32, 8, 2)),
 }
 # On Ampere; every first row but one fits the 99 KiB of the smaller devices too.
 _HALF_SM80: _Table = {
@@ -68,19 +76,25 @@ _HALF_SM80: _Table = {
     ("dq", 64): _rows((128, 64, 8, 2)),
     ("dq", 128): _rows((64, 64, 8, 2), (128, 32, 8, 2)),
     ("dq", 256): _rows((64, 32, 8, 2)),
+    ("fwd", 512): _rows((64, 16, 8, 2), (32, 32, 8, 2)),
+    ("dkdv", 512): _rows((16, 32, 8, 2)),
+    ("dq", 512): _rows((32, 32, 8, 2), (32, 16, 8, 2)),
 }
 _HALF_SMALL: _Table = _HALF_SM80 | {("dq", 256): _rows((32, 32, 4, 2))}
 # float32 multiplies on the FMA units everywhere, so one table serves all.
 _SINGLE: _Table = {
     ("fwd", 64): _rows((32, 32, 4, 2)),
     ("fwd", 128): _rows((64, 32, 8, 2)),
-    ("fwd", 256): _rows((32, 16, 4, 2), (16, 32, 8, 2)),
+    ("fwd", 256): _rows((32, 16, 4, 2)),
     ("dkdv", 64): _rows((32, 64, 8, 2), (32, 32, 8, 2)),
     ("dkdv", 128): _rows((32, 32, 8, 2)),
     ("dkdv", 256): _rows((16, 32, 8, 2)),
     ("dq", 64): _rows((64, 32, 8, 2)),
     ("dq", 128): _rows((32, 32, 8, 2)),
-    ("dq", 256): _rows((32, 16, 8, 2), (16, 32, 8, 1)),
+    ("dq", 256): _rows((32, 16, 8, 2)),
+    ("fwd", 512): _rows((16, 16, 8, 2)),
+    ("dkdv", 512): _rows((16, 16, 8, 1)),
+    ("dq", 512): _rows((16, 16, 8, 1)),
 }
 
 
@@ -103,6 +117,7 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
         arch: compute capability, major * 10 + minor.
     """
     width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), 64)
+    width = min(width, WIDEST)  # a rest of q and k needs no wider row
     keys = spec.window_left + max(0, spec.window_right)
     has_few_keys = spec.window_left >= 0 and spec.window_right >= 0 and keys < _FEW_KEYS
     rows = _table(spec.dtype.itemsize, arch, has_few_keys)[part, width]
@@ -112,8 +127,6 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
         rows = tuple(sorted(rows, key=lambda row: _scores_per_thread(row) > most))
     if spec.mask_tile is not None:
         rows = _inside(rows, *spec.mask_tile)
-    if spec.dropout_p > 0:  # a random word serves the keys of a run of 32
-        rows = tuple(row for row in rows if row.tile_n % 32 == 0)
     return rows
 
 

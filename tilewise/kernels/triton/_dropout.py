@@ -77,17 +77,19 @@ def kept(
 ):  # fmt: skip
     """Return which probabilities of a tile are kept, bool (ROWS, KEYS), or transposed.
 
-    first_key is a multiple of 32, and so is KEYS.
+    first_key is a multiple of KEYS, and KEYS is 16 or a multiple of 32.
     """
     rows = first_row + tl.arange(0, ROWS)
-    if KEYS_FIRST:
+    if KEYS_FIRST or KEYS < 32:
         # Here a thread holds few keys of many rows, each of another call. The four calls of 32 keys
         # become one word a row, drawn once; tiles then read it like a word of a block mask.
-        keys = tl.arange(0, KEYS)[:, None]
-        word = _word_of_row(draw, rows, first_key // 8)[None, :]
+        row_axis: tl.constexpr = 0 if KEYS_FIRST else 1
+        first_call = first_key // 32 * 4
+        keys = tl.expand_dims(first_key % 32 + tl.arange(0, KEYS), 1 - row_axis)
+        word = tl.expand_dims(_word_of_row(draw, rows, first_call), row_axis)
         for index in tl.static_range(1, KEYS // 32):
-            following = _word_of_row(draw, rows, first_key // 8 + 4 * index)[None, :]
-            word = tl.where(keys >= 32 * index, following, word)
+            following = _word_of_row(draw, rows, first_call + 4 * index)
+            word = tl.where(keys >= 32 * index, tl.expand_dims(following, row_axis), word)
         return (word >> (keys % 32)) & 1 != 0
     else:
         calls = first_key // 8 + tl.arange(0, KEYS // 8)

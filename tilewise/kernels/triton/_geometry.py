@@ -7,6 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
+from tilewise.kernels.attention_tiles import WIDEST
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.tiles import padded_head_dim
 from tilewise.kernels.triton._tile import Extras, HeadDims, Variant
@@ -14,6 +15,7 @@ from tilewise.kernels.triton._tile import Extras, HeadDims, Variant
 # Keys and values that one wave of programs shares in L2, bytes: 32 MiB of Hopper's 50 MB, which is
 # also what FlashAttention-3's tile scheduler counts with.
 SECTION_BYTES = 32 << 20
+_MOST_ROWS = 256  # of a tile
 _VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it when they allow
 
 
@@ -39,8 +41,10 @@ def head_dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
         sizes_steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
         if any(step % unit for size, step in sizes_steps if size > 1):
             unit = 1
-    d_pad, dv_pad = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
-    return HeadDims(spec.head_dim, spec.v_head_dim, d_pad, dv_pad, unit)
+    d, dv, rest = min(spec.head_dim, WIDEST), spec.v_head_dim, max(spec.head_dim - WIDEST, 0)
+    pads = (padded_head_dim(width) if width else 0 for width in (d, dv, rest))
+    longest_row = max(tensor.stride(-3) for tensor in tensors)
+    return HeadDims(d, dv, rest, *pads, unit, narrow=_MOST_ROWS * longest_row < 2**31)
 
 
 def strides_of(tensor: Tensor, spec: AttentionSpec, dims: HeadDims) -> tuple[int, int, int]:

@@ -27,11 +27,14 @@ class Sequences(NamedTuple):
 class HeadDims(NamedTuple):
     """Constexpr: channels of one head."""
 
-    d: int  # of q and k
+    d: int  # of q and k, up to 512
     dv: int  # of v and o
+    rest: int  # of q and k past the first 512, which are multiplied on their own
     d_pad: int  # powers of two
     dv_pad: int
+    rest_pad: int
     unit: int  # strides are counted in units of so many elements
+    narrow: bool  # offsets inside a tile fit 32 bits
 
 
 class Variant(NamedTuple):
@@ -133,14 +136,31 @@ def head_base(ptr, b, first, h, strides, unit: tl.constexpr):
 def row_pointers(
     base, first, count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.constexpr
 ):  # fmt: skip
-    """Return (count, width) addresses of rows first, first + 1, ...
+    """Return (count, width) addresses of rows first, first + 1, ..."""
+    start = row_start(base, first, row_stride, dims.unit)
+    return start + row_offsets(count, row_stride, width, dims)
 
-    The first row goes into the scalar base: offsets inside a tile are then the same wherever it
-    lies, and the ranges of a loop share their registers. They may pass 2**31 too.
+
+@triton.jit
+def row_start(base, first, row_stride, unit: tl.constexpr):
+    """Return the address of row `first`."""
+    return base + (tl.zeros([], tl.int64) + first) * row_stride * unit
+
+
+@triton.jit
+def row_offsets(count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.constexpr):
+    """Return what each element of a (count, width) tile adds to the address of its first row.
+
+    Wherever the tile lies they are the same, so the ranges of a loop share their registers, half
+    as many where 32 bits do: unsigned, so that widening them is free.
     """
-    base += first.to(tl.int64) * row_stride * dims.unit
-    offsets = tl.arange(0, count).to(tl.int64) * row_stride * dims.unit
-    return base + offsets[:, None] + tl.arange(0, width)[None, :]
+    rows = tl.arange(0, count)
+    if dims.narrow:
+        offsets = rows * (row_stride * dims.unit)
+        return (offsets[:, None] + tl.arange(0, width)[None, :]).to(tl.uint32)
+    else:
+        offsets = rows.to(tl.int64) * row_stride * dims.unit
+        return offsets[:, None] + tl.arange(0, width)[None, :]
 
 
 @triton.jit

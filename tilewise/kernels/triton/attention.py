@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.attention_tiles import Part, candidates
+from tilewise.kernels.attention_tiles import WIDEST, WIDEST_QK, Part, candidates
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.tiles import TileConfig
 from tilewise.kernels.triton._geometry import (
@@ -55,9 +55,10 @@ def why_not(spec: AttentionSpec) -> str | None:
         return "a CPU runs Triton kernels only in the interpreter (TRITON_INTERPRET=1)"
     if spec.dtype not in _DTYPES:
         return f"dtype must be float16, bfloat16 or float32, got {spec.dtype}"
-    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
-        if not 16 <= width <= 256 or width % 8:
-            return f"{name} must be a multiple of 8 from 16 to 256, got {width}"
+    widths = (("head_dim", spec.head_dim, WIDEST_QK), ("v_head_dim", spec.v_head_dim, WIDEST))
+    for name, width, widest in widths:
+        if not 1 <= width <= widest:
+            return f"{name} must be from 1 to {widest}, got {width}"
     return None
 
 

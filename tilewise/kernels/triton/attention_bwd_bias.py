@@ -141,7 +141,7 @@ def attention_bwd_bias_kernel(
                 if kind >= -1:
                     qk = _product(
                         q_base, k_base, strides.q, strides.k, rows, cols, length_q, length_k,
-                        dims.d, CHUNK, dims.unit,
+                        dims.d + dims.rest, CHUNK, dims.unit,
                     )  # fmt: skip
                     dp = _product(
                         do_base, v_base, strides.do, strides.v, rows, cols, length_q, length_k,

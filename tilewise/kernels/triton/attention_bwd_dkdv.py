@@ -25,7 +25,9 @@ from tilewise.kernels.triton._tile import (
     load_bias,
     load_rows,
     logits_log2,
+    row_offsets,
     row_pointers,
+    row_start,
     row_step,
     sequence,
     slope_start,
@@ -39,6 +41,7 @@ class Keys(NamedTuple):
     """What the queries meet: a tile of keys, and which queries see each of them."""
 
     k: object  # (TILE_N, d_pad)
+    k_rest: object  # (TILE_N, rest_pad), None without a rest
     v: object  # (TILE_N, dv_pad)
     first_col: object
     cols: object  # (TILE_N,), no further than the last one
@@ -61,7 +64,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def _fold_tile(
-    dk, dv, keys, queries, q_ptrs, do_ptrs, first_row, rows, allowed, scores, draw,
+    dk, dk_rest, dv, keys, queries, q_ptrs, do_ptrs, first_row, rows, allowed, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Fold the queries `rows` into dk and dv.
@@ -77,6 +80,15 @@ def _fold_tile(
         lse_log2 = tl.load(queries.lse_log2 + rows)
         delta = tl.load(queries.delta + rows)
     s = tl.dot(keys.k, tl.trans(q), input_precision="ieee")
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            queries.q + dims.d, first_row, s.shape[1], queries.q_row, dims.rest_pad, dims
+        )
+        q_rest = load_rows(rest_ptrs, loaded, dims.rest, dims.rest_pad, MASKED)
+        s = tl.dot(keys.k_rest, tl.trans(q_rest), s, input_precision="ieee")
+    # Before the exponentials, which then run while this product does.
+    do = load_rows(do_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
+    dp = tl.dot(keys.v, tl.trans(do), input_precision="ieee")
     if variant.plain:
         s = tl.fma(s, scores.softmax_scale * LOG2E, -lse_log2[None, :])
     else:
@@ -98,9 +110,7 @@ def _fold_tile(
     if variant.dropout:
         keep = kept(draw, first_row, keys.first_col, s.shape[1], s.shape[0], True)
         p_kept = tl.where(keep, p, 0.0)
-    do = load_rows(do_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
     dv = tl.dot(p_kept.to(do.dtype), do, dv, input_precision="ieee")
-    dp = tl.dot(keys.v, tl.trans(do), input_precision="ieee")
     if variant.dropout:
         dp = tl.where(keep, dp * draw.scale, 0.0)
     ds = p * (dp - delta[None, :])
@@ -109,34 +119,38 @@ def _fold_tile(
     if variant.softcap:
         ds *= 1.0 - capped * capped
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
+    if dims.rest > 0:
+        dk_rest = tl.dot(ds.to(q.dtype), q_rest, dk_rest, input_precision="ieee")
+    return dk, dk_rest, dv
 
 
 @triton.jit
 def _fold_queries(
-    dk, dv, keys, queries, begin, end, scores, draw,
+    dk, dk_rest, dv, keys, queries, begin, end, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the queries [begin, end) into dk and dv."""
     rows = begin + tl.arange(0, TILE_M)
-    q_ptrs = row_pointers(queries.q, begin, TILE_M, queries.q_row, dims.d_pad, dims)
-    do_ptrs = row_pointers(queries.do, begin, TILE_M, queries.do_row, dims.dv_pad, dims)
+    q_start = row_start(queries.q, begin, queries.q_row, dims.unit)
+    do_start = row_start(queries.do, begin, queries.do_row, dims.unit)
+    q_offsets = row_offsets(TILE_M, queries.q_row, dims.d_pad, dims)
+    do_offsets = row_offsets(TILE_M, queries.do_row, dims.dv_pad, dims)
     q_step = row_step(TILE_M, queries.q_row, dims.unit)
     do_step = row_step(TILE_M, queries.do_row, dims.unit)
     for first_row in range(begin, end, TILE_M):
-        dk, dv = _fold_tile(
-            dk, dv, keys, queries, q_ptrs, do_ptrs, first_row, rows, None, scores, draw,
-            dims, variant, MASKED, False,
+        dk, dk_rest, dv = _fold_tile(
+            dk, dk_rest, dv, keys, queries, q_start + q_offsets, do_start + do_offsets, first_row,
+            rows, None, scores, draw, dims, variant, MASKED, False,
         )  # fmt: skip
-        q_ptrs += q_step
-        do_ptrs += do_step
+        q_start += q_step
+        do_start += do_step
         rows += TILE_M
-    return dk, dv
+    return dk, dk_rest, dv
 
 
 @triton.jit
 def _fold_entries(
-    dk, dv, keys, queries, extras, first, last, scores, draw,
+    dk, dk_rest, dv, keys, queries, extras, first, last, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
@@ -157,11 +171,11 @@ def _fold_entries(
             )  # fmt: skip
         q_ptrs = row_pointers(queries.q, begin, TILE_M, queries.q_row, dims.d_pad, dims)
         do_ptrs = row_pointers(queries.do, begin, TILE_M, queries.do_row, dims.dv_pad, dims)
-        dk, dv = _fold_tile(
-            dk, dv, keys, queries, q_ptrs, do_ptrs, begin, rows, allowed, scores, draw,
+        dk, dk_rest, dv = _fold_tile(
+            dk, dk_rest, dv, keys, queries, q_ptrs, do_ptrs, begin, rows, allowed, scores, draw,
             dims, variant, MASKED, BITS,
         )  # fmt: skip
-    return dk, dv
+    return dk, dk_rest, dv
 
 
 @triton.jit(
@@ -178,6 +192,7 @@ def attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """Compute one tile of dk and dv; see the module's docstring."""
     D_PAD: tl.constexpr = dims.d_pad
+    REST_PAD: tl.constexpr = dims.rest_pad if dims.rest > 0 else 1  # 1: compiled away
     DV_PAD: tl.constexpr = dims.dv_pad
     tile, head = tile_of_program(num_tiles, heads_per_section, False)
     num_kv_heads = num_q_heads // group_size
@@ -206,12 +221,19 @@ def attention_bwd_dkdv_kernel(
     k_ptrs = row_pointers(k_base, first_col, TILE_N, strides.k[1], dims.d_pad, dims)
     v_ptrs = row_pointers(v_base, first_col, TILE_N, strides.v[1], dims.dv_pad, dims)
     k = load_rows(k_ptrs, real, dims.d, dims.d_pad, True)
+    k_rest = None
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            k_base + dims.d, first_col, TILE_N, strides.k[1], dims.rest_pad, dims
+        )
+        k_rest = load_rows(rest_ptrs, real, dims.rest, dims.rest_pad, True)
     v = load_rows(v_ptrs, real, dims.dv, dims.dv_pad, True)
     keys = Keys(
-        k, v, first_col, tl.minimum(cols, length_k - 1), diagonal,
+        k, k_rest, v, first_col, tl.minimum(cols, length_k - 1), diagonal,
         diagonal - window_right, diagonal + window_left + 1,
     )  # fmt: skip
     dk = tl.zeros([TILE_N, D_PAD], tl.float32)
+    dk_rest = tl.zeros([TILE_N, REST_PAD], tl.float32)
     dv = tl.zeros([TILE_N, DV_PAD], tl.float32)
     for g in range(group_size):
         h = h_k * group_size + g
@@ -251,47 +273,28 @@ def attention_bwd_dkdv_kernel(
                 entries = extras.mask_column_entries
                 first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
                 partial, last = entries_between(entries, partial, last, first_tile, end_tile)
-            dk, dv = _fold_entries(
-                dk, dv, keys, queries, extras, first, full_last, scores, draw,
+            dk, dk_rest, dv = _fold_entries(
+                dk, dk_rest, dv, keys, queries, extras, first, full_last, scores, draw,
                 dims, variant, TILE_M, TILE_N, False,
             )  # fmt: skip
-            dk, dv = _fold_entries(
-                dk, dv, keys, queries, extras, partial, last, scores, draw,
+            dk, dk_rest, dv = _fold_entries(
+                dk, dk_rest, dv, keys, queries, extras, partial, last, scores, draw,
                 dims, variant, TILE_M, TILE_N, True,
             )  # fmt: skip
         else:
             if variant.right:
-                dk, dv = _fold_queries(
-                    dk,
-                    dv,
-                    keys,
-                    queries,
-                    begin,
-                    full_begin,
-                    scores,
-                    draw,
-                    dims,
-                    variant,
-                    TILE_M,
-                    True,
-                )
-            dk, dv = _fold_queries(
-                dk,
-                dv,
-                keys,
-                queries,
-                full_begin,
-                full_end,
-                scores,
-                draw,
-                dims,
-                variant,
-                TILE_M,
-                False,
-            )
-            dk, dv = _fold_queries(
-                dk, dv, keys, queries, full_end, end, scores, draw, dims, variant, TILE_M, True
-            )
+                dk, dk_rest, dv = _fold_queries(
+                    dk, dk_rest, dv, keys, queries, begin, full_begin, scores, draw,
+                    dims, variant, TILE_M, True,
+                )  # fmt: skip
+            dk, dk_rest, dv = _fold_queries(
+                dk, dk_rest, dv, keys, queries, full_begin, full_end, scores, draw,
+                dims, variant, TILE_M, False,
+            )  # fmt: skip
+            dk, dk_rest, dv = _fold_queries(
+                dk, dk_rest, dv, keys, queries, full_end, end, scores, draw,
+                dims, variant, TILE_M, True,
+            )  # fmt: skip
     # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
     dk = tl.where(real[:, None], dk * softmax_scale, 0.0)
     if variant.dropout:
@@ -303,3 +306,9 @@ def attention_bwd_dkdv_kernel(
     dv_ptrs = row_pointers(dv_base, first_col, TILE_N, strides.dv[1], dims.dv_pad, dims)
     store_rows(dk_ptrs, dk, cols < last_stored, dims.d, dims.d_pad)
     store_rows(dv_ptrs, dv, cols < last_stored, dims.dv, dims.dv_pad)
+    if dims.rest > 0:
+        dk_rest = tl.where(real[:, None], dk_rest * softmax_scale, 0.0)
+        rest_ptrs = row_pointers(
+            dk_base + dims.d, first_col, TILE_N, strides.dk[1], dims.rest_pad, dims
+        )
+        store_rows(rest_ptrs, dk_rest, cols < last_stored, dims.rest, dims.rest_pad)

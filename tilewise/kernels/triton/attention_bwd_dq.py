@@ -30,7 +30,9 @@ from tilewise.kernels.triton._tile import (
     load_bias,
     load_rows,
     logits_log2,
+    row_offsets,
     row_pointers,
+    row_start,
     row_step,
     sequence,
     slope_start,
@@ -46,6 +48,7 @@ class Queries(NamedTuple):
     """What the keys meet: a tile of queries, and which keys each of them sees."""
 
     q: object  # (TILE_M, d_pad)
+    q_rest: object  # (TILE_M, rest_pad), None without a rest
     do: object  # (TILE_M, dv_pad)
     lse_log2: object
     delta: object
@@ -69,13 +72,19 @@ class Keys(NamedTuple):
 
 @triton.jit
 def _fold_tile(
-    dq, queries, k_ptrs, v_ptrs, first_col, cols, loaded, allowed, scores, draw,
+    dq, dq_rest, queries, keys, k_ptrs, v_ptrs, first_col, cols, loaded, allowed, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys `cols` into dq; MASKED and BITS are those of the forward pass."""
     k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
     v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
     s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            keys.k + dims.d, first_col, s.shape[1], keys.k_row, dims.rest_pad, dims
+        )
+        k_rest = load_rows(rest_ptrs, loaded, dims.rest, dims.rest_pad, MASKED)
+        s = tl.dot(queries.q_rest, tl.trans(k_rest), s, input_precision="ieee")
     dp = tl.dot(queries.do, tl.trans(v), input_precision="ieee")
     if variant.plain:
         s = tl.fma(s, scores.softmax_scale * LOG2E, -queries.lse_log2[:, None])
@@ -97,35 +106,40 @@ def _fold_tile(
         ds = tl.where(seen, ds, 0.0)
     if variant.softcap:
         ds *= 1.0 - capped * capped
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    if dims.rest > 0:
+        dq_rest = tl.dot(ds.to(k.dtype), k_rest, dq_rest, input_precision="ieee")
+    return dq, dq_rest
 
 
 @triton.jit
 def _fold_keys(
-    dq, queries, keys, begin, end, scores, draw,
+    dq, dq_rest, queries, keys, begin, end, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [begin, end) into dq."""
     cols = begin + tl.arange(0, TILE_N)
-    k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
-    v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
+    k_start = row_start(keys.k, begin, keys.k_row, dims.unit)
+    v_start = row_start(keys.v, begin, keys.v_row, dims.unit)
+    k_offsets = row_offsets(TILE_N, keys.k_row, dims.d_pad, dims)
+    v_offsets = row_offsets(TILE_N, keys.v_row, dims.dv_pad, dims)
     k_step = row_step(TILE_N, keys.k_row, dims.unit)
     v_step = row_step(TILE_N, keys.v_row, dims.unit)
     for first_col in range(begin, end, TILE_N):
         loaded = visible(cols, keys.begin, keys.end, variant)
-        dq = _fold_tile(
-            dq, queries, k_ptrs, v_ptrs, first_col, cols, loaded, None, scores, draw,
-            dims, variant, MASKED, False,
+        dq, dq_rest = _fold_tile(
+            dq, dq_rest, queries, keys, k_start + k_offsets, v_start + v_offsets, first_col, cols,
+            loaded, None, scores, draw, dims, variant, MASKED, False,
         )  # fmt: skip
-        k_ptrs += k_step
-        v_ptrs += v_step
+        k_start += k_step
+        v_start += v_step
         cols += TILE_N
-    return dq
+    return dq, dq_rest
 
 
 @triton.jit
 def _fold_entries(
-    dq, queries, keys, extras, first, last, scores, draw,
+    dq, dq_rest, queries, keys, extras, first, last, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
@@ -150,11 +164,11 @@ def _fold_entries(
             )
         k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
         v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
-        dq = _fold_tile(
-            dq, queries, k_ptrs, v_ptrs, begin, cols, loaded, allowed, scores, draw,
+        dq, dq_rest = _fold_tile(
+            dq, dq_rest, queries, keys, k_ptrs, v_ptrs, begin, cols, loaded, allowed, scores, draw,
             dims, variant, MASKED, BITS,
         )  # fmt: skip
-    return dq
+    return dq, dq_rest
 
 
 @triton.jit(
@@ -171,6 +185,7 @@ def attention_bwd_dq_kernel(
 ):  # fmt: skip
     """Compute one tile of dq; see the module's docstring."""
     D_PAD: tl.constexpr = dims.d_pad
+    REST_PAD: tl.constexpr = dims.rest_pad if dims.rest > 0 else 1  # 1: compiled away
     tile, head = tile_of_program(num_tiles, heads_per_section, variant.right)
     b, h = head // num_q_heads, head % num_q_heads
     first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q)
@@ -187,6 +202,12 @@ def attention_bwd_dq_kernel(
     q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q[1], dims.d_pad, dims)
     do_ptrs = row_pointers(do_base, first_row, TILE_M, strides.do[1], dims.dv_pad, dims)
     q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
+    q_rest = None
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            q_base + dims.d, first_row, TILE_M, strides.q[1], dims.rest_pad, dims
+        )
+        q_rest = load_rows(rest_ptrs, stored, dims.rest, dims.rest_pad, True)
     do = load_rows(do_ptrs, stored, dims.dv, dims.dv_pad, True)
     lse_base = head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1)
     delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
@@ -210,11 +231,12 @@ def attention_bwd_dq_kernel(
     )  # fmt: skip
     key_begin, key_end = keys_of_rows(rows, length_q, length_k, window_left, window_right, variant)
     queries = Queries(
-        q, do, lse_log2, delta, first_row, tl.minimum(rows, length_q - 1),
+        q, q_rest, do, lse_log2, delta, first_row, tl.minimum(rows, length_q - 1),
         rows + (length_k - length_q), key_begin, key_end,
     )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     dq = tl.zeros([TILE_M, D_PAD], tl.float32)
+    dq_rest = tl.zeros([TILE_M, REST_PAD], tl.float32)
     if variant.mask_q > 0:
         first, full_last, last = entries_of_tile(
             extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
@@ -226,23 +248,32 @@ def attention_bwd_dq_kernel(
             entries = extras.mask_row_entries
             first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
             partial, last = entries_between(entries, partial, last, first_tile, end_tile)
-        dq = _fold_entries(
-            dq, queries, keys, extras, first, full_last, scores, draw,
+        dq, dq_rest = _fold_entries(
+            dq, dq_rest, queries, keys, extras, first, full_last, scores, draw,
             dims, variant, TILE_M, TILE_N, False,
         )  # fmt: skip
-        dq = _fold_entries(
-            dq, queries, keys, extras, partial, last, scores, draw,
+        dq, dq_rest = _fold_entries(
+            dq, dq_rest, queries, keys, extras, partial, last, scores, draw,
             dims, variant, TILE_M, TILE_N, True,
         )  # fmt: skip
     else:
         if variant.left:
-            dq = _fold_keys(
-                dq, queries, keys, begin, full_begin, scores, draw, dims, variant, TILE_N, True
-            )
-        dq = _fold_keys(
-            dq, queries, keys, full_begin, full_end, scores, draw, dims, variant, TILE_N, False
-        )
-        dq = _fold_keys(dq, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True)
+            dq, dq_rest = _fold_keys(
+                dq, dq_rest, queries, keys, begin, full_begin, scores, draw,
+                dims, variant, TILE_N, True,
+            )  # fmt: skip
+        dq, dq_rest = _fold_keys(
+            dq, dq_rest, queries, keys, full_begin, full_end, scores, draw,
+            dims, variant, TILE_N, False,
+        )  # fmt: skip
+        dq, dq_rest = _fold_keys(
+            dq, dq_rest, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True,
+        )  # fmt: skip
     dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
     dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq[1], dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            dq_base + dims.d, first_row, TILE_M, strides.dq[1], dims.rest_pad, dims
+        )
+        store_rows(rest_ptrs, dq_rest * softmax_scale, stored, dims.rest, dims.rest_pad)

@@ -59,6 +59,7 @@ class Queries(NamedTuple):
     """What the keys meet: a tile of queries, and which keys each of them sees."""
 
     q: object  # (TILE_M, d_pad)
+    q_rest: object  # (TILE_M, rest_pad), None without a rest
     first_row: object
     rows: object  # (TILE_M,), no further than the last one
     diagonal: object
@@ -79,7 +80,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def _attend_tile(
-    acc, l, m, queries, k_ptrs, v_ptrs, first_col, cols, loaded, allowed, scores, draw,
+    acc, l, m, queries, keys, k_ptrs, v_ptrs, first_col, cols, loaded, allowed, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys `cols` into (acc, l, m): one step of the online softmax.
@@ -88,6 +89,12 @@ def _attend_tile(
     """
     k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
     s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            keys.k + dims.d, first_col, s.shape[1], keys.k_row, dims.rest_pad, dims
+        )
+        k_rest = load_rows(rest_ptrs, loaded, dims.rest, dims.rest_pad, MASKED)
+        s = tl.dot(queries.q_rest, tl.trans(k_rest), s, input_precision="ieee")
     if not variant.plain:
         distance = queries.diagonal[:, None] - cols[None, :]
         bias = None
@@ -134,7 +141,7 @@ def _attend(
     for first_col in range(begin, end, TILE_N):
         loaded = visible(cols, keys.begin, keys.end, variant)
         acc, l, m = _attend_tile(
-            acc, l, m, queries, k_ptrs, v_ptrs, first_col, cols, loaded, None, scores, draw,
+            acc, l, m, queries, keys, k_ptrs, v_ptrs, first_col, cols, loaded, None, scores, draw,
             dims, variant, MASKED, False,
         )  # fmt: skip
         k_ptrs += k_step
@@ -171,7 +178,7 @@ def _attend_entries(
         k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
         v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
         acc, l, m = _attend_tile(
-            acc, l, m, queries, k_ptrs, v_ptrs, begin, cols, loaded, allowed, scores, draw,
+            acc, l, m, queries, keys, k_ptrs, v_ptrs, begin, cols, loaded, allowed, scores, draw,
             dims, variant, MASKED, BITS,
         )  # fmt: skip
     return acc, l, m
@@ -205,6 +212,12 @@ def attention_fwd_kernel(
     v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
     q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q[1], dims.d_pad, dims)
     q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
+    q_rest = None
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            q_base + dims.d, first_row, TILE_M, strides.q[1], dims.rest_pad, dims
+        )
+        q_rest = load_rows(rest_ptrs, stored, dims.rest, dims.rest_pad, True)
 
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
@@ -230,7 +243,7 @@ def attention_fwd_kernel(
     )  # fmt: skip
     key_begin, key_end = keys_of_rows(rows, length_q, length_k, window_left, window_right, variant)
     queries = Queries(
-        q, first_row, tl.minimum(rows, length_q - 1), rows + (length_k - length_q),
+        q, q_rest, first_row, tl.minimum(rows, length_q - 1), rows + (length_k - length_q),
         key_begin, key_end,
     )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
