@@ -268,8 +268,8 @@ class TestOnlyOnAGpu:
     ("changes", "reason"),
     [
         ({"dtype": torch.float64}, "dtype must be"),
-        ({"head_dim": 12}, "head_dim must be a multiple of 8"),
-        ({"v_head_dim": 264}, "v_head_dim must be a multiple of 8"),
+        ({"head_dim": 577}, "head_dim must be from 1 to 576"),
+        ({"v_head_dim": 513}, "v_head_dim must be from 1 to 512"),
         ({"device_type": "xpu"}, "device must be cuda"),
     ],
 )

@@ -50,6 +50,8 @@ _HALF_SM90_WINDOW: _Table = _HALF_SM90 | {
     ("dq", 128): _rows((64, 64, 4, 2)),
 }
 _FEW_KEYS = 2048
+# Where sequences of many lengths are packed; 512 ... 8,192 tokens, causal.
+_HALF_SM90_PACKED: _Table = _HALF_SM90 | {("fwd", 128): _rows((128, 64, 8, 3))}
 # On datacentre Blackwell, where sums live in tensor memory.
 _HALF_SM100: _Table = {
     ("fwd", 64): _rows((128, 64, 4, 3)),
@@ -65,7 +67,7 @@ _HALF_SM100: _Table = {
     ("dkdv", 512): _rows((16, 32, 8, 2), (32, 32, 8, 1)),
     ("dq", 512): _rows((32, 32, 8, 2)),
 }
-# On Ampere; every first row but one fits the 99 KiB of the smaller devices too.
+# On Ampere; but for a few, first rows fit the 99 KiB of the smaller devices too.
 _HALF_SM80: _Table = {
     ("fwd", 64): _rows((128, 64, 4, 3)),
     ("fwd", 128): _rows((128, 64, 8, 2), (128, 64, 8, 3)),
@@ -80,7 +82,12 @@ _HALF_SM80: _Table = {
     ("dkdv", 512): _rows((16, 32, 8, 2)),
     ("dq", 512): _rows((32, 32, 8, 2), (32, 16, 8, 2)),
 }
-_HALF_SMALL: _Table = _HALF_SM80 | {("dq", 256): _rows((32, 32, 4, 2))}
+_HALF_SMALL: _Table = _HALF_SM80 | {
+    ("dq", 256): _rows((32, 32, 4, 2)),
+    ("fwd", 512): _rows((32, 32, 8, 1), (32, 16, 8, 2)),
+    ("dkdv", 512): _rows((16, 16, 8, 2)),
+    ("dq", 512): _rows((16, 16, 8, 2)),
+}
 # float32 multiplies on the FMA units everywhere, so one table serves all.
 _SINGLE: _Table = {
     ("fwd", 64): _rows((32, 32, 4, 2)),
@@ -98,11 +105,13 @@ _SINGLE: _Table = {
 }
 
 
-def _table(itemsize: int, arch: int, has_few_keys: bool) -> _Table:
+def _table(itemsize: int, arch: int, has_few_keys: bool, is_varlen: bool) -> _Table:
     if itemsize == 4:
         return _SINGLE
     if arch // 10 == 9:
-        return _HALF_SM90_WINDOW if has_few_keys else _HALF_SM90
+        if has_few_keys:
+            return _HALF_SM90_WINDOW
+        return _HALF_SM90_PACKED if is_varlen else _HALF_SM90
     if arch // 10 in (10, 11):
         return _HALF_SM100
     return _HALF_SM80 if arch in WIDE_SHARED_MEMORY else _HALF_SMALL
@@ -120,7 +129,7 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
     width = min(width, WIDEST)  # a rest of q and k needs no wider row
     keys = spec.window_left + max(0, spec.window_right)
     has_few_keys = spec.window_left >= 0 and spec.window_right >= 0 and keys < _FEW_KEYS
-    rows = _table(spec.dtype.itemsize, arch, has_few_keys)[part, width]
+    rows = _table(spec.dtype.itemsize, arch, has_few_keys, spec.is_varlen)[part, width]
     if part == "dkdv" and (spec.has_bias or spec.dropout_p > 0):
         # Another tile stands beside s, dp and two sums: wide rows would leave the registers.
         most = 16 if spec.dtype.itemsize == 2 else 4

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.attention_tiles import WIDEST, WIDEST_QK, Part, candidates
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
-from tilewise.kernels.tiles import TileConfig
+from tilewise.kernels.tiles import WIDE_SHARED_MEMORY, TileConfig
 from tilewise.kernels.triton._geometry import (
     dense,
     device_of,
@@ -59,7 +59,17 @@ def why_not(spec: AttentionSpec) -> str | None:
     for name, width, widest in widths:
         if not 1 <= width <= widest:
             return f"{name} must be from 1 to {widest}, got {width}"
+    if spec.dtype == torch.float32 and max(spec.head_dim, spec.v_head_dim) > 256:
+        arch = _current_arch(spec)
+        if arch not in WIDE_SHARED_MEMORY:
+            return f"float32 heads wider than 256 need 132 KiB of shared memory, got sm_{arch}"
     return None
+
+
+def _current_arch(spec: AttentionSpec) -> int:
+    """Return the compute capability of the GPU in use; Hopper's where none is at hand."""
+    has_gpu = spec.device_type == "cuda" and torch.cuda.is_available()
+    return device.arch_of(torch.device("cuda" if has_gpu else "cpu"))
 
 
 def tile_config(spec: AttentionSpec, part: Part = "fwd", arch: int = 90) -> TileConfig:
