@@ -70,8 +70,8 @@ _HALF_SM100: _Table = {
 # On Ampere; but for a few, first rows fit the 99 KiB of the smaller devices too.
 _HALF_SM80: _Table = {
     ("fwd", 64): _rows((128, 64, 4, 3)),
-    ("fwd", 128): _rows((128, 64, 8, 2), (128, 64, 8, 3)),
-    ("fwd", 256): _rows((64, 32, 4, 2)),
+    ("fwd", 128): _rows((128, 32, 8, 3), (128, 64, 8, 3)),
+    ("fwd", 256): _rows((64, 32, 8, 2), (64, 64, 8, 1)),
     ("dkdv", 64): _rows((32, 128, 8, 2), (64, 128, 8, 2)),
     ("dkdv", 128): _rows((64, 64, 8, 2), (32, 128, 8, 2)),
     ("dkdv", 256): _rows((32, 32, 8, 2)),
