@@ -1,0 +1,28 @@
+"""Gluon's operations that are named differently, or not at all, from one Triton version to another.
+
+Triton 3.6 to 3.9. The operation behind `tma_add` exists in all of them, its wrapper from 3.8 on.
+"""
+
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+__all__ = ["tma_add", "tma_load", "tma_store"]
+
+if hasattr(tma, "async_load"):
+    tma_load, tma_store = tma.async_load, tma.async_store
+else:
+    tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+if hasattr(tma, "async_atomic_add"):
+    tma_add = tma.async_atomic_add
+else:
+
+    @builtin
+    def tma_add(tensor_desc, coord, src, _semantic=None):  # type: ignore[no-untyped-def]
+        """Add a shared-memory tile to global memory, element by element."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)

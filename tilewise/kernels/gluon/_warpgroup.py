@@ -1,0 +1,110 @@
+"""What one warpgroup (128 threads, 64 rows of a product) does with its registers.
+
+What: layouts of WGMMA's operands and sums, the instructions that Gluon has no name for, and masks.
+Grid: none, inlined into the kernels.
+One call: a tile of 64 rows in the layout of a sum: a thread holds two rows of it, eight apart, and
+      of every eight columns two neighbours.
+Traffic: none.
+Numerics: exponentials in base 2 by the special function unit (2 ulp).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)  # log2(e): exp(x) = exp2(x * LOG2E)
+LN2 = gl.constexpr(0.6931471805599453)  # 1 / LOG2E
+
+
+@gluon.constexpr_function
+def sum_layout(width):
+    """Return the layout of a (64, width) sum of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(width):
+    """Return how a 16-bit left operand lies in registers whose product has `width` columns."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]), 2)
+
+
+@gluon.jit
+def exp2(x):
+    """Return 2 ** x, flushing denormals, to 2 ulp."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def named_barrier(
+    kind: gl.constexpr, barrier: gl.constexpr, threads: gl.constexpr, warps: gl.constexpr
+):
+    """Meet at hardware barrier `barrier` (9 to 15; Triton has the others): "sync" or "arrive".
+
+    threads: how many arrivals, of waiting threads and others, open it; warps: of the caller.
+    """
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    thread = gl.arange(0, 32 * warps, lanes)
+    gl.inline_asm_elementwise(
+        f"bar.{kind} {barrier}, {threads}; mov.b32 $0, $1;", "=r,r", [thread],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pack(p, dtype: gl.constexpr):
+    """Round float32 (64, n) to pairs of 16-bit columns in int32 (64, n / 2).
+
+    Carried from loop to loop as pairs: as 16-bit values they would cost two moves an element.
+    """
+    n: gl.constexpr = p.shape[1]
+    low, high = gl.split(p.reshape([64, n // 2, 2]))
+    name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", [high, low],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
+    """Return packed pairs as a left operand (64, n); costs no instruction."""
+    n: gl.constexpr = pairs.shape[1] * 2
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+        dtype=(dtype, dtype), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.convert_layout(gl.join(low, high).reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def keep_columns(s, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr):
+    """Set s (64, n) to -inf but for the columns [begin, end) of each row.
+
+    begin, end: int32 (64,) in the layout of rows of s. A thread's columns are constants plus the
+    first of its pair, which is subtracted from the bounds: one comparison with a constant each.
+    """
+    n: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    s3 = s.reshape([64, n // 8, 8])
+    l3: gl.constexpr = s3.type.layout
+    l2: gl.constexpr = gl.SliceLayout(1, l3)
+    within = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, l2)), 0)
+    eights = gl.arange(0, n // 8, gl.SliceLayout(0, gl.SliceLayout(2, l3))) * 8
+    eights = gl.expand_dims(gl.expand_dims(eights, 0), 2)
+    if HAS_END:
+        bound = gl.expand_dims(gl.convert_layout(end, gl.SliceLayout(1, l2)), 1) - within
+        s3 = gl.where(eights < gl.expand_dims(bound, 1), s3, float("-inf"))
+    if HAS_BEGIN:
+        bound = gl.expand_dims(gl.convert_layout(begin, gl.SliceLayout(1, l2)), 1) - within
+        s3 = gl.where(eights >= gl.expand_dims(bound, 1), s3, float("-inf"))
+    return gl.convert_layout(s3.reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def scale_rows(acc, factor):
+    """Multiply each row of acc (64, n) by its factor (64,), which lies in the rows of any sum."""
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    return acc * gl.expand_dims(gl.convert_layout(factor, rows, assert_trivial=True), 1)
