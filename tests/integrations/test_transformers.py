@@ -82,7 +82,9 @@ def test_logits_and_every_gradient_keep_the_budget(name, side, calls):
     # The gradient of a key's bias is 0 but for rounding what the softmax takes away again.
     largest = max(float(t.abs().max()) for t in want.values())
     for key, result in got.items():
-        assert_within_budget(result, want[key], eager[key], name=key, scale=largest)
+        # Each of two sums of many roundings, taken in orders of their own: the largest of a few
+        # dozen such errors may well be three times that of the other, so the factor is wide.
+        assert_within_budget(result, want[key], eager[key], name=key, scale=largest, factor=4.0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
