@@ -6,9 +6,10 @@ time. Every tensor is seen as (batch, head, row, channel); a packed one is a bat
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ _DTYPES = {
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
+# CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion of the driver's interface.
+_MAP_TYPES = {
+    torch.float8_e4m3fn: 0,
+    torch.int32: 3,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
+_MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_MAP_L2_128_BYTES = 2
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _REMEMBERED = 512
 
 
@@ -79,3 +91,66 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
             _recent.popitem(last=False)
         _recent[key] = found
     return found
+
+
+def parameters_of(found: TensorDescriptor) -> list[int]:
+    """Return the addresses of a descriptor's 128 bytes, its sizes (int32) and strides (int64).
+
+    They are what a kernel takes for it, and live as long as the descriptor.
+    """
+    kept = found.__dict__.get("parameters")
+    if kept is None:
+        kept = found.__dict__["parameters"] = _Parameters(found)
+    addresses: list[int] = kept.addresses
+    return addresses
+
+
+class _Parameters:
+    """The encoded form of a descriptor."""
+
+    def __init__(self, found: TensorDescriptor) -> None:
+        rank = len(found.shape)
+        self._memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+        start = ctypes.addressof(self._memory)
+        start += -start % _MAP_ALIGNMENT
+        _encode(start, found)
+        self._shape = (ctypes.c_int32 * rank)(*found.shape)
+        self._strides = (ctypes.c_int64 * rank)(*found.strides)
+        shape, strides = ctypes.addressof(self._shape), ctypes.addressof(self._strides)
+        self.addresses = [
+            start,
+            *(shape + 4 * axis for axis in range(rank)),
+            *(strides + 8 * axis for axis in range(rank)),
+        ]
+
+
+def _encode(target: int, found: TensorDescriptor) -> None:
+    """Write the 128 bytes that the copy engine reads."""
+    rank, dtype = len(found.shape), found.base.dtype
+    swizzle = found.layout.swizzle_byte_width
+    box = list(found.block_shape)
+    if swizzle > 0:  # a wider tile is several copies of one swizzled width
+        box[-1] = min(box[-1], swizzle // dtype.itemsize)
+    steps = [step * dtype.itemsize for step in found.strides[:-1]]
+    status = driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(target),
+        _MAP_TYPES[dtype],
+        rank,
+        ctypes.c_void_p(found.base.data_ptr()),
+        (ctypes.c_uint64 * rank)(*reversed(found.shape)),
+        (ctypes.c_uint64 * max(1, rank - 1))(*reversed(steps)),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        _MAP_SWIZZLES[swizzle],
+        _MAP_L2_128_BYTES,
+        0,  # what lies outside is zero
+    )
+    if status != 0:
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status} for {found}")
+
+
+@functools.cache
+def driver() -> Any:
+    """Return the CUDA driver's library; calls keep the interpreter's lock, they are short."""
+    return ctypes.PyDLL("libcuda.so.1")
