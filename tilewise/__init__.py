@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tilewise.ops.explain import Explanation, explain
     from tilewise.ops.merge import merge_states
     from tilewise.ops.paged import copy_blocks, paged_attention, write_kv_cache
+    from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "CacheFullError",
     "CheckpointError",
     "Explanation",
+    "Precompiled",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -50,6 +52,7 @@ __all__ = [
     "explain",
     "merge_states",
     "paged_attention",
+    "precompile",
     "write_kv_cache",
 ]
 
@@ -57,6 +60,7 @@ __all__ = [
 _LAZY = {
     "BlockMask": "tilewise.masks",
     "Explanation": "tilewise.ops",
+    "Precompiled": "tilewise.ops",
     "LLM": "tilewise.engine.llm",
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
@@ -68,6 +72,7 @@ _LAZY = {
     "explain": "tilewise.ops",
     "merge_states": "tilewise.ops",
     "paged_attention": "tilewise.ops",
+    "precompile": "tilewise.ops",
     "write_kv_cache": "tilewise.ops",
 }
 

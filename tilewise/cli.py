@@ -37,6 +37,7 @@ examples:
   tilewise explain attention --shape 1,4096,4096,32,8,128 --causal
   tilewise bench ops                                       kernels against their peers
   tilewise bench attention --only dense                    attention from N = 512 on: time, memory
+  tilewise precompile                                      compile the usual kernels beforehand
 """
 
 
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_bench(commands)
     _add_explain(commands)
+    _add_precompile(commands)
     return parser
 
 
@@ -291,3 +293,31 @@ def _explain_cache(options: argparse.Namespace) -> None:
     from tilewise.engine.console import explain_cache
 
     explain_cache(options.model, options.block_size, options.dtype)
+
+
+def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands, "precompile", "compile the usual kernels before they are needed", _precompile
+    )
+    parser.add_argument(
+        "--head-dims", nargs="+", type=int, metavar="D", default=[64, 128, 256],
+        help="channels of a head",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=_DTYPES, default=["bfloat16"], help="of q, k and v"
+    )
+    parser.add_argument("--device", help="cuda or cpu (default: a GPU where there is one)")
+    parser.add_argument("--forward-only", action="store_true", help="leave the gradients out")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+
+
+def _precompile(options: argparse.Namespace) -> int:
+    from tilewise.engine.console import precompile
+
+    return precompile(
+        head_dims=options.head_dims,
+        dtypes=options.dtypes,
+        device=options.device,
+        needs_backward=not options.forward_only,
+        workers=options.workers,
+    )

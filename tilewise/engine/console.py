@@ -1,4 +1,4 @@
-"""What `tilewise generate` and `tilewise explain` do once their arguments are parsed."""
+"""What `tilewise generate`, `explain` and `precompile` do once their arguments are parsed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from tilewise.engine.settings import cache_spec, compute_device, model_directory
 from tilewise.errors import RequestError
 from tilewise.models.config import read_config
 from tilewise.ops import explain
+from tilewise.ops import precompile as _precompile
 
-__all__ = ["explain_attention", "explain_cache", "generate", "read_prompt"]
+__all__ = ["explain_attention", "explain_cache", "generate", "precompile", "read_prompt"]
 
 # Sequences that run at once at most; the cache is made no larger than the prompts at hand need.
 MAX_NUM_SEQS = 256
@@ -97,6 +98,23 @@ def explain_cache(model: str, block_size: int, dtype: str) -> None:
     name = config.dtype if dtype == "auto" else dtype
     spec = cache_spec(config, block_size, getattr(torch, name))
     print(cache_report(spec, config.max_position_embeddings))
+
+
+def precompile(*, dtypes: Sequence[str], **choice: Any) -> int:
+    """Compile the usual kernels with a line of progress; returns the exit code.
+
+    Args:
+        dtypes: names of torch dtypes.
+        choice: the other arguments of `ops.precompile`.
+    """
+    dtypes_of = [getattr(torch, name) for name in dtypes]
+    done = _precompile(dtypes=dtypes_of, shows_progress=terminal() is not None, **choice)
+    for failure in done.failures:
+        print(failure, file=sys.stderr)
+    print(
+        f"{done.calls - len(done.failures)} of {done.calls} calls compiled in {done.seconds:.1f} s"
+    )
+    return 1 if done.failures else 0
 
 
 def read_prompt(path: str) -> str:

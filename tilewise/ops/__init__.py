@@ -5,10 +5,12 @@ from tilewise.ops.dropout import dropout_keep_mask
 from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.merge import merge_states
 from tilewise.ops.paged import copy_blocks, paged_attention, write_kv_cache
+from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
 
 __all__ = [
     "Explanation",
+    "Precompiled",
     "apply_rope",
     "attention",
     "attention_varlen",
@@ -17,5 +19,6 @@ __all__ = [
     "explain",
     "merge_states",
     "paged_attention",
+    "precompile",
     "write_kv_cache",
 ]

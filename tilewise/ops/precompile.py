@@ -1,0 +1,174 @@
+"""precompile(): compile the usual kernels before the first call needs them.
+
+Nothing is tuned at run time, so a first call waits for the compiler alone: about a second a kernel.
+Triton and numba keep what they compile on disk, and every later process finds it there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.errors import UnsupportedError
+from tilewise.ops.attention import attention, attention_varlen
+from tilewise.ops.paged import paged_attention, write_kv_cache
+
+__all__ = ["USUAL_HEAD_DIMS", "Precompiled", "precompile"]
+
+USUAL_HEAD_DIMS = (64, 128, 256)
+_TOKENS = 256  # a whole tile of every kernel, and more than one of most
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call that compiles kernels."""
+
+    kind: str  # "dense", "packed" or "paged"
+    head_dim: int
+    dtype: torch.dtype
+    causal: bool
+    ragged: bool  # lengths off the tiles, which some kernels compile apart
+    needs_backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Precompiled:
+    """What was done: calls made, those that failed with their reason, and the wall time."""
+
+    calls: int
+    failures: tuple[str, ...]
+    seconds: float
+
+
+def precompile(
+    *,
+    head_dims: Sequence[int] = USUAL_HEAD_DIMS,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    device: str | None = None,
+    needs_backward: bool = True,
+    workers: int | None = None,
+    shows_progress: bool = False,
+) -> Precompiled:
+    """Compile dense, packed and paged attention for these heads into the caches on disk.
+
+    Args:
+        head_dims: D of q, k and v.
+        dtypes: float16, bfloat16 or float32.
+        device: "cuda" or "cpu"; None takes a GPU where there is one.
+        needs_backward: also the gradients of dense and packed attention.
+        workers: processes that compile; None is one a core, at most 16.
+        shows_progress: write a line to standard error now and then.
+
+    Raises:
+        ValueError: head_dims, dtypes or workers is empty or not positive.
+        UnsupportedError: device="cuda" without a GPU.
+    """
+    if not head_dims or min(head_dims) < 1:
+        raise ValueError(f"head_dims must be positive numbers, got {list(head_dims)}")
+    if not dtypes:
+        raise ValueError("dtypes must name at least one dtype, got none")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UnsupportedError("device must be one that torch can see, got 'cuda' without a GPU")
+    jobs = list(_jobs(head_dims, dtypes, needs_backward))
+    begin = time.monotonic()
+    failures = _run(jobs, device, workers or min(16, os.cpu_count() or 1), shows_progress)
+    return Precompiled(len(jobs), tuple(failures), time.monotonic() - begin)
+
+
+def _jobs(
+    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], needs_backward: bool
+) -> Iterator[_Job]:
+    for dtype, head_dim, causal in itertools.product(dtypes, head_dims, (False, True)):
+        for ragged in (False, True):
+            yield _Job("dense", head_dim, dtype, causal, ragged, needs_backward)
+        yield _Job("packed", head_dim, dtype, causal, True, needs_backward)
+        if causal:
+            yield _Job("paged", head_dim, dtype, causal, True, False)
+
+
+def _run(jobs: list[_Job], device: str, workers: int, shows_progress: bool) -> list[str]:
+    """Make every call in one of `workers` processes; returns what went wrong."""
+    if workers == 1:
+        return _collect((_attempt((job, device)) for job in jobs), len(jobs), shows_progress)
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    with context.Pool(min(workers, len(jobs))) as pool:
+        outcomes = pool.imap_unordered(_attempt, [(job, device) for job in jobs])
+        return _collect(outcomes, len(jobs), shows_progress)
+
+
+def _collect(outcomes: Iterable[str | None], total: int, shows_progress: bool) -> list[str]:
+    failures = []
+    for number, failure in enumerate(outcomes, 1):
+        if failure is not None:
+            failures.append(failure)
+        if shows_progress and sys.stderr is not None:
+            print(f"\rcompiled {number} of {total} calls", end="", file=sys.stderr, flush=True)
+    if shows_progress and sys.stderr is not None:
+        print(file=sys.stderr)
+    return failures
+
+
+def _attempt(work: tuple[_Job, str]) -> str | None:
+    """Make one call; returns None, or in one line what failed."""
+    job, device = work
+    try:
+        _CALLS[job.kind](job, device)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        return f"{job.kind} {job.head_dim} {job.dtype}: {type(error).__name__}: {reason}"
+    return None
+
+
+def _random(job: _Job, device: str, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(job.dtype).requires_grad_(job.needs_backward)
+
+
+def _dense(job: _Job, device: str) -> None:
+    tokens = _TOKENS - 7 if job.ragged else _TOKENS
+    q, k, v = (_random(job, device, 1, tokens, heads, job.head_dim) for heads in (2, 1, 1))
+    o = attention(q, k, v, causal=job.causal)
+    if job.needs_backward:
+        o.sum().backward()
+
+
+def _packed(job: _Job, device: str) -> None:
+    starts = torch.tensor([0, 100, _TOKENS], dtype=torch.int32, device=device)
+    q, k, v = (_random(job, device, _TOKENS, heads, job.head_dim) for heads in (2, 1, 1))
+    o = attention_varlen(
+        q, k, v, causal=job.causal, cu_seqlens_q=starts, cu_seqlens_k=starts,
+        max_seqlen_q=_TOKENS - 100, max_seqlen_k=_TOKENS - 100,
+    )  # fmt: skip
+    if job.needs_backward:
+        o.sum().backward()
+
+
+def _paged(job: _Job, device: str) -> None:
+    """Prompts of two sequences, then one token of each."""
+    blocks = _TOKENS // _BLOCK_SIZE
+    k_cache, v_cache = (_random(job, device, blocks, _BLOCK_SIZE, 1, job.head_dim) for _ in "kv")
+    table = torch.arange(blocks, dtype=torch.int32, device=device).view(2, -1)
+    lengths = torch.tensor([blocks * 8, blocks * 8], dtype=torch.int32, device=device)
+    k, v = (_random(job, device, 2, 1, job.head_dim) for _ in "kv")
+    write_kv_cache(k, v, k_cache, v_cache, torch.arange(2, device=device))
+    for tokens in (blocks * 8, 1):
+        starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32, device=device)
+        paged_attention(
+            _random(job, device, 2 * tokens, 2, job.head_dim), k_cache, v_cache,
+            block_table=table, seqlens_k=lengths, cu_seqlens_q=starts, max_seqlen_q=tokens,
+        )  # fmt: skip
+
+
+_CALLS = {"dense": _dense, "packed": _packed, "paged": _paged}
