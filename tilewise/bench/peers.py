@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -76,9 +77,11 @@ def _plain(case: Case, features: tuple[str, ...] = ()) -> None:
         raise UnsupportedError(f"this peer must have no {problem.feature}")
 
 
-def _tilewise(case: Case) -> Run:
+def _tilewise(case: Case, backend: str | None = None) -> Run:
     problem = case.problem
     rule: dict[str, Any] = {"causal": problem.causal, **case.options}
+    if backend is not None:
+        rule["backend"] = backend
     if problem.lengths:
         longest = max(problem.lengths)
         rule |= {"cu_seqlens_q": case.cu_seqlens, "cu_seqlens_k": case.cu_seqlens}
@@ -150,6 +153,35 @@ def _varlen_attn(case: Case) -> Run:
     return _run(case, lambda q, k, v: call(q, k, v, *packed, **rule))
 
 
+def _fa3(case: Case) -> Run:
+    """FlashAttention-3, where its `flash_attn_interface` is installed."""
+    problem, cu_seqlens = case.problem, case.cu_seqlens
+    if case.options or problem.density:
+        raise UnsupportedError("this peer must have no feature beside causality and a window")
+    interface = import_module("flash_attn_interface")
+    rule: dict[str, Any] = {"causal": problem.causal}
+    if problem.window_left >= 0:
+        rule["window_size"] = (problem.window_left, 0)
+    if problem.lengths:
+        longest = max(problem.lengths)
+        packed = (cu_seqlens, cu_seqlens, longest, longest)
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return _first_of(interface.flash_attn_varlen_func(q, k, v, *packed, **rule))
+    else:
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return _first_of(interface.flash_attn_func(q, k, v, **rule))
+
+    reason = None if hasattr(interface, "_flash_attn_backward") else "it was built without one"
+    return _run(case, function, no_backward=reason)
+
+
+def _first_of(result: Any) -> Any:
+    """o alone; some builds return lse too."""
+    return result[0] if isinstance(result, tuple) else result
+
+
 def _standard(case: Case) -> Run:
     """softmax(Q K^T) V as one writes it, in the dtype of the inputs."""
     _plain(case)
@@ -182,6 +214,7 @@ def _flex(case: Case) -> Run:
 PEERS: dict[str, Callable[[Case], Run]] = {
     "tilewise": _tilewise,
     "tilewise_mask": _tilewise_mask,
+    "tilewise_triton": partial(_tilewise, backend="triton"),
     "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
@@ -189,6 +222,7 @@ PEERS: dict[str, Callable[[Case], Run]] = {
     "sdpa_padded": _sdpa_padded,
     "varlen_attn": _varlen_attn,
     "flex": _flex,
+    "fa3": _fa3,
     "standard": _standard,
 }
 # Bytes of all the N x N matrices that a pass of these holds, over those of one in bfloat16:

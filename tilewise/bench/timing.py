@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
+_Key = TypeVar("_Key")
+_Event = Any  # torch.cuda.Event, which torch does not type
 _L2_BYTES = 256 << 20  # several times the largest L2 in use (H200: 60 MB)
 
 
@@ -87,6 +90,52 @@ def time_call(
     if device == "cuda":
         return _time_cuda(call, budget, fewest)
     return _time_cpu(call, budget, fewest)
+
+
+def time_together(
+    calls: Mapping[_Key, Callable[[], object]],
+    *,
+    rounds: int = 10,
+    block_seconds: float = 3e-3,
+    most: int = 24,
+) -> dict[_Key, Timing]:
+    """Time CUDA calls in turn, in short blocks, so that all of them see the same clocks.
+
+    A card that runs at its power limit changes its clocks within milliseconds, and calls that are
+    measured one after the other differ by several percent for that alone. Every call has run
+    before. The median of each block counts as one run; low and high are the quarters of them.
+    """
+    flush = torch.empty(_L2_BYTES, dtype=torch.int8, device="cuda")
+
+    def block(call: Callable[[], object], repeats: int) -> list[tuple[_Event, _Event]]:
+        events = []
+        for _ in range(repeats):
+            flush.zero_()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            events.append((begin, end))
+        return events
+
+    def seconds(events: list[tuple[_Event, _Event]]) -> list[float]:
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+
+    fastest = {name: min(seconds(block(call, 3))) for name, call in calls.items()}
+    repeats = {n: max(1, min(most, round(block_seconds / t))) for n, t in fastest.items()}
+    medians: dict[_Key, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        blocks = {name: block(call, repeats[name]) for name, call in calls.items()}
+        for name, events in blocks.items():
+            medians[name].append(statistics.median(seconds(events)))
+    timings = {}
+    for name, found in medians.items():
+        ordered, quarter = sorted(found), len(found) // 4
+        low, high = ordered[quarter], ordered[-1 - quarter]
+        total = repeats[name] * rounds
+        timings[name] = Timing(statistics.median(ordered), low, high, total)
+    return timings
 
 
 def time_graph(call: Callable[[], object], *, budget: float = 0.3) -> Timing:
