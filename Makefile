@@ -10,7 +10,7 @@ demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a s
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
 
 test: check ## everything that must hold before a change lands
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed-test ## format, lint and types
 	$(BIN)/ruff format --check .
