@@ -1,0 +1,88 @@
+"""Who knows of which access: vector clocks, and the races that they prove.
+
+Every partition counts in a lane of its own, and so does everything that runs beside it: its
+products, its outgoing copies, and the copies that arrive at one barrier. A clock says how far in
+each lane an actor knows things to be finished; barriers hand clocks on. Two accesses that overlap
+and neither of which is known to the other's actor race, whichever came first this time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.kernels.gluon_emulator.errors import Race
+
+UNFINISHED = 1 << 62
+
+
+class Clock(dict[Hashable, int]):
+    """How far in each lane things are known to be finished."""
+
+    def join(self, other: Clock) -> None:
+        """Learn all that another clock knows."""
+        for lane, epoch in other.items():
+            if self.get(lane, -1) < epoch:
+                self[lane] = epoch
+
+    def knows(self, lane: Hashable, epoch: int) -> bool:
+        """Whether everything up to `epoch` of a lane is known to be finished."""
+        return self.get(lane, -1) >= epoch
+
+
+@dataclass
+class Access:
+    """One access of a piece of shared memory."""
+
+    memory: np.ndarray
+    lane: Hashable
+    epoch: int
+    writes: bool
+    by_engine: bool  # a copy or a product, which bypass the path of ordinary loads and stores
+    what: str
+    fences: dict[Hashable, int] = field(default_factory=dict)
+
+
+class History:
+    """The last accesses of one allocation of shared memory, and its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._accesses: dict[tuple[Any, ...], Access] = {}
+
+    def add(
+        self, actor: Any, memory: np.ndarray, *, writes: bool, what: str,
+        lane: Hashable = None, epoch: int = 0,
+    ) -> Access:  # fmt: skip
+        """Record an access of `actor`, or of an engine in `lane`; raise Race if it may collide."""
+        by_engine = lane is not None
+        clock = actor.clock
+        for old in self._accesses.values():
+            if not (writes or old.writes):
+                continue
+            known = clock.knows(old.lane, old.epoch)
+            fenced = not (by_engine and old.writes and not old.by_engine) or any(
+                clock.knows(*fence) for fence in old.fences.items()
+            )
+            if (known and fenced) or not np.shares_memory(old.memory, memory):
+                continue
+            missing = "is not known to be finished" if not known else "was not fenced"
+            raise Race(f"{actor.name} {what} {self.name}, but {old.what} {missing}")
+        lane = actor.lane if lane is None else lane
+        access = Access(
+            memory, lane, epoch if by_engine else actor.clock[lane], writes, by_engine,
+            f"'{actor.name} {what} {self.name}'",
+        )  # fmt: skip
+        place = memory.__array_interface__
+        key = (place["data"][0], place["shape"], memory.strides, lane, writes)
+        self._accesses[key] = access
+        return access
+
+    def fence(self, actor: Any) -> None:
+        """Make the ordinary writes that `actor` knows of visible to copies and products."""
+        for old in self._accesses.values():
+            if old.writes and not old.by_engine and actor.clock.knows(old.lane, old.epoch):
+                old.fences.setdefault(actor.lane, actor.clock[actor.lane])

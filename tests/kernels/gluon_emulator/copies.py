@@ -1,0 +1,109 @@
+"""TMA: copies that land after a random time, and say so at a barrier or to whoever waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.kernels.gluon_emulator.barriers import Barrier
+from tests.kernels.gluon_emulator.clocks import UNFINISHED
+from tests.kernels.gluon_emulator.errors import Protocol
+from tests.kernels.gluon_emulator.machine import Worker, current, machine
+from tests.kernels.gluon_emulator.memory import Descriptor
+from tests.kernels.gluon_emulator.shared import SharedMemory, poison
+
+
+class Stores:
+    """The outgoing copies of one partition."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self.reading: set[int] = set()  # those that still read shared memory
+
+
+def _stores(worker: Worker) -> Stores:
+    if worker.stores is None:
+        worker.stores = Stores()
+    return worker.stores
+
+
+def _check(tensor_desc: Descriptor, tile: SharedMemory) -> None:
+    if tile.shape != tensor_desc.block_shape or tile.dtype != tensor_desc.dtype:
+        raise Protocol(
+            f"a box of {tensor_desc.dtype}{tensor_desc.block_shape} and a tile of "
+            f"{tile.dtype}{tile.shape}"
+        )
+
+
+def load(
+    tensor_desc: Descriptor, coord: Any, barrier: Barrier, result: SharedMemory,
+    pred: Any = True, multicast: bool = False,
+) -> None:  # fmt: skip
+    """Start a copy to shared memory; the barrier's phase ends after its bytes have come."""
+    _check(tensor_desc, result)
+    if not pred:
+        return
+    machine().step()
+    place = [int(x) for x in coord]
+    access = result.history.add(
+        current(), result.memory, writes=True, what="copies into", lane=barrier, epoch=UNFINISHED
+    )
+    result.memory[...] = poison(result.dtype)
+
+    def land() -> None:
+        result.memory[...] = tensor_desc.read(place)
+        access.epoch = barrier.complete(tensor_desc.block_type.nbytes)
+
+    machine().later(land)
+
+
+def _send(tensor_desc: Descriptor, coord: Any, src: SharedMemory, add: bool) -> None:
+    _check(tensor_desc, src)
+    machine().step()
+    worker = current()
+    stores = _stores(worker)
+    stores.issued += 1
+    number, place = stores.issued, [int(x) for x in coord]
+    src.history.add(
+        worker, src.memory, writes=False, what="copies from", lane=(worker.lane, "copies"),
+        epoch=number,
+    )  # fmt: skip
+    stores.reading.add(number)
+
+    def read() -> None:
+        values = src.memory.copy()
+        stores.reading.discard(number)
+        # That the tile has been read does not say that it has been written yet.
+        machine().later(lambda: tensor_desc.write(place, values, add))
+
+    machine().later(read)
+
+
+def store(tensor_desc: Descriptor, coord: Any, src: SharedMemory) -> None:
+    """Start a copy from shared memory."""
+    _send(tensor_desc, coord, src, add=False)
+
+
+def add(tensor_desc: Descriptor, coord: Any, src: SharedMemory) -> None:
+    """Start to add a tile of shared memory to global memory, element by element."""
+    _send(tensor_desc, coord, src, add=True)
+
+
+def store_wait(pendings: int) -> None:
+    """Wait until all but the last `pendings` outgoing copies have read their tiles."""
+    worker = current()
+    stores = _stores(worker)
+    last = stores.issued - int(pendings)
+    machine().wait(
+        lambda: all(number > last for number in stores.reading),
+        f"its outgoing copies up to number {last}",
+    )
+    lane = (worker.lane, "copies")
+    worker.clock[lane] = max(worker.clock.get(lane, 0), last)
+
+
+def finish(worker: Worker) -> None:
+    """Check that a partition ends with no copy that still reads its memory."""
+    stores = _stores(worker)
+    known = worker.clock.get((worker.lane, "copies"), 0)
+    if stores.issued > known:
+        raise Protocol(f"{worker.name} ends before its copies have read shared memory")

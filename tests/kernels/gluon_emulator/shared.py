@@ -1,0 +1,124 @@
+"""Shared memory: allocations full of NaN, views of them, and every access on record."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from triton.experimental.gluon import language as gl
+
+from tests.kernels.gluon_emulator import numbers
+from tests.kernels.gluon_emulator.barriers import Barriers
+from tests.kernels.gluon_emulator.clocks import History
+from tests.kernels.gluon_emulator.errors import OutOfBounds, Protocol
+from tests.kernels.gluon_emulator.machine import current, machine
+from tests.kernels.gluon_emulator.registers import Layout, register, values_of
+
+POISON = 0x5555  # what integers hold before they are written
+
+
+class BarrierLayout(Layout):
+    """The layout of mbarriers, which tells that an allocation is made of them."""
+
+
+def poison(dtype: gl.dtype) -> Any:
+    """Return what memory holds that nobody has written."""
+    if numbers.is_float(dtype):
+        return np.nan
+    return POISON if numbers.itemsize(dtype) > 1 else POISON & 0x7F
+
+
+class SharedMemory:
+    """A view of an allocation."""
+
+    def __init__(self, memory: np.ndarray, dtype: gl.dtype, history: History) -> None:
+        self.memory, self.dtype, self.history = memory, dtype, history
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.memory.shape)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout()
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(
+            shape=self.shape, layout=Layout(), element_ty=self.dtype, scalar=self.dtype
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.memory.ndim
+
+    def _view(self, memory: np.ndarray) -> SharedMemory:
+        return SharedMemory(memory, self.dtype, self.history)
+
+    def index(self, index: Any) -> SharedMemory:
+        if not 0 <= int(index) < self.memory.shape[0]:
+            raise OutOfBounds(f"{self.history.name}[{int(index)}] of {self.memory.shape[0]}")
+        return self._view(self.memory[int(index)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
+        if not 0 <= start <= start + length <= self.memory.shape[dim]:
+            raise OutOfBounds(f"{self.history.name}: {length} from {start} of {self.shape}")
+        return self._view(self.memory[(slice(None),) * dim + (slice(start, start + length),)])
+
+    def permute(self, order: Any) -> SharedMemory:
+        return self._view(self.memory.transpose([int(axis) for axis in order]))
+
+    def reshape(self, shape: Any) -> SharedMemory:
+        memory = self.memory.reshape([int(size) for size in shape])
+        assert np.shares_memory(memory, self.memory), "reshape would copy"
+        return self._view(memory)
+
+    def load(self, layout: Any = None) -> Any:
+        machine().step()
+        self.history.add(current(), self.memory, writes=False, what="loads from")
+        return register(self.memory.copy(), self.dtype)
+
+    def store(self, value: Any) -> None:
+        machine().step()
+        if list(value.shape) != self.shape or value.dtype != self.dtype:
+            raise Protocol(
+                f"{value.dtype}{value.shape} stored to {self.history.name}, which is "
+                f"{self.dtype}{self.shape}"
+            )
+        self.history.add(current(), self.memory, writes=True, what="stores to")
+        self.memory[...] = values_of(value)
+
+
+def _name_of_caller() -> str:
+    """Return which variable the kernel's line assigns, for messages."""
+    frame = sys._getframe(2)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    found = re.match(r"\s*(\w+)(?:\s*:[^=]*)?\s*=[^=]", line)
+    return found[1] if found else f"the allocation of line {frame.f_lineno}"
+
+
+def allocate_shared_memory(
+    element_ty: gl.dtype, shape: Any, layout: Any = None, value: Any = None
+) -> Any:
+    """Allocate memory that nobody has written, or that holds `value`."""
+    name, shape = _name_of_caller(), [int(size) for size in shape]
+    if isinstance(layout, BarrierLayout) and element_ty == gl.int64:
+        return Barriers(name, int(np.prod(shape)))
+    history = History(name)
+    current().cta.histories.append(history)
+    memory = np.full(shape, poison(element_ty), numbers.working(element_ty))
+    allocated = SharedMemory(memory, element_ty, history)
+    if value is not None:
+        allocated.store(value)
+    return allocated
+
+
+def fence_async_shared(cluster: bool = False) -> None:
+    """Show ordinary writes to copies and products."""
+    machine().step()
+    for history in current().cta.histories:
+        history.fence(current())
