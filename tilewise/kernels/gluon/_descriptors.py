@@ -87,9 +87,26 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
         block = [1, 1, rows, columns]
         base = _Base(tensor.data_ptr(), tensor.dtype)
         found = TensorDescriptor(base, list(view.shape), [*strides, 1], block, layout)
-        while len(_recent) >= _REMEMBERED:
-            _recent.popitem(last=False)
-        _recent[key] = found
+        _remember(key, found)
+    return found
+
+
+def _remember(key: tuple[object, ...], found: TensorDescriptor) -> None:
+    while len(_recent) >= _REMEMBERED:
+        _recent.popitem(last=False)
+    _recent[key] = found
+
+
+def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
+    """Return the descriptor of runs of `count` numbers of contiguous (planes, rows), float32."""
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), count)
+    found = _recent.get(key)
+    if found is None:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        base = _Base(tensor.data_ptr(), tensor.dtype)
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        found = TensorDescriptor(base, shape, strides, [1, count], layout)
+        _remember(key, found)
     return found
 
 

@@ -1,0 +1,173 @@
+"""Which tiles of queries one CTA of the backward pass meets, and in which order.
+
+What: the steps of a tile of keys: (query head of the group, tile of queries), those that need a
+      mask first, then the others; every partition of the CTA walks them alike.
+Grid: none, inlined into the kernels.
+One call: scalars of one CTA, or of one step.
+Traffic: two or three lengths of a packed or ragged batch.
+Numerics: integers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+KEYS = gl.constexpr(128)  # of a tile
+ROW_PADDING = gl.constexpr(128)  # rows of a packed sequence start on such a multiple in buffers
+
+
+class BwdVariant(NamedTuple):
+    """Constexpr: what changes the code of the backward kernels."""
+
+    tile_m: int  # queries of a step
+    d: int  # channels of a tile, 64, 128 or 256
+    width: int  # of a head of q and k
+    v_width: int  # of v and o
+    stages: int  # tiles of q and do that are in flight
+    two_loops: bool  # masked steps in a loop of their own; else behind a branch
+    left: bool  # keys far to the left of the diagonal are hidden
+    right: bool  # keys far to its right are
+    tail: bool  # a tile may hold keys past the end of its sequence
+    packed: bool  # rows past the end of a sequence are those of the next
+    ragged: bool  # dense sequences with lengths of their own
+
+
+class Sequences(NamedTuple):
+    """Where sequences start and how long they are: pointers, None where a call has none."""
+
+    cu_q: object  # int32 (B + 1,), first row of each packed sequence
+    cu_k: object  # int32 (B + 1,)
+    seqlens_k: object  # int32 (B,), valid keys of each dense sequence
+
+
+class Shape(NamedTuple):
+    """The numbers of a call, alike for all CTAs; made inside a kernel of its arguments."""
+
+    cu_q: object
+    cu_k: object
+    seqlens_k: object
+    batch: object
+    num_kv_heads: object
+    group_size: object
+    seqlen_q: object
+    seqlen_k: object
+    window_left: object
+    window_right: object
+    num_tiles: object  # of keys, of the longest sequence
+    heads_per_section: object
+
+
+class Work(NamedTuple):
+    """What one CTA does; made inside a kernel. Tiles are tiles of queries of one head."""
+
+    b: object
+    head: object  # of keys
+    first_key: object
+    length_q: object
+    length_k: object
+    start_q: object  # first row of the sequence in q, k and the padded row terms
+    start_k: object
+    start_row: object
+    begin: object  # first tile that sees a key
+    full_begin: object  # first that needs no mask
+    full_end: object
+    end: object
+
+
+@gluon.jit
+def work_of_cta(shape, variant: gl.constexpr):
+    """Return the work of this CTA: sections of heads, in them tiles of keys, in them the heads."""
+    TILE_M: gl.constexpr = variant.tile_m
+    pid = gl.program_id(0)
+    per_section = shape.num_tiles * shape.heads_per_section
+    first_head = pid // per_section * shape.heads_per_section
+    size = gl.minimum(shape.heads_per_section, shape.batch * shape.num_kv_heads - first_head)
+    within = pid % per_section
+    first_key = within // size * KEYS
+    head = first_head + within % size
+    start_q = 0
+    start_k = 0
+    start_row = 0
+    length_q = shape.seqlen_q
+    length_k = shape.seqlen_k
+    if variant.packed:
+        b = head % shape.batch
+        head = head // shape.batch
+        start_q = gl.load(shape.cu_q + b)
+        start_k = gl.load(shape.cu_k + b)
+        length_q = gl.load(shape.cu_q + b + 1) - start_q
+        length_k = gl.load(shape.cu_k + b + 1) - start_k
+        start_row = padded_start(start_q, b)
+    else:
+        b = head // shape.num_kv_heads
+        head = head % shape.num_kv_heads
+        if variant.ragged:
+            length_k = gl.load(shape.seqlens_k + b)
+    diagonal = first_key - (length_k - length_q)  # the query whose diagonal key comes first
+    last = gl.minimum(first_key + KEYS, length_k) - 1 - first_key
+    begin = 0
+    full_begin = 0
+    end = gl.cdiv(length_q, TILE_M)
+    full_end = end
+    if variant.packed:
+        full_end = length_q // TILE_M
+    if variant.right:
+        begin = gl.maximum(diagonal - shape.window_right, 0) // TILE_M
+        full_begin = gl.cdiv(gl.maximum(diagonal + last - shape.window_right, 0), TILE_M)
+    if variant.left:
+        beyond = gl.maximum(diagonal + last + shape.window_left + 1, 0)
+        full_beyond = gl.maximum(diagonal + shape.window_left + 1, 0)
+        end = gl.minimum(end, gl.cdiv(beyond, TILE_M))
+        full_end = gl.minimum(full_end, full_beyond // TILE_M)
+    if variant.tail:
+        full_end = gl.where(first_key + KEYS > length_k, 0, full_end)
+        end = gl.where(first_key < length_k, end, 0)
+    end = gl.maximum(begin, end)
+    full_begin = gl.minimum(full_begin, end)
+    full_end = gl.maximum(full_begin, full_end)
+    return Work(
+        b, head, first_key, length_q, length_k, start_q, start_k, start_row,
+        begin, full_begin, full_end, end,
+    )  # fmt: skip
+
+
+@gluon.jit
+def padded_start(start, b):
+    """Return where the row terms of packed sequence b start: no two share a tile of 128 rows."""
+    return (start + b * ROW_PADDING) // ROW_PADDING * ROW_PADDING
+
+
+@gluon.jit
+def masked_steps(work):
+    """Return how many steps of one query head need a mask."""
+    return work.full_begin - work.begin + work.end - work.full_end
+
+
+@gluon.jit
+def tile_of_masked_step(work, step):
+    """Return the tile of a masked step of one head."""
+    head = work.full_begin - work.begin
+    return gl.where(step < head, work.begin + step, work.full_end + step - head)
+
+
+@gluon.jit
+def tile_of_step(work, step, group_size, variant: gl.constexpr):
+    """Return (query head of the group, tile of queries) of a step of this CTA."""
+    if variant.two_loops:
+        masked = masked_steps(work)
+        full = work.full_end - work.full_begin
+        if step < masked * group_size:
+            g = step // masked
+            tile = tile_of_masked_step(work, step - g * masked)
+        else:
+            rest = step - masked * group_size
+            g = rest // full
+            tile = work.full_begin + rest - g * full
+    else:
+        each = work.end - work.begin
+        g = step // each
+        tile = work.begin + step - g * each
+    return g, tile

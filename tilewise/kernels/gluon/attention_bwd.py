@@ -1,0 +1,112 @@
+"""Backward pass of attention on Hopper in one kernel, head dims up to 128.
+
+What: with p = exp(s - lse), dp = do v^T, ds = p * (dp - delta):
+      dv = p^T do, dk = ds^T q, dq = ds k; dq is summed over the tiles of keys in global memory.
+Grid: one axis, tiles of 128 keys x (batch x key heads).
+One CTA: 128 keys of one key head; loops over the query heads of its group and the tiles of queries
+      that see the keys. Two consumer warpgroups own 64 keys each and meet only in ds, which lies in
+      shared memory: one may be at its exponentials while the other multiplies. A warp loads tiles
+      by TMA, another sends finished tiles of dq.
+Traffic: k, v are read and dk, dv written once; q, do and the row terms once for each tile of keys,
+      and as often 4 bytes an element are added to dq.
+Numerics: base 2, p recomputed from lse; sums float32; p and ds rounded to the input type for the
+      second products. dk and dv have one owner and one order, so they are bitwise reproducible;
+      the sums of dq come in the order in which CTAs finish.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.kernels.gluon._bwd_walk import Shape
+from tilewise.kernels.gluon.attention_bwd_consumer import consume
+from tilewise.kernels.gluon.attention_bwd_moves import load_tiles, send_dq
+
+CONSUMER_REGISTERS = gl.constexpr(240)
+MOVER_REGISTERS = gl.constexpr(24)
+
+
+class Buffers(NamedTuple):
+    """Shared memory of one CTA; the first axis counts tiles in flight."""
+
+    q: object
+    do: object
+    k: object
+    v: object
+    ds: object  # (128 keys, queries), of this step and of the last one
+    dq: object
+    lse_log2: object
+    delta: object
+
+
+class Barriers(NamedTuple):
+    """Who waits for whom."""
+
+    kv_full: object  # k, then v
+    q_full: object  # q and lse_log2
+    do_full: object  # do and delta
+    empty: object  # both consumers are done with q and do
+    dq_empty: object  # the tile of dq is on its way
+    ds_full: object  # both consumers have written their half
+    ds_empty: object  # both have multiplied with it
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
+        "window_right", "num_tiles", "heads_per_section",
+    ]
+)  # fmt: skip
+def attention_bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, dk_ptr,
+    dv_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left,
+    window_right, num_tiles, heads_per_section, scores, variant: gl.constexpr,
+):  # fmt: skip
+    """Compute one tile of dk and dv and add what it gives to dq; see the module's docstring."""
+    shape = Shape(
+        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
+        seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+    )  # fmt: skip
+    TILE_M: gl.constexpr = variant.tile_m
+    D: gl.constexpr = variant.d
+    STAGES: gl.constexpr = variant.stages
+    dtype: gl.constexpr = q_desc.dtype
+    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_M, D], q_desc.layout)
+    do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_M, D], do_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], v_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
+    dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
+    lse_log2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout)
+    bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta)
+    bars = Barriers(
+        _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 2),
+        _barriers(1, 1), _barriers(2, 2), _barriers(2, 2),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, bufs, bars, variant, 0)),
+            (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, bufs, bars, variant, 1)),
+            (
+                load_tiles,
+                (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, bufs, bars, variant),
+            ),
+            (send_dq, (dq_desc, shape, bufs, bars, variant)),
+        ],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
+    )
