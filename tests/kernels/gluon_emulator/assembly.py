@@ -131,25 +131,48 @@ def _run(statement: str, values: _Values) -> None:
         raise NotEmulated(f"inline assembly {opcode}")
 
 
+def _statements(asm: str) -> list[str]:
+    text = re.sub(r"\s+", " ", asm).strip()
+    if re.match(r"\{ ?\.reg", text):
+        text = text[1 : text.rindex("}")]
+    return [part.strip() for part in text.split(";") if part.strip()]
+
+
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
 ) -> Any:
-    """Run PTX on each element (each `pack` of them is not emulated)."""
-    if pack != 1:
-        raise NotEmulated("inline assembly on several elements at once")
+    """Run PTX on each element, or on each `pack` of them that are neighbours in the last axis."""
     dtypes = list(dtype) if isinstance(dtype, list | tuple) else [dtype]
     arrays = np.broadcast_arrays(*(values_of(arg) for arg in args))
-    values = {
-        f"${len(dtypes) + index}": numbers.to_bits(array, dtype_of(arg))
-        for index, (array, arg) in enumerate(zip(arrays, args, strict=True))
-    }
-    for statement in (
-        asm.replace("\n", " ").strip().strip("{}" if asm.count("{") < 2 else "").split(";")
-    ):
-        if statement.strip():
-            _run(re.sub(r"\s+", " ", statement.strip()), values)
-    results = [
-        register(numbers.from_bits(values[f"${index}"].astype(numbers.bits_type(kind)), kind), kind)
-        for index, kind in enumerate(dtypes)
-    ]
+    registers: list[np.ndarray] = []
+    for array, arg in zip(arrays, args, strict=True):
+        registers += _registers_of(numbers.to_bits(array, dtype_of(arg)), pack)
+    outputs = [pack * min(4, numbers.itemsize(kind)) // 4 or 1 for kind in dtypes]
+    values = {f"${sum(outputs) + index}": bits for index, bits in enumerate(registers)}
+    for statement in _statements(asm):
+        _run(statement, values)
+    results, first = [], 0
+    for kind, count in zip(dtypes, outputs, strict=True):
+        words = [values[f"${first + index}"] for index in range(count)]
+        bits = _elements_of(words, numbers.bits_type(kind), pack)
+        results.append(register(numbers.from_bits(bits, kind), kind))
+        first += count
     return tuple(results) if isinstance(dtype, list | tuple) else results[0]
+
+
+def _registers_of(bits: np.ndarray, pack: int) -> list[np.ndarray]:
+    """Return the registers of an operand; one of `pack` elements holds as many as fit 32 bits."""
+    if pack == 1:
+        return [bits]
+    words = np.ascontiguousarray(bits).view(np.uint32)
+    count = pack * bits.itemsize // 4
+    return [words[..., index::count] for index in range(count)]
+
+
+def _elements_of(words: list[np.ndarray], kind: type, pack: int) -> np.ndarray:
+    """Return the elements that output registers hold."""
+    if pack == 1:
+        return words[0].astype(kind)
+    joined = np.stack([word.astype(np.uint32) for word in words], axis=-1)
+    flat = joined.reshape(*words[0].shape[:-1], -1)
+    return np.ascontiguousarray(flat).view(kind)

@@ -43,6 +43,7 @@ class Access:
     writes: bool
     by_engine: bool  # a copy or a product, which bypass the path of ordinary loads and stores
     what: str
+    settles: bool  # made by a function that is declared idempotent
     fences: dict[Hashable, int] = field(default_factory=dict)
 
 
@@ -55,9 +56,15 @@ class History:
 
     def add(
         self, actor: Any, memory: np.ndarray, *, writes: bool, what: str,
-        lane: Hashable = None, epoch: int = 0,
+        lane: Hashable = None, epoch: int = 0, settles: bool = False,
     ) -> Access:  # fmt: skip
-        """Record an access of `actor`, or of an engine in `lane`; raise Race if it may collide."""
+        """Record an access of `actor`, or of an engine in `lane`; raise Race if it may collide.
+
+        Args:
+            settles: made by an idempotent function, which several partitions may run at a time:
+                they all write the same, and who reads what they write before it is written must
+                not care. The numbers of many schedules have to prove that.
+        """
         by_engine = lane is not None
         clock = actor.clock
         for old in self._accesses.values():
@@ -69,12 +76,16 @@ class History:
             )
             if (known and fenced) or not np.shares_memory(old.memory, memory):
                 continue
+            if not known and (
+                (settles and not (old.writes and not old.settles)) or (old.settles and not writes)
+            ):
+                continue  # whether it was settled before or after does not matter
             missing = "is not known to be finished" if not known else "was not fenced"
             raise Race(f"{actor.name} {what} {self.name}, but {old.what} {missing}")
         lane = actor.lane if lane is None else lane
         access = Access(
             memory, lane, epoch if by_engine else actor.clock[lane], writes, by_engine,
-            f"'{actor.name} {what} {self.name}'",
+            f"'{actor.name} {what} {self.name}'", settles,
         )  # fmt: skip
         place = memory.__array_interface__
         key = (place["data"][0], place["shape"], memory.strides, lane, writes)

@@ -25,7 +25,11 @@ _UNCHANGED = Program()
 
 @contextlib.contextmanager
 def emulated(
-    seed: int = 0, *, resident: int = 4, program: Program = _UNCHANGED
+    seed: int = 0,
+    *,
+    resident: int = 4,
+    program: Program = _UNCHANGED,
+    idempotent: frozenset[str] = frozenset(),
 ) -> Iterator[list[str]]:
     """Run Gluon kernels that are started inside the block in the emulator.
 
@@ -33,6 +37,8 @@ def emulated(
         seed: of the schedule.
         resident: CTAs that run at a time.
         program: the source, changed or not.
+        idempotent: kernel functions that partitions may run on the same memory at the same time,
+            because they all write the same.
 
     Yields:
         the names of the kernels that have run.
@@ -65,7 +71,7 @@ def emulated(
         def body(_: Cta) -> None:
             function(**arguments)
 
-        Machine(seed + len(names), resident).run(tuple(grid), num_warps, body)
+        Machine(seed + len(names), resident, idempotent).run(tuple(grid), num_warps, body)
 
     with (
         mock.patch.object(GluonJITFunction, "run", run),

@@ -74,9 +74,10 @@ class Worker:
 class Machine:
     """Runs CTAs until all have ended or one has failed."""
 
-    def __init__(self, seed: int, resident: int) -> None:
+    def __init__(self, seed: int, resident: int, idempotent: frozenset[str]) -> None:
         self.random = random.Random(seed)
         self.resident = resident
+        self.idempotent = idempotent  # names of functions, see clocks.py
         self.grid: tuple[int, ...] = ()
         self.running: Worker = Worker("nobody", Cta(), 0, Clock())
         self._workers: list[Worker] = []

@@ -79,7 +79,9 @@ class SharedMemory:
 
     def load(self, layout: Any = None) -> Any:
         machine().step()
-        self.history.add(current(), self.memory, writes=False, what="loads from")
+        self.history.add(
+            current(), self.memory, writes=False, what="loads from", settles=_is_idempotent()
+        )
         return register(self.memory.copy(), self.dtype)
 
     def store(self, value: Any) -> None:
@@ -89,8 +91,15 @@ class SharedMemory:
                 f"{value.dtype}{value.shape} stored to {self.history.name}, which is "
                 f"{self.dtype}{self.shape}"
             )
-        self.history.add(current(), self.memory, writes=True, what="stores to")
+        self.history.add(
+            current(), self.memory, writes=True, what="stores to", settles=_is_idempotent()
+        )
         self.memory[...] = values_of(value)
+
+
+def _is_idempotent() -> bool:
+    """Whether the kernel's function that loads or stores is declared idempotent."""
+    return sys._getframe(2).f_code.co_name in machine().idempotent
 
 
 def _name_of_caller() -> str:
