@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from tilewise.engine.request import SamplingParams
     from tilewise.masks import BlockMask
     from tilewise.ops.attention import attention, attention_varlen
+    from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
     from tilewise.ops.dropout import dropout_keep_mask
     from tilewise.ops.explain import Explanation, explain
     from tilewise.ops.merge import merge_states
-    from tilewise.ops.paged import copy_blocks, paged_attention, write_kv_cache
+    from tilewise.ops.mla import mla_decode, write_latent_cache
+    from tilewise.ops.mla_expanded import mla_attention, mla_prefill
+    from tilewise.ops.paged import paged_attention
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
 
@@ -51,9 +54,14 @@ __all__ = [
     "dropout_keep_mask",
     "explain",
     "merge_states",
+    "mla_attention",
+    "mla_decode",
+    "mla_prefill",
     "paged_attention",
     "precompile",
+    "rope_write_kv_cache",
     "write_kv_cache",
+    "write_latent_cache",
 ]
 
 # name -> the module that defines it (PEP 562)
@@ -71,9 +79,14 @@ _LAZY = {
     "dropout_keep_mask": "tilewise.ops",
     "explain": "tilewise.ops",
     "merge_states": "tilewise.ops",
+    "mla_attention": "tilewise.ops",
+    "mla_decode": "tilewise.ops",
+    "mla_prefill": "tilewise.ops",
     "paged_attention": "tilewise.ops",
     "precompile": "tilewise.ops",
+    "rope_write_kv_cache": "tilewise.ops",
     "write_kv_cache": "tilewise.ops",
+    "write_latent_cache": "tilewise.ops",
 }
 
 

@@ -1,10 +1,13 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
 from tilewise.ops.attention import attention, attention_varlen
+from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
 from tilewise.ops.dropout import dropout_keep_mask
 from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.merge import merge_states
-from tilewise.ops.paged import copy_blocks, paged_attention, write_kv_cache
+from tilewise.ops.mla import mla_decode, write_latent_cache
+from tilewise.ops.mla_expanded import mla_attention, mla_prefill
+from tilewise.ops.paged import paged_attention
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
 
@@ -18,7 +21,12 @@ __all__ = [
     "dropout_keep_mask",
     "explain",
     "merge_states",
+    "mla_attention",
+    "mla_decode",
+    "mla_prefill",
     "paged_attention",
     "precompile",
+    "rope_write_kv_cache",
     "write_kv_cache",
+    "write_latent_cache",
 ]

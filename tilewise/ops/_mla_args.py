@@ -1,0 +1,89 @@
+"""From a user's arguments to the registered ops': checks of latents, caches and up-projections."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.ops import _checks, _dispatch
+from tilewise.ops._mla_op import MlaOptions
+
+
+def check_latent_cache(latent_cache: Tensor, width: int, what: str) -> None:
+    """Raise unless `latent_cache` holds rows of `width` channels; `what` says whose those are."""
+    _checks.check_float("latent_cache", latent_cache)
+    _checks.check_dims("latent_cache", latent_cache, "(num_blocks, block_size, R + Dr)")
+    _checks.check_last_dim_contiguous("latent_cache", latent_cache)
+    if latent_cache.shape[2] != width:
+        raise ValueError(
+            f"latent_cache must have {width} channels, those of {what}, got {latent_cache.shape[2]}"
+        )
+
+
+def check_step(
+    rows: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+) -> None:
+    """Raise unless the metadata of a paged step fit each other and are where `rows` is."""
+    _checks.check_dims("block_table", block_table, "(B, max_blocks)")
+    num_seqs = block_table.shape[0]
+    _checks.check_int32("block_table", block_table, tuple(block_table.shape), rows.device)
+    _checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), rows.device)
+    _checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), rows.device)
+    if max_seqlen_q < 0:
+        raise ValueError(f"max_seqlen_q must be at least 0, got {max_seqlen_q}")
+
+
+def prepare_decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    *,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> MlaOptions:
+    """Check the arguments of `mla_decode` and put them into the registered op's order."""
+    _checks.check_float("q_latent", q_latent)
+    _checks.check_dims("q_latent", q_latent, "(T, Hq, R)")
+    _checks.check_last_dim_contiguous("q_latent", q_latent)
+    _checks.check_same_dtype("q_rope", q_rope, q_latent.dtype)
+    _checks.check_device("q_rope", q_rope, q_latent.device)
+    _checks.check_dims("q_rope", q_rope, "(T, Hq, Dr)")
+    _checks.check_shape("q_rope", q_rope, (*q_latent.shape[:2], q_rope.shape[2]))
+    _checks.check_last_dim_contiguous("q_rope", q_rope)
+    width = q_latent.shape[2] + q_rope.shape[2]
+    check_latent_cache(latent_cache, width, "q_latent and q_rope together")
+    _checks.check_device("latent_cache", latent_cache, q_latent.device)
+    check_step(q_latent, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
+    _dispatch.check_backend_name(backend)
+    return MlaOptions(
+        block_table,
+        seqlens_k,
+        cu_seqlens_q,
+        max_seqlen_q,
+        softmax_scale,
+        batch_invariant,
+        backend,
+    )
+
+
+def check_up_projections(q: Tensor, rank: int, rope_dim: int, w_uk: Tensor, w_uv: Tensor) -> None:
+    """Raise unless w_uk (Hq, Dn, R) and w_uv (Hq, Dv, R) fit queries (..., Hq, Dn + Dr)."""
+    num_q_heads, head_dim = q.shape[-2:]
+    if rope_dim > head_dim:
+        raise ValueError(
+            f"k_rope must have at most the {head_dim} channels of q's heads, got {rope_dim}"
+        )
+    for name, weight in (("w_uk", w_uk), ("w_uv", w_uv)):
+        _checks.check_same_dtype(name, weight, q.dtype)
+        _checks.check_device(name, weight, q.device)
+    _checks.check_shape("w_uk", w_uk, (num_q_heads, head_dim - rope_dim, rank))
+    _checks.check_dims("w_uv", w_uv, "(Hq, Dv, R)")
+    _checks.check_shape("w_uv", w_uv, (num_q_heads, w_uv.shape[1], rank))
