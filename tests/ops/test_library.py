@@ -80,16 +80,31 @@ def test_paged_ops_are_opcheck_clean():
     k_cache, v_cache, table, lengths = make_paged_cache([5, 9], 4, 2, 16)
     cu = torch.tensor([0, 1, 3], dtype=torch.int32)
     q = torch.randn(3, 4, 16)
-    arguments = (q, k_cache, v_cache, table, lengths, cu, None, None, 2, -1, 0.25, 0.0, False, None)
+    arguments = (
+        q,
+        k_cache,
+        v_cache,
+        table,
+        lengths,
+        cu,
+        *[None] * 4,
+        2,
+        -1,
+        0.25,
+        0.0,
+        False,
+        None,
+    )
     torch.library.opcheck(torch.ops.tilewise.paged_attention.default, arguments)
     k_cache, v_cache = torch.zeros(5, 4, 2, 16), torch.zeros(5, 4, 2, 16)
     rows = torch.randn(3, 2, 16)
     torch.library.opcheck(
         torch.ops.tilewise.write_kv_cache.default,
-        (rows, rows, k_cache, v_cache, torch.tensor([3, -1, 8]), None),
+        (rows, rows, k_cache, v_cache, None, None, torch.tensor([3, -1, 8]), None),
     )
     torch.library.opcheck(
-        torch.ops.tilewise.copy_blocks.default, (k_cache, v_cache, torch.tensor([[0, 2]]), None)
+        torch.ops.tilewise.copy_blocks.default,
+        (k_cache, v_cache, None, None, torch.tensor([[0, 2]]), None),
     )
 
 

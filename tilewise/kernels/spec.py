@@ -114,7 +114,8 @@ class PagedSpec:
     sees keys j <= seqlens_k[b] - n + i, and j >= that - window_left when window_left >= 0.
 
     Attributes:
-        dtype, cache_dtype: of q and o; of k_cache and v_cache.
+        dtype, cache_dtype: of q and o; of k_cache and v_cache, where int8 and float8_e4m3fn come
+            with scales.
         num_seqs: B.
         num_tokens: T, rows of q.
         max_seqlen_q: longest query run, 1 in pure decoding.
@@ -154,3 +155,8 @@ class ElementSpec:
 
     device_type: str
     dtype: torch.dtype
+
+
+def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:
+    """View the scales of an 8-bit cache as (num_blocks, block_size, Hk), whichever they are."""
+    return scale.expand(cache.shape[:3])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tilewise.ops import _checks, _dispatch
 from tilewise.ops._paged_op import PagedOptions
+
+QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 def prepare_paged(
@@ -22,6 +25,8 @@ def prepare_paged(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> PagedOptions:
@@ -29,6 +34,7 @@ def prepare_paged(
     _checks.check_float("q", q)
     _checks.check_dims("q", q, "(T, Hq, D)")
     check_cache_pair(k_cache, v_cache)
+    check_scales(k_cache, k_scale, v_scale)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _checks.check_device(name, cache, q.device)
     num_q_heads, head_dim = q.shape[1:]
@@ -55,6 +61,8 @@ def prepare_paged(
         cu_seqlens_q=cu_seqlens_q,
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().contiguous(),
         sinks=None if sinks is None else sinks.float().contiguous(),
+        k_scale=k_scale,
+        v_scale=v_scale,
         max_seqlen_q=max_seqlen_q,
         window_left=-1 if window is None else window - 1,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
@@ -68,7 +76,7 @@ def check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raise unless the two caches have the same blocks, heads, dtype and device."""
     layout = "(num_blocks, block_size, Hk, D)"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _checks.check_float(name, cache)
+        _check_cache_dtype(name, cache)
         _checks.check_dims(name, cache, layout)
         _checks.check_last_dim_contiguous(name, cache)
     _checks.check_same_dtype("v_cache", v_cache, k_cache.dtype)
@@ -77,4 +85,38 @@ def check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(
             f"v_cache must have the blocks and heads of k_cache, {tuple(k_cache.shape[:3])}, "
             f"got {tuple(v_cache.shape[:3])}"
+        )
+
+
+def _check_cache_dtype(name: str, cache: Tensor) -> None:
+    known = (*_checks.FLOAT_DTYPES, *QUANTISED_DTYPES)
+    if cache.dtype not in known:
+        wanted = ", ".join(map(_checks.dtype_name, known))
+        raise TypeError(f"{name} must be one of {wanted}, got {_checks.dtype_name(cache.dtype)}")
+
+
+def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Raise unless an 8-bit cache has two scales of one kind, and any other cache has none."""
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    dtype = _checks.dtype_name(k_cache.dtype)
+    kinds = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if k_cache.dtype not in QUANTISED_DTYPES:
+            if scale is not None:
+                raise ValueError(f"{name} must be None for a {dtype} cache, got a tensor")
+            continue
+        if scale is None:
+            raise ValueError(f"{name} must be given for a {dtype} cache, got None")
+        _checks.check_same_dtype(name, scale, torch.float32)
+        _checks.check_device(name, scale, k_cache.device)
+        kinds.append(scale.dim())
+        if tuple(scale.shape) not in ((num_blocks, block_size, num_kv_heads), (num_kv_heads,)):
+            raise ValueError(
+                f"{name} must have shape {(num_blocks, block_size, num_kv_heads)} or "
+                f"{(num_kv_heads,)}, got {tuple(scale.shape)}"
+            )
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            "v_scale must be of the kind of k_scale, each token's or each head's, got "
+            f"{kinds[1]} and {kinds[0]} dimensions"
         )

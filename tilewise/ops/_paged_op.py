@@ -1,4 +1,4 @@
-"""The registered boundary of the paged ops; paged.py has validated what arrives here."""
+"""The registered boundary of paged attention; paged.py has validated what arrives here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import ElementSpec, PagedSpec
+from tilewise.kernels.spec import PagedSpec
 from tilewise.ops import _dispatch
 from tilewise.ops._library import register
 
@@ -20,6 +20,8 @@ class PagedOptions(NamedTuple):
     cu_seqlens_q: Tensor
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     max_seqlen_q: int
     window_left: int
     softmax_scale: float
@@ -28,8 +30,9 @@ class PagedOptions(NamedTuple):
     backend: str | None
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """The tensors by name, as launchers take them."""
-        return dict(zip(self._fields[:5], self[:5], strict=True))
+        """The tensors by name, as launchers take them; scales only with an 8-bit cache."""
+        count = 5 if self.k_scale is None else 7
+        return dict(zip(self._fields[:count], self[:count], strict=True))
 
 
 def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions) -> PagedSpec:
@@ -73,47 +76,11 @@ def _paged_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> tu
     return o, q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
 
-def _write_kernel(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    backend: str | None,
-) -> None:
-    spec = ElementSpec(k_cache.device.type, k_cache.dtype)
-    name = _dispatch.choose("cache_ops", spec, backend)
-    _dispatch.kernel_module("cache_ops", name).write_kv_cache(k, v, k_cache, v_cache, slot_mapping)
-
-
-def _copy_kernel(
-    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, backend: str | None
-) -> None:
-    spec = ElementSpec(k_cache.device.type, k_cache.dtype)
-    name = _dispatch.choose("cache_ops", spec, backend)
-    _dispatch.kernel_module("cache_ops", name).copy_blocks(k_cache, v_cache, block_pairs)
-
-
-def _no_output(*_: Any) -> None:
-    return None
-
-
 paged_attention = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
     "Tensor seqlens_k, Tensor cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "
-    "SymInt max_seqlen_q, int window_left, float softmax_scale, float softcap, "
-    "bool batch_invariant, str? backend) -> (Tensor, Tensor)",
+    "Tensor? k_scale, Tensor? v_scale, SymInt max_seqlen_q, int window_left, float softmax_scale, "
+    "float softcap, bool batch_invariant, str? backend) -> (Tensor, Tensor)",
     _paged_kernel,
     _paged_fake,
-)
-write_kv_cache = register(
-    "write_kv_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor slot_mapping, str? backend) -> ()",
-    _write_kernel,
-    _no_output,
-)
-copy_blocks = register(
-    "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_pairs, str? backend) -> ()",
-    _copy_kernel,
-    _no_output,
 )

@@ -18,7 +18,8 @@ import torch
 
 from tilewise.errors import UnsupportedError
 from tilewise.ops.attention import attention, attention_varlen
-from tilewise.ops.paged import paged_attention, write_kv_cache
+from tilewise.ops.cache import write_kv_cache
+from tilewise.ops.paged import paged_attention
 
 __all__ = ["USUAL_HEAD_DIMS", "Precompiled", "precompile"]
 

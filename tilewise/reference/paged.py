@@ -1,4 +1,8 @@
-"""Attention over a paged KV cache: gather the blocks of a sequence, then attend to them."""
+"""Attention over a paged KV cache: gather the blocks of a sequence, then attend to them.
+
+An 8-bit cache has scales, see `quantise`: (N, P, Hk) one for each token and head, written with the
+rows; or (Hk,) one for each head, given by the caller and never changed.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,18 @@ import math
 import torch
 from torch import Tensor
 
+from tilewise.reference.quantise import dequantise, quantise, row_scale
+from tilewise.reference.rope import apply_rope
 from tilewise.reference.standard import Window, attention
 
-__all__ = ["copy_blocks", "gather_sequence", "paged_attention", "write_kv_cache"]
+__all__ = [
+    "copy_blocks",
+    "gather_sequence",
+    "paged_attention",
+    "rms_norm",
+    "rope_write_kv_cache",
+    "write_kv_cache",
+]
 
 
 def gather_sequence(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
@@ -28,6 +41,17 @@ def gather_sequence(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     return cache[blocks[:count].long()].flatten(0, 1)[:length]
 
 
+def _gather_values(
+    cache: Tensor, scale: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype
+) -> Tensor:
+    """Return (length, Hk, D) of what a cache stands for."""
+    stored = gather_sequence(cache, blocks, length)
+    if scale is None:
+        return stored.to(dtype)
+    scales = scale if scale.dim() == 1 else gather_sequence(scale, blocks, length)
+    return dequantise(stored, scales, dtype)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -41,6 +65,8 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the last tokens of each sequence to its cached keys and values, causally.
@@ -56,6 +82,7 @@ def paged_attention(
         seqlens_k: (B,) int, tokens of each sequence with the new ones counted; may be 0.
         cu_seqlens_q: (B + 1,) int, ascending from 0.
         softmax_scale, window, softcap, alibi_slopes, sinks: as for `standard.attention`.
+        k_scale, v_scale: of an 8-bit cache, (N, P, Hk) or (Hk,) float32.
 
     Returns:
         o (T, Hq, Dv) [, lse (Hq, T)]; rows past the last sequence have o = 0, lse = -inf.
@@ -66,8 +93,8 @@ def paged_attention(
     outputs, lses = [], []
     for row, length in enumerate(lengths):
         k, v = (
-            gather_sequence(cache, block_table[row], length).to(q.dtype).unsqueeze(0)
-            for cache in (k_cache, v_cache)
+            _gather_values(cache, scale, block_table[row], length, q.dtype).unsqueeze(0)
+            for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
         result = attention(
             q[starts[row] : starts[row + 1]].unsqueeze(0),
@@ -91,7 +118,14 @@ def paged_attention(
 
 
 def write_kv_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write new keys and values into their slots, in place.
 
@@ -101,20 +135,77 @@ def write_kv_cache(
         k_cache: (N, P, Hk, D), written in its own dtype.
         v_cache: (N, P, Hk, Dv).
         slot_mapping: (T,) int64, block * P + offset of each row; -1 skips the row.
+        k_scale, v_scale: of an 8-bit cache, (N, P, Hk), written too, or (Hk,), read only.
     """
     rows = slot_mapping >= 0
     slots, block_size = slot_mapping[rows], k_cache.shape[1]
-    for new, cache in ((k, k_cache), (v, v_cache)):
-        cache[slots // block_size, slots % block_size] = new[rows].to(cache.dtype)
+    at = (slots // block_size, slots % block_size)
+    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if scale is None:
+            cache[at] = new[rows].to(cache.dtype)
+            continue
+        own = scale if scale.dim() == 1 else row_scale(new[rows], cache.dtype)
+        # Bytes are written: index_put_ knows no float8 on some devices.
+        cache.view(torch.int8)[at] = quantise(new[rows], own, cache.dtype).view(torch.int8)
+        if scale.dim() > 1:
+            scale[at] = own
 
 
-def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich, 2019)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rope_write_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Normalise and rotate q and k, write k and v into the cache, and return q.
+
+    Args:
+        q: (T, Hq, D); the other tensors as for `write_kv_cache` and `rope.apply_rope`.
+        q_norm, k_norm: (D,) weights of an RMS norm before the rotation; None does not normalise.
+    """
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, norm_eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, norm_eps)
+    k = apply_rope(k, cos, sin, interleaved=interleaved)
+    write_kv_cache(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    return apply_rope(q, cos, sin, interleaved=interleaved)
+
+
+def copy_blocks(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_pairs: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Copy whole blocks, in place: cache[destination] = cache[source] for both caches.
 
     Args:
         k_cache, v_cache: (N, P, Hk, D) and (N, P, Hk, Dv).
         block_pairs: (n, 2) int64, source and destination; no source is a destination.
+        k_scale, v_scale: scales of each token and head (N, P, Hk) are copied too.
     """
     sources, destinations = block_pairs.unbind(dim=1)
-    for cache in (k_cache, v_cache):
-        cache[destinations] = cache[sources]
+    for cache in (k_cache, v_cache, k_scale, v_scale):
+        if cache is None or cache.dim() == 1:
+            continue
+        bits = cache.view(torch.int8) if cache.dtype.itemsize == 1 else cache
+        bits[destinations] = bits[sources]

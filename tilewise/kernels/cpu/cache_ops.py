@@ -29,7 +29,14 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 def write_kv_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write new keys and values into their slots, in place.
 
@@ -53,7 +60,14 @@ def write_kv_cache(
         )  # fmt: skip
 
 
-def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
+def copy_blocks(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_pairs: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Copy whole blocks, in place: cache[destination] = cache[source] for both caches.
 
     Args:

@@ -106,7 +106,14 @@ def _tile_rows(rows: int, width: int) -> int:
 
 
 def write_kv_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write k (T, Hk, D) and v (T, Hk, Dv) into the slots of slot_mapping (T,); -1 is skipped."""
     num_tokens, num_heads, head_dim = k.shape
@@ -124,7 +131,14 @@ def write_kv_cache(
     )  # fmt: skip
 
 
-def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor) -> None:
+def copy_blocks(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_pairs: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Copy block block_pairs[i, 0] onto block block_pairs[i, 1] of both caches, for every i."""
     num_pairs = block_pairs.shape[0]
     if num_pairs == 0:

@@ -25,12 +25,14 @@ def launch(
     cu_seqlens_q: Tensor,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o in q's dtype and lse in float32 (float64 for float64 queries)."""
     o, lse = paged.paged_attention(
         q.double(),
-        k_cache.double(),
-        v_cache.double(),
+        k_cache,
+        v_cache,
         block_table=block_table,
         seqlens_k=seqlens_k,
         cu_seqlens_q=cu_seqlens_q,
@@ -39,6 +41,8 @@ def launch(
         softcap=spec.softcap,
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.double(),
         sinks=None if sinks is None else sinks.double(),
+        k_scale=k_scale,
+        v_scale=v_scale,
         return_lse=True,
     )
     return o.to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)

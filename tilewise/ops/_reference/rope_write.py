@@ -1,0 +1,35 @@
+"""backend="reference" of rope_write_kv_cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.kernels.spec import ElementSpec
+from tilewise.reference import paged
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """The oracle computes every call."""
+    return None
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Write k and v and return q, normalised and rotated in float64."""
+    wide = {
+        name: value.double() if isinstance(value, Tensor) and "scale" not in name else value
+        for name, value in options.items()
+    }
+    rotated = paged.rope_write_kv_cache(
+        q.double(), k.double(), v.double(), k_cache, v_cache, slot_mapping, **wide
+    )
+    return rotated.to(q.dtype)
