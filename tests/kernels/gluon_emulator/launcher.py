@@ -10,12 +10,13 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.kernels.gluon_emulator.machine import Cta, Machine
-from tests.kernels.gluon_emulator.memory import Descriptor, Memory, Pointer
+from tests.kernels.gluon_emulator.memory import Descriptor, Known, Memory, Pointer
 from tests.kernels.gluon_emulator.program import Program
 from tests.kernels.gluon_emulator.registers import Register, Scalar
 
@@ -44,13 +45,13 @@ def emulated(
         the names of the kernels that have run.
     """
     names: list[str] = []
-    ends: dict[int, int] = {}  # where the memory ends whose address has been asked for
+    known: Known = {}
     data_ptr = torch.Tensor.data_ptr
 
     def remembered(tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         address = data_ptr(tensor)
-        ends[address] = storage.data_ptr() + storage.nbytes()
+        known[address] = storage.data_ptr() + storage.nbytes(), StorageWeakRef(storage)
         return address
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -62,7 +63,7 @@ def emulated(
         bound.apply_defaults()
         constant = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
         arguments = {
-            name: value if name in constant else _on_device(value, ends)
+            name: value if name in constant else _on_device(value, known)
             for name, value in bound.arguments.items()
         }
         grid = grid(bound.arguments) if callable(grid) else grid
@@ -80,12 +81,12 @@ def emulated(
         yield names
 
 
-def _on_device(value: Any, ends: dict[int, int]) -> Any:
+def _on_device(value: Any, known: Known) -> Any:
     """Return an argument as the kernel sees it."""
     if isinstance(value, torch.Tensor):
         return Pointer(Memory(value))
     if isinstance(value, TensorDescriptor):
-        return Descriptor(value, ends)
+        return Descriptor(value, known)
     if isinstance(value, bool):
         return Scalar(value, gl.int1)
     if isinstance(value, int):
@@ -93,7 +94,7 @@ def _on_device(value: Any, ends: dict[int, int]) -> Any:
     if isinstance(value, float):
         return Register(np.asarray(value), gl.float32)
     if isinstance(value, tuple):
-        fields = [_on_device(field, ends) for field in value]
+        fields = [_on_device(field, known) for field in value]
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
     assert value is None, f"{type(value).__name__} cannot be an argument"
     return None

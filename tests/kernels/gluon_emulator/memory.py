@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from triton.experimental.gluon import language as gl
 
 from tests.kernels.gluon_emulator import numbers
 from tests.kernels.gluon_emulator.errors import OutOfBounds
 from tests.kernels.gluon_emulator.registers import Scalar, register, values_of
+
+# Of each address that the host has asked for: where its memory ends, and whether it still lives.
+Known = dict[int, tuple[int, StorageWeakRef]]
 
 
 def _numpy_at(address: int, count: int, dtype: gl.dtype) -> np.ndarray:
@@ -109,7 +113,7 @@ class Pointer:
 class Descriptor:
     """A TMA descriptor: boxes of a tensor; what lies outside reads as zero and is not written."""
 
-    def __init__(self, host: Any, known: dict[int, int]) -> None:
+    def __init__(self, host: Any, known: Known) -> None:
         base = host.base
         self.dtype = numbers.of_torch(base.dtype)
         self.shape = [Scalar(size) for size in host.shape]
@@ -124,7 +128,9 @@ class Descriptor:
         steps = list(zip(host.shape, host.strides, strict=True))
         count = 1 + sum((size - 1) * step for size, step in steps)
         address, itemsize = base.data_ptr(), numbers.itemsize(self.dtype)
-        if address + count * itemsize > known.get(address, address + count * itemsize):
+        if address not in known or known[address][1].expired():
+            raise OutOfBounds(f"the memory of a descriptor of {host.shape} has been freed")
+        if address + count * itemsize > known[address][0]:
             raise OutOfBounds(f"a descriptor of {host.shape} reaches past the end of its memory")
         flat = _numpy_at(address, count, self.dtype)
         self._tensor = np.lib.stride_tricks.as_strided(

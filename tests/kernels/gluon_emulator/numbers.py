@@ -82,9 +82,9 @@ def rounded(values: np.ndarray, dtype: gl.dtype) -> np.ndarray:
 def to_bits(values: np.ndarray, dtype: gl.dtype) -> np.ndarray:
     """Return the bit patterns of values."""
     if not is_float(dtype):
-        return np.ascontiguousarray(values, working(dtype)).view(bits_type(dtype))
+        return np.array(values, working(dtype), order="C").view(bits_type(dtype))
     if str(dtype) in ("fp32", "fp64"):
-        return np.asarray(values, working(dtype)).copy().view(bits_type(dtype))
+        return np.array(values, working(dtype), order="C").view(bits_type(dtype))
     narrow = _to_torch(values, str(dtype))
     as_int = narrow.view(torch.uint8 if narrow.itemsize == 1 else torch.int16)
     return as_int.numpy().view(bits_type(dtype))
