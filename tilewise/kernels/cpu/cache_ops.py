@@ -1,6 +1,7 @@
 """Write to and copy within the paged cache on the CPU.
 
-What      write_kv_cache scatters new rows into their slots; copy_blocks copies whole blocks.
+What      write_kv_cache scatters new rows into their slots (those of an 8-bit cache are made by
+          `rope_write`); copy_blocks copies whole blocks, and their scales.
 Grid      one thread: a step of the engine moves kilobytes, less than waking a second one costs.
 One call  k_cache and v_cache in place, by addresses and strides of any layout with rows of D
           contiguous elements.
@@ -16,6 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from tilewise.kernels.cpu.quantise import BYTE_CODES
+from tilewise.kernels.cpu.rope_write import write_quantised
 from tilewise.kernels.cpu.rows import why_not_dtype
 from tilewise.kernels.cpu.threads import inner, kernel
 from tilewise.kernels.spec import ElementSpec
@@ -25,7 +28,7 @@ def why_not(spec: ElementSpec) -> str | None:
     """Say why these functions cannot run `spec`, or return None when they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
-    return why_not_dtype(spec.dtype)
+    return None if spec.dtype in BYTE_CODES else why_not_dtype(spec.dtype)
 
 
 def write_kv_cache(
@@ -46,7 +49,11 @@ def write_kv_cache(
         k_cache: (N, P, Hk, D), written in its own dtype.
         v_cache: (N, P, Hk, Dv).
         slot_mapping: (T,) int64, block * P + offset of each row; -1 skips the row.
+        k_scale, v_scale: (N, P, Hk) or (Hk,) float32 of an 8-bit cache.
     """
+    if k_scale is not None and v_scale is not None:
+        write_quantised(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        return
     slots = slot_mapping.contiguous().numpy()
     for new, cache in ((k, k_cache), (v, v_cache)):
         rows = new.detach().to(cache.dtype)
@@ -73,11 +80,13 @@ def copy_blocks(
     Args:
         k_cache, v_cache: (N, P, Hk, D) and (N, P, Hk, Dv).
         block_pairs: (n, 2) int64, source and destination; no source is a destination.
+        k_scale, v_scale: (N, P, Hk), copied too, or (Hk,), the same for all blocks.
     """
     pairs = block_pairs.contiguous().numpy()
-    for cache in (k_cache, v_cache):
+    own = [scale.unsqueeze(-1) for scale in (k_scale, v_scale) if scale is not None]
+    for cache in (k_cache, v_cache, *(scale for scale in own if scale.dim() == 4)):
         size = cache.element_size()
-        assert cache.stride(-1) == 1, "cache rows are contiguous"
+        assert cache.shape[-1] == 1 or cache.stride(-1) == 1, "cache rows are contiguous"
         _copy_pairs(
             cache.data_ptr(), cache.stride(0) * size, cache.stride(1) * size,
             cache.stride(2) * size, cache.shape[1], cache.shape[2], cache.shape[3] * size, pairs,

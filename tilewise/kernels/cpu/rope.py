@@ -65,7 +65,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 @inner
-def _rotate_row(like, row, cos, sin, angle, half, interleaved):
+def rotate_row(like, row, cos, sin, angle, half, interleaved):
     """Rotate row[0 : 2 * half] in place by the angles of cos[angle], sin[angle]."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     done = 0
@@ -102,5 +102,5 @@ def _rotate(like, code, size, x, x_batch, x_row, x_head, out, num_tokens, seqlen
             target = out + token * num_heads * head_dim * size
             for head in range(num_heads):
                 load_row(like, code, row, 0, start + head * x_head, head_dim)
-                _rotate_row(like, row, flat_cos, flat_sin, token % num_angles, half, interleaved)
+                rotate_row(like, row, flat_cos, flat_sin, token % num_angles, half, interleaved)
                 store_row(like, code, row, 0, 1.0, target + head * head_dim * size, head_dim)

@@ -143,6 +143,8 @@ _load_f32, _load_bf16, _load_f16, _load_f64 = (_row_loader(c) for c in (F32, BF1
 _store_f32, _store_bf16, _store_f16, _store_f64 = (_row_storer(c) for c in (F32, BF16, F16, F64))
 _one_f32, _one_bf16, _one_f16, _one_f64 = (_reader(c, True) for c in (F32, BF16, F16, F64))
 
+read_f32, write_f32 = _one_f32, _writer(F32, True)  # one number at an address
+
 
 @inner
 def load_row(like, code, scratch, start, address, count):

@@ -28,6 +28,7 @@ from numba.extending import intrinsic, models, register_model
 _is_native = not (numba.config.CPU_NAME or numba.config.CPU_FEATURES)
 _features = dict(llvm.get_host_cpu_features()) if _is_native else {}
 HAS_BF16_DOT = bool(_features.get("avx512bf16"))
+HAS_TILES = HAS_BF16_DOT and bool(_features.get("amx-bf16"))
 HAS_HALF = bool(_features.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
 REGISTER_BYTES = 64 if _features.get("avx512f") else 32 if _features.get("avx2") else 16
 NUM_REGISTERS = 16 if REGISTER_BYTES == 32 else 32
@@ -120,6 +121,16 @@ def load_vector(builder, pointer, kind, align):
 
 def store_vector(builder, value, pointer, align):
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=align)
+
+
+def load_at(builder, address, kind, align):
+    """Load a vector from an address that is an int."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store_at(builder, value, address, align):
+    """Store a vector to an address that is an int."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
 def widen_bf16(builder, bits):
