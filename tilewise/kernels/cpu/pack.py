@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.gemm import panel_columns, words_to_elements
-from tilewise.kernels.cpu.rows import load_row
+from tilewise.kernels.cpu.quantise import load_values
 from tilewise.kernels.cpu.threads import inner
 
 _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -29,7 +29,7 @@ def _order(lanes):
 
 
 @intrinsic
-def _transpose_block(typingctx, source, si, source_row, target, ti, target_row):
+def transpose_block(typingctx, source, si, source_row, target, ti, target_row):
     """Transpose LANES x LANES words; a word is a float or a pair of bfloat16.
 
     log2(LANES) rounds; the round of distance d exchanges bit d of the row with bit d of the lane.
@@ -109,7 +109,7 @@ def transpose_tile(like, source, count, ld, panels):
         panel = row // (2 * lanes)
         base = panel * words * width + (row - panel * 2 * lanes) * elements
         for word in range(0, words, lanes):
-            _transpose_block(
+            transpose_block(
                 source, row * ld + word * elements, ld, panels, base + word * width, width
             )
 
@@ -186,10 +186,11 @@ def prefetch_rows(
 @inner
 def gather_tile(
     like, code, scratch, ld, dim, first, count, padded, start, row_bytes, table, sequence,
-    block_size, block_bytes,
+    block_size, block_bytes, scale=0, scale_bytes=0, scale_block=0,
 ):  # fmt: skip
     """Rows first ... first + count of a sequence to scratch, zeros up to `padded` rows.
 
+    scale, scale_bytes and scale_block are start, row_bytes and block_bytes of 8-bit rows' scales.
     Returns 0.0, or NaN when a row holds an infinity or NaN.
     """
     check = like.dtype.type(0.0)
@@ -197,7 +198,10 @@ def gather_tile(
         address = row_address(
             start, first + row, row_bytes, table, sequence, block_size, block_bytes
         )
-        check += load_row(like, code, scratch, row * ld, address, dim)
+        scale_address = row_address(
+            scale, first + row, scale_bytes, table, sequence, block_size, scale_block
+        )
+        check += load_values(like, code, scratch, row * ld, address, dim, scale_address)
     for index in range(count * ld, padded * ld):
         scratch[index] = 0
     return check
