@@ -50,6 +50,7 @@ CASES = {
     "window_on_both_sides_d64": Call(700, 500, (4, 2), D64, 1, BRAIN, (40, 170)),
     "window_to_the_right_only": Call(300, 400, (2, 2), D128, 1, BRAIN, (-1, 20)),
     "window_to_the_left_only": Call(300, 400, (2, 2), D64, 1, BRAIN, (20, -1)),
+    "window_to_the_left_only_d128": Call(300, 400, (2, 2), D128, 1, BRAIN, (20, -1)),
     "window_of_the_own_key": Call(300, 300, (2, 2), D128, 1, BRAIN, (0, 0)),
     "sinks": Call(400, 200, (4, 2), D128, 2, BRAIN, CAUSAL, sinks=True),
     "key_lengths_d128": Call(400, 400, (4, 2), D128, 4, BRAIN, CAUSAL, seqlens_k=(0, 1, 77, 400)),
@@ -77,6 +78,9 @@ CASES = {
     ),
     "negative_scale": Call(200, 300, (2, 2), D128, 1, BRAIN, CAUSAL, scale=-0.1),
     "zero_scale": Call(200, 300, (2, 2), D64, 1, BRAIN, CAUSAL, scale=0.0),
+    "full_2k": Call(2048, 2048, (8, 2), D128, 2, BRAIN),
+    "full_2k_d64": Call(2048, 2048, (8, 8), D64, 2, BRAIN),
+    "full_long_keys": Call(200, 3000, (2, 2), D128, 1, BRAIN),
     "causal_2k": Call(2048, 2048, (8, 2), D128, 2, BRAIN, CAUSAL),
     "causal_2k_d64": Call(2000, 2000, (8, 8), D64, 2, HALF, CAUSAL),
 }  # fmt: skip
@@ -108,6 +112,28 @@ def _only_on_hopper() -> None:
 def test_gradients_match_float64(name: str) -> None:
     problem = make_problem(CASES[name], "cuda")
     assert_right(problem, gradients(problem))
+
+
+REPRODUCIBLE = [
+    "causal_2k", "causal_2k_d64", "full_2k", "full_2k_d64", "tails_d128", "tails_full_d128",
+    "window_d128", "window_d64", "packed_d128", "packed_d64", "groups_of_3_d128",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPRODUCIBLE)
+def test_reproducible_gradients_match_float64(name: str) -> None:
+    problem = make_problem(CASES[name], "cuda")
+    assert_right(problem, gradients(problem, deterministic=True))
+
+
+@pytest.mark.parametrize("name", REPRODUCIBLE)
+def test_two_hundred_runs_are_bitwise_equal(name: str) -> None:
+    problem = make_problem(CASES[name], "cuda")
+    first = gradients(problem, deterministic=True)
+    for _ in range(200):
+        again = gradients(problem, deterministic=True)
+        for gradient in ("dq", "dk", "dv"):
+            assert torch.equal(again[gradient], first[gradient]), gradient
 
 
 @pytest.mark.parametrize("name", ["causal_2k", "causal_2k_d64"])

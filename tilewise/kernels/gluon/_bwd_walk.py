@@ -33,6 +33,8 @@ class BwdVariant(NamedTuple):
     tail: bool  # a tile may hold keys past the end of its sequence
     packed: bool  # rows past the end of a sequence are those of the next
     ragged: bool  # dense sequences with lengths of their own
+    order: str  # of the sums of dq: "any", "first" (the first one stores), "all" (reproducible)
+    last_first: bool  # the last tiles of keys are launched first
 
 
 class Sequences(NamedTuple):
@@ -58,6 +60,8 @@ class Shape(NamedTuple):
     window_right: object
     num_tiles: object  # of keys, of the longest sequence
     heads_per_section: object
+    most_together: object  # CTAs that surely run at the same time
+    rows_per_plane: object  # of the row terms and of dq
 
 
 class Work(NamedTuple):
@@ -75,6 +79,7 @@ class Work(NamedTuple):
     full_begin: object  # first that needs no mask
     full_end: object
     end: object
+    start: object  # where the walk starts in a ring of tiles, see `ring_of_cta`
 
 
 @gluon.jit
@@ -86,7 +91,10 @@ def work_of_cta(shape, variant: gl.constexpr):
     first_head = pid // per_section * shape.heads_per_section
     size = gl.minimum(shape.heads_per_section, shape.batch * shape.num_kv_heads - first_head)
     within = pid % per_section
-    first_key = within // size * KEYS
+    block = within // size
+    if variant.last_first:
+        block = shape.num_tiles - 1 - block
+    first_key = block * KEYS
     head = first_head + within % size
     start_q = 0
     start_k = 0
@@ -128,9 +136,13 @@ def work_of_cta(shape, variant: gl.constexpr):
     end = gl.maximum(begin, end)
     full_begin = gl.minimum(full_begin, end)
     full_end = gl.maximum(full_begin, full_end)
+    start = 0
+    if variant.order != "any" and not variant.right:
+        _size, stride, _block, at, _members = ring_of_cta(block, end, length_k, shape)
+        start = at * stride
     return Work(
         b, head, first_key, length_q, length_k, start_q, start_k, start_row,
-        begin, full_begin, full_end, end,
+        begin, full_begin, full_end, end, start,
     )  # fmt: skip
 
 
@@ -138,6 +150,37 @@ def work_of_cta(shape, variant: gl.constexpr):
 def padded_start(start, b):
     """Return where the row terms of packed sequence b start: no two share a tile of 128 rows."""
     return (start + b * ROW_PADDING) // ROW_PADDING * ROW_PADDING
+
+
+@gluon.jit
+def ring_of_cta(block, tiles, length_k, shape):
+    """Return how CTAs of a head that see all tiles share them out: each starts `stride` further.
+
+    Returns (CTAs of a ring, stride, first CTA of this one's ring, its place, CTAs of this ring).
+    """
+    blocks = gl.cdiv(length_k, KEYS)
+    size = gl.maximum(gl.minimum(gl.minimum(blocks, tiles), shape.most_together), 1)
+    first = block // size * size
+    return size, tiles // size, first, block - first, gl.minimum(size, blocks - first)
+
+
+@gluon.jit
+def turn_of_tile(work, tile, shape, variant: gl.constexpr):
+    """Return how many CTAs add to a tile of dq before this one.
+
+    With a diagonal the last tile of keys that sees it comes first, then the one before: when all
+    walk upwards from their diagonals, no one waits. Else the order is that of the ring's walk.
+    """
+    block = work.first_key // KEYS
+    if variant.right:
+        row = tile * variant.tile_m + variant.tile_m - 1
+        last_key = row + work.length_k - work.length_q + shape.window_right
+        turn = gl.minimum(last_key // KEYS, gl.cdiv(work.length_k, KEYS) - 1) - block
+    else:
+        _size, stride, first, at, members = ring_of_cta(block, work.end, work.length_k, shape)
+        nearest = gl.minimum(tile // stride, members - 1)  # who starts at this tile or just before
+        turn = first + nearest - at + gl.where(at <= nearest, 0, members)
+    return turn
 
 
 @gluon.jit
@@ -169,5 +212,6 @@ def tile_of_step(work, step, group_size, variant: gl.constexpr):
     else:
         each = work.end - work.begin
         g = step // each
-        tile = work.begin + step - g * each
+        tile = work.begin + work.start + step - g * each
+        tile = gl.where(tile < work.end, tile, tile - each)
     return g, tile

@@ -38,6 +38,14 @@ def exp2(x):
 
 
 @gluon.jit
+def tanh(x):
+    """Return tanh(x) to 2**-11 of its value."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def named_barrier(
     kind: gl.constexpr, barrier: gl.constexpr, threads: gl.constexpr, warps: gl.constexpr
 ):
@@ -50,6 +58,16 @@ def named_barrier(
     gl.inline_asm_elementwise(
         f"bar.{kind} {barrier}, {threads}; mov.b32 $0, $1;", "=r,r", [thread],
         dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_for_copies():
+    """Wait until the copies to global memory that this warp has started are visible to others."""
+    thread = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+        "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -72,10 +90,16 @@ def pack(p, dtype: gl.constexpr):
 def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
     """Return packed pairs as a left operand (64, n); costs no instruction."""
     n: gl.constexpr = pairs.shape[1] * 2
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
-        dtype=(dtype, dtype), is_pure=True, pack=1,
-    )  # fmt: skip
+    if dtype == gl.bfloat16:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+            dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+            dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
     return gl.convert_layout(gl.join(low, high).reshape([64, n]), layout, assert_trivial=True)
 
 

@@ -11,7 +11,7 @@ Traffic: k, v are read and dk, dv written once; q, do and the row terms once for
       and as often 4 bytes an element are added to dq.
 Numerics: base 2, p recomputed from lse; sums float32; p and ds rounded to the input type for the
       second products. dk and dv have one owner and one order, so they are bitwise reproducible;
-      the sums of dq come in the order in which CTAs finish.
+      so is dq where its sums wait for one another, tile by tile (`_bwd_walk.turn_of_tile`).
 """
 
 from __future__ import annotations
@@ -66,18 +66,20 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
-        "window_right", "num_tiles", "heads_per_section",
+        "window_right", "num_tiles", "heads_per_section", "most_together", "rows_per_plane",
     ]
 )  # fmt: skip
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, dk_ptr,
-    dv_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left,
-    window_right, num_tiles, heads_per_section, scores, variant: gl.constexpr,
+    dv_ptr, turns_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left,
+    window_right, num_tiles, heads_per_section, most_together, rows_per_plane, scores,
+    variant: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dk and dv and add what it gives to dq; see the module's docstring."""
     shape = Shape(
         sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+        most_together, rows_per_plane,
     )  # fmt: skip
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -105,7 +107,7 @@ def attention_bwd_kernel(
                 load_tiles,
                 (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, bufs, bars, variant),
             ),
-            (send_dq, (dq_desc, shape, bufs, bars, variant)),
+            (send_dq, (dq_desc, turns_ptr, shape, bufs, bars, variant)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],

@@ -152,14 +152,15 @@ def _step(
     if MASK > 0:
         _clear_queries(q, do, work, tile, variant)
     dp_sum = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    lse = bufs.lse_log2.index(stage).reshape([TILE_M]).load(row_terms)
+    zeros = gl.full_like(s, 0.0)
+    s = gl.fma(s, zeros + scores.scale_log2, zeros - gl.expand_dims(lse, 0))
     if MASK == 1:
         s = _hide(s, work, tile, keys, shape, variant)
     if MASK == 2:  # noqa: SIM102
         if (tile < work.full_begin) | (tile >= work.full_end):
             s = _hide(s, work, tile, keys, shape, variant)
-    lse = bufs.lse_log2.index(stage).reshape([TILE_M]).load(row_terms)
-    zeros = gl.full_like(s, 0.0)
-    p = exp2(gl.fma(s, zeros + scores.scale_log2, zeros - gl.expand_dims(lse, 0)))
+    p = exp2(s)
     p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp_sum,))
@@ -251,8 +252,11 @@ def consume(
         mbarrier.wait(bars.kv_full.index(1), 0)
         _clear_keys(bufs.v.index(0).reshape([128, D]), work, variant)
         s = warpgroup_mma_wait(0, deps=(s_sum,))
+        tile = work.begin + work.start
+        if MASKS and variant.two_loops:
+            tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         s, dk, dv = _step(
-            s, dk, dv, 0, work.begin, steps > 1, keys, work, shape, scores, bufs, bars,
+            s, dk, dv, 0, tile, steps > 1, keys, work, shape, scores, bufs, bars,
             variant, PART, 1, 1 if MASKS else 0,
         )  # fmt: skip
         step = 1
@@ -268,7 +272,6 @@ def consume(
                 )  # fmt: skip
                 step += 1
                 at += 1
-        tile = work.begin
         for _ in range(step, steps):
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)

@@ -32,6 +32,7 @@ _UNIT = 8  # elements; TMA wants strides in multiples of 16 bytes
 _KEYS = 128  # of a tile
 _PADDING = 128  # rows of packed sequences start on multiples of it in buffers
 _ELEMENTS = 4096  # of a tile of the kernels before and after
+_ORDER = "first"
 _HEADS_PER_SECTION = 4  # of a packed batch, whose tiles of all sequences are launched together
 
 
@@ -47,7 +48,8 @@ class _Rows(NamedTuple):
 
     lse_log2: Tensor
     delta: Tensor
-    dq_sum: Tensor | None  # (planes, rows, d)
+    dq_sum: Tensor  # (planes, rows, d)
+    turns: Tensor | None  # int32 (planes, rows / tile_m): CTAs that have added to a tile of dq
 
 
 def why_not_bwd(spec: AttentionSpec) -> str | None:
@@ -63,6 +65,10 @@ def why_not_bwd(spec: AttentionSpec) -> str | None:
             return f"{name} must be a multiple of 8 up to 128, got {width}"
     if spec.softcap or spec.has_alibi or spec.has_bias or spec.mask_tile or spec.dropout_p:
         return "not built yet"
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    if spec.deterministic and not right and (left or spec.is_varlen or spec.has_seqlens_k):
+        return "not built yet: reproducible without a diagonal"
     return None
 
 
@@ -102,19 +108,37 @@ def launch_bwd(
     sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
     allocate = torch.zeros if spec.is_varlen else torch.empty
     dq, dk, dv = (allocate(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    variant = variant_of(spec)
+    variant = variant_of(spec, _together(q, spec))
     with device_of(q):
-        rows = launch_before(o, do, lse, dlse, spec, sequences, variant.d)
+        rows = launch_before(o, do, lse, dlse, spec, sequences, variant)
         launch_main(do, q, k, v, dk, dv, rows, spec, sequences, variant)
-        launch_after(rows, dq, spec, sequences, variant.d)
+        launch_after(rows, dq, spec, sequences, variant)
     dsinks = None if sinks is None else _sink_gradient(sinks, rows)
     return dq, dk, dv, None, dsinks
 
 
-def variant_of(spec: AttentionSpec) -> BwdVariant:
+def order_of(spec: AttentionSpec, together: int, right: bool, left: bool) -> tuple[str, bool]:
+    """Return the order of the sums of dq, and whether the last tiles of keys start first.
+
+    Who waits for a CTA that is launched later relies on its running at the same time; the last
+    tiles first, everybody waits only for those launched before.
+    """
+    lengths_vary = spec.is_varlen or spec.has_seqlens_k
+    order = "all" if spec.deterministic else _ORDER
+    if not right and (left or lengths_vary):
+        return "any", False
+    if spec.is_varlen and not spec.deterministic:
+        return "any", False
+    return order, right and (spec.is_varlen or triton.cdiv(spec.max_seqlen_k, _KEYS) > together)
+
+
+def variant_of(spec: AttentionSpec, together: int = 132) -> BwdVariant:
     """Return the code that `spec` needs; a window that hides nothing is compiled away."""
     d = 64 if max(spec.head_dim, spec.v_head_dim) <= 64 else 128
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    order, last_first = order_of(spec, together, right, left)
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
         tile_m=128 if d == 64 else 64,
@@ -122,12 +146,14 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
         width=spec.head_dim,
         v_width=spec.v_head_dim,
         stages=2,
-        two_loops=d == 128,
-        left=0 <= spec.window_left < spec.max_seqlen_k - 1,
-        right=0 <= spec.window_right < spec.max_seqlen_q - 1,
+        two_loops=d == 128 and (right or order == "any") and not (left and order == "all"),
+        left=left,
+        right=right,
         tail=lengths_vary or spec.max_seqlen_k % _KEYS > 0,
         packed=spec.is_varlen,
         ragged=spec.has_seqlens_k,
+        order=order,
+        last_first=last_first,
     )
 
 
@@ -138,43 +164,46 @@ def launch_before(
     dlse: Tensor | None,
     spec: AttentionSpec,
     sequences: Sequences,
-    sum_width: int | None,
+    variant: BwdVariant,
 ) -> _Rows:
-    """Return the row terms and, for `sum_width` channels, a zeroed sum of dq."""
+    """Return the row terms and the sum of dq, which is zero where adding starts at once."""
     planes, count = _planes(o, spec)
     lse_log2, delta = torch.empty((2, planes, count), dtype=torch.float32, device=o.device)
     if spec.is_varlen and spec.has_sinks:  # torch sums them, gaps between sequences too
         lse_log2.fill_(math.inf)
         delta.zero_()
-    dq_sum = None
-    if sum_width is not None:
-        dq_sum = torch.empty((planes, count, sum_width), dtype=torch.float32, device=o.device)
+    dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
+    turns = None
+    if variant.order != "any":
+        shape = (planes, count // variant.tile_m)
+        turns = torch.empty(shape, dtype=torch.int32, device=o.device)
     lse, dlse = lse.contiguous(), dense(dlse)
     d = triton.next_power_of_2(spec.v_head_dim)
-    tile = _ELEMENTS // 128
+    tile = _ELEMENTS // d
     lse_batch, lse_head = (0, lse.stride(0)) if spec.is_varlen else lse.stride()[:2]
     launch(
         attention_bwd_before_kernel,
         triton.cdiv(_padded(spec.max_seqlen_q), tile) * spec.batch * spec.num_q_heads,
-        o, do, lse, dlse, lse_log2, delta, dq_sum, sequences.cu_q, spec.batch, spec.num_q_heads,
-        spec.max_seqlen_q, count, *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
-        WIDTH=spec.v_head_dim, D=d, D_SUM=sum_width or 1, UNIT=_UNIT, TILE=tile,
+        o, do, lse, dlse, lse_log2, delta, dq_sum if turns is None else None, turns,
+        sequences.cu_q, spec.batch, spec.num_q_heads, spec.max_seqlen_q, count,
+        *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
+        WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=_UNIT, TILE_M=variant.tile_m,
+        TILE=tile,
     )  # fmt: skip
-    return _Rows(lse_log2, delta, dq_sum)
+    return _Rows(lse_log2, delta, dq_sum, turns)
 
 
 def launch_after(
-    rows: _Rows, dq: Tensor, spec: AttentionSpec, sequences: Sequences, width: int
+    rows: _Rows, dq: Tensor, spec: AttentionSpec, sequences: Sequences, variant: BwdVariant
 ) -> None:
     """Round the sum of dq."""
-    assert rows.dq_sum is not None
-    tile = _ELEMENTS // 128
+    tile = _ELEMENTS // variant.d
     launch(
         attention_bwd_after_kernel,
         triton.cdiv(spec.max_seqlen_q, tile) * spec.batch * spec.num_q_heads,
-        rows.dq_sum, dq, sequences.cu_q, spec.batch, spec.num_q_heads, spec.max_seqlen_q,
-        rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
-        WIDTH=spec.head_dim, D=width, UNIT=_UNIT, TILE=tile,
+        rows.dq_sum, rows.turns, dq, sequences.cu_q, spec.batch, spec.num_q_heads,
+        spec.max_seqlen_q, rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
+        WIDTH=spec.head_dim, D=variant.d, UNIT=_UNIT, TILE_M=variant.tile_m, TILE=tile,
     )  # fmt: skip
 
 
@@ -191,7 +220,6 @@ def launch_main(
     variant: BwdVariant,
 ) -> None:
     """Fill dk and dv, and add to the sum of dq."""
-    assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
     num_tiles = triton.cdiv(spec.max_seqlen_k, _KEYS)
     heads = spec.batch * spec.num_kv_heads
@@ -202,9 +230,11 @@ def launch_main(
         descriptor(q, m, d), descriptor(k, _KEYS, d), descriptor(v, _KEYS, d), descriptor(do, m, d),
         descriptor(rows.dq_sum.transpose(0, 1), m, d),
         descriptor(dk, _KEYS // 2, d), descriptor(dv, _KEYS // 2, d),
-        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, sequences,
+        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, rows.turns,
+        sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles, section,
+        _together(q, spec), rows.dq_sum.shape[1],
         BwdScores(spec.softmax_scale, spec.softmax_scale * _LOG2E), variant=variant,
     )  # fmt: skip
 
@@ -223,6 +253,12 @@ def _nothing_seen(
 def _readable(x: Tensor) -> Tensor:
     """Return x, or a copy where TMA cannot read x."""
     return x if x.stride(-1) == 1 and why_no_descriptor(x) is None else x.contiguous().clone()
+
+
+def _together(x: Tensor, spec: AttentionSpec) -> int:
+    """Return how many CTAs run at the same time; other kernels may hold some of the device."""
+    count = device.sm_count_of(x.device)
+    return count if spec.deterministic else count // 2
 
 
 def _padded(count: int) -> int:

@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.kernels.gluon._bwd_walk import tile_of_step, work_of_cta
-from tilewise.kernels.gluon._compat import tma_add, tma_load
-from tilewise.kernels.gluon._warpgroup import named_barrier
+from tilewise.kernels.gluon._bwd_walk import tile_of_step, turn_of_tile, work_of_cta
+from tilewise.kernels.gluon._compat import tma_add, tma_load, tma_store
+from tilewise.kernels.gluon._warpgroup import named_barrier, wait_for_copies
 
 DQ_WRITTEN = gl.constexpr(9)  # the hardware barrier at which consumers leave a tile of dq
 
@@ -68,14 +68,34 @@ def load_tiles(
 
 
 @gluon.jit
-def send_dq(dq_desc, shape, bufs, bars, variant: gl.constexpr):
-    """Add each tile of dq to global memory."""
+def send_dq(dq_desc, turns_ptr, shape, bufs, bars, variant: gl.constexpr):
+    """Add each tile of dq to global memory, in the order that `variant` asks for."""
     work = work_of_cta(shape, variant)
     steps = (work.end - work.begin) * shape.group_size
     for step in range(0, steps):
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         _head, plane = row_plane(work, g, shape, variant)
-        named_barrier("sync", DQ_WRITTEN, 288, 1)
-        tma_add(dq_desc, [0, plane, work.start_row + tile * variant.tile_m, 0], bufs.dq.index(0))
-        tma.store_wait(0)  # the buffer has been read
-        mbarrier.arrive(bars.dq_empty.index(0), count=1)
+        at = [0, plane, work.start_row + tile * variant.tile_m, 0]
+        if variant.order == "any":
+            named_barrier("sync", DQ_WRITTEN, 288, 1)
+            tma_add(dq_desc, at, bufs.dq.index(0))
+            tma.store_wait(0)  # the buffer has been read
+            mbarrier.arrive(bars.dq_empty.index(0), count=1)
+        else:
+            turn = turn_of_tile(work, tile, shape, variant)
+            awaited = turn if variant.order == "all" else gl.minimum(turn, 1)
+            tiles = shape.rows_per_plane // variant.tile_m
+            row_tile = work.start_row // variant.tile_m + tile
+            arrived = turns_ptr + plane.to(gl.int64) * tiles + row_tile
+            while gl.atomic_add(arrived, 0, sem="acquire") < awaited:
+                pass
+            named_barrier("sync", DQ_WRITTEN, 288, 1)
+            if turn == 0:
+                tma_store(dq_desc, at, bufs.dq.index(0))
+            else:
+                tma_add(dq_desc, at, bufs.dq.index(0))
+            tma.store_wait(0)
+            mbarrier.arrive(bars.dq_empty.index(0), count=1)
+            if (turn == 0) | (variant.order == "all"):
+                wait_for_copies()
+                gl.atomic_add(arrived, 1, sem="release")

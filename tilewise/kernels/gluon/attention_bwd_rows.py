@@ -39,10 +39,10 @@ def _rows_of_program(cu_ptr, batch, num_heads, seqlen, rows_per_plane, TILE: tl.
     ]
 )  # fmt: skip
 def attention_bwd_before_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr, cu_ptr, batch, num_heads,
-    seqlen, rows_per_plane, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_batch, lse_head,
-    WIDTH: tl.constexpr, D: tl.constexpr, D_SUM: tl.constexpr, UNIT: tl.constexpr,
-    TILE: tl.constexpr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr, turns_ptr, cu_ptr, batch,
+    num_heads, seqlen, rows_per_plane, o_batch, o_row, o_head, do_batch, do_row, do_head,
+    lse_batch, lse_head, WIDTH: tl.constexpr, D: tl.constexpr, D_SUM: tl.constexpr,
+    UNIT: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Fill the row terms of a tile and set its sum of dq to zero; strides are in units."""
     b, h, start, length, first, buffer = _rows_of_program(
@@ -71,6 +71,9 @@ def attention_bwd_before_kernel(
         if dq_sum_ptr is not None:
             sums = dq_sum_ptr + (buffer + rows)[:, None] * D_SUM + tl.arange(0, D_SUM)[None, :]
             tl.store(sums, tl.zeros([TILE, D_SUM], tl.float32))
+        if turns_ptr is not None:
+            turns = (buffer + first) // TILE_M
+            tl.store(turns_ptr + turns, 0, mask=first % TILE_M == 0)
 
 
 @triton.jit(
@@ -79,8 +82,9 @@ def attention_bwd_before_kernel(
     ]
 )  # fmt: skip
 def attention_bwd_after_kernel(
-    dq_sum_ptr, dq_ptr, cu_ptr, batch, num_heads, seqlen, rows_per_plane, dq_batch, dq_row, dq_head,
-    scale, WIDTH: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    dq_sum_ptr, turns_ptr, dq_ptr, cu_ptr, batch, num_heads, seqlen, rows_per_plane,
+    dq_batch, dq_row, dq_head, scale, WIDTH: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Scale and round a tile of dq."""
     b, h, start, length, first, buffer = _rows_of_program(
@@ -90,6 +94,8 @@ def attention_bwd_after_kernel(
         rows = first + tl.arange(0, TILE)
         columns = tl.arange(0, D)
         dq = tl.load(dq_sum_ptr + (buffer + rows)[:, None] * D + columns[None, :])
+        if turns_ptr is not None:  # a tile that sees nothing holds anything
+            dq = tl.where(tl.load(turns_ptr + (buffer + first) // TILE_M) > 0, dq, 0.0)
         stored = (rows < length)[:, None]
         if WIDTH < D:
             stored = stored & (columns < WIDTH)[None, :]
