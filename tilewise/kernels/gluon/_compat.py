@@ -6,15 +6,19 @@ Triton 3.6 to 3.9. The operation behind `tma_add` exists in all of them, its wra
 from __future__ import annotations
 
 from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["tma_add", "tma_load", "tma_store"]
+__all__ = ["partition_barrier", "tma_add", "tma_load", "tma_store"]
 
 if hasattr(tma, "async_load"):
     tma_load, tma_store = tma.async_load, tma.async_store
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+# A barrier of the warps of one partition, which is what orders their shared memory.
+partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add

@@ -1,0 +1,133 @@
+"""Which blocks of keys a tile of rows visits, and in which order.
+
+What: a walk over blocks of `tile.keys` keys, in runs that differ in what must be masked.
+Grid: none, inlined into the partitions of the forward pass, which all take the same walk.
+One call: the walk of one tile, or the block of one of its steps.
+Traffic: without a block mask none; with one, 8 bytes for each of its entries.
+Numerics: integers.
+
+Without a block mask the walk goes from right to left: steps [0, free_begin) meet the diagonal or
+the end of the keys, [free_begin, free_end) are seen whole by every row, those from left_begin on
+meet the left edge of a window: [free_end, steps), and in a narrow window some of the first too.
+With a mask, [0, free_begin) are its partial tiles and the others its full ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+NO_EDGE = gl.constexpr(1 << 30)
+
+
+class Mask(NamedTuple):
+    """A block mask as the kernel takes it (see kernels.spec.MaskTensors); None without one."""
+
+    bits: object
+    reach: object  # int32 (bit tiles, words): keys that some row of a bit tile sees
+    spans: object
+    entries: object
+
+
+class Walk(NamedTuple):
+    """The blocks of one tile of rows."""
+
+    steps: object
+    free_begin: object
+    free_end: object
+    left_begin: object
+    seen_begin: object  # keys outside [seen_begin, seen_end) exist, but no row of the tile sees one
+    seen_end: object
+    last: object  # the block of step 0, without a block mask
+    partial: object  # where the partial and the full entries of a block mask start
+    full: object
+
+
+@gluon.jit
+def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
+    """Return the Walk of a tile; it has one step at least, whose keys no row may see."""
+    last = gl.minimum(rows.first_row + tile.rows, rows.length_q) - 1
+    shift = rows.length_k - rows.length_q
+    limit = rows.length_k
+    seen_begin = limit * 0
+    full_begin = seen_begin
+    seen_end = limit
+    full_end = limit
+    if variant.left:
+        seen_begin = gl.minimum(gl.maximum(rows.first_row + shift - work.window_left, 0), limit)
+        full_begin = gl.maximum(last + shift - work.window_left, 0)
+    if variant.right:
+        seen_end = gl.minimum(gl.maximum(last + shift + work.window_right + 1, 0), limit)
+        first_end = rows.first_row + shift + work.window_right + 1
+        full_end = gl.minimum(gl.maximum(first_end, 0), limit)
+    begin = seen_begin // tile.keys
+    end = gl.maximum(gl.cdiv(seen_end, tile.keys), begin + 1)
+    edge = seen_end
+    if not (variant.packed or variant.lengths):  # past the end of a tensor all is zero
+        edge = gl.where(seen_end == limit, NO_EDGE, seen_end)
+    if variant.mask_keys > 0:
+        partial, partial_end, full, full_end = _entries_of(
+            rows, work, mask, seen_begin, seen_end, tile, variant
+        )
+        count: gl.constexpr = variant.mask_keys // tile.keys
+        free = (partial_end - partial) * count
+        steps = free + (full_end - full) * count
+        return Walk(gl.maximum(steps, 1), free, steps, 0, seen_begin, edge, end, partial, full)
+    else:
+        free_begin = gl.maximum(end - gl.maximum(full_end // tile.keys, begin), 1)
+        left_begin = end - gl.minimum(gl.cdiv(full_begin, tile.keys), end)
+        free_end = gl.maximum(left_begin, free_begin)
+        return Walk(
+            end - begin, free_begin, free_end, left_begin, seen_begin, edge, end - 1, end, end
+        )
+
+
+@gluon.jit
+def block_of_step(walk, step, mask, tile: gl.constexpr, variant: gl.constexpr):
+    """Return (block, bit tile or -1 for all bits): the keys of step `step`."""
+    if variant.mask_keys > 0:
+        count: gl.constexpr = variant.mask_keys // tile.keys
+        entry = gl.where(
+            step < walk.free_begin,
+            walk.partial + step // count,
+            walk.full + (step - walk.free_begin) // count,
+        )
+        # A tile that sees nothing has no entry; its one step is block 0, and no bit is set.
+        real = walk.free_end > 0
+        at = mask.entries + entry.to(gl.int64) * 2
+        block = gl.load(at, mask=real, other=0) * count + step % count
+        return block, gl.load(at + 1, mask=real, other=-2)
+    else:
+        return walk.last - step, -1
+
+
+@gluon.jit
+def _entries_of(rows, work, mask, seen_begin, seen_end, tile: gl.constexpr, variant: gl.constexpr):
+    """Return [begin, end) of the partial and of the full entries of a tile of rows."""
+    at = rows.b.to(gl.int64) * work.mask_batch + rows.h.to(gl.int64) * work.mask_head
+    at = mask.spans + (at + rows.first_row // variant.mask_rows) * 3
+    full, partial, last = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+    full_end = partial
+    if variant.ruled:
+        begin_tile = seen_begin // variant.mask_keys
+        end_tile = gl.cdiv(seen_end, variant.mask_keys)
+        if variant.left:
+            full = _first_from(mask.entries, full, full_end, begin_tile)
+            partial = _first_from(mask.entries, partial, last, begin_tile)
+        full_end = _first_from(mask.entries, full, full_end, end_tile)
+        last = _first_from(mask.entries, partial, last, end_tile)
+    return partial, last, full, full_end
+
+
+@gluon.jit
+def _first_from(entries, begin, end, tile_number):
+    """Return the first of the ascending entries [begin, end) that is the tile or comes after it."""
+    while begin < end:
+        middle = begin + (end - begin) // 2
+        if gl.load(entries + middle.to(gl.int64) * 2) < tile_number:
+            begin = middle + 1
+        else:
+            end = middle
+    return begin

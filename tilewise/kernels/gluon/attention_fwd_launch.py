@@ -1,0 +1,335 @@
+"""Launch the Hopper forward pass: which calls it takes, how they are cut, and the call itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon._descriptors import descriptor, why_no_descriptor
+from tilewise.kernels.gluon._launch import launch
+from tilewise.kernels.gluon._tiles import PLAN_FIELDS
+from tilewise.kernels.gluon.attention_fwd import Tensors, Tile, Variant, attention_fwd_kernel
+from tilewise.kernels.gluon.attention_plan import (
+    CLEAR_ROWS,
+    ENTRIES,
+    attention_order_kernel,
+    attention_plan_kernel,
+)
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
+from tilewise.kernels.triton._geometry import device_of
+from tilewise.kernels.triton._mask import mask_reach_kernel
+
+__all__ = ["launch_fwd", "tile_config_fwd", "why_not_fwd"]
+
+_WIDTHS = (64, 128, 256)  # heads are padded to the next one, by zeros that TMA supplies
+_MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
+_GROUP_ROWS = 64
+# K and V of the heads whose tiles are computed side by side: 16 MiB of Hopper's 50 MB L2 was the
+# best of 4 to 64 (H200, causal, 16,384 tokens, 2026-11-20).
+_SECTION_BYTES = 16 << 20
+# Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
+# there.
+_WIDEST_SOFTCAP = 1024.0
+
+
+def why_not_fwd(spec: AttentionSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+        if not 8 <= width <= _WIDTHS[-1] or width % 8 != 0:
+            return f"{name} must be a multiple of 8 from 8 to {_WIDTHS[-1]}, got {width}"
+    if spec.mask_tile is not None and spec.mask_tile[0] != _MASK_ROWS:
+        return f"mask tiles must have {_MASK_ROWS} queries, got {spec.mask_tile[0]}"
+    if spec.softcap > _WIDEST_SOFTCAP:
+        return f"softcap must be at most {_WIDEST_SOFTCAP:g}, got {spec.softcap}"
+    return None
+
+
+def tile_config_fwd(spec: AttentionSpec) -> Tile:
+    """Return how a CTA is cut for `spec`.
+
+    Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384,
+    2026-11-20: the rows of `_plain_tile`. Tiles of the other cases are the nearest of them that
+    fit 227 KiB of shared memory and 240 registers a thread.
+    """
+    d, dv = (_padded(width) for width in (spec.head_dim, spec.v_head_dim))
+    plain = not (
+        spec.dropout_p > 0
+        or spec.has_bias
+        or spec.has_alibi
+        or spec.softcap > 0
+        or spec.mask_tile is not None
+    )
+    uneven = (
+        spec.window_right >= 0 or spec.is_varlen or spec.has_seqlens_k or spec.mask_tile is not None
+    )
+    rows_differ = uneven or spec.window_left >= 0
+    groups, keys, stages = 2, 128, 2
+    registers_q = early = together = False
+    ping_pong = True
+    columns = dv
+    if d == 64 and dv == 64:
+        if plain and (not rows_differ or spec.max_seqlen_q > 4096) and spec.window_left < 0:
+            groups, stages, together = 3, 3, True
+        else:
+            stages = 4
+            registers_q = early = rows_differ and plain
+    elif d == 64:
+        stages = 3 if dv == 128 else 2
+    elif d == 128 and dv <= 128:
+        registers_q = rows_differ and plain
+    if max(d, dv) == 256:
+        keys, ping_pong = 64, False
+        columns = dv // 2 if d == 256 else dv
+    if spec.mask_tile is not None and spec.mask_tile[1] < keys:
+        keys, stages = spec.mask_tile[1], 2 * stages
+    return Tile(
+        warpgroups=groups,
+        rows=groups * _GROUP_ROWS,
+        keys=keys,
+        stages=stages,
+        d=d,
+        dv=dv,
+        o_columns=columns,
+        dynamic=uneven,
+        ping_pong=ping_pong,
+        q_in_registers=registers_q,
+        release_together=together,
+        next_early=early,
+        registers=240 if groups == 2 else 160,
+        loader_registers=24 if groups == 2 else 32,
+    )
+
+
+def launch_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    philox: Tensor | None = None,
+    mask: MaskTensors | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward pass; see `ops.attention` for shapes and rules.
+
+    Args:
+        tile: overrides the choice of `tile_config_fwd`, for tuning.
+
+    Returns:
+        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
+    """
+    rows = q.shape[0] if spec.is_varlen else q.shape[1]
+    heads = spec.num_q_heads
+    o = torch.empty((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype, device=q.device)
+    shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    if spec.batch * heads * spec.max_seqlen_q == 0 or lse.numel() == 0:
+        return o.zero_(), lse.fill_(-math.inf)
+    tile = tile or tile_config_fwd(spec)
+    # Named, because a descriptor does not keep the memory of a copy alive.
+    q, k, v = (_addressable(_some(x)) for x in (q, k, v))
+    with device_of(q):
+        tensors, upper_bound = _tensors_of(
+            o, lse, spec, tile,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k,
+            bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, philox=philox, mask=mask,
+        )  # fmt: skip
+        num_heads = heads if spec.is_varlen else spec.batch * heads
+        num_tiles = upper_bound * num_heads
+        mask_batch, mask_head = _mask_strides(mask)
+        launch(
+            attention_fwd_kernel, min(num_tiles, device.sm_count_of(q.device)),
+            descriptor(q, _GROUP_ROWS, tile.d), descriptor(k, tile.keys, tile.d),
+            descriptor(v, tile.keys, tile.dv),
+            descriptor(o, _GROUP_ROWS, tile.o_columns),
+            o, lse, _counter(q.device), tensors,
+            num_tiles, upper_bound, num_heads, _heads_per_section(spec, num_heads),
+            heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+            spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
+            heads * spec.v_head_dim // 8, spec.v_head_dim // 8,
+            0 if spec.is_varlen else lse.stride(0), rows,
+            _alibi_stride(alibi_slopes), mask_batch, mask_head,
+            _drop_limit(spec), spec.dropout_scale, *_bias_strides(bias),
+            tile=tile, variant=_variant_of(spec, tile, bias),
+        )  # fmt: skip
+    return o, lse
+
+
+def _padded(width: int) -> int:
+    return next(wide for wide in _WIDTHS if wide >= width)
+
+
+def _variant_of(spec: AttentionSpec, tile: Tile, bias: Tensor | None) -> Variant:
+    """Return which code `spec` needs; a window that hides nothing is compiled away."""
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    lengths = spec.is_varlen or spec.has_seqlens_k
+    mask_rows, mask_keys = spec.mask_tile or (0, 0)
+    tail = mask_keys == 0 and spec.max_seqlen_k % tile.keys != 0
+    softcap = "none"
+    if spec.softcap > 0:  # bfloat16 has 8 bits, tanh of the special function unit 11, float16 11
+        softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    simple = not (spec.softcap or spec.has_alibi or spec.has_bias)
+    return Variant(
+        left=left,
+        right=right,
+        ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
+        plain=simple and spec.softmax_scale > 0,
+        softcap=softcap,
+        alibi=spec.has_alibi,
+        bias=spec.has_bias,
+        bias_rows=bias is not None and _bias_strides(bias)[2] != 0,
+        mask_rows=mask_rows,
+        mask_keys=mask_keys,
+        dropout=spec.dropout_p > 0,
+        sinks=spec.has_sinks,
+        packed=spec.is_varlen,
+        lengths=spec.has_seqlens_k,
+    )
+
+
+def _tensors_of(
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    tile: Tile,
+    *,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqlens_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    philox: Tensor | None,
+    mask: MaskTensors | None,
+) -> tuple[Tensors, int]:
+    """Return what the call adds, and how many tiles of rows a head has at most."""
+    given: dict[str, Tensor] = {}
+    upper_bound = -(-spec.max_seqlen_q // tile.rows)
+    vectors = {"seqlens_k": seqlens_k, "alibi": alibi_slopes, "sinks": sinks, "philox": philox}
+    given |= {name: x.contiguous() for name, x in vectors.items() if x is not None}
+    if bias is not None:
+        given["bias"] = bias
+    if mask is not None:
+        bits = mask.bits.contiguous()
+        count, mask_rows, words = bits.shape
+        reach = torch.empty((count, words), dtype=bits.dtype, device=bits.device)
+        if count > 0:
+            launch(mask_reach_kernel, count, bits, reach, TILE_M=mask_rows, WORDS=words)
+        given |= {"mask_bits": bits, "mask_reach": reach}
+        given |= {"mask_spans": mask.rows.contiguous()}
+        given |= {"mask_entries": mask.row_entries.contiguous()}
+    if spec.is_varlen:
+        assert cu_seqlens_q is not None
+        assert cu_seqlens_k is not None
+        upper_bound = o.shape[0] // tile.rows + spec.batch
+        given["plan"], given["plan_size"] = _plan(
+            cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), o, lse, spec, tile, upper_bound
+        )
+    return Tensors(**given), upper_bound
+
+
+def _plan(
+    cu_q: Tensor,
+    cu_k: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    tile: Tile,
+    upper_bound: int,
+) -> tuple[Tensor, Tensor]:
+    """List the tiles of a packed batch on the device, and clear rows of no sequence."""
+    fields = PLAN_FIELDS.value
+    memory = torch.empty(upper_bound * (2 * fields + 1) + 1, dtype=torch.int32, device=o.device)
+    size, work, entries, plan = memory.split(
+        [1, upper_bound, upper_bound * fields, upper_bound * fields]
+    )
+    programs = max(spec.batch, -(-o.shape[0] // CLEAR_ROWS))
+    launch(
+        attention_plan_kernel, programs, cu_q, cu_k, entries, work, size, o, lse,
+        spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
+        spec.window_left, spec.window_right,
+        ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=128,
+    )  # fmt: skip
+    launch(
+        attention_order_kernel, -(-upper_bound // ENTRIES), entries, work, size, plan,
+        COUNT=ENTRIES, FIELDS_PAD=8,
+    )  # fmt: skip
+    return plan, size
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(where: torch.device) -> Tensor:
+    """Return the counter of the current stream: it goes back to 0 by itself at a launch's end."""
+    if where.type != "cuda":
+        return torch.zeros(1, dtype=torch.int32, device=where)
+    if torch.cuda.is_current_stream_capturing():  # memory of a graph must not outlive it
+        return torch.zeros(1, dtype=torch.int32, device=where)
+    key = (where, torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=where)
+    return counter
+
+
+def _some(x: Tensor) -> Tensor:
+    """Return x; where it has no rows, one of zeros, which no query sees."""
+    if x.numel() > 0:
+        return x
+    return x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:]))
+
+
+def _addressable(x: Tensor) -> Tensor:
+    """Return x, or a copy of it where TMA cannot read x in place."""
+    if x.stride(-1) == 1 and why_no_descriptor(x) is None:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _heads_per_section(spec: AttentionSpec, num_heads: int) -> int:
+    """Return how many query heads are computed side by side; groups stay whole."""
+    row_bytes = (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
+    key_heads = max(2, _SECTION_BYTES // max(1, spec.max_seqlen_k * row_bytes))
+    return min(num_heads, key_heads * spec.group_size)
+
+
+def _drop_limit(spec: AttentionSpec) -> int:
+    """Return 65,536 * threshold - 1 as the int32 of the same bits (see `_dropout.Draw`)."""
+    limit = (spec.dropout_threshold << 16) - 1
+    return limit - (1 << 32) if limit >= 1 << 31 else limit
+
+
+def _alibi_stride(slopes: Tensor | None) -> int:
+    return slopes.shape[-1] if slopes is not None and slopes.dim() == 2 else 0
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
+    """Return the strides of a bias that broadcasts to four dims, 0 where it is broadcast."""
+    if bias is None:
+        return 0, 0, 0, 0
+    steps = [step if size > 1 else 0 for size, step in zip(bias.shape, bias.stride(), strict=True)]
+    batch, head, row, key = (0,) * (4 - bias.dim()) + tuple(steps)
+    return batch, head, row, key
+
+
+def _mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
+    """Return how many spans lie between sequences and between heads, 0 where they share them."""
+    if mask is None:
+        return 0, 0
+    batch, heads, tiles, _ = mask.rows.shape
+    return (heads * tiles if batch > 1 else 0), (tiles if heads > 1 else 0)

@@ -1,0 +1,111 @@
+"""The plan of a packed batch: its tiles of rows, from much to little work, made on the device.
+
+What: int32 (entries, 6), one row for each tile of rows of each sequence: (sequence, first row,
+      first row of the sequence in q, its rows, its first key in k, its keys), and their number.
+Grid: `attention_plan_kernel` one program a sequence, which lists its tiles, and one for each
+      CLEAR_ROWS rows of q, which clears rows of o and lse that belong to no sequence;
+      `attention_order_kernel` one program for each ENTRIES entries.
+One program: its entries; in the order kernel also the work of all others, to count who comes first.
+Traffic: 28 bytes an entry, written twice; rows without a sequence once.
+Numerics: integers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CLEAR_ROWS = 128
+ENTRIES = 128
+FIELDS = tl.constexpr(6)
+
+
+@triton.jit
+def _tiles_before(cu_q, sequence, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return how many tiles the sequences before `sequence` have."""
+    total = sequence * 0
+    for first in range(0, sequence, CHUNK):
+        b = first + tl.arange(0, CHUNK)
+        before = b < sequence
+        begin = tl.load(cu_q + b, mask=before, other=0)
+        end = tl.load(cu_q + b + 1, mask=before, other=0)
+        total += tl.sum(tl.cdiv(end - begin, ROWS))
+    return total
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "heads", "width", "window_left", "window_right"])
+def attention_plan_kernel(
+    cu_q, cu_k, entries, work, size, o, lse, batch, rows, heads, width, window_left, window_right,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """List the tiles of a sequence, in any order, with their work in blocks of keys."""
+    program = tl.program_id(0)
+    if program < batch:
+        first_q, first_k = tl.load(cu_q + program), tl.load(cu_k + program)
+        length_q = tl.load(cu_q + program + 1) - first_q
+        length_k = tl.load(cu_k + program + 1) - first_k
+        start = _tiles_before(cu_q, program, ROWS, CHUNK)
+        tiles = tl.cdiv(length_q, ROWS)
+        if program == batch - 1:
+            tl.store(size, start + tiles)
+        shift = length_k - length_q
+        for first in range(0, tiles, CHUNK):
+            tile = first + tl.arange(0, CHUNK)
+            exists = tile < tiles
+            row = tile * ROWS
+            last = tl.minimum(row + ROWS, length_q) - 1
+            begin = tl.zeros_like(row)
+            end = begin + length_k
+            if window_left >= 0:
+                begin = tl.maximum(row + shift - window_left, 0)
+            if window_right >= 0:
+                end = tl.minimum(last + shift + window_right + 1, length_k)
+            blocks = tl.cdiv(end, KEYS) - begin // KEYS
+            at = entries + (start + tile) * FIELDS
+            tl.store(at, tl.zeros_like(row) + program, mask=exists)
+            tl.store(at + 1, row, mask=exists)
+            tl.store(at + 2, tl.zeros_like(row) + first_q, mask=exists)
+            tl.store(at + 3, tl.zeros_like(row) + length_q, mask=exists)
+            tl.store(at + 4, tl.zeros_like(row) + first_k, mask=exists)
+            tl.store(at + 5, tl.zeros_like(row) + length_k, mask=exists)
+            tl.store(work + start + tile, blocks, mask=exists)
+    owned_begin, owned_end = tl.load(cu_q), tl.load(cu_q + batch)
+    first_row = program * CLEAR
+    last_row = tl.minimum(first_row + CLEAR, rows)
+    if (first_row < owned_begin) | (last_row > owned_end):
+        for row in range(first_row, last_row):
+            if (row < owned_begin) | (row >= owned_end):
+                start = o + row.to(tl.int64) * heads * width
+                for first in range(0, heads * width, CHUNK):
+                    at = first + tl.arange(0, CHUNK)
+                    zero = tl.zeros([CHUNK], o.dtype.element_ty)
+                    tl.store(start + at, zero, mask=at < heads * width)
+                for first in range(0, heads, CHUNK):
+                    head = first + tl.arange(0, CHUNK)
+                    at = head.to(tl.int64) * rows + row
+                    hidden = tl.full([CHUNK], float("-inf"), tl.float32)
+                    tl.store(lse + at, hidden, mask=head < heads)
+
+
+@triton.jit
+def attention_order_kernel(
+    entries, work, size, plan, COUNT: tl.constexpr, FIELDS_PAD: tl.constexpr
+):
+    """Write `entries` to `plan` by falling work; equal ones keep their order."""
+    total = tl.load(size)
+    first = tl.program_id(0) * COUNT
+    if first < total:
+        entry = first + tl.arange(0, COUNT)
+        exists = entry < total
+        mine = tl.load(work + entry, mask=exists, other=0)
+        rank = tl.zeros([COUNT], tl.int32)
+        for begin in range(0, total, COUNT):
+            other = begin + tl.arange(0, COUNT)
+            theirs = tl.load(work + other, mask=other < total, other=-1)[None, :]
+            earlier = (theirs == mine[:, None]) & (other[None, :] < entry[:, None])
+            before = (theirs > mine[:, None]) | (earlier & (other[None, :] < total))
+            rank += tl.sum(before.to(tl.int32), 1)
+        field = tl.arange(0, FIELDS_PAD)
+        inside = exists[:, None] & (field < FIELDS)[None, :]
+        values = tl.load(entries + entry[:, None] * FIELDS + field[None, :], mask=inside)
+        tl.store(plan + rank[:, None] * FIELDS + field[None, :], values, mask=inside)
