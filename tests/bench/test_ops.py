@@ -73,7 +73,7 @@ def test_engines_take_turns_and_their_time_is_split_into_prefill_and_decode():
 
         return generate
 
-    engines = {"slow": engine_named("slow", 0.004), "fast": engine_named("fast", 0.001)}
+    engines = {"slow": engine_named("slow", 0.06), "fast": engine_named("fast", 0.001)}
     slow, fast = engine._measure(engines, [[1, 2, 3]] * 2, 3, 2)
     assert calls[:4] == [("slow", 1), ("slow", 3), ("fast", 1), ("fast", 3)]
     assert len(calls) == 3 * 4  # one turn to warm up, two that count
