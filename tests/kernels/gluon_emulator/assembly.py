@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.gluon_emulator import numbers
+from tests.kernels.gluon_emulator import copies, numbers
 from tests.kernels.gluon_emulator.barriers import named_barrier
 from tests.kernels.gluon_emulator.errors import NotEmulated
 from tests.kernels.gluon_emulator.registers import dtype_of, register, values_of
@@ -122,8 +122,10 @@ def _run(statement: str, values: _Values) -> None:
     if found := re.fullmatch(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?", opcode):
         number, threads = (int(operand) for operand in operands)
         named_barrier(number, threads, blocks=found[1] == "sync")
-    elif opcode == ".reg":
-        pass
+    elif opcode == "cp.async.bulk.wait_group":
+        copies.wait_group(int(operands[0]))
+    elif opcode in (".reg", "bar.warp.sync") or opcode.startswith("fence."):
+        pass  # one warp is one actor; fences of global memory are not judged
     elif opcode in _INSTRUCTIONS:
         sources = [_operand(text, values) for text in operands[1:]]
         _assign(operands[0], _INSTRUCTIONS[opcode](*sources), values)

@@ -97,3 +97,37 @@ class History:
         for old in self._accesses.values():
             if old.writes and not old.by_engine and actor.clock.knows(old.lane, old.epoch):
                 old.fences.setdefault(actor.lane, actor.clock[actor.lane])
+
+
+@dataclass(frozen=True)
+class Box:
+    """One outgoing copy to global memory, or one sum that is added to it."""
+
+    place: tuple[slice, ...]
+    adds: bool
+    lane: Hashable
+    epoch: int
+    who: str
+
+
+class Boxes:
+    """What copies have written to one tensor: who stores must be alone, who adds need not be."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[Any, Box] = {}
+
+    def add(self, actor: Any, box: Box) -> None:
+        """Record a copy of `actor`; raise Race if it may collide with an older one."""
+        for old in self._boxes.values():
+            if (old.adds and box.adds) or actor.clock.knows(old.lane, old.epoch):
+                continue
+            if all(
+                a.start < b.stop and b.start < a.stop
+                for a, b in zip(old.place, box.place, strict=True)
+            ):
+                raise Race(
+                    f"{box.who} to a box of global memory, but '{old.who}' to the same is not "
+                    "known to be finished"
+                )
+        key = (box.lane, box.adds, *((part.start, part.stop) for part in box.place))
+        self._boxes[key] = box

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.kernels.gluon_emulator.barriers import Barrier
-from tests.kernels.gluon_emulator.clocks import UNFINISHED
+from tests.kernels.gluon_emulator.clocks import UNFINISHED, Box
 from tests.kernels.gluon_emulator.errors import Protocol
 from tests.kernels.gluon_emulator.machine import Worker, current, machine
 from tests.kernels.gluon_emulator.memory import Descriptor
@@ -18,6 +18,7 @@ class Stores:
     def __init__(self) -> None:
         self.issued = 0
         self.reading: set[int] = set()  # those that still read shared memory
+        self.writing: set[int] = set()  # those that have not reached global memory
 
 
 def _stores(worker: Worker) -> Stores:
@@ -67,13 +68,23 @@ def _send(tensor_desc: Descriptor, coord: Any, src: SharedMemory, add: bool) -> 
         worker, src.memory, writes=False, what="copies from", lane=(worker.lane, "copies"),
         epoch=number,
     )  # fmt: skip
+    verb = "adds" if add else "stores"
+    box = Box(
+        tensor_desc.box(place)[0], add, (worker.lane, "written"), number, f"{worker.name} {verb}"
+    )
+    machine().boxes[tensor_desc.address].add(worker, box)
     stores.reading.add(number)
+    stores.writing.add(number)
 
     def read() -> None:
         values = src.memory.copy()
         stores.reading.discard(number)
-        # That the tile has been read does not say that it has been written yet.
-        machine().later(lambda: tensor_desc.write(place, values, add))
+
+        def write() -> None:  # later: that a tile has been read does not say that it is written
+            tensor_desc.write(place, values, add)
+            stores.writing.discard(number)
+
+        machine().later(write)
 
     machine().later(read)
 
@@ -90,15 +101,24 @@ def add(tensor_desc: Descriptor, coord: Any, src: SharedMemory) -> None:
 
 def store_wait(pendings: int) -> None:
     """Wait until all but the last `pendings` outgoing copies have read their tiles."""
+    _wait(pendings, written=False)
+
+
+def wait_group(pendings: int) -> None:
+    """Wait until all but the last `pendings` outgoing copies have been written."""
+    _wait(pendings, written=True)
+
+
+def _wait(pendings: int, written: bool) -> None:
     worker = current()
     stores = _stores(worker)
     last = stores.issued - int(pendings)
     machine().wait(
-        lambda: all(number > last for number in stores.reading),
+        lambda: all(number > last for number in (stores.writing if written else stores.reading)),
         f"its outgoing copies up to number {last}",
     )
-    lane = (worker.lane, "copies")
-    worker.clock[lane] = max(worker.clock.get(lane, 0), last)
+    for lane in ("copies", "written") if written else ("copies",):
+        worker.clock[(worker.lane, lane)] = max(worker.clock.get((worker.lane, lane), 0), last)
 
 
 def finish(worker: Worker) -> None:

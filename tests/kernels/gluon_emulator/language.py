@@ -337,9 +337,11 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
     pointer.write(value, mask)
 
 
-def _atomic(name: str, function: Callable[[Any, Any], Any], *, changes: bool = True) -> None:
+def _atomic(name: str, function: Callable[[Any, Any], Any]) -> None:
     def apply(pointer: Pointer, val: Any, mask: Any = None, sem: Any = None, scope: Any = None):
         machine().step(progress=False)
+        for address in pointer.addresses(mask):
+            machine().meet(address, str(sem or "acq_rel"))
         return pointer.update(function, val, mask)
 
     setattr(Language, f"atomic_{name}", staticmethod(apply))
@@ -356,6 +358,8 @@ _atomic("and", lambda old, new: old & new)
 @operation
 def atomic_cas(pointer: Pointer, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Any:
     machine().step(progress=False)
+    for address in pointer.addresses(None):
+        machine().meet(address, str(sem or "acq_rel"))
     wanted = values_of(cmp)
     return pointer.update(lambda old, new: new if old == wanted else old, val, None)
 

@@ -11,12 +11,13 @@ import heapq
 import itertools
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tests.kernels.gluon_emulator.clocks import Clock, History
+from tests.kernels.gluon_emulator.clocks import Boxes, Clock, History
 from tests.kernels.gluon_emulator.errors import Deadlock, EmulationError
 
 _SWITCH = 0.25  # chance that another partition goes on at a step
@@ -79,6 +80,8 @@ class Machine:
         self.resident = resident
         self.idempotent = idempotent  # names of functions, see clocks.py
         self.grid: tuple[int, ...] = ()
+        self.places: defaultdict[int, Clock] = defaultdict(Clock)  # where atomics meet
+        self.boxes: defaultdict[int, Boxes] = defaultdict(Boxes)  # by the address of a tensor
         self.running: Worker = Worker("nobody", Cta(), 0, Clock())
         self._workers: list[Worker] = []
         self._events: list[tuple[int, int, Callable[[], None]]] = []
@@ -160,6 +163,13 @@ class Machine:
             self._switch()
             worker.can_go = None
         self._last_progress = self._now
+
+    def meet(self, place: int, sem: str) -> None:
+        """Hand clocks on at an address of global memory, as an atomic there does."""
+        if "acq" in sem:
+            self.running.clock.join(self.places[place])
+        if "rel" in sem.replace("relaxed", ""):
+            self.places[place].join(self.running.release())
 
     def later(self, event: Callable[[], None]) -> None:
         """Let something happen after a random time."""

@@ -97,6 +97,12 @@ class Pointer:
         values = np.broadcast_to(values_of(value, dtype), places.shape)
         self._memory.elements[places[wanted]] = numbers.to_memory(values[wanted], dtype)
 
+    def addresses(self, mask: Any) -> list[int]:
+        """Return the addresses of the wanted elements."""
+        places, wanted = self.places(mask)
+        first, step = self._memory.elements.ctypes.data, self._memory.elements.itemsize
+        return [first + step * int(place) for place in np.atleast_1d(places[wanted])]
+
     def update(self, function: Any, value: Any, mask: Any) -> Any:
         """Replace each wanted element by function(old, value) in turn; return the old ones."""
         places, wanted = self.places(mask)
@@ -137,7 +143,12 @@ class Descriptor:
             flat, host.shape, [step * itemsize for step in host.strides]
         )
 
-    def _box(self, place: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    @property
+    def address(self) -> int:
+        """Where the tensor starts."""
+        return self._tensor.ctypes.data
+
+    def box(self, place: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return which part of the tensor a box covers, and where that lies in the box."""
         there, here = [], []
         for first, size, limit in zip(place, self.block_shape, self._tensor.shape, strict=True):
@@ -148,7 +159,7 @@ class Descriptor:
 
     def read(self, place: list[int]) -> np.ndarray:
         """Return the values of a box."""
-        there, here = self._box(place)
+        there, here = self.box(place)
         box = np.zeros(self.block_shape, numbers.working(self.dtype))
         if all(part.stop > part.start for part in there):
             box[here] = numbers.from_memory(self._tensor[there], self.dtype)
@@ -156,7 +167,7 @@ class Descriptor:
 
     def write(self, place: list[int], values: np.ndarray, add: bool = False) -> None:
         """Store a box, or add it to what is there."""
-        there, here = self._box(place)
+        there, here = self.box(place)
         if all(part.stop > part.start for part in there):
             if add:
                 old = numbers.from_memory(self._tensor[there], self.dtype)

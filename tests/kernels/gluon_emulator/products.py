@@ -19,7 +19,7 @@ class Sum:
     """The accumulator of a product that may still run; only a wait makes a tensor of it."""
 
     def __init__(self, shape: list[int], dtype: gl.dtype, values: np.ndarray | None = None) -> None:
-        self.shape, self.dtype, self.values = shape, dtype, values
+        self.shape, self.dtype, self.result = shape, dtype, values
         self.type = SimpleNamespace(shape=shape, element_ty=dtype, scalar=dtype, layout=Layout())
 
     def __getattr__(self, name: str) -> Any:
@@ -92,11 +92,11 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
         a, b, acc, use_acc, total = products.running.pop(0)
         result = np.matmul(_values(a), _values(b))
         if use_acc:
-            result = result + acc.__dict__["values"]
-        total.values = numbers.rounded(result, total.dtype)
+            result = result + (acc.result if isinstance(acc, Sum) else acc.values)
+        total.result = numbers.rounded(result, total.dtype)
     worker.clock[(worker.lane, "products")] = products.issued - len(products.running)
     results = [
-        Register(dep.values, dep.dtype) if isinstance(dep, Sum) and dep.values is not None else dep
+        Register(dep.result, dep.dtype) if isinstance(dep, Sum) and dep.result is not None else dep
         for dep in deps
     ]
     return results[0] if len(results) == 1 else tuple(results)

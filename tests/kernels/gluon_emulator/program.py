@@ -83,8 +83,7 @@ class Program:
             home = value.fn.__module__
             if home.startswith("triton."):
                 return getattr(language.gl, value.fn.__name__)
-            namespace = self._namespace(home)
-            return lambda *args, **kwargs: namespace[value.fn.__name__](*args, **kwargs)
+            return _found_later(self._namespace(home), value.fn.__name__)
         if getattr(value, "__triton_builtin__", False):
             return _builtin(value.__name__)
         return value
@@ -95,6 +94,16 @@ def _file_of(module: ModuleType, text: str) -> str:
     name = f"<emulated {module.__name__} {hash(text):x}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     return name
+
+
+def _found_later(namespace: dict[str, Any], name: str) -> Callable[..., Any]:
+    """Return a function of another module, which may not be there yet."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return namespace[name](*args, **kwargs)
+
+    call.__name__ = name
+    return call
 
 
 def _is_own(value: Any, module: str) -> bool:

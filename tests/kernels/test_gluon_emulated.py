@@ -1,0 +1,220 @@
+"""Hopper's own attention kernels against float64, host and device code, in the emulator.
+
+Each case runs the launchers of both directions on CPU tensors; a seed is a schedule of partitions
+and copies. The cases are those of `test_triton_attention` at sizes that cross a tile or two.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, assert_right, make_problem
+from tests.kernels.gluon_problem import assert_forward_right, backward, forward, refusals
+from tilewise.kernels.gluon import attention_fwd_launch
+from tilewise.kernels.gluon.attention_fwd import Tile
+
+CASES = {
+    "every_tile_whole": Call(256, 256, dims=(128, 128), dtype=BRAIN),
+    "no_tile_whole": Call(130, 77, (2, 2), (64, 64), 2, BRAIN),
+    "causal": Call(200, 200, (2, 2), (128, 128), 1, BRAIN, CAUSAL),
+    "causal_d64": Call(200, 330, (2, 2), (64, 64), 1, HALF, CAUSAL),
+    "causal_fewer_queries": Call(70, 300, (2, 2), (64, 64), 1, BRAIN, CAUSAL),
+    "causal_fewer_keys_leaves_empty_rows": Call(300, 70, (2, 2), (64, 64), 1, BRAIN, CAUSAL),
+    "sliding_window": Call(200, 460, (2, 2), (128, 128), 1, BRAIN, (130, 0)),
+    "window_on_both_sides": Call(260, 200, (2, 2), (64, 64), 1, BRAIN, (40, 17)),
+    "window_to_the_right_only": Call(150, 150, (2, 2), (128, 128), 1, BRAIN, (-1, 20)),
+    "window_of_the_own_key": Call(140, 140, dtype=BRAIN, window=(0, 0)),
+    "one_query": Call(1, 300, (2, 2), (128, 128), 1, BRAIN, CAUSAL),
+    "one_key": Call(90, 1, dtype=BRAIN),
+    "grouped_heads": Call(150, 150, (6, 2), (64, 64), 2, BRAIN, CAUSAL),
+    "one_key_head": Call(100, 140, (3, 1), (128, 128), 1, HALF),
+    "softcap": Call(140, 140, softcap=3.0, window=CAUSAL, dtype=BRAIN),
+    "alibi": Call(70, 200, alibi="heads", window=CAUSAL, dtype=BRAIN),
+    "alibi_of_sequences": Call(150, 90, batch=2, alibi="sequences", dtype=HALF),
+    "sinks_in_empty_rows": Call(200, 70, (4, 2), sinks=True, window=CAUSAL, dtype=BRAIN),
+    "key_lengths": Call(
+        130, 140, batch=4, seqlens_k=(0, 1, 77, 140), window=CAUSAL, dtype=BRAIN
+    ),
+    "bias": Call(150, 190, bias=(2, 150, 190), dtype=BRAIN),
+    "bias_of_keys": Call(150, 190, bias=(2, 1, 1, 190), batch=2, dtype=HALF, window=CAUSAL),
+    "dropout": Call(150, 190, dropout_p=0.3, dtype=BRAIN, window=CAUSAL),
+    "mask": Call(200, 300, dims=(128, 128), mask=(1, 2), mask_tile=(128, 64), dtype=BRAIN),
+    "mask_and_window": Call(
+        200, 300, mask=(1, 1), mask_tile=(128, 128), window=(90, 30), dtype=HALF
+    ),
+    "wide_heads": Call(150, 200, (1, 1), (256, 256), 1, BRAIN, CAUSAL),
+    "latent_heads": Call(130, 190, (2, 2), (192, 128), 1, BRAIN, CAUSAL),
+    "padded_heads": Call(100, 150, (2, 1), (80, 72), 1, BRAIN, CAUSAL),
+    "packed": Call(
+        heads=(4, 2), dtype=BRAIN, lengths=((130, 130), (0, 50), (64, 64), (7, 0), (40, 150))
+    ),
+    "packed_with_a_window": Call(
+        heads=(4, 2), dims=(128, 128), dtype=BRAIN, lengths=((130, 100), (64, 190)),
+        window=(70, 0), sinks=True,
+    ),
+}  # fmt: skip
+LONG_CASES = {
+    "three_tiles_of_heads": Call(400, 520, (8, 2), (128, 128), 2, BRAIN, CAUSAL),
+    "long_full": Call(700, 900, (2, 2), (128, 128), 1, HALF),
+    "long_causal_d64": Call(900, 900, (2, 2), (64, 64), 1, BRAIN, CAUSAL),
+    "long_window": Call(900, 1000, (2, 1), (64, 64), 1, BRAIN, (200, 0)),
+    "wide_full": Call(300, 400, (2, 1), (256, 256), 1, BRAIN),
+    "wide_window": Call(300, 400, (2, 1), (256, 256), 1, HALF, (100, 50)),
+    "packed_many": Call(
+        heads=(6, 2), dims=(128, 128), dtype=BRAIN, window=CAUSAL,
+        lengths=((1, 1), (300, 300), (129, 400), (0, 0), (64, 10), (250, 251)),
+    ),
+    "every_feature": Call(
+        190, 220, (4, 2), (48, 24), 2, BRAIN, (60, 5), softcap=8.0, alibi="heads", sinks=True,
+        seqlens_k=(200, 45),
+    ),
+    "packed_causal_with_every_feature": Call(
+        heads=(4, 2), lengths=((130, 100), (64, 190)), window=(70, 0), softcap=8.0,
+        alibi="heads", sinks=True, dtype=HALF,
+    ),
+    "negative_scale": Call(200, 200, scale=-0.2, window=CAUSAL, dtype=BRAIN),
+    "zero_scale": Call(200, 200, scale=0.0, window=CAUSAL, dtype=BRAIN),
+    "window_wider_than_the_sequence": Call(60, 60, window=(500, 500), dtype=BRAIN),
+}  # fmt: skip
+
+
+def judge(call: Call, seed: int, *, num_sms: int = 4) -> None:
+    """Run both directions, as far as they take the call, and judge what they give."""
+    problem = make_problem(call, "cpu")
+    no_forward, no_backward = refusals(problem)
+    assert no_forward is None
+    results = forward(problem, seed, num_sms=num_sms)
+    if no_backward is None:
+        results |= backward(problem, **results, seed=seed, num_sms=num_sms)
+        assert_right(problem, results)
+    else:
+        assert_forward_right(problem, results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_directions_match_float64(name: str) -> None:
+    judge(CASES[name], seed=zlib.crc32(name.encode()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", CASES | LONG_CASES)
+def test_every_schedule_gives_the_same(name: str, seed: int) -> None:
+    judge((CASES | LONG_CASES)[name], seed, num_sms=1 + seed % 4)
+
+
+class TestTiles:
+    """Rows of the table that only long sequences choose, on short ones."""
+
+    @staticmethod
+    def judge(monkeypatch: pytest.MonkeyPatch, call: Call, **changes: object) -> None:
+        original = attention_fwd_launch.tile_config_fwd
+
+        def changed(spec: object) -> Tile:
+            tile = original(spec)._replace(**changes)
+            return tile._replace(rows=64 * tile.warpgroups)
+
+        monkeypatch.setattr(attention_fwd_launch, "tile_config_fwd", changed)
+        problem = make_problem(call, "cpu")
+        assert_forward_right(problem, forward(problem, seed=5))
+
+    def test_three_warpgroups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        call = Call(400, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL)
+        self.judge(monkeypatch, call, warpgroups=3, stages=3, release_together=True)
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("early", [False, True])
+    def test_tiles_in_any_order(
+        self, dynamic: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call = Call(400, 300, (3, 1), (64, 64), 1, BRAIN, CAUSAL)
+        self.judge(monkeypatch, call, dynamic=dynamic, next_early=early, stages=2)
+
+    @pytest.mark.parametrize("ping_pong", [False, True])
+    @pytest.mark.parametrize("q_in_registers", [False, True])
+    def test_turns_and_queries_in_registers(
+        self, ping_pong: bool, q_in_registers: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call = Call(200, 500, (1, 1), (128, 128), 1, BRAIN)
+        self.judge(monkeypatch, call, ping_pong=ping_pong, q_in_registers=q_in_registers)
+
+
+class TestMemory:
+    """Strides, poison and shapes without elements."""
+
+    def test_inputs_may_be_slices_of_one_packed_projection(self) -> None:
+        problem = make_problem(Call(150, 150, dtype=BRAIN, window=CAUSAL), "cpu")
+        qkv = torch.stack([problem.q, problem.k, problem.v], dim=2)  # (B, S, 3, H, D)
+        problem.q, problem.k, problem.v = qkv.unbind(2)
+        results = forward(problem)
+        assert_right(problem, results | backward(problem, **results))
+
+    def test_rows_that_tma_cannot_address_are_copied(self) -> None:
+        problem = make_problem(Call(70, 80, dtype=BRAIN), "cpu")
+        for name in ("q", "k", "v"):
+            wide = torch.nn.functional.pad(getattr(problem, name), (1, 2))
+            setattr(problem, name, wide[..., 1:-2])
+        results = forward(problem)
+        assert_right(problem, results | backward(problem, **results))
+
+    def test_a_gradient_may_be_expanded(self) -> None:
+        problem = make_problem(Call(60, 60, dtype=BRAIN), "cpu")
+        problem.do = torch.ones((), dtype=BRAIN).expand(problem.do.shape)
+        results = forward(problem)
+        assert_right(problem, results | backward(problem, **results))
+
+    def test_keys_past_their_length_may_hold_nan(self) -> None:
+        problem = make_problem(CASES["key_lengths"], "cpu")
+        for row, length in enumerate(problem.call.seqlens_k):
+            problem.k[row, length:] = math.nan
+            problem.v[row, length:] = math.inf
+        results = forward(problem)
+        results |= backward(problem, **results)
+        problem.k, problem.v = (x.nan_to_num(0.0, 0.0) for x in (problem.k, problem.v))
+        assert_right(problem, results)
+
+    @pytest.mark.xfail(strict=False, reason="the backward pass multiplies such keys by zero")
+    def test_keys_outside_every_window_may_hold_nan(self) -> None:
+        problem = make_problem(Call(100, 460, dtype=BRAIN, window=(20, 0)), "cpu")
+        hidden = 460 - 100 - 20 - 1  # the first query's window starts after it
+        problem.k[:, :hidden] = math.nan
+        problem.v[:, :hidden] = math.nan
+        results = forward(problem)
+        results |= backward(problem, **results)
+        problem.k, problem.v = (x.nan_to_num(0.0) for x in (problem.k, problem.v))
+        assert_right(problem, results)
+
+    def test_a_packed_neighbour_may_hold_nan(self) -> None:
+        call = replace(CASES["packed"], lengths=((100, 90), (70, 60), (90, 200)), window=CAUSAL)
+        problem = make_problem(call, "cpu")
+        clean = [x.clone() for x in (problem.q, problem.k, problem.v, problem.do)]
+        problem.q[100:170], problem.k[90:150], problem.v[90:150] = math.nan, math.nan, math.nan
+        problem.do[100:170] = math.nan
+        results = forward(problem)
+        results |= backward(problem, **results)
+        problem.q, problem.k, problem.v, problem.do = clean
+        truth = forward(problem)
+        truth |= backward(problem, **truth)
+        for name, rows in {
+            "o": (100, 170),
+            "dq": (100, 170),
+            "dk": (90, 150),
+            "dv": (90, 150),
+        }.items():
+            for part in (slice(0, rows[0]), slice(rows[1], None)):
+                torch.testing.assert_close(results[name][part], truth[name][part], msg=name)
+
+    @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 40), (40, 0)])
+    def test_empty_sequences(self, seqlen_q: int, seqlen_k: int) -> None:
+        problem = make_problem(Call(seqlen_q, seqlen_k, dtype=BRAIN, window=CAUSAL), "cpu")
+        results = forward(problem)
+        results |= backward(problem, **results)
+        for name, result in results.items():
+            assert torch.all(result == (-math.inf if name == "lse" else 0)), name
