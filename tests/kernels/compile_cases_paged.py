@@ -29,6 +29,21 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "decode-mixed-dtypes": (_DECODE | {"cache_dtype": torch.float16}, False, True),
     "decode-invariant": (_DECODE | {"batch_invariant": True}, True, True),
     "decode-short": (_DECODE | {"max_blocks": 4}, True, True),
+    "decode-int8": (_DECODE | {"cache_dtype": torch.int8}, True, False),
+    "decode-e4m3": (_DECODE | {"cache_dtype": torch.float8_e4m3fn}, True, False),
+    "decode-fp16-int8": (
+        _DECODE | {"dtype": torch.float16, "cache_dtype": torch.int8},
+        True,
+        True,
+    ),
+    "decode-int8-block-256": (_DECODE | {"cache_dtype": torch.int8, "block_size": 256}, True, True),
+    "decode-e4m3-everything": (
+        _DECODE | _ALL | {"cache_dtype": torch.float8_e4m3fn, "head_dim": 80},
+        True,
+        True,
+    ),
+    "prefill-int8": (_PREFILL | {"cache_dtype": torch.int8}, True, True),
+    "prefill-e4m3": (_PREFILL | {"cache_dtype": torch.float8_e4m3fn}, True, False),
     "drafts": ({"max_seqlen_q": 8, "num_tokens": 16 * 8}, True, True),
     "prefill": (_PREFILL, True, False),
     "prefill-d64": (_PREFILL | {"head_dim": 64, "v_head_dim": 64}, True, True),
@@ -66,6 +81,9 @@ def launch_paged(spec: PagedSpec) -> None:
 
     slots = (4096, spec.block_size, spec.num_kv_heads)
     per_head = meta(spec.num_q_heads, dtype=torch.float32)
+    scales = {}
+    if spec.cache_dtype.itemsize == 1:
+        scales = {name: meta(*slots, dtype=torch.float32) for name in ("k_scale", "v_scale")}
     paged_attention.launch(
         meta(spec.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
         meta(*slots, spec.head_dim, dtype=spec.cache_dtype),
@@ -76,20 +94,36 @@ def launch_paged(spec: PagedSpec) -> None:
         cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
         alibi_slopes=per_head if spec.has_alibi else None,
         sinks=per_head if spec.has_sinks else None,
+        **scales,
     )
 
 
 def launch_elementwise(head_dim: int, dtype: torch.dtype) -> None:
     """Call every launcher that only moves or weighs elements."""
-    from tilewise.kernels.triton import cache_ops, merge, rope
+    from tilewise.kernels.triton import cache_ops, merge, rope, rope_write
 
     new = meta(512, 8, head_dim, dtype=dtype)
     cache = meta(4096, 16, 8, head_dim, dtype=dtype)
     cache_ops.write_kv_cache(new, new, cache, cache, meta(512, dtype=torch.int64))
     cache_ops.copy_blocks(cache, cache, meta(7, 2, dtype=torch.int64))
     table = meta(512, head_dim // 2, dtype=torch.float32)
+    norm, scale = meta(head_dim, dtype=dtype), meta(4096, 16, 8, dtype=torch.float32)
+    slots = meta(512, dtype=torch.int64)
+    q = meta(512, 32, head_dim, dtype=dtype)
     for interleaved in (False, True):
         rope.launch(new, table, table, interleaved)
+        rope_write.launch(
+            q, new, new, cache, cache, slots, cos=table, sin=table, interleaved=interleaved
+        )
+    for byte in (torch.int8, torch.float8_e4m3fn):
+        narrow = meta(4096, 16, 8, head_dim, dtype=byte)
+        scales = {"k_scale": scale, "v_scale": scale}
+        cache_ops.write_kv_cache(new, new, narrow, narrow, slots, **scales)
+        cache_ops.copy_blocks(narrow, narrow, meta(7, 2, dtype=torch.int64), **scales)
+        rope_write.launch(
+            q, new, new, narrow, narrow, slots, cos=table, sin=table, q_norm=norm, k_norm=norm,
+            **scales,
+        )  # fmt: skip
     lse = meta(8, 512, dtype=torch.float32)
     merge.launch(new, lse, new, lse)
 

@@ -239,7 +239,7 @@ def test_refuses_what_it_cannot_run() -> None:
     assert cpu.why_not(spec) is None
     for change, words in (
         ({"device_type": "cuda"}, "device must be cpu, got cuda"),
-        ({"cache_dtype": torch.int8}, "dtype must be"),
+        ({"cache_dtype": torch.int16}, "dtype must be"),
         ({"cache_dtype": torch.float64}, "cache dtype must be float64 with float64 q only"),
         ({"head_dim": 7}, "head dims must be even, got 7 and 64"),
     ):

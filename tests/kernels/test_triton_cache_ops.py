@@ -276,8 +276,9 @@ def test_refusals_say_why(
     why_not: Callable[[ElementSpec], str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert why_not(ElementSpec("cuda", torch.bfloat16)) is None
-    wide = why_not(ElementSpec("cuda", torch.float64))
-    assert wide == "dtype must be float32, float16 or bfloat16, got torch.float64"
+    wide = str(why_not(ElementSpec("cuda", torch.float64)))
+    assert wide.startswith("dtype ")
+    assert wide.endswith(", got torch.float64")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert why_not(ElementSpec("cpu", torch.float32)) is None
     monkeypatch.setenv("TRITON_INTERPRET", "0")

@@ -79,8 +79,9 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def _compute_bytes(spec: PagedSpec) -> int:
-    """Bytes of an operand: mixed dtypes are multiplied in float32."""
-    return spec.dtype.itemsize if spec.dtype == spec.cache_dtype else 4
+    """Bytes of an operand: 8-bit caches are widened to q's dtype, mixed floats to float32."""
+    is_plain = spec.dtype == spec.cache_dtype or spec.cache_dtype.itemsize == 1
+    return spec.dtype.itemsize if is_plain else 4
 
 
 def _row_bytes(spec: PagedSpec) -> int:

@@ -7,7 +7,8 @@ One task  walks its keys in chunks, and for each chunk over its key heads: score
           per pass, softmax, weighted sum.
 Traffic   each K and V row is read from memory once, in the order in which blocks hold them; a chunk
           of 32 keys x 8 heads x D = 128 and the one prefetched meanwhile take half an L2 cache.
-Numerics  float32 (float64 for float64) throughout. Splits lie at multiples of 512 positions, so a
+Numerics  float32 (float64 for float64) throughout; the scales of an 8-bit cache multiply logits and
+          probabilities, not keys and values. Splits lie at multiples of 512 positions, so a
           sequence's bits depend on nothing but itself, whatever the batch or the threads.
 """
 
@@ -30,6 +31,9 @@ from tilewise.kernels.cpu.dots import (
     keys_4,
     max_1,
     max_4,
+    order_of,
+    span_of,
+    spread_4,
     sum_1,
     sum_4,
     unit_of,
@@ -39,6 +43,7 @@ from tilewise.kernels.cpu.dots import (
     weigh_rest_4,
 )
 from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
+from tilewise.kernels.cpu.quantise import read_scale
 from tilewise.kernels.cpu.rows import load_row, store_row
 from tilewise.kernels.cpu.softmax import LOG2_E
 from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
@@ -47,11 +52,11 @@ SPLIT = 512  # keys of a task: 256 KiB of bfloat16 at D = 128, far more work tha
 
 
 @inner
-def position_of(column, unit, lanes):
-    """Where column `column` of a row lies when each unit's even elements stand before its odd."""
-    start = column // unit * unit
+def position_of(column, order, lanes):
+    """Where column `column` lies when of each `order` the even ones stand before the odd."""
+    start = column // order * order
     within = column - start
-    if unit == lanes:
+    if order == lanes:
         return column
     return start + (within % 2) * lanes + within // 2
 
@@ -77,11 +82,32 @@ def _fill_addresses(sizes, table, sequence, k_start, v_start, first, end, k_at, 
 
 
 @inner
-def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, rescale):
+def _fill_scales(sizes, like, table, sequence, kv_head, first, count, k_scales, v_scales):
+    """Scales of keys first ... first + count - 1 of one key head of an 8-bit cache."""
+    size, offset, block = sizes.block_size, first % sizes.block_size, first // sizes.block_size
+    k_row = v_row = 0
+    for key in range(count):
+        if key == 0 or offset == size:
+            offset = 0 if key > 0 else offset
+            number = types.int64(table[sequence, block])
+            k_row = sizes.k_scale + number * sizes.k_scale_block + offset * sizes.k_scale_row
+            v_row = sizes.v_scale + number * sizes.v_scale_block + offset * sizes.v_scale_row
+            block += 1
+        k_scales[key] = read_scale(like, sizes.k_code, k_row + kv_head * sizes.k_scale_head)
+        v_scales[key] = read_scale(like, sizes.k_code, v_row + kv_head * sizes.v_scale_head)
+        k_row += sizes.k_scale_row
+        v_row += sizes.v_scale_row
+        offset += 1
+
+
+@inner
+def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, rescale, has_scales,
+                   k_scales, v_scales):  # fmt: skip
     """Turn products [key][head] into probabilities; m[lane:], l[lane:], rescale hold heads, tiled.
 
     Args:
         distance: positions from the chunk's first key to the query.
+        k_scales, v_scales: per key; the first multiplies the product, the second what is left in s.
     """
     lanes = simd.REGISTER_BYTES // like.itemsize
     total = count * heads
@@ -94,6 +120,9 @@ def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, re
     top = old
     for at in range(0, total, lanes):
         x = simd.mul(simd.load(s, at), scale)
+        if has_scales:
+            k_scale = simd.load(k_scales, at) if heads == 1 else spread_4(k_scales, at // HEADS)
+            x = simd.mul(x, k_scale)
         if rule.softcap > 0.0:
             x = simd.mul(simd.tanh(simd.div(x, softcap)), softcap)
         if rule.has_alibi:
@@ -109,6 +138,9 @@ def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, re
     for at in range(0, total, lanes):
         x = simd.exp2(simd.mul(simd.sub(simd.load(s, at), shift), log2_e))
         partial = simd.add(partial, x)
+        if has_scales:
+            v_scale = simd.load(v_scales, at) if heads == 1 else spread_4(v_scales, at // HEADS)
+            x = simd.mul(x, v_scale)
         simd.store(s, at, x)
     factor = simd.exp2(simd.mul(simd.sub(old, shift), log2_e))
     added = sum_1(partial) if heads == 1 else sum_4(partial)
@@ -119,18 +151,18 @@ def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, re
 
 @inner
 def _weigh_chunk(
-    cache_like, heads, acc, ci, ld, rescale, p, v_at, at, shift, dim, unit, row_size, count
+    cache_like, heads, acc, ci, ld, rescale, p, v_at, at, shift, dim, unit, span, row_size, count
 ):
     """acc = acc * rescale + p V for one pass of heads."""
     unit_bytes = unit * (row_size // dim)
     column = 0
-    while column + 2 * unit <= dim:
+    while column + span <= dim:
         offset = shift + column // unit * unit_bytes
         if heads == 1:
             weigh_1(cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, 0)
         else:
             weigh_4(cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, 0)
-        column += 2 * unit
+        column += span
     while column < dim:
         offset, rest = shift + column // unit * unit_bytes, min(unit, dim - column)
         if heads == 1:
@@ -146,7 +178,7 @@ def _weigh_chunk(
 
 @inner
 def _decode_head(sizes, rule, arrays, cache_like, sequence, kv_head, chunk, count, k_at, v_at, at,
-                 q, qi, acc, ci, m, l, state, s, rescale, slopes):  # fmt: skip
+                 q, qi, acc, ci, m, l, state, s, rescale, slopes, k_scales, v_scales):  # fmt: skip
     """One chunk of keys for the padded query heads of one key head, into acc, m and l."""
     like = arrays.like
     lanes = simd.REGISTER_BYTES // like.itemsize
@@ -156,6 +188,9 @@ def _decode_head(sizes, rule, arrays, cache_like, sequence, kv_head, chunk, coun
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
     distance = arrays.starts[sequence, K_LEN] - 1 - chunk
     k_shift, v_shift = kv_head * sizes.k_head, kv_head * sizes.v_head
+    has_scales = cache_like.itemsize == 1
+    if has_scales:
+        _fill_scales(sizes, like, arrays.table, sequence, kv_head, chunk, count, k_scales, v_scales)
     for index in range((sizes.group + heads - 1) // heads):
         q_start = qi + index * heads * ld
         for key in range(0, count, lanes // heads):
@@ -171,10 +206,14 @@ def _decode_head(sizes, rule, arrays, cache_like, sequence, kv_head, chunk, coun
                 head = min(index * heads + lane % heads, sizes.group - 1)
                 slopes[lane] = arrays.slopes[kv_head * sizes.group + head]
         lane = state + index * lanes
-        _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, rescale)
+        _softmax_chunk(
+            like, rule, heads, s, count, distance, slopes, m, l, lane, rescale, has_scales,
+            k_scales, v_scales,
+        )  # fmt: skip
         _weigh_chunk(
             cache_like, heads, acc, ci + index * heads * ldv, ldv, rescale, s, v_at, at, v_shift,
-            sizes.v_head_dim, unit, sizes.v_head_dim * sizes.k_size, count,
+            sizes.v_head_dim, unit, span_of(cache_like, like), sizes.v_head_dim * sizes.k_size,
+            count,
         )  # fmt: skip
 
 
@@ -198,6 +237,8 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, first_head, n
     k_at, v_at = scratch(SPLIT + AHEAD, starts[0]), scratch(SPLIT + AHEAD, starts[0])
     s, rescale = scratch(CHUNK * HEADS, like), scratch(lanes, like)
     slopes, row = zero_scratch(lanes, like), scratch(sizes.head_dim, like)
+    k_scales, v_scales = zero_scratch(CHUNK + lanes, like), zero_scratch(CHUNK + lanes, like)
+    order = order_of(cache_like, like)
     for member in range(num_heads * sizes.group):
         head = first_head * sizes.group + member
         at = (member // sizes.group * padded + member % sizes.group) * ld
@@ -207,7 +248,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, first_head, n
         else:
             load_row(like, sizes.q_code, row, 0, address, sizes.head_dim)
             for column in range(sizes.head_dim):
-                q[at + position_of(column, unit, lanes)] = row[column]
+                q[at + position_of(column, order, lanes)] = row[column]
     _fill_addresses(
         sizes, arrays.table, sequence, starts[sequence, K], starts[sequence, V], first, end, k_at,
         v_at,
@@ -218,13 +259,13 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, first_head, n
                 sizes, rule, arrays, cache_like, sequence, first_head + index, chunk,
                 min(CHUNK, end - chunk), k_at, v_at, chunk - first, q, index * padded * ld, acc,
                 (slot + index) * padded * ldv, m, l, index * (padded // heads) * lanes, s, rescale,
-                slopes,
+                slopes, k_scales, v_scales,
             )  # fmt: skip
 
 
 @inner
-def _merge_splits(sizes, arrays, lse, sequence, kv_head, slot, num_splits, sums, tops, totals, unit,
-                  padded, ldv):  # fmt: skip
+def _merge_splits(sizes, arrays, lse, sequence, kv_head, slot, num_splits, sums, tops, totals,
+                  order, padded, ldv):  # fmt: skip
     """Combine the splits of one (sequence, key head) in order and write o and lse."""
     like, starts = arrays.like, arrays.starts
     lanes = simd.REGISTER_BYTES // like.itemsize
@@ -250,7 +291,7 @@ def _merge_splits(sizes, arrays, lse, sequence, kv_head, slot, num_splits, sums,
         inverse = like.dtype.type(0.0) if total == 0.0 else like.dtype.type(1.0) / total
         ordered = scratch(dim, like)
         for column in range(dim):
-            ordered[column] = row[position_of(column, unit, lanes)]
+            ordered[column] = row[position_of(column, order, lanes)]
         store_row(like, sizes.q_code, ordered, 0, inverse, address, dim)
         value = top + math.log(total) if total != 0.0 else -math.inf
         lse[starts[sequence, LSE] + head * sizes.lse_head] = value
@@ -301,7 +342,8 @@ def decode_attention(sizes, rule, arrays, cache_like, heads_per_task, splits, su
     Args:
         sizes, rule, arrays: parts of a `Problem`; every sequence has one query row, and
             starts[:, TASK] is its first slot: one per split and key head.
-        cache_like: empty array of the cache's dtype; uint16 is bfloat16 and int16 is float16.
+        cache_like: empty array of the cache's dtype; uint16 is bfloat16, int16 is float16, uint8 is
+            float8_e4m3fn.
         heads_per_task: a divisor of the number of key heads.
         splits: (B, 2) int64, first split and number of splits of each sequence.
         sums, tops, totals: flat workspaces of acc, m and l, by slot and padded query head.
@@ -344,5 +386,6 @@ def decode_attention(sizes, rule, arrays, cache_like, heads_per_task, splits, su
             if next_task(finished[owner : owner + 1]) == splits[sequence, 1] - 1:
                 _merge_splits(
                     sizes, arrays, lse, sequence, kv_head, starts[sequence, TASK] + kv_head,
-                    splits[sequence, 1], sums, tops, totals, unit, padded, ldv,
+                    splits[sequence, 1], sums, tops, totals, order_of(cache_like, like), padded,
+                    ldv,
                 )  # fmt: skip

@@ -6,9 +6,10 @@ One call  LANES / heads keys at a time for scores: as many sums as a register ha
           one register at the end. For values, heads x 4 registers of columns over all keys.
 Traffic   a row of the cache goes from memory to registers once for all its query heads. While a
           row is in use, the row AHEAD addresses further is prefetched, line by line.
-Numerics  widened to float32 in registers (float64 for float64) and multiplied there. A word of two
-          bfloat16 becomes two vectors, of its even and its odd elements: rows of q and of the sums
-          are kept in that order, see `position_of`.
+Numerics  widened to float32 in registers (float64 for float64) and multiplied there; 8-bit numbers
+          without their scale, which is the caller's. A word of two bfloat16 becomes two vectors, of
+          its even and its odd elements: rows of q and of the sums are kept in that order, see
+          `position_of`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,40 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.pack import emit_prefetch
+from tilewise.kernels.cpu.quantise import widen_e4m3, widen_int8
 
 CHUNK = 32  # keys between two softmax updates: K and V of a head take half a 32 KiB L1 cache
 # EPYC 9004, blocks of 16, 2026-11-20.
 AHEAD = 64  # keys from a row to the one prefetched with it: 11 GB/s a core, 9 for 32, 7 for 128
 HEADS = 4  # query heads per pass: 16 sums with AVX-512 are 4 keys x 4 heads
-_i1, _i16, _i32, _i64 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_i1, _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+# Caches are told apart by the dtype of an empty array; these two hold no numbers of numba's own.
+_BYTES = (types.int8, types.uint8)  # int8, float8_e4m3fn
 
 
-@intrinsic
-def unit_of(typingctx, cache_like, like):
-    """Elements that one load brings: a register of them, or of pairs of bfloat16."""
-    dtype = simd.float_of(like)
+def _vectors(cache_type):
+    """Registers of floats that one load from a cache fills."""
+    return 4 if cache_type.dtype in _BYTES else 2 if cache_type.dtype == types.uint16 else 1
 
-    def codegen(context, builder, sig, args):
-        return _i64(simd.lanes_of(dtype) * (2 if cache_like.dtype == types.uint16 else 1))
 
-    return types.int64(cache_like, like), codegen
+def _sizes(count):
+    @intrinsic
+    def elements(typingctx, cache_like, like):
+        dtype = simd.float_of(like)
+
+        def codegen(context, builder, sig, args):
+            return _i64(simd.lanes_of(dtype) * count(cache_like))
+
+        return types.int64(cache_like, like), codegen
+
+    return elements
+
+
+unit_of = _sizes(_vectors)  # elements that one load brings
+# Elements of which the even ones stand before the odd: a load of bfloat16 pairs, else a register.
+order_of = _sizes(lambda cache_type: 2 if cache_type.dtype == types.uint16 else 1)
+# Columns whose sums four heads keep in registers: 16 of them, or 8 where a load fills but one.
+span_of = _sizes(lambda cache_type: min(4, 2 * _vectors(cache_type)))
 
 
 class _Rows:
@@ -47,12 +65,13 @@ class _Rows:
         self.lanes = self.vector.count
         self.is_bf16 = cache_type.dtype == types.uint16
         self.is_f16 = cache_type.dtype == types.int16
-        self.element_size = {types.uint16: 2, types.int16: 2, types.float32: 4, types.float64: 8}[
-            cache_type.dtype
-        ]
+        self.widen = {types.int8: widen_int8, types.uint8: widen_e4m3}.get(cache_type.dtype)
+        self.element_size = cache_type.dtype.bitwidth // 8
+        self.vectors = _vectors(cache_type)
         word = _i32 if self.is_bf16 else _i16 if self.is_f16 else self.vector.element
         self.word = ir.VectorType(word, self.lanes)
-        self.vectors = 2 if self.is_bf16 else 1
+        if self.widen:
+            self.word = ir.VectorType(_i8, self.lanes * self.vectors)
         self.unit_bytes = self.vectors * self.lanes * self.element_size
 
     def load_words(self, address, mask=None):
@@ -65,14 +84,23 @@ class _Rows:
         kind = {"float": "f32", "double": "f64"}.get(name, name)
         return simd.call_llvm(
             builder,
-            f"masked.load.v{self.lanes}{kind}.p0",
+            f"masked.load.v{self.word.count}{kind}.p0",
             self.word,
             [pointer, _i32(self.element_size), mask, ir.Constant(self.word, None)],
         )
 
     def load(self, address, mask=None):
-        """One unit as 1 or 2 vectors of floats."""
+        """One unit as 1, 2 or 4 vectors of floats."""
         builder, words = self.builder, self.load_words(address, mask)
+        if self.widen:
+            lanes = ir.VectorType(_i32, self.lanes)
+            parts = [range(self.lanes * i, self.lanes * (i + 1)) for i in range(self.vectors)]
+            return [
+                self.widen(
+                    builder, builder.shuffle_vector(words, words, ir.Constant(lanes, list(part)))
+                )
+                for part in parts
+            ]
         if self.is_bf16:
             even = builder.shl(words, simd.constant(self.word, 16))
             odd = builder.and_(words, simd.constant(self.word, 0xFFFF0000))
@@ -87,11 +115,12 @@ class _Rows:
         return [words]
 
     def mask(self, elements):
-        """Lanes of a unit that hold the first `elements` elements."""
-        words = self.builder.sdiv(elements, _i64(self.vectors))
-        lane = ir.VectorType(_i32, self.lanes)
-        count = simd.broadcast(self.builder, self.builder.trunc(words, _i32), self.lanes)
-        return self.builder.icmp_signed("<", ir.Constant(lane, list(range(self.lanes))), count)
+        """Words of a unit that hold the first `elements` elements."""
+        count = self.word.count
+        words = self.builder.sdiv(elements, _i64(2)) if self.is_bf16 else elements
+        lane = ir.VectorType(_i32, count)
+        bound = simd.broadcast(self.builder, self.builder.trunc(words, _i32), count)
+        return self.builder.icmp_signed("<", ir.Constant(lane, list(range(count))), bound)
 
 
 def _fold(builder, sums):
@@ -229,16 +258,17 @@ def _dots(heads):
     return dots
 
 
-def _weigh(heads, units, is_masked):
+def _weigh(heads, is_masked):
     @intrinsic
     def weigh(typingctx, cache_like, acc, ci, ld, rescale, p, addresses, ai, offset, keys, rest):
         """acc[head] = acc[head] * rescale[head] + sum over keys of p[key][head] * row[key], for
-        `units` units of columns from byte `offset` of each row; `rest` elements if masked."""
+        span_of columns from byte `offset` of each row; if masked, `rest` columns of one unit."""
         dtype = simd.float_of(acc)
 
         def codegen(context, builder, sig, args):
             _, acc_, ci_, ld_, rescale_, p_, addresses_, ai_, offset_, keys_, rest_ = args
             rows = _Rows(builder, cache_like, dtype)
+            units = 1 if is_masked or rows.vectors == 4 else 2
             parts = units * rows.vectors
             zero = _i64(0)
             first = simd.pointer_to(context, builder, addresses, addresses_, ai_)
@@ -326,13 +356,30 @@ def _lane_keys(heads):
     return lane_keys
 
 
+@intrinsic
+def spread_4(typingctx, numbers, key):
+    """A register whose lane i is numbers[key + i // 4]."""
+    dtype = simd.float_of(numbers)
+
+    def codegen(context, builder, sig, args):
+        kind = simd.vector_ir(dtype)
+        few = ir.VectorType(kind.element, kind.count // HEADS)
+        pointer = simd.pointer_to(context, builder, numbers, *args)
+        vector = simd.load_vector(builder, pointer, few, 4)
+        order = ir.VectorType(_i32, kind.count)
+        lanes = [lane // HEADS for lane in range(kind.count)]
+        return builder.shuffle_vector(vector, vector, ir.Constant(order, lanes))
+
+    return simd.Vector(dtype)(numbers, types.int64), codegen
+
+
 def _larger(builder, x, y):
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 dots_1, dots_4 = _dots(1), _dots(HEADS)
-weigh_1, weigh_4 = _weigh(1, 2, False), _weigh(HEADS, 2, False)
-weigh_rest_1, weigh_rest_4 = _weigh(1, 1, True), _weigh(HEADS, 1, True)
+weigh_1, weigh_4 = _weigh(1, False), _weigh(HEADS, False)
+weigh_rest_1, weigh_rest_4 = _weigh(1, True), _weigh(HEADS, True)
 max_1, max_4 = _across(1, _larger), _across(HEADS, _larger)
 sum_1, sum_4 = (_across(heads, lambda b, x, y: b.fadd(x, y)) for heads in (1, HEADS))
 keys_1, keys_4 = _lane_keys(1), _lane_keys(HEADS)

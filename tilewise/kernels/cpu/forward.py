@@ -169,11 +169,15 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, fi
             like, sizes.k_code, k_rows, ld, head_dim, key, count, padded,
             k_start, sizes.k_row,
             arrays.table, sequence, sizes.block_size, sizes.k_block,
+            sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row,
+            sizes.k_scale_block,
         )  # fmt: skip
         check = gather_tile(
             like, sizes.k_code, v_rows, ldv, dim, key, count, padded,
             v_start, sizes.v_row,
             arrays.table, sequence, sizes.block_size, sizes.v_block,
+            sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row,
+            sizes.v_scale_block,
         )  # fmt: skip
         transpose_tile(like, k_rows, padded, ld, k_panels)
         pair_tile(like, v_rows, padded, ldv, v_panels, TILE_N)

@@ -29,16 +29,20 @@ from tilewise.kernels.cpu.problem import (
     packed_type,
     per_head,
 )
+from tilewise.kernels.cpu.quantise import BYTE_CODES
 from tilewise.kernels.cpu.rows import DTYPE_CODES, F32, why_not_dtype
 from tilewise.kernels.cpu.threads import run_tasks
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.spec import PagedSpec, scale_per_slot
 
 _CACHE_LIKE = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
     torch.bfloat16: np.empty(0, np.uint16),
     torch.float16: np.empty(0, np.int16),
+    torch.int8: np.empty(0, np.int8),
+    torch.float8_e4m3fn: np.empty(0, np.uint8),
 }
+_CODES = DTYPE_CODES | BYTE_CODES
 
 
 def why_not(spec: PagedSpec) -> str | None:
@@ -49,6 +53,8 @@ def why_not(spec: PagedSpec) -> str | None:
         return f"cache dtype must be float64 with float64 q only, got {spec.cache_dtype}"
     if spec.head_dim % 2 or spec.v_head_dim % 2:
         return f"head dims must be even, got {spec.head_dim} and {spec.v_head_dim}"
+    if spec.cache_dtype in BYTE_CODES:
+        return why_not_dtype(spec.dtype)
     return why_not_dtype(spec.dtype) or why_not_dtype(spec.cache_dtype)
 
 
@@ -63,6 +69,8 @@ def launch(
     cu_seqlens_q: Tensor,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from each sequence's new rows to its cached keys, causally.
 
@@ -73,6 +81,7 @@ def launch(
         seqlens_k: int32 (B,), tokens with the new ones counted.
         cu_seqlens_q: int32 (B + 1,).
         alibi_slopes, sinks: (Hq,).
+        k_scale, v_scale: (N, P, Hk) or (Hk,) float32 of an 8-bit cache.
 
     Returns:
         o (T, Hq, Dv) of q's dtype; lse (Hq, T), float32, float64 for float64.
@@ -90,6 +99,8 @@ def launch(
         o[num_rows:] = 0
         lse[:, num_rows:] = float("-inf")
     problem = _describe(q, k_cache, v_cache, o, spec, block_table, alibi_slopes, sinks)
+    if k_scale is not None and v_scale is not None:
+        problem = _with_scales(problem, k_cache, k_scale, v_scale)
     starts = problem.arrays.starts
     single, several = place_sequences(
         starts, edges, seqlens_k.contiguous().numpy(), q.data_ptr(), _row_bytes(q), o.data_ptr(),
@@ -100,6 +111,10 @@ def launch(
         _decode(part, lse, k_cache.dtype)
     if several > 0:
         part = problem if several == len(starts) else _subset(problem, starts[:, Q_LEN] > 1)
+        if part.sizes.k_scale != 0:
+            # 8-bit rows are widened on their way to the tile, to whatever its product multiplies.
+            packed = np.empty(0, packed_type(q.dtype, simd.HAS_BF16_DOT))
+            part = part._replace(arrays=part.arrays._replace(packed_like=packed))
         run_forward(part, lse)
     return o, lse
 
@@ -121,13 +136,24 @@ def _decode(problem: Problem, lse: Tensor, cache_dtype: torch.dtype) -> None:
     group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
     real = arrays.like.dtype
     rows = num_slots * group
-    padded_dim = -(-sizes.v_head_dim // 32) * 32
+    padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
     run_tasks(
         decode_attention, num_slots // heads_per_task, sizes, problem.rule, arrays,
         _CACHE_LIKE[cache_dtype], heads_per_task, splits, np.empty(rows * padded_dim, real),
         np.empty(rows, real), np.empty(rows, real),
         np.zeros(num_sequences * sizes.num_kv_heads, np.int64), lse.view(-1).numpy(),
     )  # fmt: skip
+
+
+def _with_scales(problem: Problem, cache: Tensor, k_scale: Tensor, v_scale: Tensor) -> Problem:
+    """The same call over an 8-bit cache of these scales."""
+    numbers = {}
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        strides = scale_per_slot(scale, cache).stride()
+        numbers[name] = scale.data_ptr()
+        for axis, stride in zip(("block", "row", "head"), strides, strict=True):
+            numbers[f"{name}_{axis}"] = stride * scale.element_size()
+    return problem._replace(sizes=problem.sizes._replace(**numbers))
 
 
 def _subset(problem: Problem, chosen: np.ndarray) -> Problem:
@@ -161,7 +187,7 @@ def _describe(
         window_left=spec.window_left,
         window_right=0,
         q_code=DTYPE_CODES[q.dtype],
-        k_code=DTYPE_CODES[k_cache.dtype],
+        k_code=_CODES[k_cache.dtype],
         k_size=size,
         q_row=q_row,
         q_head=q_head,

@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
 
     lse_head counts elements. block_size is 0 for dense and packed keys. bias_* are byte strides
     of the broadcast bias. slopes_batch is Hq where each sequence has slopes of its own, else 0.
+    k_scale, v_scale are the addresses of the scales of an 8-bit cache, the strides in bytes.
     """
 
     num_kv_heads: int
@@ -59,6 +60,14 @@ class Sizes(NamedTuple):
     bias_row: int
     bias_column: int
     slopes_batch: int = 0
+    k_scale: int = 0
+    k_scale_block: int = 0
+    k_scale_row: int = 0
+    k_scale_head: int = 0
+    v_scale: int = 0
+    v_scale_block: int = 0
+    v_scale_row: int = 0
+    v_scale_head: int = 0
 
 
 class Rule(NamedTuple):

@@ -8,6 +8,8 @@ rows     a program owns TILE_M rows of one sequence and one key head. Row r is n
 traffic  TILE_N keys and values per step, addressed one by one through the block table, so TILE_N
          does not depend on the block size; a block that holds whole tiles is looked up once
 numerics logits in base 2; m, l and acc float32; products of float32 operands in full float32.
+         8-bit keys and values are widened exactly to the type of q; the scale of a key multiplies
+         its logits, that of a value its probabilities, before these are rounded.
          m starts at a finite value, so a row that sees nothing never makes inf - inf
 """
 
@@ -16,6 +18,7 @@ numerics logits in base 2; m, l and acc float32; products of float32 operands in
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton._quantise import FLOAT, factor, widen
 from tilewise.kernels.triton._tile import LN2, tanh
 
 LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
@@ -37,13 +40,13 @@ def key_tile_range(seqlen_k, num_rows, WINDOW_LEFT: tl.constexpr, TILE_N: tl.con
 @triton.jit
 def attend_keys(
     q, acc, l, m, pos, slope,
-    k_ptr, v_ptr, block_row_ptr,
-    stride_kb, stride_kp, stride_vb, stride_vp,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
+    stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
     first, last, key_lo, key_hi, scale_log2, softcap_log2,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr, TILE_DV: tl.constexpr, TILE_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
 
@@ -63,18 +66,29 @@ def attend_keys(
             slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n[:, None]
             k_row = k_ptr + block * stride_kb + slot * stride_kp
             v_row = v_ptr + block * stride_vb + slot * stride_vp
+            place = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n
         else:
             slot = (key % BLOCK_SIZE)[:, None]
+            place = key % BLOCK_SIZE
             k_offset = block[:, None] * stride_kb + slot * stride_kp
             v_offset = k_offset
             if not SAME_STRIDES:
                 v_offset = block[:, None] * stride_vb + slot * stride_vp
             k_row = k_ptr + k_offset
             v_row = v_ptr + v_offset
+        if KIND != FLOAT:
+            k_scale = _load_scales(
+                k_scale_ptr + block * stride_ksb + place * stride_ksp, owned, MASKED
+            )
+            v_scale = _load_scales(
+                v_scale_ptr + block * stride_vsb + place * stride_vsp, owned, MASKED
+            )
         block = _load_blocks(block_row_ptr, tile + 1, last, key_lo, key_hi, TILE_N, BLOCK_SIZE)
         k = _load_rows(k_row, offs_d, owned, HEAD_DIM, TILE_D, MASKED)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        s = tl.dot(q, tl.trans(widen(k, q.dtype, KIND)), input_precision="ieee")
         s = s * scale_log2
+        if KIND != FLOAT:
+            s *= (k_scale * factor(KIND))[None, :]
         if HAS_SOFTCAP:
             s = softcap_log2 * tanh(s / softcap_log2)
         if HAS_ALIBI:
@@ -88,8 +102,19 @@ def attend_keys(
         alpha = tl.math.exp2(m - m_new)
         p = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(p, 1)
-        v = _load_rows(v_row, offs_dv, owned, V_HEAD_DIM, TILE_DV, MASKED).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        v = _load_rows(v_row, offs_dv, owned, V_HEAD_DIM, TILE_DV, MASKED)
+        v = widen(v, q.dtype, KIND)
+        if KIND != FLOAT and q.dtype == tl.float16:
+            # p times a scale may underflow in float16; times its share of the largest it does not.
+            v_scale *= factor(KIND)
+            largest = tl.max(v_scale, 0)
+            p *= (v_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
+            o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
+            acc = acc * alpha[:, None] + o * largest
+        else:
+            if KIND != FLOAT:
+                p *= (v_scale * factor(KIND))[None, :]
+            acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return acc, l, m
 
@@ -120,15 +145,25 @@ def _load_rows(
     """Load (TILE_N, TILE_D) of a cache; channels past HEAD_DIM and keys not owned are 0."""
     if HEAD_DIM == TILE_D:
         if MASKED:
-            x = tl.load(row_ptrs + offs_d[None, :], mask=owned[:, None], other=0.0)
+            x = tl.load(row_ptrs + offs_d[None, :], mask=owned[:, None], other=0)
         else:
             x = tl.load(row_ptrs + offs_d[None, :])
     else:
         inside = offs_d[None, :] < HEAD_DIM
         if MASKED:
             inside &= owned[:, None]
-        x = tl.load(row_ptrs + offs_d[None, :], mask=inside, other=0.0)
+        x = tl.load(row_ptrs + offs_d[None, :], mask=inside, other=0)
     return x
+
+
+@triton.jit
+def _load_scales(pointers, owned, MASKED: tl.constexpr):
+    """Load (TILE_N,) scales; keys not owned have 0."""
+    if MASKED:
+        scales = tl.load(pointers, mask=owned, other=0.0)
+    else:
+        scales = tl.load(pointers)
+    return scales
 
 
 @triton.jit

@@ -1,11 +1,11 @@
 """Filling and copying the blocks of a paged cache.
 
-what     write_kv_cache: new keys and values into their slots; copy_blocks: whole blocks, for
-         sequences that part ways (copy on write)
+what     write_kv_cache: new keys and values into their slots (those of an 8-bit cache are made by
+         `rope_write`); copy_blocks: whole blocks, for sequences that part ways (copy on write)
 grid     write: (T, tiles of heads); copy: (pairs, tiles of rows), a row being one slot and head
 program  reads one slot number (one pair of block ids), moves keys and values in the same launch
 traffic  every element read once and written once
-numerics a value is rounded once, when the cache is narrower than the input
+numerics a value is rounded once, when the cache is narrower than the input; scales are copied
 
 Sizes of a tile: 2,048 elements of each cache, 16 a thread, so that two 16-byte transfers of 2-byte
 elements per thread are in flight at once.
@@ -13,15 +13,13 @@ elements per thread are in flight at once.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels import device
-from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.triton import rope_write
+from tilewise.kernels.triton._quantise import as_bytes
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_ELEMENTS = 2048
 
 
@@ -75,9 +73,11 @@ def _copy_rows(
 
 @triton.jit
 def _copy_kernel(
-    k_cache_ptr, v_cache_ptr, pairs_ptr, stride_pair, stride_side,
-    stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh, num_rows,
+    k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pairs_ptr, stride_pair, stride_side,
+    stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
+    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh, num_rows,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     TILE_R: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
 ):  # fmt: skip
     pair = pairs_ptr + tl.program_id(0).to(tl.int64) * stride_pair
@@ -88,15 +88,14 @@ def _copy_kernel(
                stride_kh, NUM_HEADS, HEAD_DIM, TILE_R, TILE_D)  # fmt: skip
     _copy_rows(v_cache_ptr, source, destination, first_row, num_rows, stride_vb, stride_vp,
                stride_vh, NUM_HEADS, V_HEAD_DIM, TILE_R, TILE_DV)  # fmt: skip
+    if HAS_SCALES:
+        _copy_rows(k_scale_ptr, source, destination, first_row, num_rows, stride_ksb, stride_ksp,
+                   stride_ksh, NUM_HEADS, 1, TILE_R, 1)  # fmt: skip
+        _copy_rows(v_scale_ptr, source, destination, first_row, num_rows, stride_vsb, stride_vsp,
+                   stride_vsh, NUM_HEADS, 1, TILE_R, 1)  # fmt: skip
 
 
-def why_not(spec: ElementSpec) -> str | None:
-    """Say why these kernels cannot run a call, or return None when they can."""
-    if spec.device_type != "cuda" and not device.interpreting():
-        return f"needs a CUDA device, got {spec.device_type}"
-    if spec.dtype not in DTYPES:
-        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    return None
+why_not = rope_write.why_not
 
 
 def _tile_rows(rows: int, width: int) -> int:
@@ -115,7 +114,13 @@ def write_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write k (T, Hk, D) and v (T, Hk, Dv) into the slots of slot_mapping (T,); -1 is skipped."""
+    """Write k (T, Hk, D) and v (T, Hk, Dv) into the slots of slot_mapping (T,); -1 is skipped.
+
+    k_scale, v_scale: of an 8-bit cache, (N, P, Hk), written too, or (Hk,), read only.
+    """
+    if k_scale is not None and v_scale is not None:
+        rope_write.write_quantised(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        return
     num_tokens, num_heads, head_dim = k.shape
     v_head_dim = v.shape[2]
     if num_tokens == 0:
@@ -139,7 +144,10 @@ def copy_blocks(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Copy block block_pairs[i, 0] onto block block_pairs[i, 1] of both caches, for every i."""
+    """Copy block block_pairs[i, 0] onto block block_pairs[i, 1] of both caches, for every i.
+
+    k_scale, v_scale: scales (N, P, Hk) are copied too; those of heads (Hk,) serve all blocks.
+    """
     num_pairs = block_pairs.shape[0]
     if num_pairs == 0:
         return
@@ -147,9 +155,15 @@ def copy_blocks(
     v_head_dim = v_cache.shape[3]
     num_rows = block_size * num_heads
     tile_r = _tile_rows(num_rows, max(head_dim, v_head_dim))
+    scales, strides = (k_cache, v_cache), [0] * 6
+    has_scales = k_scale is not None and v_scale is not None and k_scale.dim() == 3
+    if has_scales:
+        assert k_scale is not None
+        assert v_scale is not None
+        scales, strides = (k_scale, v_scale), [*k_scale.stride(), *v_scale.stride()]
     _copy_kernel[(num_pairs, triton.cdiv(num_rows, tile_r))](
-        k_cache, v_cache, block_pairs, *block_pairs.stride(),
-        *k_cache.stride()[:3], *v_cache.stride()[:3], num_rows,
+        *map(as_bytes, (k_cache, v_cache, *scales)), block_pairs, *block_pairs.stride(),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *strides, num_rows, HAS_SCALES=has_scales,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, TILE_R=tile_r,
         TILE_D=triton.next_power_of_2(head_dim), TILE_DV=triton.next_power_of_2(v_head_dim),
         num_warps=4,

@@ -12,6 +12,8 @@ numerics as in `_paged`
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,9 +30,11 @@ from tilewise.kernels.triton._paged import (
     clear_padding_rows,
     normalise,
 )
+from tilewise.kernels.triton._quantise import E4M3, FLOAT, Scales, as_bytes
 from tilewise.kernels.triton._tile import LOG2E
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256  # a tile of keys of this width still fits shared memory twice
 TILE_B = 128  # sequences scanned at once
 
@@ -61,7 +65,8 @@ def _find_tile(
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_run", "num_tiles"])
 def _rows_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
-    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
+    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr, k_scale_ptr,
+    v_scale_ptr, stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
     stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
     stride_ot, stride_oh, stride_lh, stride_table,
     num_seqs, num_tokens, min_run, num_tiles, scale_log2, softcap_log2,
@@ -69,6 +74,7 @@ def _rows_kernel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KIND: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % NUM_KV_HEADS
@@ -93,13 +99,15 @@ def _rows_kernel(
     q_row = q_ptr + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
     q_inside = in_run[:, None] & (offs_d[None, :] < HEAD_DIM)
     q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
-    if q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+    if KIND == FLOAT and q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
         q = q.to(tl.float32)
     slope = tl.zeros([TILE_M], dtype=tl.float32)
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + q_head).to(tl.float32) * LOG2E
     k_ptr += head.to(tl.int64) * stride_kh
     v_ptr += head.to(tl.int64) * stride_vh
+    k_scale_ptr += head * stride_ksh
+    v_scale_ptr += head * stride_vsh
     block_row_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
 
     # Last keys that the first and the last row of this tile see.
@@ -129,10 +137,11 @@ def _rows_kernel(
             lo, hi = clean_hi, last
         if phase > 0 or WINDOW_LEFT >= 0:
             acc, l, m = attend_keys(
-                q, acc, l, m, pos, slope, k_ptr, v_ptr, block_row_ptr,
-                stride_kb, stride_kp, stride_vb, stride_vp, lo, hi, key_lo, key_hi,
+                q, acc, l, m, pos, slope, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
+                stride_kb, stride_kp, stride_vb, stride_vp,
+                stride_ksb, stride_ksp, stride_vsb, stride_vsp, lo, hi, key_lo, key_hi,
                 scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
-                SAME_STRIDES, WINDOW_LEFT, HAS_SOFTCAP, HAS_ALIBI, phase != 1)  # fmt: skip
+                SAME_STRIDES, WINDOW_LEFT, HAS_SOFTCAP, HAS_ALIBI, KIND, phase != 1)  # fmt: skip
     if HAS_SINKS:
         acc, l, m = add_sink(acc, l, m, tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E)
     o, lse = normalise(acc, l, m)
@@ -147,9 +156,13 @@ def why_not(spec: PagedSpec) -> str | None:
     """Say why these kernels cannot run a call, or return None when they can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
-    for name, dtype in (("q", spec.dtype), ("the cache", spec.cache_dtype)):
-        if dtype not in DTYPES:
-            return f"dtype of {name} must be float32, float16 or bfloat16, got {dtype}"
+    if spec.dtype not in DTYPES:
+        return f"dtype of q must be float32, float16 or bfloat16, got {spec.dtype}"
+    if spec.cache_dtype not in (*DTYPES, *BYTE_DTYPES):
+        return (
+            "dtype of the cache must be float32, float16, bfloat16, int8 or float8_e4m3fn, "
+            f"got {spec.cache_dtype}"
+        )
     for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
         if width > MAX_HEAD_DIM:
             return f"{name} must be at most {MAX_HEAD_DIM}, got {width}"
@@ -167,6 +180,8 @@ def launch(
     cu_seqlens_q: Tensor,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o (T, Hq, Dv) in the dtype of q and lse (Hq, T) float32.
 
@@ -179,12 +194,16 @@ def launch(
     if spec.num_tokens == 0:
         return o, lse
     work = tiles.paged_work(spec, device.arch_of(q.device), device.sm_count_of(q.device))
-    tensors = {
+    scales = Scales.of(k_cache, k_scale, v_scale, lse)
+    if scales.kind != E4M3.value:
+        k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
+    tensors: dict[str, Any] = {
         "block_table": block_table,
         "seqlens_k": seqlens_k,
         "cu_seqlens_q": cu_seqlens_q,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "scales": scales,
     }
     if work.split_run > 0:
         paged_decode.launch_decode(
@@ -211,6 +230,7 @@ def launch_rows(
     cu_seqlens_q: Tensor,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    scales: Scales,
 ) -> None:
     """Write the rows of sequences with more than split_run new tokens, and the padding rows."""
     group = spec.group_size
@@ -219,6 +239,7 @@ def launch_rows(
     _rows_kernel[(num_tiles * spec.num_kv_heads,)](
         q, k_cache, v_cache, o, lse, block_table, seqlens_k, cu_seqlens_q,
         alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
+        *scales.arguments,
         q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
         spec.num_seqs, spec.num_tokens, split_run + 1, num_tiles,
@@ -228,7 +249,8 @@ def launch_rows(
         TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
         BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
         WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
-        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, TILE_B=TILE_B,
+        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
+        TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from tilewise.kernels.triton._paged import (
     key_tile_range,
     normalise,
 )
+from tilewise.kernels.triton._quantise import FLOAT, Scales
 from tilewise.kernels.triton._tile import LN2, LOG2E
 
 TILE_B = 128  # sequences whose lengths are scanned at once: one for each thread of 4 warps
@@ -95,7 +96,8 @@ def _find_split(
                                "num_pairs"])  # fmt: skip
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
-    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
+    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr, k_scale_ptr,
+    v_scale_ptr, stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
     stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
     stride_ot, stride_oh, stride_lh, stride_table,
     num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, scale_log2, softcap_log2,
@@ -103,6 +105,7 @@ def _split_kernel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KIND: tl.constexpr,
     FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +140,7 @@ def _split_kernel(
     q_row = q_ptr + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
     q_inside = in_run[:, None] & (offs_d[None, :] < HEAD_DIM)
     q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
-    if q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+    if KIND == FLOAT and q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
         q = q.to(tl.float32)
     slope = tl.zeros([TILE_M], dtype=tl.float32)
     if HAS_ALIBI:
@@ -152,14 +155,15 @@ def _split_kernel(
     acc, l, m = attend_keys(
         q, acc, l, m, pos, slope,
         k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh,
+        k_scale_ptr + head * stride_ksh, v_scale_ptr + head * stride_vsh,
         block_table_ptr + seq.to(tl.int64) * stride_table,
-        stride_kb, stride_kp, stride_vb, stride_vp,
+        stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
         first_tile + split * num_tiles // num_splits,
         first_tile + (split + 1) * num_tiles // num_splits,
         key_lo, seqlen_k, scale_log2, softcap_log2,
         HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
         SAME_STRIDES, WINDOW_LEFT,
-        HAS_SOFTCAP, HAS_ALIBI, True)  # fmt: skip
+        HAS_SOFTCAP, HAS_ALIBI, KIND, True)  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E
         acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
@@ -238,6 +242,7 @@ def launch_decode(
     cu_seqlens_q: Tensor,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    scales: Scales,
     config: TileConfig,
     plan: SplitPlan,
     max_run: int,
@@ -263,6 +268,7 @@ def launch_decode(
         q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
         block_table, seqlens_k, cu_seqlens_q,
         alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
+        *scales.arguments,
         q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
         spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
@@ -272,8 +278,8 @@ def launch_decode(
         TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
         BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
         WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
-        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, FIXED=plan.fixed,
-        ALONE=plan.alone, CLEARS=clears, TILE_B=TILE_B,
+        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
+        FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears, TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

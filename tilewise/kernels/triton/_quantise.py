@@ -1,0 +1,119 @@
+"""Eight-bit keys and values in Triton: what the kernels that write and read them share.
+
+what     widen: stored numbers to the type of a product; narrow: float32 to stored numbers; the rule
+         is that of `reference.quantise`
+grid     none: these functions are inlined
+program  works on tiles in registers
+traffic  none
+numerics widening is exact. float8_e4m3fn is written by its bits, and read by them where the GPU has
+         no instruction (before sm_89) and in the interpreter: moved to the exponent and mantissa of
+         a float16 it is 2^-8 of its value, which `factor` repairs as part of the scale
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.spec import scale_per_slot
+
+# What a cache holds: floats, int8, float8_e4m3fn, and float8_e4m3fn as bytes.
+FLOAT, INT8, E4M3, E4M3_BITS = (tl.constexpr(kind) for kind in range(4))
+_INT8_LIMIT, _E4M3_LIMIT = tl.constexpr(127.0), tl.constexpr(448.0)
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)  # below, 1 / scale is no float32: such rows become 0
+
+
+def cache_kind(dtype: torch.dtype, arch: int) -> int:
+    """Return how a kernel on a GPU of capability `arch` reads a cache of `dtype`."""
+    if dtype != torch.float8_e4m3fn:
+        return INT8.value if dtype == torch.int8 else FLOAT.value
+    return E4M3.value if arch >= 89 and not device.interpreting() else E4M3_BITS.value
+
+
+class Scales(NamedTuple):
+    """What an attention kernel is told of its cache: how to read it, and where its scales lie.
+
+    Attributes:
+        kind: see `cache_kind`.
+        arguments: k_scale, v_scale and their strides by block, slot and head.
+    """
+
+    kind: int
+    arguments: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, like: Tensor
+    ) -> Scales:
+        """Describe a cache; without scales `like`, float32, stands where nothing is read."""
+        kind = cache_kind(cache.dtype, device.arch_of(cache.device))
+        if k_scale is None or v_scale is None:
+            return cls(kind, (like, like, *[0] * 6))
+        strides = [x for s in (k_scale, v_scale) for x in scale_per_slot(s, cache).stride()]
+        return cls(kind, (k_scale, v_scale, *strides))
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    """View an 8-bit cache as the int8 that its bits are; leave others alone."""
+    return cache.view(torch.int8) if cache.element_size() == 1 else cache
+
+
+@triton.jit
+def widen(x, kind: tl.constexpr, KIND: tl.constexpr):
+    """Stored numbers as `kind`, 1 / factor(KIND) of their value."""
+    if KIND == E4M3_BITS:
+        bits = x.to(tl.int32)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(kind)
+    return x.to(kind)
+
+
+@triton.jit
+def factor(KIND: tl.constexpr):
+    """What the result of `widen` is to be multiplied by, besides its scale."""
+    if KIND == E4M3_BITS:
+        return 256.0
+    return 1.0
+
+
+@triton.jit
+def scale_of(amax, is_finite, KIND: tl.constexpr):
+    """The scale of rows: amax / limit, 0 where subnormal, NaN where a channel is not finite."""
+    if KIND == INT8:
+        scale = amax * (1.0 / _INT8_LIMIT)
+    else:
+        scale = amax * (1.0 / _E4M3_LIMIT)
+    scale = tl.where(scale < _SMALLEST_SCALE, 0.0, scale)
+    return tl.where(is_finite, scale, float("nan"))
+
+
+@triton.jit
+def inverse_of(scale):
+    """1 / scale, rounded to nearest; 0 where scale is 0 or NaN."""
+    safe = tl.where(scale > 0.0, scale, 1.0)
+    return tl.where(scale > 0.0, tl.div_rn(safe * 0.0 + 1.0, safe), 0.0)
+
+
+@triton.jit
+def narrow(x, KIND: tl.constexpr):
+    """float32 as the int8 bits of stored numbers: to nearest even, saturated, NaN as 0."""
+    x = tl.where(x == x, x, 0.0)
+    if KIND == INT8:
+        x = tl.minimum(tl.maximum(x, -_INT8_LIMIT), _INT8_LIMIT)
+        # Integers of at most 8 bits land in the low byte of x + 1.5 * 2^23.
+        return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    x = tl.minimum(tl.maximum(x, -_E4M3_LIMIT), _E4M3_LIMIT)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    size = magnitude.to(tl.float32, bitcast=True)
+    # Three bits of mantissa stay; the bias falls from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Steps of 2^-9 are those of a float32 at 2^14, whose bits are 0x46800000.
+    subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, subnormal, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.int8)
