@@ -6,7 +6,7 @@ One call: one (64, n) block in the layout of a sum; a thread's columns are const
       of its pair, so that columns are compared with constants.
 Traffic: the bias and the bit tiles, read where they are used; slopes once a tile.
 Numerics: float32. tanh is the special function unit's (2**-11 relative) where q and k have no more
-bits than that, else 1 - 2 / (1 + exp(2x)), which is 1e-7 from it in absolute terms.
+bits than that, else 1 - 2 / (1 + exp(2x)), which is 2e-7 from it in absolute terms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon._warpgroup import LOG2E, exp2, keep_columns, tanh
+from tilewise.kernels.gluon._warpgroup import LOG2E, exp2, keep_columns, reciprocal, tanh
 
 
 class Extras(NamedTuple):
@@ -70,21 +70,30 @@ def head_of(rows, first_row, work, extras, layout: gl.constexpr, variant: gl.con
 
 
 @gluon.jit
-def logits(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constexpr):
-    """Return the logits of products s (64, n) with the keys from `first_key`, in base 2.
+def factor_log2(extras, variant: gl.constexpr):
+    """Return what turns products q . k, or their tanh where they are capped, into base 2."""
+    if variant.softcap != "none":
+        return extras.softcap * LOG2E
+    else:
+        return extras.softmax_scale * LOG2E
 
+
+@gluon.jit
+def logits(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constexpr):
+    """Return the logits of products s (64, n) with the keys from `first_key`.
+
+    In base 2; with variant.factored they lack the factor of the last step, which the softmax adds.
     MASKED: keys past the end of the sequence may be among them.
     """
     if variant.softcap != "none":
         ratio = extras.softmax_scale / extras.softcap
         if variant.softcap == "fast":
-            capped = tanh(s * ratio)
+            s = tanh(s * ratio)
         else:
             far = exp2(s * (ratio * (2.0 * LOG2E)))
-            capped = 1.0 - gl.fdiv(2.0, far + 1.0)
-        s = capped * (extras.softcap * LOG2E)
-    else:
-        s = s * (extras.softmax_scale * LOG2E)
+            s = gl.fma(reciprocal(far + 1.0), gl.full_like(s, -2.0), gl.full_like(s, 1.0))
+    if not variant.factored:
+        s = s * factor_log2(extras, variant)
     if variant.bias:
         s += _bias(s, head, extras, first_key, MASKED, variant) * LOG2E
     if variant.alibi:

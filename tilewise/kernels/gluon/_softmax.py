@@ -4,9 +4,9 @@ What: p = exp(s - m) of a block, the running maximum m and the running sum l of 
 Grid: none, inlined into the warpgroups of the forward pass.
 One call: one (64, n) block of logits in registers.
 Traffic: none.
-Numerics: float32, base 2. Plain logits stay q . k, and softmax_scale * log2(e) rides in one fma;
-others come in base 2. l is kept as (64, 4), one sum for each thread of a row, and added up at the
-end of a tile; m is shared by the four threads of a row.
+Numerics: float32. Logits come in base 2, or FACTORED: they lack a positive factor, which commutes
+with the maximum and rides in one fma; m then lacks it too. l is kept as (64, 4), one sum for each
+thread of a row, and added up at the end of a tile; m is shared by the four threads of a row.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -26,7 +26,7 @@ def partial_sums(p):
 
 
 @gluon.jit
-def fold(s, m, l, scale_log2, PLAIN: gl.constexpr, MASKED: gl.constexpr):
+def fold(s, m, l, factor_log2, FACTORED: gl.constexpr, MASKED: gl.constexpr):
     """Fold a block of logits s (64, n) into m (64,) and l (64, 4).
 
     MASKED: rows may have seen nothing yet, and s may hold -inf.
@@ -35,16 +35,16 @@ def fold(s, m, l, scale_log2, PLAIN: gl.constexpr, MASKED: gl.constexpr):
         p (64, n), m, l and alpha (64,), the factor of what was summed before.
     """
     m_new = gl.maximum(m, gl.max(s, 1))
-    if PLAIN:
-        shift = m_new * scale_log2
+    if FACTORED:
+        shift = m_new * factor_log2
     else:
         shift = m_new
     if MASKED:  # exp2(-inf - -inf) would be NaN
         shift = gl.where(m_new == float("-inf"), 0.0, shift)
-    if PLAIN:
-        scale = gl.full_like(s, 0.0) + scale_log2
+    if FACTORED:
+        scale = gl.full_like(s, 0.0) + factor_log2
         p = exp2(gl.fma(s, scale, gl.full_like(s, 0.0) - gl.expand_dims(shift, 1)))
-        alpha = exp2(gl.fma(m, gl.full_like(m, 0.0) + scale_log2, 0.0 - shift))
+        alpha = exp2(gl.fma(m, gl.full_like(m, 0.0) + factor_log2, 0.0 - shift))
     else:
         p = exp2(s - gl.expand_dims(shift, 1))
         alpha = exp2(m - shift)
@@ -54,15 +54,15 @@ def fold(s, m, l, scale_log2, PLAIN: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def finish(m, l, scale_log2, sink, PLAIN: gl.constexpr, SINK: gl.constexpr):
+def finish(m, l, factor_log2, sink, FACTORED: gl.constexpr, SINK: gl.constexpr):
     """Return (lse, what acc must be multiplied by), both (64,) in the layout of m.
 
     sink: logit of a key whose value is 0, which every row sees, if SINK.
     """
     total = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     m_log2 = m
-    if PLAIN:
-        m_log2 = m * scale_log2
+    if FACTORED:
+        m_log2 = m * factor_log2
     factor = gl.full_like(total, 1.0)
     if SINK:
         sink_log2 = gl.full_like(m, 0.0) + sink * LOG2E

@@ -17,9 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon._blocks import Mask
-from tilewise.kernels.gluon._logits import Extras
+from tilewise.kernels.gluon._logits import Extras, factor_log2
 from tilewise.kernels.gluon._tiles import Work
-from tilewise.kernels.gluon._warpgroup import LOG2E
 from tilewise.kernels.gluon.attention_fwd_loader import load_tiles
 from tilewise.kernels.gluon.attention_fwd_warpgroup import Output, compute_tiles
 
@@ -49,7 +48,7 @@ class Variant(NamedTuple):
     left: bool  # keys far to the left of the diagonal are hidden
     right: bool  # keys far to its right are
     ruled: bool  # windows or lengths hide keys of the first block (of any, with a block mask)
-    plain: bool  # s = softmax_scale * q . k with a positive scale: the scale rides in the fma
+    factored: bool  # the last step of the logits is a positive factor, which rides in an fma
     softcap: str  # "none", "fast" (tanh of the special function unit) or "exact"
     alibi: bool
     bias: bool
@@ -159,10 +158,10 @@ def attention_fwd_kernel(
         o, o_ptr, o_row, width, lse, lse_batch, lse_head,
         tensors.sinks, tensors.philox, drop_limit, keep_scale,
     )  # fmt: skip
-    scale_log2 = softmax_scale * LOG2E
+    factor = factor_log2(extras, variant)
     shared = _allocate(q, k, v, o, tile)
     loads = (q, k, v, counter, work, mask, shared)
-    sums = (output, work, mask, extras, scale_log2, shared)
+    sums = (output, work, mask, extras, factor, shared)
     if tile.warpgroups == 2:
         gl.warp_specialize(
             [

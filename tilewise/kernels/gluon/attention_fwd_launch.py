@@ -59,31 +59,26 @@ def tile_config_fwd(spec: AttentionSpec) -> Tile:
     fit 227 KiB of shared memory and 240 registers a thread.
     """
     d, dv = (_padded(width) for width in (spec.head_dim, spec.v_head_dim))
-    plain = not (
-        spec.dropout_p > 0
-        or spec.has_bias
-        or spec.has_alibi
-        or spec.softcap > 0
-        or spec.mask_tile is not None
-    )
+    crowded = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
+    plain = not (crowded or spec.has_alibi or spec.softcap > 0)
+    windowed = spec.window_left >= 0
     uneven = (
         spec.window_right >= 0 or spec.is_varlen or spec.has_seqlens_k or spec.mask_tile is not None
     )
-    rows_differ = uneven or spec.window_left >= 0
     groups, keys, stages = 2, 128, 2
     registers_q = early = together = False
     ping_pong = True
     columns = dv
     if d == 64 and dv == 64:
-        if plain and (not rows_differ or spec.max_seqlen_q > 4096) and spec.window_left < 0:
+        if plain and not windowed and (not uneven or spec.max_seqlen_q > 4096):
             groups, stages, together = 3, 3, True
         else:
             stages = 4
-            registers_q = early = rows_differ and plain
+            registers_q = early = (uneven or windowed) and not crowded
     elif d == 64:
         stages = 3 if dv == 128 else 2
     elif d == 128 and dv <= 128:
-        registers_q = rows_differ and plain
+        registers_q = (uneven or windowed) and not crowded
     if max(d, dv) == 256:
         keys, ping_pong = 64, False
         columns = dv // 2 if d == 256 else dv
@@ -182,12 +177,12 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias: Tensor | None) -> Variant
     softcap = "none"
     if spec.softcap > 0:  # bfloat16 has 8 bits, tanh of the special function unit 11, float16 11
         softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
-    simple = not (spec.softcap or spec.has_alibi or spec.has_bias)
     return Variant(
         left=left,
         right=right,
         ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
-        plain=simple and spec.softmax_scale > 0,
+        factored=not (spec.has_alibi or spec.has_bias)
+        and (spec.softcap > 0 or spec.softmax_scale > 0),
         softcap=softcap,
         alibi=spec.has_alibi,
         bias=spec.has_bias,

@@ -75,9 +75,9 @@ class State(NamedTuple):
 def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr):
     """Compute rows [64 GROUP, 64 GROUP + 64) of every tile that the loader brings.
 
-    given: Output, Work, Mask, Extras, softmax_scale * log2(e), Shared.
+    given: Output, Work, Mask, Extras, the factor of `_softmax`, Shared.
     """
-    output, work, mask, extras, scale_log2, shared = given
+    output, work, mask, extras, factor, shared = given
     ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(tile.keys))
     number = gl.program_id(0)
     turn = number * 0
@@ -95,10 +95,10 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
             draw = draw_of(output.philox, output.drop_limit, number_of_head)
         mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
         acc, m, l = _attend(
-            walk, head, mask, extras, draw, scale_log2, shared, step, tile, variant, GROUP
+            walk, head, mask, extras, draw, factor, shared, step, tile, variant, GROUP
         )
         step += walk.steps
-        _store(acc, m, l, rows, head, output, scale_log2, shared, tile, variant, GROUP)
+        _store(acc, m, l, rows, head, output, factor, shared, tile, variant, GROUP)
         turn += 1
         if tile.dynamic:
             mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
@@ -111,7 +111,7 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
 
 @gluon.jit
 def _attend(
-    walk, head, mask, extras, draw, scale_log2, shared, step,
+    walk, head, mask, extras, draw, factor, shared, step,
     tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Return acc, m and l after all blocks of a walk; `step` is its place in the rings."""
@@ -137,7 +137,7 @@ def _attend(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(shared.k_empty.index(stage), count=1)
     p, m, l, _ = _softmax(
-        s, m, l, walk, 0, step, head, mask, extras, draw, scale_log2, shared, tile, variant,
+        s, m, l, walk, 0, step, head, mask, extras, draw, factor, shared, tile, variant,
         "right" if RULED else "none", BITS,
     )  # fmt: skip
     if (variant.right or variant.packed or variant.lengths) and not BITS:  # noqa: SIM102 (constexpr)
@@ -149,18 +149,18 @@ def _attend(
     if variant.right or BITS:
         for index in range(1, walk.free_begin):
             state = _step(
-                state, q, walk, index, step + index, head, mask, extras, draw, scale_log2, shared,
+                state, q, walk, index, step + index, head, mask, extras, draw, factor, shared,
                 tile, variant, GROUP, "right" if RULED else "none", BITS,
             )  # fmt: skip
     for index in range(gl.maximum(walk.free_begin, 1), walk.free_end):
         state = _step(
-            state, q, walk, index, step + index, head, mask, extras, draw, scale_log2, shared,
+            state, q, walk, index, step + index, head, mask, extras, draw, factor, shared,
             tile, variant, GROUP, "right" if RULED and BITS else "none", False,
         )  # fmt: skip
     if variant.left and not BITS:
         for index in range(walk.free_end, walk.steps):
             state = _step(
-                state, q, walk, index, step + index, head, mask, extras, draw, scale_log2, shared,
+                state, q, walk, index, step + index, head, mask, extras, draw, factor, shared,
                 tile, variant, GROUP, "left", False,
             )  # fmt: skip
     acc, p, m, l = state
@@ -185,7 +185,7 @@ def _attend(
 
 @gluon.jit
 def _step(
-    state, q, walk, index, step, head, mask, extras, draw, scale_log2, shared,
+    state, q, walk, index, step, head, mask, extras, draw, factor, shared,
     tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr,
     EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
@@ -203,7 +203,7 @@ def _step(
     if not tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
     p, m, l, alpha = _softmax(
-        s, state.m, state.l, walk, index, step, head, mask, extras, draw, scale_log2, shared,
+        s, state.m, state.l, walk, index, step, head, mask, extras, draw, factor, shared,
         tile, variant, EDGE, BITS,
     )  # fmt: skip
     # p_before is named so that its registers stay untouched until the product has read them.
@@ -233,7 +233,7 @@ def _end_turn(tile: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    s, m, l, walk, index, step, head, mask, extras, draw, scale_log2, shared,
+    s, m, l, walk, index, step, head, mask, extras, draw, factor, shared,
     tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
     """Return p, dropped where it must be, m, l and alpha of one block of products s.
@@ -245,7 +245,7 @@ def _softmax(
     MASKED: gl.constexpr = EDGE != "none" or BITS
     block, number = block_of_step(walk, index, mask, tile, variant)
     first_key = block * tile.keys
-    if not variant.plain:
+    if not variant.factored or variant.softcap != "none":
         s = logits(s, head, extras, first_key, MASKED, variant)
     if EDGE == "right":
         s = hide(s, head, first_key, False, True)
@@ -260,7 +260,7 @@ def _softmax(
         first_row = head.first_row % variant.mask_rows
         at = number.to(gl.int64) * (variant.mask_rows * WORDS)
         s = hide_by_bits(s, mask.bits + at, number, first_row, first_word, WORDS)
-    p, m, l, alpha = fold(s, m, l, scale_log2, variant.plain, MASKED or variant.bias)
+    p, m, l, alpha = fold(s, m, l, factor, variant.factored, MASKED or variant.bias)
     if variant.dropout:  # after the sum: dropout does not change what the others are divided by
         p = drop(p, draw, head.first_row, first_key)
     if variant.mask_keys > 0 and MASKED:
@@ -293,20 +293,20 @@ def _clear_values(
 
 @gluon.jit
 def _store(
-    acc, m, l, rows, head, output, scale_log2, shared,
+    acc, m, l, rows, head, output, factor, shared,
     tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Write o and lse of 64 rows; those past the end of a sequence are not written."""
     sink = 0.0
     if variant.sinks:
         sink = gl.load(output.sinks + rows.h)
-    lse, factor = finish(m, l, scale_log2, sink, variant.plain, variant.sinks)
+    lse, scale = finish(m, l, factor, sink, variant.factored, variant.sinks)
     row = head.first_row + gl.arange(0, 64, lse.type.layout)
     at = rows.b.to(gl.int64) * output.lse_batch + rows.h.to(gl.int64) * output.lse_head
     gl.store(output.lse + (at + rows.first_q) + row, lse, mask=row < rows.length_q)
     if variant.dropout:
-        factor = factor * output.keep_scale
-    o = scale_rows(acc, factor).to(shared.o.dtype)
+        scale = scale * output.keep_scale
+    o = scale_rows(acc, scale).to(shared.o.dtype)
     memory = shared.o.index(GROUP)
     COLUMNS: gl.constexpr = tile.o_columns
     if tile.dv == COLUMNS:
@@ -352,8 +352,9 @@ def _copy_rows(memory, rows, first_row, first_column: gl.constexpr, output):
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout)) + first_column
     start = output.o_ptr + rows.h.to(gl.int64) * (output.width * 8)
-    start = start + (rows.first_q + first_row).to(gl.int64) * (output.o_row * 8)
-    at = gl.expand_dims(row * (output.o_row * 8), 1) + gl.expand_dims(column, 0)
+    # Whole row numbers: what each thread adds to the first would be kept in registers all along.
+    at = (rows.first_q + first_row + row).to(gl.int64) * (output.o_row * 8)
+    at = gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
     inside = gl.expand_dims(row < rows.length_q - first_row, 1)
     inside = inside & gl.expand_dims(column // 8 < output.width, 0)
     gl.store(start + at, memory.load(layout), mask=inside)
