@@ -23,6 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.pack import emit_prefetch
 
 ROWS = 16  # of a tile; a tile row is 64 bytes: 16 float32 or 32 bfloat16
 STEP = 32  # bfloat16 elements along K that one product takes
@@ -79,71 +80,142 @@ def release(typingctx):
     return types.void(), codegen
 
 
-def _block(num_rows, num_columns, accumulates):
-    """c block = (c if `accumulates` else 0) + a b; num_rows x num_columns tiles of sums.
+def _add(num_rows):
+    """c = c + a b for num_rows x 2 tiles of sums; a in rows, b in panels.
 
     Kernels that never take it, for floats or on other CPUs, name it too: there it does nothing.
     """
 
     @intrinsic
-    def block(typingctx, c, ci, ldc, a, ai, a_row, a_step, b, bi, b_row, b_step, steps):
+    def add(typingctx, c, ci, ldc, a, ai, lda, b, bi, steps):
         index = types.int64
-        sig = types.void(
-            c, index, index, a, index, index, index, b, index, index, index, index
-        )  # fmt: skip
+        sig = types.void(c, index, index, a, index, index, b, index, index)
 
         def codegen(context, builder, sig, args):
             if not simd.HAS_TILES or a.dtype != types.uint16:
                 return context.get_dummy_value()
-            c_, ci_, ldc_, a_, ai_, a_row_, a_step_, b_, bi_, b_row_, b_step_, steps_ = args
-
-            def start(array_type, array, at):
-                pointer = simd.pointer_to(context, builder, array_type, array, at)
-                return builder.bitcast(pointer, _i8.as_pointer())
-
-            def tiles(first, count, step):
-                """Pointers `step` bytes apart."""
-                return [builder.gep(first, [builder.mul(step, _i64(n))]) for n in range(count)]
-
-            def scaled(elements, factor):
-                return builder.mul(elements, _i64(factor))
-
-            c_stride, a_stride, b_stride = scaled(ldc_, 4), scaled(a_row_, 2), scaled(b_row_, 2)
-            sums = [
-                (row * num_columns + column, builder.gep(pointer, [_i64(64 * column)]))
-                for row, pointer in enumerate(
-                    tiles(start(c, c_, ci_), num_rows, scaled(c_stride, ROWS))
+            c_, ci_, ldc_, a_, ai_, lda_, b_, bi_, steps_ = args
+            c_first, a_first, b_first = (
+                builder.bitcast(
+                    simd.pointer_to(context, builder, kind, array, at), _i8.as_pointer()
                 )
-                for column in range(num_columns)
-            ]
-            for tile, pointer in sums:
-                if accumulates:
-                    _call(builder, "tileloadd64", _i8(tile), pointer, c_stride)
-                else:
-                    _call(builder, "tilezero", _i8(tile))
-            a_tiles = tiles(start(a, a_, ai_), num_rows, scaled(a_stride, ROWS))
-            b_tiles = tiles(start(b, b_, bi_), num_columns, _i64(64))
+                for kind, array, at in ((c, c_, ci_), (a, a_, ai_), (b, b_, bi_))
+            )
+            c_stride, a_stride = builder.mul(ldc_, _i64(4)), builder.mul(lda_, _i64(2))
+            sums = []
+            for row in range(num_rows):
+                start = builder.gep(c_first, [builder.mul(c_stride, _i64(ROWS * row))])
+                sums += [builder.gep(start, [_i64(64 * column)]) for column in range(2)]
+            for tile, pointer in enumerate(sums):
+                _call(builder, "tileloadd64", _i8(tile), pointer, c_stride)
             with cgutils.for_range(builder, steps_) as loop:
-                a_offset = scaled(builder.mul(loop.index, a_step_), 2)
-                b_offset = scaled(builder.mul(loop.index, b_step_), 2)
-                for row, pointer in enumerate(a_tiles):
-                    at = builder.gep(pointer, [a_offset])
-                    _call(builder, "tileloadd64", _i8(4 + row), at, a_stride)
-                for column, pointer in enumerate(b_tiles):
-                    at = builder.gep(pointer, [b_offset])
-                    _call(builder, "tileloadd64", _i8(6 + column), at, b_stride)
+                a_step = builder.gep(a_first, [builder.mul(loop.index, _i64(2 * STEP))])
+                b_step = builder.gep(b_first, [builder.mul(loop.index, _i64(128 * ROWS))])
                 for row in range(num_rows):
-                    for column in range(num_columns):
-                        tile = _i8(row * num_columns + column)
-                        _call(builder, "tdpbf16ps", tile, _i8(4 + row), _i8(6 + column))
-            for tile, pointer in sums:
+                    at = builder.gep(a_step, [builder.mul(a_stride, _i64(ROWS * row))])
+                    _call(builder, "tileloadd64", _i8(4 + row), at, a_stride)
+                for column in range(2):
+                    at = builder.gep(b_step, [_i64(64 * column)])
+                    _call(builder, "tileloadd64", _i8(6 + column), at, _i64(128))
+                for tile in range(len(sums)):
+                    row, column = divmod(tile, 2)
+                    _call(builder, "tdpbf16ps", _i8(tile), _i8(4 + row), _i8(6 + column))
+            for tile, pointer in enumerate(sums):
                 _call(builder, "tilestored64", _i8(tile), pointer, c_stride)
             return context.get_dummy_value()
 
         return sig, codegen
 
-    return block
+    return add
 
 
-set_11, set_12, set_21, set_22 = (_block(m, n, False) for m in (1, 2) for n in (1, 2))
-add_11, add_12, add_21, add_22 = (_block(m, n, True) for m in (1, 2) for n in (1, 2))
+add_1, add_2 = _add(1), _add(2)
+
+
+@intrinsic
+def pair_rows(typingctx, even, odd, values, vi, panel, units):
+    """Words (even, odd) of two rows of `units` x 32 bfloat16 at these addresses, to values[vi:] and
+    on from panel to panel, which lie `panel` elements apart."""
+
+    def codegen(context, builder, sig, args):
+        even_, odd_, values_, vi_, panel_, units_ = args
+        if not simd.HAS_TILES or values.dtype != types.uint16:
+            return context.get_dummy_value()
+        kind = ir.VectorType(ir.IntType(16), STEP)
+        words = simd.pointer_to(context, builder, values, values_, vi_)
+        with cgutils.for_range(builder, units_) as loop:
+            rows = []
+            for address in (even_, odd_):
+                at = builder.add(address, builder.mul(loop.index, _i64(2 * STEP)))
+                pointer = builder.inttoptr(at, kind.as_pointer())
+                rows.append(builder.load(pointer, align=2))
+            panel_start = builder.gep(words, [builder.mul(loop.index, panel_)])
+            for half in range(2):
+                order = [
+                    source * STEP + half * ROWS + lane
+                    for lane in range(ROWS)
+                    for source in range(2)
+                ]
+                order_ir = ir.Constant(ir.VectorType(ir.IntType(32), STEP), order)
+                pairs = builder.shuffle_vector(*rows, order_ir)
+                simd.store_vector(builder, pairs, builder.gep(panel_start, [_i64(half * STEP)]), 2)
+        return context.get_dummy_value()
+
+    index = types.int64
+    return types.void(index, index, values, index, index, index), codegen
+
+
+def _score(num_columns):
+    """c = a b for two tiles of rows of a that lie anywhere, while later ones are fetched."""
+
+    @intrinsic
+    def score(typingctx, c, ci, ldc, a_0, a_1, a_row, b, bi, steps, f_0, f_1, fetches):
+        """16 rows at each of the addresses a_0 and a_1, a_row bytes apart, times panels of b.
+
+        With each step along K goes a request for that part of `fetches` rows at f_0 and at f_1.
+        """
+        index = types.int64
+        sig = types.void(
+            c, index, index, index, index, index, b, index, index, index, index, index
+        )  # fmt: skip
+
+        def codegen(context, builder, sig, args):
+            if not simd.HAS_TILES or b.dtype != types.uint16:
+                return context.get_dummy_value()
+            c_, ci_, ldc_, a_0_, a_1_, a_row_, b_, bi_, steps_, f_0_, f_1_, fetches_ = args
+            byte = _i8.as_pointer()
+            c_first = builder.bitcast(simd.pointer_to(context, builder, c, c_, ci_), byte)
+            b_first = builder.bitcast(simd.pointer_to(context, builder, b, b_, bi_), byte)
+            c_stride = builder.mul(ldc_, _i64(4))
+            sums = range(2 * num_columns)
+            for tile in sums:
+                _call(builder, "tilezero", _i8(tile))
+            with cgutils.for_range(builder, steps_) as loop:
+                a_offset = builder.mul(loop.index, _i64(2 * STEP))
+                with cgutils.for_range(builder, fetches_) as line:
+                    at = builder.add(a_offset, builder.mul(line.index, a_row_))
+                    for first in (f_0_, f_1_):
+                        emit_prefetch(builder, builder.add(first, at))
+                for row, first in enumerate((a_0_, a_1_)):
+                    at = builder.inttoptr(builder.add(first, a_offset), byte)
+                    _call(builder, "tileloadd64", _i8(4 + row), at, a_row_)
+                b_step = builder.gep(b_first, [builder.mul(loop.index, _i64(128 * ROWS))])
+                for column in range(num_columns):
+                    at = builder.gep(b_step, [_i64(64 * column)])
+                    _call(builder, "tileloadd64", _i8(6 + column), at, _i64(128))
+                for tile in sums:
+                    row, column = divmod(tile, num_columns)
+                    _call(builder, "tdpbf16ps", _i8(tile), _i8(4 + row), _i8(6 + column))
+            for tile in sums:
+                row, column = divmod(tile, num_columns)
+                at = builder.gep(c_first, [builder.mul(c_stride, _i64(ROWS * row))])
+                at = builder.gep(at, [_i64(64 * column)])
+                _call(builder, "tilestored64", _i8(tile), at, c_stride)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return score
+
+
+score_1, score_2 = _score(1), _score(2)

@@ -7,8 +7,8 @@ Grid      one task per (sequence, split of its keys, block of rows), taken from 
 One task  up to 128 rows, whose sums stay in its L2 cache while its keys pass by in tiles of 128.
 Traffic   a latent is read from memory once per block of rows: once in all for one token of 128
           heads, and it serves as key and as value. Partial sums are under half of that, in cache.
-Numerics  as in `mla_tiles.py`. Splits lie at fixed positions and depend on the sequence alone, so
-          its bits depend on no neighbour and no thread.
+Numerics  as in `mla_tiles.py`. Where keys are split depends on the lengths and, unless a batch must
+          not matter, on the batch; never on threads, so neither do the bits of a result.
 """
 
 # ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
@@ -16,6 +16,7 @@ Numerics  as in `mla_tiles.py`. Splits lie at fixed positions and depend on the 
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -25,16 +26,20 @@ from torch import Tensor
 
 from tilewise.kernels.cpu import amx, simd
 from tilewise.kernels.cpu.mla_tiles import (
+    ACC_PAD,
     KEYS,
     PAD,
     ROWS,
+    Source,
+    gather_keys,
     new_tile,
+    score_rows,
     score_tile,
     softmax_tile,
     weigh_exactly,
     weigh_tile,
 )
-from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
+from tilewise.kernels.cpu.pack import transpose_tile
 from tilewise.kernels.cpu.problem import float_type, packed_type
 from tilewise.kernels.cpu.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
 from tilewise.kernels.cpu.threads import (
@@ -47,24 +52,27 @@ from tilewise.kernels.cpu.threads import (
 )
 from tilewise.kernels.spec import PagedSpec
 
-SPLIT = 512  # keys of a task of up to 64 rows, twice as many above: its sums are 2 KB a row
+SPLIT = 512  # keys of a task at least; 64 rows leave sums a quarter as large as these keys
+MAX_SPLITS = 16  # of a sequence whose bits must not depend on its neighbours
+TASKS_PER_CORE = 4  # of other calls: more would only leave more sums, fewer keep cores waiting
 MAX_SPLIT_BLOCKS = 4  # more blocks of rows keep the threads busy without splits of the keys
 MERGE_ROWS = 4  # of one task of the second round
 LOG2_E = math.log2(math.e)
 
 # Columns of `starts`: where a sequence's first rows are, how long it is, how it is cut.
-Q_LATENT, Q_ROPE, O, ROW, Q_LEN, K_LEN, TASK, BLOCKS, SPLITS, SLOT = range(10)
+Q_LATENT, Q_ROPE, O, ROW, Q_LEN, K_LEN, TASK, BLOCKS, SPLITS, SPLIT_KEYS, SLOT = range(11)
 
 
 class Sizes(NamedTuple):
-    """Shapes, dtype codes and byte strides; lse_head counts elements, split_keys keys."""
+    """Shapes, dtype codes and byte strides; lse_head counts elements; split_keys is
+    0 where a sequence's own length decides."""
 
     num_heads: int
     rank: int
     rope_dim: int
     q_code: int
     cache_code: int
-    cache_size: int
+    row_size: int
     q_row: int
     q_head: int
     rope_row: int
@@ -84,7 +92,7 @@ class Sizes(NamedTuple):
 
 class Arrays(NamedTuple):
     """The float type to compute in and the type of the products' operands, as empty arrays; starts
-    (B, 10) int64; the block table; and what splits leave: sums, tops and totals, by slot and row.
+    (B, 11) int64; the block table; and what splits leave: sums, tops and totals, by slot and row.
     """
 
     like: np.ndarray
@@ -142,13 +150,19 @@ def launch(
     if num_rows != spec.num_tokens:
         o[num_rows:] = 0
         lse[:, num_rows:] = float("-inf")
-    starts = np.zeros((spec.num_seqs, 10), np.int64)
+    starts = np.zeros((spec.num_seqs, 11), np.int64)
     longest = max(1, int(np.diff(edges).max(initial=0)))
     block_rows = min(ROWS, -(-longest * spec.num_q_heads // PAD) * PAD)
-    split_keys = SPLIT if block_rows <= 64 else 2 * SPLIT
+    lengths = seqlens_k.contiguous().numpy()
+    split_keys = 0
+    if not spec.batch_invariant:
+        # Of the machine's cores, not of the threads in use: results do not depend on those.
+        blocks = -(-np.diff(edges) * spec.num_q_heads // block_rows)
+        tasks = TASKS_PER_CORE * (os.cpu_count() or 1)
+        split_keys = max(SPLIT, int((blocks * lengths.astype(np.int64)).sum()) // tasks)
     sizes = _sizes(q_latent, q_rope, latent_cache, o, spec, block_rows, split_keys)
     num_tasks, num_slots = _plan(
-        sizes, starts, edges, seqlens_k.contiguous().numpy(), q_latent.data_ptr(),
+        sizes, starts, edges, lengths, q_latent.data_ptr(),
         q_rope.data_ptr(), o.data_ptr(),
     )  # fmt: skip
     real = np.float64 if spec.dtype == torch.float64 else np.float32
@@ -159,7 +173,7 @@ def launch(
         packed_like=np.empty(0, packed_type(spec.dtype, has_dot)),
         starts=starts,
         table=block_table.contiguous().numpy(),
-        sums=np.empty(num_slots * block_rows * ldv, real),
+        sums=np.empty(num_slots * block_rows * (ldv + ACC_PAD), real),
         tops=np.empty(num_slots * block_rows, real),
         totals=np.empty(num_slots * block_rows, real),
     )
@@ -189,7 +203,7 @@ def _sizes(
         rope_dim=spec.head_dim - spec.v_head_dim,
         q_code=DTYPE_CODES[spec.dtype],
         cache_code=DTYPE_CODES[spec.cache_dtype],
-        cache_size=size,
+        row_size=latent_cache.shape[2] * size,
         q_row=q_latent.stride(0) * q_size,
         q_head=q_latent.stride(1) * q_size,
         rope_row=q_rope.stride(0) * q_size,
@@ -221,9 +235,14 @@ def _plan(sizes, starts, edges, lengths, q_latent, q_rope, o):
         starts[sequence, ROW] = first
         starts[sequence, Q_LEN], starts[sequence, K_LEN] = run, length
         blocks = (run * sizes.num_heads + sizes.block_rows - 1) // sizes.block_rows
+        keys = sizes.split_keys
+        if keys == 0:
+            keys = max((length + MAX_SPLITS - 1) // MAX_SPLITS, SPLIT)
+        keys = (keys + KEYS - 1) // KEYS * KEYS
         splits = 1
         if blocks <= MAX_SPLIT_BLOCKS:
-            splits = max((length + sizes.split_keys - 1) // sizes.split_keys, 1)
+            splits = max((length + keys - 1) // keys, 1)
+        starts[sequence, SPLIT_KEYS] = keys
         starts[sequence, TASK], starts[sequence, SLOT] = num_tasks, num_slots
         starts[sequence, BLOCKS], starts[sequence, SPLITS] = blocks, splits
         num_tasks += blocks * splits
@@ -250,33 +269,35 @@ def _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, las
     like, starts = arrays.like, arrays.starts
     _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld)
     transpose_tile(like, q, rows, ld, tile.q)
-    acc[ai : ai + rows * ldv] = 0
+    acc[ai : ai + rows * (ldv + ACC_PAD)] = 0
     tile.m[:] = -math.inf
     tile.l[:] = 0
     before = starts[sequence, K_LEN] - starts[sequence, Q_LEN] + 1  # keys that token 0 sees
-    width = sizes.rank + sizes.rope_dim
+    source = Source(
+        sizes.cache, sizes.cache_row, sizes.cache_block, sizes.block_size, sizes.cache_code,
+        sizes.rank + sizes.rope_dim, sizes.row_size, arrays.table, sequence,
+    )  # fmt: skip
+    # Rows that the matrix unit can read where they are: sixteen side by side, nothing after them.
+    in_place = sizes.uses_amx and sizes.block_size % 16 == 0 and source.width == ld
     end = min(last, before + (first_row + num_rows - 1) // sizes.num_heads)
     for key in range(first, end, KEYS):
         count = min(KEYS, end - key)
         padded = (count + 31) // 32 * 32
-        is_whole = count == padded and before + first_row // sizes.num_heads >= key + count
+        hides = before + first_row // sizes.num_heads < key + count
+        is_whole = count == padded and not hides
         if not is_whole:
             for row in range(rows):
                 seen = before + (first_row + row) // sizes.num_heads - key
                 tile.seen[row] = min(max(seen, 0), count)
-        check = gather_tile(
-            like, sizes.cache_code, tile.keys, ld, width, key, count, padded, sizes.cache,
-            sizes.cache_row, arrays.table, sequence, sizes.block_size, sizes.cache_block,
-        )  # fmt: skip
-        pair_tile(like, tile.keys, padded, ld, tile.values, KEYS)
-        prefetch_rows(
-            key + KEYS, min(key + 2 * KEYS, end), sizes.cache_size * width, sizes.cache,
-            sizes.cache_row, arrays.table, sequence, sizes.block_size, sizes.cache_block,
-        )  # fmt: skip
-        score_tile(tile, sizes.uses_amx, ld, rows, padded)
+        check = like.dtype.type(0.0)
+        if in_place and not hides:
+            score_rows(tile, source, ld, ldv, rows, key, count, padded, end)
+        else:
+            check = gather_keys(like, tile, source, ld, key, count, padded)
+            score_tile(tile, source, sizes.uses_amx, ld, rows, padded, key + KEYS, end)
         softmax_tile(like, tile, sizes.scale_log2, rows, padded, is_whole)
-        if is_whole or check == 0.0:
-            weigh_tile(like, tile, sizes.uses_amx, acc, ai, ld, ldv, rows, padded)
+        if check == 0.0 or not hides:
+            weigh_tile(like, tile, sizes.uses_amx, acc, ai, ldv, rows, padded)
         else:
             weigh_exactly(tile, acc, ai, ld, ldv, rows, count)
 
@@ -300,7 +321,7 @@ def attend_latents(sizes, arrays, lse, counter, num_tasks):
     ldv = (sizes.rank + 31) // 32 * 32
     tile = new_tile(like, arrays.packed_like, ld, sizes.block_rows)
     q = zero_scratch(sizes.block_rows * ld, arrays.packed_like)
-    own = scratch(sizes.block_rows * ldv, like)
+    own = scratch(sizes.block_rows * (ldv + ACC_PAD), like)
     if sizes.uses_amx:
         amx.configure()
     sequence = 0
@@ -317,19 +338,19 @@ def attend_latents(sizes, arrays, lse, counter, num_tasks):
         rows = (num_rows + PAD - 1) // PAD * PAD
         first, last = 0, starts[sequence, K_LEN]
         if splits > 1:
-            first = split * sizes.split_keys
-            last = min(first + sizes.split_keys, last)
+            first = split * starts[sequence, SPLIT_KEYS]
+            last = min(first + starts[sequence, SPLIT_KEYS], last)
             slot = (starts[sequence, SLOT] + local) * sizes.block_rows
             _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q,
-                          arrays.sums, slot * ldv, ld, ldv)  # fmt: skip
+                          arrays.sums, slot * (ldv + ACC_PAD), ld, ldv)  # fmt: skip
             arrays.tops[slot : slot + num_rows] = tile.m[:num_rows]
             arrays.totals[slot : slot + num_rows] = tile.l[:num_rows]
             continue
         _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q,
                       own, 0, ld, ldv)  # fmt: skip
         for row in range(num_rows):
-            _store_row(sizes, like, starts, lse, sequence, first_row + row, own, row * ldv,
-                       tile.m[row], tile.l[row])  # fmt: skip
+            _store_row(sizes, like, starts, lse, sequence, first_row + row, own,
+                       row * (ldv + ACC_PAD), tile.m[row], tile.l[row])  # fmt: skip
     if sizes.uses_amx:
         amx.release()
 
@@ -367,5 +388,5 @@ def merge_splits(sizes, arrays, lse, counter, num_tasks):
                 weight = like.dtype.type(2.0 ** (arrays.tops[at] - top))
                 total += arrays.totals[at] * weight
                 for column in range(ldv):
-                    merged[column] += weight * arrays.sums[at * ldv + column]
+                    merged[column] += weight * arrays.sums[at * (ldv + ACC_PAD) + column]
             _store_row(sizes, like, starts, lse, sequence, row, merged, 0, top, total)

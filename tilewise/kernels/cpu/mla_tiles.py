@@ -22,12 +22,34 @@ import numpy as np
 
 from tilewise.kernels.cpu import amx, simd
 from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
-from tilewise.kernels.cpu.pack import transpose_block
+from tilewise.kernels.cpu.pack import (
+    gather_tile,
+    pair_tile,
+    prefetch_rows,
+    row_address,
+    transpose_block,
+)
 from tilewise.kernels.cpu.threads import inner, scratch, zero_scratch
 
 KEYS = 128  # of a tile
 ROWS = 128  # of a task: all heads of DeepSeek-V3, and as many as its sums fit half an L2 cache
+VALUE_ROWS = KEYS + 2  # of a panel: 8 KB apart, panels would share a set of the L1 cache
+ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two sets of the L1 cache
 PAD = 16  # rows are padded to a tile of the matrix unit
+
+
+class Source(NamedTuple):
+    """Where the rows of one sequence lie: addresses and strides in bytes."""
+
+    start: int
+    row: int
+    block: int
+    block_size: int
+    code: int
+    width: int
+    row_size: int
+    table: np.ndarray
+    sequence: int
 
 
 class Tile(NamedTuple):
@@ -40,6 +62,7 @@ class Tile(NamedTuple):
         s: (KEYS, padded rows) scores.
         p: probabilities in words of a pair of keys (of a key for floats): (words, padded rows).
         p_rows: the same as rows of KEYS, for the matrix unit.
+        zeros: a row of them.
         m, l, rescale: of each row; seen: how many keys of the tile it sees, as a float.
     """
 
@@ -49,6 +72,7 @@ class Tile(NamedTuple):
     s: np.ndarray
     p: np.ndarray
     p_rows: np.ndarray
+    zeros: np.ndarray
     m: np.ndarray
     l: np.ndarray
     rescale: np.ndarray
@@ -60,40 +84,100 @@ def new_tile(like, packed, ld, rows):
     """Scratch for tasks of up to `rows` rows, a multiple of PAD."""
     whole = (rows + 31) // 32 * 32
     return Tile(
-        zero_scratch(KEYS * ld, packed), scratch(KEYS * ld, packed), zero_scratch(whole * ld, packed),
-        scratch(KEYS * rows, like), scratch(KEYS * rows, packed), scratch(KEYS * rows, packed),
+        zero_scratch(KEYS * ld, packed), scratch(VALUE_ROWS * ld, packed),
+        zero_scratch(whole * ld, packed), scratch(KEYS * rows, like), scratch(KEYS * rows, packed),
+        scratch(KEYS * rows, packed), zero_scratch(ld, packed),
         scratch(rows, like), scratch(rows, like), scratch(rows, like), scratch(rows, like),
     )  # fmt: skip
 
 
 @inner
-def score_tile(tile, uses_amx, ld, rows, padded):
-    """s = keys q^T for `padded` keys (a multiple of 32) and `rows` rows (of PAD)."""
+def _address(source, key):
+    """Address of the row of `key`."""
+    return row_address(source.start, key, source.row, source.table, source.sequence,
+                       source.block_size, source.block)  # fmt: skip
+
+
+@inner
+def gather_keys(like, tile, source, ld, first, count, padded):
+    """Copy keys first ... first + count to scratch, zeros up to `padded`, and pair them as values.
+
+    Returns 0.0, or NaN when a row holds an infinity or NaN.
+    """
+    check = gather_tile(
+        like, source.code, tile.keys, ld, source.width, first, count, padded, source.start,
+        source.row, source.table, source.sequence, source.block_size, source.block,
+    )  # fmt: skip
+    pair_tile(like, tile.keys, padded, ld, tile.values, VALUE_ROWS)
+    return check
+
+
+@inner
+def score_rows(tile, source, ld, ldv, rows, first, count, padded, end):
+    """s = keys q^T and the values in pairs, from rows that lie in groups of 16 in the cache.
+
+    The 32 rows after those at work are fetched meanwhile, up to `end`. Slots past `count` may hold
+    anything: `softmax_tile` does not look at their scores, and as values they are zeros.
+    """
+    passes = (rows + 31) // 32
+    for key in range(0, padded, 32):
+        at = _address(source, first + key)
+        later = at if key + 16 >= count else _address(source, first + key + 16)
+        ahead, further, fetches = at, at, 0
+        if first + key + 64 <= end:
+            ahead, further = _address(source, first + key + 32), _address(source, first + key + 48)
+            fetches = (16 + passes - 1) // passes
+        for row in range(0, rows, 32):
+            skipped = min(row // 32 * fetches, 16 - fetches) * source.row
+            if row + 16 < rows:
+                amx.score_2(tile.s, key * rows + row, rows, at, later, source.row, tile.q, row * ld,
+                            ld // 32, ahead + skipped, further + skipped, fetches)  # fmt: skip
+            else:
+                amx.score_1(tile.s, key * rows + row, rows, at, later, source.row, tile.q, row * ld,
+                            ld // 32, ahead + skipped, further + skipped, fetches)  # fmt: skip
+        for pair in range(key, key + 32, 2):
+            even = odd = tile.zeros.ctypes.data
+            if pair < count:
+                even = (at if pair < key + 16 else later) + pair % 16 * source.row
+            if pair + 1 < count:
+                odd = even + source.row
+            amx.pair_rows(even, odd, tile.values, pair * 32, VALUE_ROWS * 32, ldv // 32)
+
+
+@inner
+def score_tile(tile, source, uses_amx, ld, rows, padded, ahead, end):
+    """s = keys q^T for `padded` keys (a multiple of 32) in scratch and `rows` rows (of PAD).
+
+    Rows of the cache from `ahead` to `end` are fetched meanwhile.
+    """
     width = panel_columns(tile.s)
     elements = words_to_elements(tile.keys)
-    words = ld // elements
-    if uses_amx:
-        for key in range(0, padded, 32):
-            for row in range(0, rows, 32):
-                if row + 16 < rows:
-                    amx.set_22(tile.s, key * rows + row, rows, tile.keys, key * ld, ld, 32,
-                               tile.q, row * ld, 64, 16 * 64, ld // 32)  # fmt: skip
-                else:
-                    amx.set_21(tile.s, key * rows + row, rows, tile.keys, key * ld, ld, 32,
-                               tile.q, row * ld, 64, 16 * 64, ld // 32)  # fmt: skip
-        return
+    share = (KEYS * width + rows - 1) // rows
     for row in range(0, rows, width):
-        for key in range(0, padded, MR):
-            multiply(
-                tile.s, key * rows + row, rows, min(width, rows - row),
-                tile.keys, key * ld, ld, elements,
-                tile.q, row * ld, words, tile.s,
-            )  # fmt: skip
+        begin = ahead + row // width * share
+        prefetch_rows(begin, min(begin + share, end), source.row_size, source.start, source.row,
+                      source.table, source.sequence, source.block_size, source.block)  # fmt: skip
+        if uses_amx:
+            for key in range(0, padded, 32):
+                at = tile.keys.ctypes.data + key * ld * 2
+                if row + 16 < rows:
+                    amx.score_2(tile.s, key * rows + row, rows, at, at + 32 * ld, 2 * ld, tile.q,
+                                row * ld, ld // 32, at, at, 0)  # fmt: skip
+                else:
+                    amx.score_1(tile.s, key * rows + row, rows, at, at + 32 * ld, 2 * ld, tile.q,
+                                row * ld, ld // 32, at, at, 0)  # fmt: skip
+        else:
+            for key in range(0, padded, MR):
+                multiply(
+                    tile.s, key * rows + row, rows, min(width, rows - row),
+                    tile.keys, key * ld, ld, elements,
+                    tile.q, row * ld, ld // elements, tile.s,
+                )  # fmt: skip
 
 
 @inner
 def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
-    """p = 2^(scale s - m), and new m and l of each row; without is_whole only what `seen` counts."""
+    """p = 2^(scale s - m), new m and l of each row; without is_whole only what `seen` counts."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     scale, lowest = simd.splat(like, scale_log2), simd.splat(like, -math.inf)
     zero, least = simd.splat(like, 0.0), simd.splat(like, -3e38)
@@ -132,43 +216,44 @@ def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
 
 
 @inner
-def _rescale_rows(like, acc, ai, ldv, rows, rescale):
+def _rescale_rows(like, acc, ai, lda, rows, rescale):
     """Multiply the rows whose maximum has grown, few once a sequence is under way."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     for row in range(rows):
         if rescale[row] != 1.0:
             factor = simd.splat(like, rescale[row])
-            for column in range(ai + row * ldv, ai + (row + 1) * ldv, lanes):
+            for column in range(ai + row * lda, ai + (row + 1) * lda, lanes):
                 simd.store(acc, column, simd.mul(simd.load(acc, column), factor))
 
 
 @inner
-def weigh_tile(like, tile, uses_amx, acc, ai, ld, ldv, rows, padded):
+def weigh_tile(like, tile, uses_amx, acc, ai, ldv, rows, padded):
     """acc = acc * rescale + p values, for the first ldv columns of the values."""
     width = panel_columns(acc)
     elements = words_to_elements(tile.p)
+    lda = ldv + ACC_PAD
     if uses_amx:
-        _rescale_rows(like, acc, ai, ldv, rows, tile.rescale)
+        _rescale_rows(like, acc, ai, lda, rows, tile.rescale)
         for key in range(0, padded, 32):
             for row in range(0, rows, 16):
                 transpose_block(tile.p, key * rows + 2 * row, 2 * rows, tile.p_rows,
                                 row * KEYS + key, KEYS)  # fmt: skip
         for column in range(0, ldv, 32):
             for row in range(0, rows, 32):
-                at = ai + row * ldv + column
+                at = ai + row * lda + column
                 if row + 16 < rows:
-                    amx.add_22(acc, at, ldv, tile.p_rows, row * KEYS, KEYS, 32,
-                               tile.values, column * KEYS, 64, 16 * 64, padded // 32)  # fmt: skip
+                    amx.add_2(acc, at, lda, tile.p_rows, row * KEYS, KEYS,
+                              tile.values, column * VALUE_ROWS, padded // 32)  # fmt: skip
                 else:
-                    amx.add_12(acc, at, ldv, tile.p_rows, row * KEYS, KEYS, 32,
-                               tile.values, column * KEYS, 64, 16 * 64, padded // 32)  # fmt: skip
+                    amx.add_1(acc, at, lda, tile.p_rows, row * KEYS, KEYS,
+                              tile.values, column * VALUE_ROWS, padded // 32)  # fmt: skip
         return
     for column in range(0, ldv, width):
         for row in range(0, rows, MR):
             multiply_add(
-                acc, ai + row * ldv + column, ldv, ldv - column,
+                acc, ai + row * lda + column, lda, ldv - column,
                 tile.p, row * elements, elements, rows * elements,
-                tile.values, column * KEYS, padded // elements, tile.rescale, row,
+                tile.values, column * VALUE_ROWS, padded // elements, tile.rescale, row,
             )  # fmt: skip
 
 
@@ -177,7 +262,7 @@ def weigh_exactly(tile, acc, ai, ld, ldv, rows, count):
     """The same over visible keys alone, for tiles with inf or NaN that some row does not see."""
     elements = words_to_elements(tile.p)
     for row in range(rows):
-        at = ai + row * ldv
+        at = ai + row * (ldv + ACC_PAD)
         for column in range(ldv):
             acc[at + column] *= tile.rescale[row]
         for key in range(min(count, int(tile.seen[row]))):
