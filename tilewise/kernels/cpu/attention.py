@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu import amx, backward_amx, simd
+from tilewise.kernels.cpu.amx_tiles import PARTS
 from tilewise.kernels.cpu.backward import attention_backward
 from tilewise.kernels.cpu.forward import MAX_TILES, attention_forward
 from tilewise.kernels.cpu.gradients import BackwardPlan, place_gradients
@@ -43,6 +44,8 @@ from tilewise.kernels.cpu.problem import (
 from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.threads import run_tasks
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
+
+STRIP_ELEMENTS = 1 << 17  # of do and o at a time: 512 KiB in float32
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -135,9 +138,9 @@ def launch_bwd(
     """
     do, q, k, v = (_unit_stride(tensor.detach()) for tensor in (do, q, k, v))
     real = float_type(q.dtype)
-    # (B, S, H) -> (B, H, S), (T, H) -> (H, T), as lse lies
-    shifts = (do.to(real) * o.detach().to(real)).sum(-1).transpose(-1, -2)
-    shifts = (shifts if dlse is None else shifts - dlse).contiguous()
+    shifts = _row_sums(do, o.detach(), real, lse.shape)
+    if dlse is not None:
+        shifts -= dlse
     lse = lse.detach().contiguous()
     problem = describe(
         q, k, v, o, spec, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -153,11 +156,18 @@ def launch_bwd(
         firsts = [edges.numpy()[:-1].astype(np.int64) for edges in (cu_seqlens_q, cu_seqlens_k)]
     grads = place_gradients(problem, plan, do, dq, dk, dv, dbias, *firsts)
     num_tasks = plan.num_owners * plan.num_chunks
-    run_tasks(
-        attention_backward, num_tasks, problem.sizes, problem.rule, grads, problem.arrays,
-        problem.mask, problem.dropout, lse.view(-1).numpy(), shifts.view(-1).numpy(),
-        dq.view(-1).numpy(), dbias.view(-1).numpy(),
-    )  # fmt: skip
+    numbers = [tensor.view(-1).numpy() for tensor in (lse, shifts, dq, dbias)]
+    if q.dtype in PARTS and amx.HAS_AMX:
+        arrays = problem.arrays._replace(packed_like=np.empty(0, np.uint16))
+        run_tasks(
+            backward_amx.attention_backward, num_tasks, problem.sizes, problem.rule, grads, arrays,
+            problem.mask, problem.dropout, *numbers, PARTS[q.dtype],
+        )  # fmt: skip
+    else:
+        run_tasks(
+            attention_backward, num_tasks, problem.sizes, problem.rule, grads, problem.arrays,
+            problem.mask, problem.dropout, *numbers,
+        )  # fmt: skip
     dq = (dq[0] if plan.num_chunks == 1 else dq.sum(0)).mul_(spec.softmax_scale).to(q.dtype)
     dsinks = None
     if sinks is not None:
@@ -168,6 +178,20 @@ def launch_bwd(
     if spec.needs_dbias:
         dbias = dbias.sum(0).sum_to_size(bias.shape).to(bias.dtype)
     return dq, dk, dv, dbias if spec.needs_dbias else None, dsinks
+
+
+def _row_sums(do: Tensor, o: Tensor, real: torch.dtype, shape: torch.Size) -> Tensor:
+    """rowsum(do * o), laid out like lse; in strips that a cache holds, for memory's sake."""
+    delta = torch.empty(shape, dtype=real)
+    # (B, H, S) -> (B, S, H), (H, T) -> (T, H), as o lies
+    target, axis = delta.transpose(-1, -2), o.ndim - 3
+    num_rows = o.shape[axis]
+    strip = max(1, STRIP_ELEMENTS * num_rows // max(1, o.numel()))
+    for first in range(0, num_rows, strip):
+        rows = slice(first, first + strip)
+        part = do[..., rows, :, :].to(real) * o[..., rows, :, :]
+        target[..., rows, :] = part.sum(-1)
+    return delta
 
 
 def run_forward(problem: Problem, lse: Tensor) -> None:

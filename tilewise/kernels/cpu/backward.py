@@ -12,23 +12,21 @@ Numerics  sums in float32 (float64 for float64); P and dS are rounded to the typ
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.forward import add_rows_exactly, load_bias_row, score_tile
+from tilewise.kernels.cpu.backward_scores import differentiate_tile
+from tilewise.kernels.cpu.forward import add_rows_exactly, score_tile
 from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
 from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch, transpose_tile
-from tilewise.kernels.cpu.philox import keep_row
 from tilewise.kernels.cpu.problem import (
     DK,
     DO,
     DQ,
     DV,
     K_LEN,
-    LSE,
     Q_LEN,
     TILE_M,
     TILE_N,
@@ -37,76 +35,22 @@ from tilewise.kernels.cpu.problem import (
     V,
 )
 from tilewise.kernels.cpu.rows import F32, F64, load_row, store_row
-from tilewise.kernels.cpu.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
+from tilewise.kernels.cpu.threads import (
+    borrowed,
+    inner,
+    keep_alive,
+    kernel,
+    next_task,
+    scratch,
+    zero_scratch,
+)
 from tilewise.kernels.cpu.visibility import (
-    WORD,
     WORDS,
-    lanes_of,
     new_seen,
     see_tile,
     seeing_rows,
     view_columns,
 )
-
-
-@inner
-def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, wi, dropout,
-                  keep):  # fmt: skip
-    """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - shift), zero where not visible.
-
-    With dropout, s <- 0 where dropped, and dp counts as dropout.scale dp where kept, else as 0.
-    With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` goes on from there.
-    """
-    lanes = simd.REGISTER_BYTES // like.itemsize
-    factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
-    shifts, log2_e = simd.splat(like, shift), simd.splat(like, LOG2_E)
-    zero, scale = simd.splat(like, 0.0), simd.splat(like, dropout.scale)
-    for first in range(begin, end, WORD):
-        word = seen[wi + first // WORD]
-        for lane in range(0, WORD, lanes):
-            column = base + first + lane
-            p = simd.exp2(simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e))
-            x = simd.load(dp, column)
-            kept = p
-            if dropout.threshold > 0:
-                stays = lanes_of(like, keep[first // WORD], lane)
-                x = simd.select(stays, simd.mul(x, scale), zero)
-                kept = simd.select(stays, p, zero)
-            ds = simd.mul(p, simd.sub(x, shifts))
-            if word != -1:
-                sight = lanes_of(like, word, lane)
-                kept = simd.select(sight, kept, zero)
-                ds = simd.select(sight, ds, zero)
-            simd.store(s, column, kept)
-            simd.store(dp, column, ds)
-
-
-@inner
-def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
-    """dp *= 1 - tanh^2 over a row; columns out of sight stay zero."""
-    lanes = simd.REGISTER_BYTES // like.itemsize
-    zero = simd.splat(like, 0.0)
-    for first in range(begin, end, WORD):
-        word = seen[wi + first // WORD]
-        for lane in range(0, WORD, lanes):
-            column = base + first + lane
-            ds = simd.mul(simd.load(dp, column), simd.load(slack, column))
-            simd.store(dp, column, simd.select(lanes_of(like, word, lane), ds, zero))
-
-
-@inner
-def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base, begin, end):
-    """Add a row of ds to the bias gradient, which may repeat along any dim."""
-    where = (
-        chunk * grads.dbias_chunk
-        + sequence * grads.dbias_batch
-        + head * grads.dbias_head
-        + query * grads.dbias_row
-        + key * grads.dbias_column
-    )
-    for column in range(begin, end):
-        dbias[where + column * grads.dbias_column] += dp[base + column]
 
 
 @inner
@@ -245,50 +189,6 @@ def _load_queries(like, code, target, ld, dim, start, row_bytes, head_bytes, gro
 
 
 @inner
-def _differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
-                        chunk, sequence, first_head, first_row, num_rows, key, begin,
-                        end):  # fmt: skip
-    """Products S and dP -> P and dS in place, zero wherever a row sees no key."""
-    like = arrays.like
-    lanes = simd.REGISTER_BYTES // like.itemsize
-    zero = simd.splat(like, 0.0)
-    factor = rule.scale if rule.is_scaled_only else 1.0
-    offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
-    num_heads = sizes.num_kv_heads * sizes.group
-    end_key = min(end, arrays.starts[sequence, K_LEN] - key)
-    for row in range(TILE_M):
-        base, is_alive = row * TILE_N, row < num_rows
-        query, head = (first_row + row) // sizes.group, first_head
-        head += first_row + row - query * sizes.group
-        at = arrays.starts[sequence, LSE] + head * sizes.lse_head + query
-        if is_alive:
-            is_alive = lse[at] != -math.inf
-        if not is_alive:
-            for column in range(base + begin, base + end, lanes):
-                simd.store(scores.s, column, zero)
-                simd.store(scores.dp, column, zero)
-            continue
-        if not rule.is_scaled_only:
-            if rule.has_bias:
-                load_bias_row(sizes, like, scores.bias, sequence, head, query, key, end_key)
-            slope = arrays.slopes[sequence * sizes.slopes_batch + head]
-            logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
-                       scores.slack, base)  # fmt: skip
-        if dropout.threshold > 0:
-            keep_row(dropout, scores.keep, 0, sequence * num_heads + head, query, key)
-        _gradient_row(
-            like, factor, lse[at], shifts[at], scores.s, scores.dp, base, begin, end, seen.words,
-            row * WORDS, dropout, scores.keep,
-        )  # fmt: skip
-        if grads.has_dbias:
-            _add_bias_gradient(
-                grads, dbias, chunk, sequence, head, query, key, scores.dp, base, begin, end_key
-            )
-        if rule.softcap > 0.0:
-            _chain_softcap(like, scores.dp, scores.slack, base, begin, end, seen.words, row * WORDS)
-
-
-@inner
 def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_finite, chunk,
                     sequence, first_head, first_row, rows, count, ld):  # fmt: skip
     """dq += dS K for one tile of rows."""
@@ -354,7 +254,7 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, 
                seen.end, blocks)  # fmt: skip
     score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, seen.begin,
                seen.end, blocks)  # fmt: skip
-    _differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
+    differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
                         chunk, sequence, first_head, first_row, rows, key, begin, end)  # fmt: skip
     _pack_rows(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, begin,
                end)  # fmt: skip
@@ -373,14 +273,16 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
-    keys, queries, scores = _new_scratch(like, arrays.packed_like, mask.bits, ld, ldv)
-    seen = new_seen(mask.bits, starts[0])
+    owned = _new_scratch(like, arrays.packed_like, mask.bits, ld, ldv)
+    owned_seen = new_seen(mask.bits, starts[0])
+    (keys, queries, scores), seen = borrowed(owned), borrowed(owned_seen)
     for key in range(first_key, min(end_key, k_len), TILE_N):
         count = min(TILE_N, k_len - key)
         check = _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv)
         keys.dk[:] = 0
         keys.dv[:] = 0
-        view = view_columns(sizes, mask, sequence, kv_head, key, count)
+        owned_view = view_columns(sizes, mask, sequence, kv_head, key, count)
+        view = borrowed(owned_view)
         begin, end = seeing_rows(sizes, q_len, k_len, key, count)
         for first_row in range(begin, end, TILE_M):
             rows = min(TILE_M, q_len * sizes.group - first_row)
@@ -390,6 +292,7 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
                     scores, seen, check == 0.0, chunk, sequence, kv_head, first_row, key, count,
                     ld, ldv,
                 )  # fmt: skip
+        keep_alive(owned_view)
         for row in range(count):
             address = starts[sequence, DK] + (key + row) * grads.dk_row + kv_head * grads.dk_head
             store_row(like, sizes.k_code, keys.dk, row * ld, rule.scale, address, sizes.head_dim)
@@ -397,6 +300,8 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
             store_row(
                 like, sizes.k_code, keys.dv, row * ldv, dropout.scale, address, sizes.v_head_dim
             )
+    keep_alive(owned)
+    keep_alive(owned_seen)
 
 
 @kernel
@@ -413,6 +318,8 @@ def attention_backward(
         dbias: flat, zeroed, or empty.
         counter: (1,) int64, the next task.
     """
+    arrays, mask = borrowed(arrays), borrowed(mask)
+    lse, shifts, dq, dbias = borrowed(lse), borrowed(shifts), borrowed(dq), borrowed(dbias)
     num_sequences = len(arrays.starts)
     heads = 1 if grads.shares_heads else sizes.num_kv_heads
     chunk_keys = grads.tiles_per_chunk * TILE_N

@@ -73,7 +73,7 @@ def transpose_block(typingctx, source, si, source_row, target, ti, target_row):
 
 
 @intrinsic
-def _pair_words(typingctx, source, even, odd, target, ti):
+def pair_words(typingctx, source, even, odd, target, ti):
     """Interleave LANES bfloat16 of two rows: words of (even[lane], odd[lane])."""
 
     def codegen(context, builder, sig, args):
@@ -131,7 +131,7 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
         for word in range(count // elements):
             if elements == 2:
                 even = 2 * word * ld + column
-                _pair_words(source, even, even + ld, panels, base + word * width)
+                pair_words(source, even, even + ld, panels, base + word * width)
             else:
                 vector = simd.load(source, word * ld + column)
                 simd.store(panels, base + word * width, vector)

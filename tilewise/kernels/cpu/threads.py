@@ -104,3 +104,42 @@ def zero_scratch(count, like):
     array = scratch(count, like)
     array[:] = 0
     return array
+
+
+@intrinsic
+def borrowed(typingctx, value):
+    """`value`, an array or a tuple of arrays and numbers, without a share in its memory.
+
+    A call counts references to the arrays it passes on, by atomic additions of 5 ns each: a third
+    of a backward pass. To a borrowed array there is nothing to count; its owner must outlive it,
+    see `keep_alive`.
+    """
+
+    def lend(context, builder, kind, item):
+        if isinstance(kind, types.Array):
+            array = cgutils.create_struct_proxy(kind)(context, builder, value=item)
+            array.meminfo = cgutils.get_null_value(array.meminfo.type)
+            array.parent = cgutils.get_null_value(array.parent.type)
+            return array._getvalue()
+        if isinstance(kind, types.BaseTuple):
+            items = [
+                lend(context, builder, each, builder.extract_value(item, index))
+                for index, each in enumerate(kind)
+            ]
+            return context.make_tuple(builder, kind, items)
+        return item
+
+    def codegen(context, builder, sig, args):
+        return lend(context, builder, value, args[0])
+
+    return value(value), codegen
+
+
+@intrinsic
+def keep_alive(typingctx, owner):
+    """Hold the memory of `owner`, an array or a tuple of them, until here."""
+
+    def codegen(context, builder, sig, args):
+        return context.get_dummy_value()
+
+    return types.void(owner), codegen
