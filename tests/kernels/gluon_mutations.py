@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.kernels.gluon_emulator import Program
+from tilewise.kernels import gluon
 
-_PACKAGE = "tilewise.kernels.gluon."
+_FOLDER = Path(gluon.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Mutation:
     """One change of one kernel function's text.
 
     Attributes:
-        place: "module.function", below tilewise.kernels.gluon.
+        place: "files:function", a pattern of file names in tilewise/kernels/gluon and who is meant.
         old, new: what stands there exactly once, and what takes its place.
         call: the call that must show it, a key of CALLS in test_gluon_mutations.py.
         harmless: why nothing goes wrong, if nothing does.
@@ -33,16 +35,24 @@ class Mutation:
 
     def program(self) -> Program:
         """Return the kernels with this change."""
-        module, function = self.place.split(".")
+        pattern, function = self.place.split(":")
+        found = [
+            (file.stem, match)
+            for file in sorted(_FOLDER.glob(f"{pattern}.py"))
+            for match in re.finditer(
+                rf"^def {function}\(.*?(?=^@|^class |\Z)", file.read_text(), re.DOTALL | re.M
+            )
+            if self.old in match[0]
+        ]
+        assert len(found) == 1, f"{len(found)} functions {self.place} have {self.old!r}"
+        [(module, match)] = found
+        assert match[0].count(self.old) == 1, f"{match[0].count(self.old)} times: {self.old!r}"
 
         def change(text: str) -> str:
-            found = re.search(rf"^def {function}\(.*?(?=^@|^class |\Z)", text, re.DOTALL | re.M)
-            assert found is not None, f"there is no {self.place}"
-            body = found[0]
-            assert body.count(self.old) == 1, f"{body.count(self.old)} times: {self.old}"
-            return text[: found.start()] + body.replace(self.old, self.new) + text[found.end() :]
+            body = match[0].replace(self.old, self.new)
+            return text[: match.start()] + body + text[match.end() :]
 
-        return Program({_PACKAGE + module: change})
+        return Program({f"{gluon.__name__}.{module}": change})
 
 
 def _without(place: str, line: str, call: str, harmless: str | None = None) -> Mutation:
@@ -54,10 +64,10 @@ def _later(place: str, first: str, second: str, call: str, harmless: str | None 
     return Mutation(place, first + second, second + first, call, harmless)
 
 
-_LOAD, _QUERIES = "attention_fwd_loader.load_tiles", "attention_fwd_loader._load_queries"
-_TILES, _ATTEND = "attention_fwd_warpgroup.compute_tiles", "attention_fwd_warpgroup._attend"
-_STEP, _ISSUE = "attention_fwd_warpgroup._step", "attention_fwd_warpgroup._begin_scores"
-_OUT, _SHARED = "attention_fwd_warpgroup._store_columns", "attention_fwd._allocate"
+_LOAD, _QUERIES = "attention_fwd*:load_tiles", "attention_fwd*:_load_queries"
+_TILES, _ATTEND = "attention_fwd*:compute_tiles", "attention_fwd*:_attend"
+_STEP, _ISSUE = "attention_fwd*:_step", "attention_fwd*:_begin_scores"
+_OUT, _SHARED = "attention_fwd*:_store_columns", "attention_fwd*:_allocate"
 _PV = "    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
 _FREE_V = "    mbarrier.arrive(shared.v_empty.index(before), count=1)\n"
 _QK = "    s = warpgroup_mma_wait(1, deps=(s,))\n"
@@ -174,22 +184,22 @@ FORWARD = {
     "an_end_before_o_has_left": _without(_TILES, "    tma.store_wait(0)", "full"),
     # What is visible.
     "one_block_too_few_is_masked": Mutation(
-        "_blocks.walk_of", "free_begin = gl.maximum(end -", "free_begin = gl.maximum(end - 1 -",
+        "_blocks:walk_of", "free_begin = gl.maximum(end -", "free_begin = gl.maximum(end - 1 -",
         "causal",
     ),
     "values_of_no_sequence_are_not_cleared": Mutation(
-        "_values.clear_hidden", "gl.where(gl.expand_dims(seen, 1), part.load(layout), 0.0)",
+        "_values:clear_hidden", "gl.where(gl.expand_dims(seen, 1), part.load(layout), 0.0)",
         "part.load(layout)", "nan",
     ),
     "cleared_values_that_are_not_fenced": _without(
-        "_values.clear_hidden", "fence_async_shared()", "nan"
+        "_values:clear_hidden", "fence_async_shared()", "nan"
     ),
 }  # fmt: skip
 
-_MOVE, _SEND = "attention_bwd_moves.load_tiles", "attention_bwd_moves.send_dq"
-_FOLD, _CONSUME = "attention_bwd_consumer._step", "attention_bwd_consumer.consume"
-_LEAVE, _STORE = "attention_bwd_consumer._leave_dq", "attention_bwd_consumer._store"
-_KERNEL = "attention_bwd.attention_bwd_kernel"
+_MOVE, _SEND = "*bwd*:load_tiles", "*bwd*:send_dq"
+_FOLD, _CONSUME = "*bwd*:_step", "*bwd*:consume"
+_LEAVE, _STORE = "*bwd*:_leave_dq", "*bwd*:_store"
+_KERNEL = "attention_bwd:attention_bwd_kernel"
 _DKDV = "dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p_half, ds_half))\n"
 _FREE_Q = "    mbarrier.arrive(bars.empty.index(stage), count=1)\n"
 _DQ = "        dq = warpgroup_mma_wait(1, deps=(dq_sum,))\n"
@@ -308,13 +318,13 @@ BACKWARD = {
         "half = buffer.index(0).slice(64 - PART * 64, 64, 2)", "causal",
     ),
     "a_diagonal_one_off": Mutation(
-        "attention_bwd_consumer._hide", "begin = diagonal - shape.window_right",
+        "*bwd*:_hide", "begin = diagonal - shape.window_right",
         "begin = diagonal - shape.window_right - 1", "causal",
     ),
     "queries_of_no_sequence_are_not_cleared": _without(
         _FOLD, "_clear_queries(q, do, work, tile, variant)", "nan"
     ),
     "cleared_keys_that_are_not_fenced": _without(
-        "attention_bwd_consumer._clear_keys", "fence_async_shared()", "nan"
+        "*bwd*:_clear_keys", "fence_async_shared()", "nan"
     ),
 }  # fmt: skip

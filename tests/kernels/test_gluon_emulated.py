@@ -83,6 +83,7 @@ LONG_CASES = {
     "zero_scale": Call(200, 200, scale=0.0, window=CAUSAL, dtype=BRAIN),
     "window_wider_than_the_sequence": Call(60, 60, window=(500, 500), dtype=BRAIN),
 }  # fmt: skip
+REPRODUCIBLE = ("every_tile_whole", "grouped_heads", "causal_fewer_queries", "packed_with_a_window")
 
 
 def judge(call: Call, seed: int, *, num_sms: int = 4) -> None:
@@ -144,6 +145,35 @@ class TestTiles:
     ) -> None:
         call = Call(200, 500, (1, 1), (128, 128), 1, BRAIN)
         self.judge(monkeypatch, call, ping_pong=ping_pong, q_in_registers=q_in_registers)
+
+
+class TestOrder:
+    """What may depend on the schedule, and what may not."""
+
+    @pytest.mark.parametrize(
+        "name",
+        ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in REPRODUCIBLE)],
+    )
+    def test_gradients_are_reproducible_where_asked(self, name: str) -> None:
+        problem = make_problem(CASES[name], "cpu")
+        problem.spec = replace(problem.spec, deterministic=True)
+        results = forward(problem)
+        first = backward(problem, **results, seed=0)
+        assert_right(problem, results | first)
+        for seed in (1, 2):
+            for gradient, value in backward(problem, **results, seed=seed).items():
+                assert torch.equal(value, first[gradient]), gradient
+
+    @pytest.mark.parametrize("name", ["causal", pytest.param("packed", marks=pytest.mark.slow)])
+    def test_only_sums_of_dq_depend_on_the_schedule(self, name: str) -> None:
+        problem = make_problem(CASES[name], "cpu")
+        results = forward(problem, seed=0)
+        gradients = backward(problem, **results, seed=0)
+        for seed, num_sms in ((1, 1), (2, 3)):
+            again = forward(problem, seed, num_sms=num_sms)
+            again |= backward(problem, **again, seed=seed, num_sms=num_sms)
+            for key, value in (results | gradients).items():
+                assert key == "dq" or torch.equal(again[key], value), key
 
 
 class TestMemory:
