@@ -1,0 +1,80 @@
+"""What e4m3 attention on a tensor core may be off by: from the formats, not from what came out.
+
+Four roundings stand between a kernel and float64 on the dequantised values: probabilities to e4m3
+(`reference.fp8.probability_bound`); logits, summed by the tensor core in about 14 bits and, on the
+portable backend, from operands of 16 bits; sums over a tile of values, in 14 bits again; and o to
+its dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.reference import fp8, standard
+
+# Largest relative error of a sum of e4m3 products, 32 at a time: 13 bits after the leading one
+# survive each time. Logits have up to 256 channels, a tile of values 128 keys.
+_EPS_SUM = 8 * 2.0**-13
+_EPS_TILE = 4 * 2.0**-13
+_EPS_16_BITS = 2.0**-8  # two operands of 8 significant bits
+
+
+class Truth(NamedTuple):
+    """Float64 results, and how far each may be missed."""
+
+    o: Tensor
+    lse: Tensor
+    o_bound: Tensor
+    o_typical: Tensor
+    s_bound: Tensor  # of logits, by query: (B, Hq, Sq)
+
+
+def dequantised_truth(q: Tensor, k: Tensor, v: Tensor, **rule: Any) -> Truth:
+    """Return attention of the dequantised values in float64 with its bounds; 16-bit inputs."""
+    seqlens = rule.get("seqlens_k")
+    q8, k8, v8 = (
+        fp8.dequantize_heads(*fp8.quantize_heads(x, seqlens=lengths))
+        for x, lengths in ((q, None), (k, seqlens), (v, seqlens))
+    )
+    o, lse = standard.attention(q8, k8, v8, return_lse=True, **rule)
+    scale = q.shape[-1] ** -0.5
+    visible = standard.visible_keys(
+        q8, k8, causal=rule.get("causal", False), window=rule.get("window"), seqlens_k=seqlens
+    )
+    group = q.shape[2] // k.shape[2]
+    keys = k8.transpose(1, 2).repeat_interleave(group, dim=1)
+    values = v8.transpose(1, 2).repeat_interleave(group, dim=1)
+    queries = q8.transpose(1, 2)
+    s = (queries @ keys.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
+    p = torch.nan_to_num(torch.softmax(s, dim=-1))
+    largest, typical = fp8.probability_bound(p, values)
+    products = queries.abs() @ keys.abs().transpose(-1, -2)
+    s_bound = (products * scale).masked_fill(~visible, 0.0).amax(dim=-1) * (_EPS_SUM + _EPS_16_BITS)
+    # exp(s) moves by s_bound of itself, in the numerator and in the row sum.
+    sums = p @ values.abs()
+    moved = (2 * s_bound.unsqueeze(-1) + _EPS_TILE) * sums
+    # Independent roundings of a logit's products, and of a row's probabilities, add up as squares.
+    s_typical = (queries.square() @ keys.square().transpose(-1, -2)).sqrt() * scale
+    s_typical *= (_EPS_SUM + _EPS_16_BITS) / 3**0.5
+    squares = typical.square() + (p * s_typical).square() @ values.square()
+    rounding = torch.finfo(q.dtype).eps * o.abs()
+    bound = (largest + moved).transpose(1, 2) + rounding
+    typical = (squares.sqrt() + _EPS_TILE * sums).transpose(1, 2) + rounding
+    return Truth(o, lse, bound, typical, s_bound)
+
+
+def assert_within_format(o: Tensor, lse: Tensor, truth: Truth) -> None:
+    """Raise AssertionError when a result is further off than the formats explain."""
+    error = (o.double() - truth.o).abs()
+    assert bool(o.isfinite().all())
+    excess = (error / (truth.o_bound + 1e-30)).max().item()
+    assert excess <= 1.0, f"o is {excess:.2f} times as far off as its bound"
+    rms, allowed = (x.square().mean().sqrt().item() for x in (error, truth.o_typical))
+    assert rms <= allowed, f"rms error must be at most {allowed:.3e}, got {rms:.3e}"
+    seen = truth.lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    missed = (lse.double() - truth.lse)[seen].abs()
+    assert bool((missed <= truth.s_bound[seen] + 1e-5 * (1 + truth.lse[seen].abs())).all())

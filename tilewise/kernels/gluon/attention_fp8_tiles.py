@@ -1,0 +1,62 @@
+"""How an e4m3 attention call is cut on Hopper: a pure table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.kernels.spec import AttentionSpec
+
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The tile and the compile-time choices of one kernel.
+
+    Attributes:
+        HEAD_DIM, TILE_N: channels, keys of a tile.
+        NUM_CONSUMERS: warpgroups of 64 queries.
+        STAGES: buffers of K and of V.
+        PARTS: blocks of channels in which O is summed.
+        DYNAMIC: tiles come from a counter, the longest first.
+        HAS_RIGHT, HAS_LEFT, HAS_SEQLENS, HAS_TAIL: bounds of the window; sequences of their own
+            length; a last tile of keys that is not full.
+    """
+
+    HEAD_DIM: int
+    TILE_N: int
+    NUM_CONSUMERS: int
+    STAGES: int
+    PARTS: int
+    EARLY: bool
+    DYNAMIC: bool
+    HAS_RIGHT: bool
+    HAS_LEFT: bool
+    HAS_SEQLENS: bool
+    HAS_TAIL: bool
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+
+
+def variant_of(spec: AttentionSpec) -> Variant:
+    """Return how a call runs."""
+    has_right = 0 <= spec.window_right < spec.max_seqlen_k
+    has_left = 0 <= spec.window_left < spec.max_seqlen_k + spec.max_seqlen_q
+    tile_n = 128
+    cut: dict[str, int | bool] = {
+        "TILE_N": tile_n, "NUM_CONSUMERS": 3, "STAGES": 4, "PARTS": 1, "EARLY": False,
+        "CONSUMER_REGISTERS": 160, "PRODUCER_REGISTERS": 32,
+    }  # fmt: skip
+    if spec.head_dim == 256:
+        cut |= {"NUM_CONSUMERS": 2, "STAGES": 2, "PARTS": 2}
+        cut |= {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+    uneven = has_right or has_left or spec.has_seqlens_k
+    return Variant(
+        HEAD_DIM=spec.head_dim,
+        DYNAMIC=uneven,
+        HAS_RIGHT=has_right,
+        HAS_LEFT=has_left,
+        HAS_SEQLENS=spec.has_seqlens_k,
+        HAS_TAIL=uneven or spec.max_seqlen_k % tile_n != 0,
+        **cut,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,148 @@
+"""Attention over e4m3 queries, keys and values: the rule, and what it may cost.
+
+    x ~ x8 * scale     one float32 scale per sequence and head, x8 in float8_e4m3fn
+
+with amax the largest |x| of the head, scale = amax / 448 and x8 = x * (448 / amax) rounded to
+nearest even, both in float32; 448 is the largest e4m3 number. A head with amax < 2 ** -100 has
+scale 1. Attention is then that of the numbers x8 * scale.
+
+Rotation: a head's channels may first be multiplied by diag(signs) H / sqrt(D), signs of +-1 from
+a seed and H the Hadamard matrix H_ij = (-1) ** popcount(i & j). It is orthonormal, so that q . k
+stays when both are rotated, and it spreads an outlier of one channel over all of them.
+
+A kernel may round P to e4m3, too. `probability_bound` says how far that can move o, from the format
+alone: half a unit in the last place is 2 ** -4 of a normal number and 2 ** -10 of a subnormal.
+
+Source: FlashAttention-3 (Shah et al. 2024), section 3.3; QuIP (Chee et al. 2023) for the rotation.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import torch
+from torch import Tensor
+
+from tilewise.reference import standard
+from tilewise.reference.standard import Window
+
+__all__ = [
+    "E4M3_MAX",
+    "TINIEST_AMAX",
+    "attention",
+    "dequantize_heads",
+    "probability_bound",
+    "quantize_heads",
+    "rotation_matrix",
+]
+
+E4M3_MAX = 448.0  # 1.75 * 2 ** 8
+TINIEST_AMAX = 2.0**-100  # 448 / amax stays far from float32's end
+P_SCALE = 256.0  # the largest power of two in e4m3: what P in [0, 1] is multiplied by
+_EPS_P = 2.0**-4  # half a unit in the last place of 1 + 3 bits
+_STEP_P = 2.0**-10  # half the distance of subnormal e4m3 numbers
+
+
+@functools.lru_cache(maxsize=64)
+def _rotation_on_cpu(head_dim: int, seed: int) -> Tensor:
+    if head_dim < 1 or head_dim & (head_dim - 1):
+        raise ValueError(f"a rotated head dim must be a power of two, got {head_dim}")
+    draw = random.Random(seed).getrandbits(head_dim)
+    signs = torch.tensor([1.0 - 2.0 * (draw >> i & 1) for i in range(head_dim)])
+    hadamard = torch.ones(1, 1)
+    while hadamard.shape[0] < head_dim:
+        top = torch.cat((hadamard, hadamard), dim=1)
+        hadamard = torch.cat((top, torch.cat((hadamard, -hadamard), dim=1)))
+    return signs.unsqueeze(1) * hadamard
+
+
+def rotation_matrix(head_dim: int, seed: int) -> Tensor:
+    """Return diag(signs) H of entries +-1, float32 (D, D); times D ** -0.5 it is orthonormal."""
+    return _rotation_on_cpu(head_dim, seed).clone()
+
+
+def quantize_heads(
+    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (x8, scale) with x ~ x8 * scale.
+
+    Args:
+        x: (B, S, H, D) float.
+        rotation: the seed of a rotation of the channels, or None; D must be a power of two.
+        seqlens: (B,) how many rows of each sequence count; the others become 0.
+
+    Returns:
+        x8 float8_e4m3fn like x; scale float32 (B, H).
+    """
+    x = x.detach().float()
+    if seqlens is not None:
+        row = torch.arange(x.shape[1], device=x.device)
+        beyond = row >= seqlens.to(x.device).unsqueeze(1)
+        x = x.masked_fill(beyond[..., None, None], 0.0)
+    if rotation is not None:
+        matrix = rotation_matrix(x.shape[-1], rotation).to(x.device)
+        x = (x.double() @ matrix.double()).float() * x.shape[-1] ** -0.5
+    empty = x.shape[1] == 0
+    amax = x.new_zeros((x.shape[0], x.shape[2])) if empty else x.abs().amax(dim=(1, 3))
+    tiny = amax < TINIEST_AMAX
+    # Tensors on both sides: beside a Python number torch multiplies with a reciprocal instead.
+    largest = torch.full_like(amax, E4M3_MAX)
+    scale = torch.where(tiny, 1.0, amax / largest)
+    inverse = torch.where(tiny, 1.0, largest / amax)
+    # Rounding up the product can pass 448 by an ulp; e4m3 has no infinity to go to.
+    x8 = (x * inverse[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return x8, scale
+
+
+def dequantize_heads(x8: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return x8 * scale in `dtype`, (B, S, H, D)."""
+    return x8.to(dtype) * scale.to(dtype)[:, None, :, None]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    seqlens_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return o (B, Sq, Hq, Dv) and lse (B, Hq, Sq) of the dequantised values, in float64.
+
+    Args:
+        q, k, v: float8_e4m3fn (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, Dv).
+        q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk).
+        causal, window, softmax_scale, softcap, seqlens_k: as in `standard.attention`.
+    """
+    wide = [dequantize_heads(*pair) for pair in ((q, q_scale), (k, k_scale), (v, v_scale))]
+    o, lse = standard.attention(
+        *wide,
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        seqlens_k=seqlens_k,
+        return_lse=True,
+    )
+    return o, lse
+
+
+def probability_bound(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Bound what rounding P to e4m3 does to o = p v: (largest, root mean square) of each o_id.
+
+    With r_ij = p_ij / max_j p_ij, the kernel rounds 256 r_ij, so p_ij moves by at most
+    2 ** -4 p_ij + 2 ** -10 / 256 max_j p_ij. Were the roundings independent and uniform, o would
+    move by the root of the sum of their squares over sqrt(3).
+
+    Args:
+        p: (..., Sq, Sk) normalised probabilities in float64; v: (..., Sk, Dv).
+    """
+    moved = _EPS_P * p + (_STEP_P / P_SCALE) * p.amax(dim=-1, keepdim=True) * (p > 0)
+    return moved @ v.abs(), ((moved.square() / 3) @ v.square()).sqrt()
