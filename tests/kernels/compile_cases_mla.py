@@ -1,0 +1,95 @@
+"""Compile cases of attention over a paged cache of latents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
+from tilewise.kernels.spec import PagedSpec
+
+_RUN_2 = {"max_seqlen_q": 2, "num_tokens": 32}
+_PROMPTS = {"max_seqlen_q": 2048, "num_tokens": 16 * 2048}
+_F32 = {"dtype": torch.float32, "cache_dtype": torch.float32}
+
+# name -> (changes of the spec, whether its loops must stay in registers, compiled only if slow)
+_MLA: dict[str, tuple[dict[str, object], bool, bool]] = {
+    "16-heads": ({"num_q_heads": 16}, True, False),
+    "32-heads": ({"num_q_heads": 32}, True, True),
+    "64-heads": ({"num_q_heads": 64}, True, True),
+    "128-heads": ({}, True, False),
+    "20-heads": ({"num_q_heads": 20}, True, True),
+    "16-heads-run-2": (_RUN_2 | {"num_q_heads": 16}, True, True),
+    "128-heads-run-2": (_RUN_2, True, True),
+    "prompts": (_PROMPTS, True, True),
+    "mixed-invariant": (
+        _PROMPTS | {"num_tokens": 5000, "num_q_heads": 16, "batch_invariant": True},
+        True,
+        True,
+    ),
+    "block-1": ({"block_size": 1, "num_q_heads": 16}, True, True),
+    "block-16": ({"block_size": 16}, True, True),
+    "block-256": ({"block_size": 256}, True, True),
+    "short": ({"max_blocks": 2}, True, True),
+    "rank-256": ({"head_dim": 256 + 64, "v_head_dim": 256}, True, True),
+    "rank-96": ({"head_dim": 96 + 32, "v_head_dim": 96, "num_q_heads": 16}, True, True),
+    "fp16": ({"dtype": torch.float16, "cache_dtype": torch.float16}, True, True),
+    "fp32": (_F32, False, True),
+    "mixed-dtypes": ({"cache_dtype": torch.float16, "num_q_heads": 16}, False, True),
+}
+
+
+def mla_spec(changes: dict[str, object]) -> PagedSpec:
+    """Return 16 sequences of up to 32,768 tokens, 128 heads on latents of 512 + 64 channels."""
+    fields: dict[str, object] = {
+        "device_type": "cuda",
+        "dtype": torch.bfloat16,
+        "cache_dtype": torch.bfloat16,
+        "num_seqs": 16,
+        "num_tokens": 16,
+        "max_seqlen_q": 1,
+        "num_q_heads": 128,
+        "num_kv_heads": 1,
+        "head_dim": 576,
+        "v_head_dim": 512,
+        "block_size": 64,
+        "max_blocks": 32768 // int(str(changes.get("block_size", 64))),
+    }
+    return PagedSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def launch_mla(spec: PagedSpec) -> None:
+    """Call the launcher of attention over latents."""
+    from tilewise.kernels.triton import mla_decode
+
+    rows = (spec.num_tokens, spec.num_q_heads)
+    mla_decode.launch(
+        meta(*rows, spec.v_head_dim, dtype=spec.dtype),
+        meta(*rows, spec.head_dim - spec.v_head_dim, dtype=spec.dtype),
+        meta(4096, spec.block_size, spec.head_dim, dtype=spec.cache_dtype),
+        spec,
+        block_table=meta(spec.num_seqs, spec.max_blocks, dtype=torch.int32),
+        seqlens_k=meta(spec.num_seqs, dtype=torch.int32),
+        cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
+    )
+
+
+def mla_cases() -> Iterator[Case]:
+    """Yield every number of heads, block size and feature on the tiles that its table gives."""
+    for arch in ARCHITECTURES:
+        for name, (changes, hot, slow) in _MLA.items():
+            spec = mla_spec(changes)
+            yield Case(
+                f"sm_{arch}-mla-{name}",
+                arch,
+                lambda spec=spec: launch_mla(spec),  # type: ignore[misc]
+                # Fewer than 64 rows are too few for WGMMA and tcgen05: mma.sync everywhere.
+                products=hot and (arch == 80 or "16-heads" not in name),
+                hot=hot,
+                slow=slow or (arch != 90 and name != "128-heads"),
+                mma="mma.sync" if "20-heads" in name or "32-heads" in name else None,
+            )
+
+
+CASES = [*mla_cases()]
