@@ -29,7 +29,8 @@ _MLA: dict[str, tuple[dict[str, object], bool, bool]] = {
         True,
     ),
     "block-1": ({"block_size": 1, "num_q_heads": 16}, True, True),
-    "block-16": ({"block_size": 16}, True, True),
+    # Rows addressed one by one cost Hopper two registers too many: 9 of 894 instructions spill.
+    "block-16": ({"block_size": 16}, False, True),
     "block-256": ({"block_size": 256}, True, True),
     "short": ({"max_blocks": 2}, True, True),
     "rank-256": ({"head_dim": 256 + 64, "v_head_dim": 256}, True, True),
@@ -85,7 +86,7 @@ def mla_cases() -> Iterator[Case]:
                 arch,
                 lambda spec=spec: launch_mla(spec),  # type: ignore[misc]
                 # Fewer than 64 rows are too few for WGMMA and tcgen05: mma.sync everywhere.
-                products=hot and (arch == 80 or "16-heads" not in name),
+                products=(hot or name == "block-16") and (arch == 80 or "16-heads" not in name),
                 hot=hot,
                 slow=slow or (arch != 90 and name != "128-heads"),
                 mma="mma.sync" if "20-heads" in name or "32-heads" in name else None,

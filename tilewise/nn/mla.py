@@ -1,0 +1,270 @@
+"""Multi-head latent attention with its projections: DeepSeek-V2 and V3, trained and served."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.layers import RMSNorm
+
+__all__ = ["MultiheadLatentAttention"]
+
+
+class MultiheadLatentAttention(nn.Module):
+    """Project to latents, rotate what rotates, attend causally, project back.
+
+    Queries: c_q = norm(x W_qa), then (Dn + Dr) channels a head from c_q, the last Dr rotated.
+    Keys and values: [c, k_r] = x W_kva; z = norm(c) and k_rope = rotated k_r are all that a cache
+    holds. Head h has the key [z W_uk,h  k_rope] and the value z W_uv,h. Expanded, attention runs on
+    those; absorbed, on z itself, with W_uk folded into the query and W_uv into the output.
+
+    Rows of q_b_proj are Dn + Dr for each head in turn, rows of kv_b_proj Dn (W_uk) + Dv (W_uv) for
+    each, rows of kv_a_proj R + Dr: DeepSeek's q_a_proj, q_a_layernorm, q_b_proj (q_proj),
+    kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj and o_proj fit as they are.
+
+    Args:
+        hidden_size: E.
+        num_heads: Hq; every head has keys and values of its own.
+        kv_rank: R, channels of z.
+        nope_dim, rope_dim: Dn and Dr, channels of a head that do not, and that do, rotate.
+        v_head_dim: Dv.
+        q_rank: channels of c_q; None projects queries from x directly (DeepSeek-V2-Lite).
+        norm_eps: of the RMSNorm of both latents.
+        rope_interleaved: Dr channels pair as (2i, 2i + 1), DeepSeek's order; else (i, i + Dr / 2).
+        softmax_scale: multiplies q . k; (Dn + Dr) ** -0.5 when None.
+        qkv_bias: whether the two down-projections (and q_proj) add a bias.
+    """
+
+    e: Tensor | None
+    f: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        kv_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        v_head_dim: int,
+        q_rank: int | None = None,
+        norm_eps: float = 1e-6,
+        rope_interleaved: bool = True,
+        softmax_scale: float | None = None,
+        qkv_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = {"num_heads": num_heads, "kv_rank": kv_rank, "nope_dim": nope_dim}
+        for name, value in (sizes | {"v_head_dim": v_head_dim}).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if rope_dim < 2 or rope_dim % 2:
+            raise ValueError(f"rope_dim must be even and at least 2, got {rope_dim}")
+        self.num_heads, self.kv_rank, self.q_rank = num_heads, kv_rank, q_rank
+        self.nope_dim, self.rope_dim, self.v_head_dim = nope_dim, rope_dim, v_head_dim
+        self.rope_interleaved = rope_interleaved
+        head_dim = nope_dim + rope_dim
+        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.q_a_proj = None if q_rank is None else nn.Linear(hidden_size, q_rank, bias=qkv_bias)
+        self.q_a_norm = None if q_rank is None else RMSNorm(q_rank, norm_eps)
+        has_q_bias = qkv_bias and q_rank is None
+        self.q_b_proj = nn.Linear(q_rank or hidden_size, num_heads * head_dim, bias=has_q_bias)
+        self.kv_a_proj = nn.Linear(hidden_size, kv_rank + rope_dim, bias=qkv_bias)
+        self.kv_a_norm = RMSNorm(kv_rank, norm_eps)
+        self.kv_b_proj = nn.Linear(kv_rank, num_heads * (nope_dim + v_head_dim), bias=False)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
+        self.register_buffer("e", None, persistent=False)
+        self.register_buffer("f", None, persistent=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        *,
+        ctx: AttentionContext | None = None,
+        kv: Tensor | None = None,
+    ) -> Tensor:
+        """Attend within each sequence of a dense batch, or over a paged cache of latents.
+
+        With a cache, sequences of few new tokens attend absorbed and those of many expanded, see
+        `expanding_run`; which sequences those are is read on a CPU. On a GPU, where reading it
+        would wait, the whole step is absorbed unless all of its runs are equally long.
+
+        Args:
+            x: (B, S, E) dense and differentiable; (T, E) packed when ctx and kv are given.
+            rope: cos and sin, float32, as apply_rope takes them for Dr channels.
+            ctx: where the rows of x belong; the new latents are written first.
+            kv: this layer's latent cache, (num_blocks, block_size, R + Dr).
+
+        Returns:
+            Same shape as x.
+
+        Raises:
+            ValueError: only one of ctx and kv is given.
+        """
+        if (ctx is None) != (kv is None):
+            raise ValueError(
+                f"ctx and kv must come together, got only {'ctx' if kv is None else 'kv'}"
+            )
+        c_q = x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(
+            self.q_a_proj(x)
+        )  # fmt: skip
+        latent, k_rope = self.kv_a_proj(x).split_with_sizes((self.kv_rank, self.rope_dim), dim=-1)
+        latent = self.kv_a_norm(latent)
+        k_rope = ops.apply_rope(k_rope.unsqueeze(-2), *rope, interleaved=self.rope_interleaved)
+        k_rope = k_rope.squeeze(-2)
+        if ctx is None or kv is None:
+            w_uk, w_uv = self._up_projections()
+            q = torch.cat(self._queries(c_q, rope), dim=-1)
+            o = ops.mla_attention(
+                q, latent, k_rope, w_uk, w_uv, causal=True, softmax_scale=self.softmax_scale
+            )
+            y: Tensor = self.o_proj(o.flatten(-2))
+            return y
+        ops.write_latent_cache(latent, k_rope, kv, ctx.slot_mapping)
+        expanded = self._expanded_sequences(ctx)
+        if expanded is None or len(expanded) == 0:
+            return self._absorbed(c_q, rope, ctx, kv)
+        if len(expanded) == ctx.block_table.shape[0]:
+            return self._expanded(c_q, rope, ctx, kv)
+        y = torch.empty_like(x)
+        chosen = torch.zeros(ctx.block_table.shape[0], dtype=torch.bool)
+        chosen[expanded] = True
+        for sequences, attend in ((chosen, self._expanded), (~chosen, self._absorbed)):
+            rows, part = _subset(ctx, sequences)
+            y[rows] = attend(c_q[rows], (rope[0][rows], rope[1][rows]), part, kv)
+        return y
+
+    @property
+    def expanding_run(self) -> int:
+        """New tokens from which expanding a history costs fewer FLOPs than attending absorbed.
+
+        A cached token costs R (Dn + Dv) multiply-adds a head to expand and then Dn + Dr + Dv for
+        each new token, or 2 R + Dr for each absorbed: equal at R (Dn + Dv) / (2 R - Dn - Dv).
+        """
+        saved = 2 * self.kv_rank - self.nope_dim - self.v_head_dim
+        if saved <= 0:
+            return 1 << 62  # absorbed attention is never the dearer one
+        return -(-self.kv_rank * (self.nope_dim + self.v_head_dim) // saved)
+
+    @torch.no_grad()
+    def absorb(self, *, folds_q: bool | None = None, folds_o: bool | None = None) -> None:
+        """Multiply pairs of up-projections once, so that cached steps need not.
+
+        E_h = W_uq,h^T W_uk,h takes c_q straight to the latent query, F_h = W_uv,h^T W_o,h^T takes
+        the latent output straight to the residual stream. Both parameters and FLOPs change from
+        m Dn + Dn R to m R a head for E (m = q_rank, or E without one), from R Dv + Dv E to R E for
+        F. By default each is made where that is less: Dn > m R / (m + R), Dv > R E / (R + E).
+        Neither is so for DeepSeek-V3 (Dn 128 against 384, Dv 128 against 478): there W_uk and W_uv
+        stay two small products of their own. Call it again when parameters have changed.
+
+        Args:
+            folds_q, folds_o: whether to make E and F; None decides as above.
+
+        Source: Stratos, "Efficient Attention", section 3.2.
+        """
+        w_uk, w_uv = self._up_projections()
+        w_uq = self.q_b_proj.weight.unflatten(0, (self.num_heads, -1))[:, : self.nope_dim]
+        w_o = self.o_proj.weight.unflatten(1, (self.num_heads, -1))  # (E, Hq, Dv)
+        m, hidden_size = w_uq.shape[2], w_o.shape[0]
+        if folds_q is None:
+            folds_q = self.nope_dim * (m + self.kv_rank) > m * self.kv_rank
+        if folds_o is None:
+            folds_o = self.v_head_dim * (hidden_size + self.kv_rank) > hidden_size * self.kv_rank
+        if folds_q and self.q_b_proj.bias is not None:
+            raise ValueError("folds_q must be False with a bias on the queries, got True")
+        wide = torch.promote_types(w_uq.dtype, torch.float32)
+        e = torch.einsum("hdm,hdr->hmr", w_uq.to(wide), w_uk.to(wide)) if folds_q else None
+        f = torch.einsum("hdr,ehd->hre", w_uv.to(wide), w_o.to(wide)) if folds_o else None
+        self.e = None if e is None else e.to(w_uq.dtype)
+        self.f = None if f is None else f.to(w_o.dtype)
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """Return w_uk (Hq, Dn, R) and w_uv (Hq, Dv, R), views of one weight."""
+        weight = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        w_uk, w_uv = weight.split_with_sizes((self.nope_dim, self.v_head_dim), dim=1)
+        return w_uk, w_uv
+
+    def _queries(self, c_q: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the parts (..., Hq, Dn) and (..., Hq, Dr) of the queries, the second rotated."""
+        q = self.q_b_proj(c_q).unflatten(-1, (self.num_heads, -1))
+        q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
+        return q_nope, ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
+
+    def _absorbed(
+        self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: Tensor
+    ) -> Tensor:
+        """Attend from (T, m) to the cached latents themselves."""
+        w_uk, w_uv = self._up_projections()
+        if self.e is None:
+            q_nope, q_rope = self._queries(c_q, rope)
+            q_latent = torch.einsum("thd,hdr->thr", q_nope, w_uk)
+        else:
+            weight = self.q_b_proj.weight.unflatten(0, (self.num_heads, -1))[:, self.nope_dim :]
+            q_rope = torch.einsum("tm,hdm->thd", c_q, weight)
+            q_rope = ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
+            q_latent = torch.einsum("tm,hmr->thr", c_q, self.e)
+        o = ops.mla_decode(
+            q_latent.contiguous(),
+            q_rope,
+            kv,
+            block_table=ctx.block_table,
+            seqlens_k=ctx.seqlens_k,
+            cu_seqlens_q=ctx.cu_seqlens_q,
+            max_seqlen_q=ctx.max_seqlen_q,
+            softmax_scale=self.softmax_scale,
+            batch_invariant=ctx.batch_invariant,
+        )
+        if self.f is not None:
+            return torch.einsum("thr,hre->te", o, self.f)
+        y: Tensor = self.o_proj(torch.einsum("thr,hdr->thd", o, w_uv).flatten(-2))
+        return y
+
+    def _expanded(
+        self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: Tensor
+    ) -> Tensor:
+        """Attend from (T, m) to keys and values made of the cached latents."""
+        w_uk, w_uv = self._up_projections()
+        o = ops.mla_prefill(
+            torch.cat(self._queries(c_q, rope), dim=-1),
+            kv,
+            w_uk,
+            w_uv,
+            block_table=ctx.block_table,
+            seqlens_k=ctx.seqlens_k,
+            cu_seqlens_q=ctx.cu_seqlens_q,
+            max_seqlen_q=ctx.max_seqlen_q,
+            softmax_scale=self.softmax_scale,
+        )
+        assert isinstance(o, Tensor)
+        y: Tensor = self.o_proj(o.flatten(-2))
+        return y
+
+    def _expanded_sequences(self, ctx: AttentionContext) -> list[int] | None:
+        """Return which sequences attend expanded; with batch_invariant none does."""
+        num_seqs, longest = ctx.block_table.shape[0], ctx.max_seqlen_q
+        num_tokens = ctx.slot_mapping.shape[0]
+        if ctx.batch_invariant or longest < self.expanding_run:
+            return None
+        if ctx.block_table.device.type == "cpu" and not torch.compiler.is_compiling():
+            runs = ctx.cu_seqlens_q.diff().tolist()
+            return [b for b, run in enumerate(runs) if run >= self.expanding_run]
+        return list(range(num_seqs)) if num_tokens == num_seqs * longest else None
+
+
+def _subset(ctx: AttentionContext, chosen: Tensor) -> tuple[Tensor, AttentionContext]:
+    """Return the rows of the chosen sequences (B,), bool, on a CPU, and a context of them alone."""
+    runs = ctx.cu_seqlens_q.diff()
+    owner = torch.repeat_interleave(torch.arange(len(runs)), runs.long())
+    rows = chosen[owner].nonzero().squeeze(1)
+    own = runs[chosen]
+    return rows, AttentionContext(
+        cu_seqlens_q=torch.nn.functional.pad(own.cumsum(0), (1, 0)).int(),
+        max_seqlen_q=int(own.max()),
+        seqlens_k=ctx.seqlens_k[chosen],
+        block_table=ctx.block_table[chosen],
+        slot_mapping=ctx.slot_mapping[rows],
+        batch_invariant=ctx.batch_invariant,
+    )
