@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tilewise.engine.request import SamplingParams
     from tilewise.masks import BlockMask
     from tilewise.ops.attention import attention, attention_varlen
+    from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
     from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
     from tilewise.ops.dropout import dropout_keep_mask
     from tilewise.ops.explain import Explanation, explain
@@ -49,6 +50,7 @@ __all__ = [
     "UnsupportedError",
     "apply_rope",
     "attention",
+    "attention_fp8",
     "attention_varlen",
     "copy_blocks",
     "dropout_keep_mask",
@@ -59,6 +61,7 @@ __all__ = [
     "mla_prefill",
     "paged_attention",
     "precompile",
+    "quantize_heads",
     "rope_write_kv_cache",
     "write_kv_cache",
     "write_latent_cache",
@@ -66,14 +69,15 @@ __all__ = [
 
 # name -> the module that defines it (PEP 562)
 _LAZY = {
+    "LLM": "tilewise.engine.llm",
     "BlockMask": "tilewise.masks",
     "Explanation": "tilewise.ops",
     "Precompiled": "tilewise.ops",
-    "LLM": "tilewise.engine.llm",
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
     "apply_rope": "tilewise.ops",
     "attention": "tilewise.ops",
+    "attention_fp8": "tilewise.ops",
     "attention_varlen": "tilewise.ops",
     "copy_blocks": "tilewise.ops",
     "dropout_keep_mask": "tilewise.ops",
@@ -84,6 +88,7 @@ _LAZY = {
     "mla_prefill": "tilewise.ops",
     "paged_attention": "tilewise.ops",
     "precompile": "tilewise.ops",
+    "quantize_heads": "tilewise.ops",
     "rope_write_kv_cache": "tilewise.ops",
     "write_kv_cache": "tilewise.ops",
     "write_latent_cache": "tilewise.ops",

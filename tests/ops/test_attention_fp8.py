@@ -20,6 +20,7 @@ CASES = {
     "one query": ((2, 1, 77, 2, 1, 64), {"causal": True}),
     "window": ((1, 90, 100, 2, 2, 64), {"window": 17}),
     "window on both sides": ((1, 90, 100, 2, 2, 64), {"window": (9, 3)}),
+    "window to the right of few keys": ((1, 200, 50, 2, 2, 64), {"window": (None, 60)}),
     "narrow heads": ((1, 20, 30, 2, 2, 24), {"softmax_scale": 0.3}),
     "softcap": ((1, 20, 30, 2, 2, 64), {"softcap": 5.0}),
 }

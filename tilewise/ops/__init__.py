@@ -1,6 +1,7 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
 from tilewise.ops.attention import attention, attention_varlen
+from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
 from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
 from tilewise.ops.dropout import dropout_keep_mask
 from tilewise.ops.explain import Explanation, explain
@@ -16,6 +17,7 @@ __all__ = [
     "Precompiled",
     "apply_rope",
     "attention",
+    "attention_fp8",
     "attention_varlen",
     "copy_blocks",
     "dropout_keep_mask",
@@ -26,6 +28,7 @@ __all__ = [
     "mla_prefill",
     "paged_attention",
     "precompile",
+    "quantize_heads",
     "rope_write_kv_cache",
     "write_kv_cache",
     "write_latent_cache",

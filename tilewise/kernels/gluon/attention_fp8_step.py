@@ -118,13 +118,10 @@ def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, begin, end,
     mbarrier.wait(bars.v_full.index(last), ((count - 1) // C.STAGES) & 1)
     take_turn(CONSUMER)
     acc, acc2 = add_values(acc, acc2, p, alpha, smem, last, C)
-    if C.EARLY:
-        pass_turn(CONSUMER, C)
     mbarrier.arrive(bars.v_empty.index(last), count=1)
     mbarrier.wait(bars.k_full.index(stage), (count // C.STAGES) & 1)
     token = scores(q, smem, stage, C)
-    if not C.EARLY:
-        pass_turn(CONSUMER, C)
+    pass_turn(CONSUMER, C)
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(bars.k_empty.index(stage), count=1)
     p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, HAS_BEGIN, HAS_END)

@@ -76,7 +76,8 @@ class _Tasks:
     def constants(self, single: int) -> dict[str, int | bool]:
         """The compile-time numbers that both kernels take."""
         warps = _ROTATED_WARPS if self.rotated else _WARPS
-        return {"SINGLE": single, "D": self.width, "TILE": self.rows, "ROTATED": self.rotated,
+        rotated = self.rotated and single != _VALUES_ALONE
+        return {"SINGLE": single, "D": self.width, "TILE": self.rows, "ROTATED": rotated,
                 "num_warps": warps}  # fmt: skip
 
 
@@ -103,16 +104,24 @@ def quantize_qkv(
     heads = (tasks.batch * tasks.heads_q, tasks.batch * tasks.heads_k)
     memory = torch.empty(grid + heads[0] + 2 * heads[1], dtype=torch.float32, device=q.device)
     maxima, scales = memory[:grid], memory[grid:]
-    constants = tasks.constants(_ALL)
-    inputs = (q, k, v, rotation, seqlens_k, maxima)
     strides = _strides(q, k, v)
-    launch(head_maxima_kernel, grid, *inputs, *strides, *tasks.numbers(), **constants)
-    most = triton.next_power_of_2(max(tasks.chunks_q, tasks.chunks_k))
-    outputs = (x.view(torch.uint8) for x in (q8, k8, v8))
     launch(
-        quantize_heads_kernel, grid, *inputs, *outputs, scales, *strides, *tasks.numbers(),
-        columns, MAX_CHUNKS=most, SCALED=True, **constants,
+        head_maxima_kernel, grid, q, k, v, rotation, seqlens_k, maxima, *strides,
+        *tasks.numbers(), **tasks.constants(_ALL),
     )  # fmt: skip
+    most = triton.next_power_of_2(max(tasks.chunks_q, tasks.chunks_k))
+    bytes8 = [x.view(torch.uint8) for x in (q8, k8, v8)]
+    values = tasks.q + tasks.k
+    parts = (
+        (_ALL, values, maxima, scales),
+        (_VALUES_ALONE, tasks.k, maxima[values:], scales[heads[0] + heads[1] :]),
+    )
+    for single, count, own_maxima, own_scales in parts:
+        launch(
+            quantize_heads_kernel, count, q, k, v, rotation, seqlens_k, own_maxima, *bytes8,
+            own_scales, *strides, *tasks.numbers(), columns, MAX_CHUNKS=most, SCALED=True,
+            **tasks.constants(single),
+        )  # fmt: skip
     q_scale, k_scale, v_scale = scales.split((heads[0], heads[1], heads[1]))
     shape_k = (tasks.batch, tasks.heads_k)
     q_scale = q_scale.view(tasks.batch, tasks.heads_q)

@@ -2,7 +2,7 @@
 
 What: x8 = x * (448 / amax) with amax over the rows and channels of one head of one sequence.
       Queries and keys may be rotated first, x <- x M / sqrt(D) with M of +-1 (`reference.fp8`).
-Grid: both kernels the same: (q's, k's, v's) tasks of TILE rows of one head; SINGLE of them alone.
+Grid: (q's, k's, v's) tasks of TILE rows of one head; the second kernel takes v's by themselves.
 One program: the first kernel writes the largest |x| of its rows; the second takes the largest of
       its head's, writes its rows as e4m3, and the scale where it has the head's first rows.
 Traffic: x twice, x8 once. Rows are visited in opposite orders, so that the second kernel begins
@@ -121,10 +121,11 @@ def quantize_heads_kernel(
     SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
     MAX_CHUNKS: tl.constexpr, ROTATED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write e4m3 rows of q and k (B, S, H, D), columns of v (B, H, D, columns), and the scales.
+    """Write e4m3 rows of q and k (B, S, H, D), or columns of v (B, H, D, columns), and scales.
 
-    q8, k8, v8: uint8 views of e4m3. scales: float32, those of q, then k, then v. SINGLE 2 with
-    SCALED False transposes what is e4m3 already, given as its bytes.
+    SINGLE -1 writes q and k, 1 k alone, 2 v alone: apart, they need fewer registers.
+    q8, k8, v8: uint8 views of e4m3. scales: float32, those of q, then k. SCALED False transposes
+    what is e4m3 already, given as its bytes.
     """
     _, which, start, row_stride, seqlen, chunks, first, index, b, chunk = _task(
         q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
@@ -143,15 +144,12 @@ def quantize_heads_kernel(
         if chunk == 0:
             place = index
             if SINGLE < 0:
-                batch_heads = q_tasks // q_chunks
-                kv_heads = k_tasks // k_chunks
-                place += tl.where(which == 0, 0, batch_heads)
-                place += tl.where(which == 2, kv_heads, 0)
+                place += tl.where(which == 0, 0, q_tasks // q_chunks)
             tl.store(scales + place, tl.where(tiny, 1.0, tl.div_rn(amax, E4M3_MAX)))
     channel = tl.arange(0, D)
     position = chunk * TILE + tl.arange(0, TILE)
     row = position
-    if which == 2:
+    if SINGLE == 2:
         row = position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
     if SCALED:
         x = _rows(start, row_stride, row, limit, rotation, head_dim, D, ROTATED, which < 2)
@@ -161,7 +159,7 @@ def quantize_heads_kernel(
         keep = (row < limit)[:, None] & (channel < head_dim)[None, :]
         address = start + row.to(tl.int64)[:, None] * row_stride + channel[None, :]
         x8 = tl.load(address, mask=keep, other=0)
-    if which == 2:
+    if SINGLE == 2:
         v_start = v8 + index.to(tl.int64) * head_dim * columns
         _store_columns(v_start, tl.trans(x8), position, columns, head_dim, D)
     else:
