@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from tests.kernels import compile_cases, compile_cases_paged
+from tests.kernels import compile_cases, compile_cases_gluon, compile_cases_paged, sass
 from tilewise.kernels import device
-
-_LOCAL_MEMORY = ("LDL", "STL")
-_MMA_SASS = ("HGMMA", "UTCHMMA", "UTCMMA", "HMMA")
 
 
 class _StubDriver:
@@ -75,46 +73,6 @@ def _ptxas_report(kernel: Any, arch: int, folder: Path) -> str:
     return report.read_text()
 
 
-def _instructions(cubin: Path) -> tuple[list[str], dict[str, int]]:
-    """Disassemble: instructions, and the index that each label stands before."""
-    nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    text = subprocess.run(
-        [nvdisasm, "-c", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        if label := re.match(r"\s*(\.L_\S+):", line):
-            labels[label[1]] = len(instructions)
-        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            instructions.append(re.sub(r"^@!?U?P\w+\s+", "", found[1]))
-    return instructions, labels
-
-
-def local_shares(instructions: list[str], labels: dict[str, int]) -> list[float]:
-    """Return which part of each innermost loop that multiplies goes to local memory.
-
-    The shortest loop comes first: it is the one without a mask.
-    """
-    loops = []
-    for index, instruction in enumerate(instructions):
-        jump = re.search(r"BRA.*`\((\.L_\S+?)\)", instruction)
-        if jump and labels.get(jump[1], index + 1) <= index:
-            loops.append((labels[jump[1]], index))
-    loops = [
-        (a, b) for a, b in loops if any(i.startswith(_MMA_SASS) for i in instructions[a : b + 1])
-    ]
-    innermost = [
-        (a, b)
-        for a, b in loops
-        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
-    ]
-    return [
-        sum(i.startswith(_LOCAL_MEMORY) for i in instructions[a : b + 1]) / (b - a + 1)
-        for a, b in sorted(innermost, key=lambda loop: loop[1] - loop[0])
-    ]
-
-
 def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
     """Return registers, spills, shared memory, MMA instructions and complaints of one kernel."""
     report = _ptxas_report(kernel, arch, folder)
@@ -125,11 +83,15 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
     assert spills is not None, report
     assert registers is not None, report
     ptx = kernel.asm["ptx"]
+    instructions, labels = sass.disassemble(cubin)
+    loops = sass.innermost_loops(instructions, labels)
     return {
         "kernel": kernel.name,
         "registers": int(registers[1]),
         "spilled_bytes": int(spills[1]),
-        "local_shares": local_shares(*_instructions(cubin)),
+        "local_shares": [loop.local / loop.length for loop in loops],
+        "loops": [asdict(loop) for loop in loops],
+        "operands": sass.overwritten_operands(instructions),
         "shared": kernel.metadata.shared,
         "mma": [m for m in ("mma.sync", "wgmma.mma_async", "tcgen05.mma") if m in ptx],
         "complaints": re.findall(r"C75\d\d.*", report),
@@ -148,7 +110,8 @@ def main(arch: int, names: list[str], folder: Path) -> None:
         compiled.append(original(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only
-    cases = {case.name: case for case in (*compile_cases.CASES, *compile_cases_paged.CASES)}
+    modules = (compile_cases, compile_cases_paged, compile_cases_gluon)
+    cases = {case.name: case for module in modules for case in module.CASES}
     for name in names:
         print(json.dumps({"case": name, "begins": True}), flush=True)
         compiled.clear()

@@ -14,10 +14,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels import compile_cases, compile_cases_paged
+from tests.kernels import compile_cases, compile_cases_gluon, compile_cases_paged, sass_budgets
 from tests.kernels.compile_cases import Case
+from tests.kernels.compile_cases_gluon import GluonCase
 
 CASES = [*compile_cases.CASES, *compile_cases_paged.CASES]
+HOPPER_CASES = compile_cases_gluon.CASES
 
 _ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / ".cache" / "triton-compile"
@@ -44,10 +46,9 @@ def _run_worker(arch: int, names: list[str]) -> tuple[list[dict[str, Any]], int]
     return lines, done.returncode
 
 
-@functools.cache
-def _reports(arch: int, slow: bool) -> dict[str, list[dict[str, Any]]]:
-    """Compile all cases of an architecture; when one aborts the process, go on after it."""
-    waiting = [case.name for case in CASES if case.arch == arch and case.slow == slow]
+def run_cases(names: list[str], arch: int = 90) -> dict[str, list[dict[str, Any]]]:
+    """Compile cases of one architecture; when one aborts the process, go on after it."""
+    waiting = list(names)
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in waiting}
     while waiting:
         lines, status = _run_worker(arch, waiting)
@@ -61,14 +62,21 @@ def _reports(arch: int, slow: bool) -> dict[str, list[dict[str, Any]]]:
     return reports
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "case",
-    [
+@functools.cache
+def _reports(arch: int, slow: bool, gluon: bool = False) -> dict[str, list[dict[str, Any]]]:
+    cases = HOPPER_CASES if gluon else CASES
+    return run_cases([case.name for case in cases if case.arch == arch and case.slow == slow], arch)
+
+
+def _marked(cases: list[Any]) -> list[Any]:
+    return [
         pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
-        for case in CASES
-    ],
-)
+        for case in cases
+    ]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", _marked(CASES))
 def test_compiles_without_a_gpu(case: Case) -> None:
     kernels = _reports(case.arch, case.slow)[case.name]
     assert kernels, "the launcher launched nothing"
@@ -89,3 +97,33 @@ def test_compiles_without_a_gpu(case: Case) -> None:
             ):
                 assert share <= limit, kernel
             assert not kernel["complaints"], kernel
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", _marked(HOPPER_CASES))
+def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
+    """What a case is known to do wrong must be so: what is mended is to be taken off its list."""
+    kernels = _reports(case.arch, case.slow, gluon=True)[case.name]
+    assert kernels, "the launcher launched nothing"
+    for kernel in kernels:
+        assert "error" not in kernel, kernel["error"]
+        assert kernel["shared"] <= _SHARED_LIMIT[case.arch], kernel
+    assert any("wgmma.mma_async" in kernel["mma"] for kernel in kernels), kernels
+    hot = [sass_budgets.hot_loop(kernel["loops"]) for kernel in kernels]
+    # A kernel that needs more than there is can compile to nothing at all.
+    assert any(hot), kernels
+    wrong = {
+        "complaints": any(kernel["complaints"] for kernel in kernels),
+        "operands": any(kernel["operands"] for kernel in kernels),
+        "hot spills": any(loop is not None and loop.local > 0 for loop in hot),
+    }
+    assert {what for what, so in wrong.items() if so} == set(case.known), kernels
+    budget = sass_budgets.recorded(case.name)
+    if budget is not None:
+        found = sass_budgets.measured(kernels)
+        assert found.keys() == budget.keys()
+        for name, (length, products, spilled) in found.items():
+            most_length, same_products, most_spilled = budget[name]
+            assert products == same_products, name
+            assert length <= most_length * (1 + sass_budgets.TOLERANCE), name
+            assert spilled <= most_spilled, name

@@ -84,6 +84,8 @@ class Program:
             if home.startswith("triton."):
                 return getattr(language.gl, value.fn.__name__)
             return _found_later(self._namespace(home), value.fn.__name__)
+        if isinstance(value, JITCallable):  # a function of constants
+            return value.fn
         if getattr(value, "__triton_builtin__", False):
             return _builtin(value.__name__)
         return value

@@ -1,0 +1,150 @@
+"""What test_compile.py compiles of Hopper's own kernels: calls of their launchers, on meta tensors.
+
+Every row that the product's choices can take is here, full and causal, and every feature by itself
+and in one mix. A loop that runs often must keep all in registers, unless it is listed as known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
+from tilewise.kernels.gluon import attention_bwd_launch, attention_fwd_launch
+from tilewise.kernels.spec import AttentionSpec
+
+ARCH = 90  # compiled for any other, LLVM aborts the process
+
+
+@dataclass(frozen=True)
+class GluonCase(Case):
+    """A call of a Hopper launcher.
+
+    Attributes:
+        known: what is wrong and why it may be, by what is wrong: "complaints" of ptxas,
+            "operands" overwritten in flight, "hot spills" in the loop that runs most.
+    """
+
+    known: dict[str, str] = field(default_factory=dict)
+
+
+def _tensors(spec: AttentionSpec) -> dict[str, Any]:
+    """Return q, k, v and the other tensors of a call, as keyword arguments."""
+
+    def rows(heads: int, width: int, seqlen: int) -> Tensor:
+        lead = (spec.batch * seqlen,) if spec.is_varlen else (spec.batch, seqlen)
+        return meta(*lead, heads, width, dtype=spec.dtype)
+
+    def numbers(present: bool, *size: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return meta(*size, dtype=dtype) if present else None
+
+    cu_seqlens = numbers(spec.is_varlen, spec.batch + 1, dtype=torch.int32)
+    return {
+        "q": rows(spec.num_q_heads, spec.head_dim, spec.max_seqlen_q),
+        "k": rows(spec.num_kv_heads, spec.head_dim, spec.max_seqlen_k),
+        "v": rows(spec.num_kv_heads, spec.v_head_dim, spec.max_seqlen_k),
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "seqlens_k": numbers(spec.has_seqlens_k, spec.batch, dtype=torch.int32),
+        "bias": tensor_of_bias(spec),
+        "alibi_slopes": numbers(spec.has_alibi, spec.num_q_heads),
+        "sinks": numbers(spec.has_sinks, spec.num_q_heads),
+        "philox": numbers(spec.dropout_p > 0, 2, dtype=torch.int64),
+        "mask": tensors_of_mask(spec),
+    }
+
+
+def launch_forward(spec: AttentionSpec) -> None:
+    """Call the launcher of the forward pass."""
+    tensors = _tensors(spec)
+    attention_fwd_launch.launch_fwd(
+        tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), spec, **tensors
+    )
+
+
+def launch_backward(spec: AttentionSpec) -> None:
+    """Call the launcher of the backward pass."""
+    tensors = _tensors(spec)
+    q, k, v = (tensors.pop(name) for name in "qkv")
+    o = meta(*q.shape[:-1], spec.v_head_dim, dtype=spec.dtype)
+    heads_rows = (spec.num_q_heads, q.shape[0]) if spec.is_varlen else (
+        spec.batch, spec.num_q_heads, spec.max_seqlen_q
+    )  # fmt: skip
+    lse = meta(*heads_rows, dtype=torch.float32)
+    attention_bwd_launch.launch_bwd(o, lse, q, k, v, o, lse, spec, **tensors)
+
+
+_SHORT = {"max_seqlen_q": 1024, "max_seqlen_k": 1024}
+_LONG = {"max_seqlen_q": 16384, "max_seqlen_k": 16384}
+# The choices of the tables: name -> (head dims, changes).
+_ROWS: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
+    "d64-short": ((64, 64), _SHORT),
+    "d64-long": ((64, 64), _LONG),
+    "d128": ((128, 128), {}),
+    "d256": ((256, 256), {}),
+    "d192-128": ((192, 128), {}),
+    "d64-128": ((64, 128), {}),
+    "d80": ((80, 80), {}),
+}
+_FEATURES: dict[str, dict[str, object]] = {
+    "fp16": {"dtype": torch.float16},
+    "window": {"window_left": 1000},
+    "varlen": {"is_varlen": True},
+    "lengths": {"has_seqlens_k": True},
+    "tail": {"max_seqlen_k": 4001},
+    "sinks": {"has_sinks": True},
+    "softcap": {"softcap": 30.0},
+    "alibi": {"has_alibi": True},
+    "bias": {"has_bias": True},
+    "mask": {"mask_tile": (128, 128)},
+    "dropout": {"dropout_p": 0.1},
+    "deterministic": {"deterministic": True},
+    "varlen-window-sinks": {"is_varlen": True, "window_left": 1000, "has_sinks": True},
+    "everything": {
+        "window_left": 1000, "is_varlen": True, "softcap": 30.0, "has_alibi": True,
+        "has_sinks": True, "has_bias": True, "mask_tile": (128, 128), "dropout_p": 0.1,
+    },
+}  # fmt: skip
+_QUICK = {"fwd-d128-causal", "fwd-d64-short-causal", "bwd-d128-causal"}
+KNOWN: dict[str, dict[str, str]] = {}
+
+
+REFUSED: dict[str, str] = {}  # what is not built, by why_not's reason
+
+
+def _case(name: str, launch: Callable[[AttentionSpec], None], spec: AttentionSpec) -> GluonCase:
+    return GluonCase(
+        f"sm_{ARCH}-gluon-{name}",
+        ARCH,
+        lambda: launch(spec),
+        slow=name not in _QUICK,
+        known=KNOWN.get(name, {}),
+    )
+
+
+def attention_cases() -> Iterator[GluonCase]:
+    """Yield every row, full and causal, and every feature on wide and narrow heads."""
+    specs = {}
+    for name, (dims, changes) in _ROWS.items():
+        specs[f"{name}-full"] = attention_spec(*dims, causal=False, **changes)
+        specs[f"{name}-causal"] = attention_spec(*dims, **changes)
+    for name, changes in _FEATURES.items():
+        for head_dim in (64, 128):
+            specs[f"d{head_dim}-{name}"] = attention_spec(head_dim, **changes)
+    for name, spec in specs.items():
+        for part, why_not, launch in (
+            ("fwd", attention_fwd_launch.why_not_fwd, launch_forward),
+            ("bwd", attention_bwd_launch.why_not_bwd, launch_backward),
+        ):
+            reason = why_not(spec)
+            if reason is None:
+                yield _case(f"{part}-{name}", launch, spec)
+            else:
+                REFUSED[f"{part}-{name}"] = reason
+
+
+CASES: list[GluonCase] = [*attention_cases()]

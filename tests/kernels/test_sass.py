@@ -1,0 +1,72 @@
+"""What is read from machine code is what stands there."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels import sass_budgets
+from tests.kernels.sass import Loop, innermost_loops, overwritten_operands
+
+PRODUCT = "HGMMA.64x128x16.F32.BF16 R88, R184, gdesc[UR16].tnspB, R88, gsb0"
+FROM_MEMORY = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, !UPT, gsb0"
+WAIT, WAIT_FOR_ALL_BUT_ONE = (
+    "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "overwritten"),
+    [
+        ([PRODUCT, "FADD R184, R1, R2", WAIT], ["FADD R184, R1, R2"]),
+        ([PRODUCT, "F2FP.BF16.F32.PACK_AB R187, R1, R2", WAIT], [
+            "F2FP.BF16.F32.PACK_AB R187, R1, R2"
+        ]),
+        ([PRODUCT, WAIT, "FADD R184, R1, R2"], []),
+        ([PRODUCT, "FADD R188, R184, R2", WAIT], []),  # another register; reading is allowed
+        ([PRODUCT, "LDS.128 R181, [R5]", WAIT], ["LDS.128 R181, [R5]"]),  # R181 ... R184
+        ([PRODUCT, "STS.128 [R184], R184", WAIT], []),
+        ([PRODUCT, "ISETP.GE.AND P0, PT, R184, R3, PT", WAIT], []),
+        ([PRODUCT, FROM_MEMORY, WAIT_FOR_ALL_BUT_ONE, "FADD R184, R1, R2"], []),
+        ([FROM_MEMORY, PRODUCT, WAIT_FOR_ALL_BUT_ONE, "FADD R184, R1, R2"], ["FADD R184, R1, R2"]),
+        ([PRODUCT, "@ BRA `(.L_x_1)", "FADD R184, R1, R2"], ["FADD R184, R1, R2"]),
+        ([PRODUCT, "BRA `(.L_x_1)", "FADD R184, R1, R2"], []),  # not followed
+        (["HGMMA.64x128x16.F32.BF16 R88, R184, gdesc[UR16], R88", "MOV R185, R1", PRODUCT], [
+            "MOV R185, R1"
+        ]),
+    ],
+)  # fmt: skip
+def test_operands_must_hold_still_until_they_are_waited_for(
+    code: list[str], overwritten: list[str]
+) -> None:
+    assert overwritten_operands(code) == overwritten
+
+
+def test_loops_are_innermost_and_multiply() -> None:
+    code = [
+        "MOV R1, R2",
+        FROM_MEMORY,  # 1: .L_outer
+        "LDL R3, [R1]",  # 2: .L_inner
+        PRODUCT,
+        "@ BRA `(.L_inner)",
+        "@ BRA `(.L_outer)",
+        "FADD R1, R2, R3",  # 6: .L_sum, which multiplies nothing
+        "@ BRA `(.L_sum)",
+        "@ BRA `(.L_ahead)",
+        "EXIT",
+    ]
+    labels = {".L_outer": 1, ".L_inner": 2, ".L_sum": 6, ".L_ahead": 9}
+    assert innermost_loops(code, labels) == [Loop(length=3, local=1, products=1)]
+
+
+def test_the_hot_loop_is_the_shortest_that_multiplies_much() -> None:
+    loops = [
+        {"length": 300, "local": 0, "products": 4},
+        {"length": 450, "local": 0, "products": 16},
+        {"length": 700, "local": 9, "products": 16},
+    ]
+    assert sass_budgets.hot_loop(loops) == Loop(450, 0, 16)
+    assert sass_budgets.hot_loop([]) is None
+    kernels = [{"kernel": "a", "loops": loops, "spilled_bytes": 8}, {"kernel": "b", "loops": []}]
+    assert sass_budgets.measured(kernels) == {"a": [450, 16, 8]}
