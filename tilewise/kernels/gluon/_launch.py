@@ -2,17 +2,17 @@
 
 Triton's own launcher binds, specialises and hashes every argument and encodes every descriptor
 anew, which takes 60 to 100 us of host time for a kernel of attention. Here a first call goes that
-way; what it compiled is remembered with a buffer of parameters, and later calls only fill in what
-changed and start it. Anything unexpected (another parameter layout, a profiler's hook, a CPU) goes
-Triton's way always.
+way; what it compiled is remembered with a buffer of parameters, and later calls only write into it
+and start the kernel. Anything unexpected (another parameter layout, an integer that Triton compiled
+in, a profiler's hook, a CPU) goes Triton's way always.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+import struct
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,22 +41,9 @@ def launch(kernel: Any, grid: int, *arguments: Any, num_warps: int = 4, **consta
         num_warps: of the default partition; the workers' warps come on top.
         constants: its constexpr parameters, by name.
     """
-    leaves = list(_leaves(arguments))
-    key = (id(kernel), num_warps, *map(_kind, leaves), *constants.values())
-    prepared = _remembered.get(key)
-    hook = knobs.runtime.launch_enter_hook
-    if prepared is None or getattr(hook, "calls", hook):
-        compiled = kernel[(grid,)](*arguments, num_warps=num_warps, **constants)
-        if key not in _remembered:
-            if len(_remembered) >= _MAX_REMEMBERED:
-                _remembered.clear()
-            _remembered[key] = _prepare(compiled, leaves)
-    else:
-        prepared.start(grid, leaves)
-
-
-def _leaves(arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield arguments with the fields of tuples in their place."""
+    key: list[object] = [id(kernel), num_warps]
+    scalars: list[float] = []
+    descriptors: list[TensorDescriptor] = []
     for argument in arguments:
         if isinstance(argument, tuple):
             for field in argument:
@@ -65,139 +52,131 @@ def _leaves(arguments: tuple[Any, ...]) -> Iterator[Any]:
                         f"numbers must be arguments of their own, got {field!r} in "
                         f"{type(argument).__name__}"
                     )
-                yield field
+                _add(field, key, scalars, descriptors)
         else:
-            yield argument
+            _add(argument, key, scalars, descriptors)
+    key += constants.values()
+    remembered = tuple(key)
+    prepared = _remembered.get(remembered)
+    hook = knobs.runtime.launch_enter_hook
+    if prepared is not None and not getattr(hook, "calls", hook):
+        prepared.start(grid, scalars, descriptors)
+        return
+    compiled = kernel[(grid,)](*arguments, num_warps=num_warps, **constants)
+    if remembered not in _remembered:
+        if len(_remembered) >= _MAX_REMEMBERED:
+            _remembered.clear()
+        _remembered[remembered] = _prepare(compiled, arguments)
 
 
-def _kind(leaf: Any) -> object:
-    """Return what Triton may compile anew for: a type, an alignment, a special value."""
+def _add(
+    leaf: Any, key: list[object], scalars: list[float], descriptors: list[TensorDescriptor]
+) -> None:
+    """Sort an argument: what Triton may compile anew for, and what only the kernel reads."""
     if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.data_ptr() % 16 == 0, leaf.device
-    if isinstance(leaf, TensorDescriptor):
-        return leaf.base.dtype, tuple(leaf.block_shape), len(leaf.shape)
-    if isinstance(leaf, int):
-        return int, leaf == 1, leaf % 16 == 0, -(2**31) <= leaf < 2**31
-    return type(leaf)
+        address = leaf.data_ptr()
+        key.append((leaf.dtype, address & 15 == 0, leaf.device.index))
+        scalars.append(address)
+    elif isinstance(leaf, int):
+        key.append(-(2**31) <= leaf < 2**31)
+        scalars.append(leaf)
+    elif isinstance(leaf, TensorDescriptor):
+        key.append((leaf.base.dtype, *leaf.block_shape))
+        descriptors.append(leaf)
+    elif isinstance(leaf, float):
+        key.append(float)
+        scalars.append(leaf)
+    else:
+        key.append(leaf)
 
 
 class _Prepared:
-    """A compiled kernel and its parameters."""
+    """A compiled kernel and the memory of its parameters.
 
-    def __init__(self, compiled: Any, fields: list[_Field], device: int) -> None:
+    Attributes:
+        form: of the numbers and addresses among them, for `struct`.
+        places: the first parameter of each descriptor, and how many it has.
+    """
+
+    def __init__(
+        self, compiled: Any, form: str, order: list[int], places: list[slice], device: int
+    ) -> None:
         self._function = ctypes.c_void_p(compiled.function)
         self._threads = 32 * compiled.metadata.num_warps
         self._shared = compiled.metadata.shared
         self._device = device
-        self._fields = fields
+        self._pack = struct.Struct(form).pack_into
+        self._numbers = ctypes.create_string_buffer(max(1, struct.calcsize(form)))
         self._scratch = ctypes.c_void_p(0)
-        size = sum(field.size for field in fields)
-        self._pointers = (ctypes.c_void_p * (size + _SCRATCH_POINTERS))()
-        position = 0
-        for field in fields:
-            field.place(self._pointers, position)
-            position += field.size
-        for index in range(position, position + _SCRATCH_POINTERS):
-            self._pointers[index] = ctypes.addressof(self._scratch)
+        self._places = places
+        end = max([*order, *(place.stop - 1 for place in places), -1]) + 1
+        self._pointers = (ctypes.c_void_p * (end + _SCRATCH_POINTERS))()
+        at = ctypes.addressof(self._numbers)
+        for position, letter in zip(order, form[1:], strict=True):
+            self._pointers[position] = at
+            at += struct.calcsize("=" + letter)
+        for position in range(end, end + _SCRATCH_POINTERS):
+            self._pointers[position] = ctypes.addressof(self._scratch)
 
-    def start(self, grid: int, leaves: list[Any]) -> None:
+    def start(self, grid: int, scalars: list[float], descriptors: list[TensorDescriptor]) -> None:
         """Launch with these arguments."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
         with _lock:
-            for field in self._fields:
-                field.fill(leaves[field.leaf])
+            self._pack(self._numbers, 0, *scalars)
+            for place, found in zip(self._places, descriptors, strict=True):
+                self._pointers[place] = parameters_of(found)
             status = driver().cuLaunchKernel(
                 self._function, grid, 1, 1, self._threads, 1, 1, self._shared,
-                ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device)),
-                self._pointers, None,
+                ctypes.c_void_p(stream), self._pointers, None,
             )  # fmt: skip
         if status != 0:
             raise RuntimeError(f"cuLaunchKernel failed with CUDA error {status}")
 
 
-class _Field:
-    """One argument of a kernel and where its parameters lie."""
-
-    size = 1
-
-    def __init__(self, leaf: int, kind: type) -> None:
-        self.leaf = leaf
-        self._cell = kind()
-
-    def place(self, pointers: Any, position: int) -> None:
-        pointers[position] = ctypes.addressof(self._cell)
-
-    def fill(self, value: Any) -> None:
-        self._cell.value = value
-
-
-class _Pointer(_Field):
-    def fill(self, value: Tensor) -> None:
-        self._cell.value = value.data_ptr()
-
-
-class _Descriptor(_Field):
-    """A descriptor: its 128 bytes, then its shape and strides, all remembered with it."""
-
-    def __init__(self, leaf: int, rank: int) -> None:
-        super().__init__(leaf, ctypes.c_void_p)
-        self.size = 1 + 2 * rank
-
-    def place(self, pointers: Any, position: int) -> None:
-        self._pointers, self._slice = pointers, slice(position, position + self.size)
-
-    def fill(self, value: TensorDescriptor) -> None:
-        self._pointers[self._slice] = parameters_of(value)
-
-
-def _prepare(compiled: Any, leaves: list[Any]) -> _Prepared | None:
+def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Prepared | None:
     """Match the kernel's parameters with its arguments, or return None when they do not match."""
+    leaves = [
+        leaf
+        for argument in arguments
+        for leaf in (argument if isinstance(argument, tuple) else (argument,))
+    ]
     device = next((x.device for x in leaves if isinstance(x, Tensor)), None)
     if device is None or device.type != "cuda" or not hasattr(compiled, "asm"):
         return None
     metadata = compiled.metadata
     unusual = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
-    if any(getattr(metadata, name, 0) for name in (*unusual, "launch_pdl")):
+    if metadata.num_ctas != 1 or any(getattr(metadata, n, 0) for n in (*unusual, "launch_pdl")):
         return None
-    if metadata.num_ctas != 1:
-        return None
-    fields: list[_Field] = []
-    expected: list[str] = []
-    compiled_away = {index for index, _ in _constant_leaves(compiled)}
-    for index, leaf in enumerate(leaves):
-        if leaf is None or index in compiled_away:
+    form, order, places, types = "=", list[int](), list[slice](), list[str]()
+    for leaf in leaves:
+        if leaf is None:
             continue
         if isinstance(leaf, TensorDescriptor):
             rank = len(leaf.shape)
-            fields.append(_Descriptor(index, rank))
-            expected += ["b8", *["u32"] * rank, *["u64"] * rank]
-        elif isinstance(leaf, Tensor):
-            fields.append(_Pointer(index, ctypes.c_uint64))
-            expected.append("u64")
-        elif isinstance(leaf, float):
-            fields.append(_Field(index, ctypes.c_float))
-            expected.append("f32")
-        else:
-            narrow = -(2**31) <= leaf < 2**31
-            fields.append(_Field(index, ctypes.c_int32 if narrow else ctypes.c_int64))
-            expected.append("u32" if narrow else "u64")
-    if _parameter_types(compiled.asm["ptx"]) != [*expected, *["u64"] * _SCRATCH_POINTERS]:
+            places.append(slice(len(types), len(types) + 1 + 2 * rank))
+            types += ["b8", *["u32"] * rank, *["u64"] * rank]
+            continue
+        letter, kind = "q", "u64"
+        if isinstance(leaf, float):
+            letter, kind = "f", "f32"
+        elif isinstance(leaf, int) and -(2**31) <= leaf < 2**31:
+            letter, kind = "i", "u32"
+        form += letter
+        order.append(len(types))
+        types.append(kind)
+    if _has_special_integers(compiled, arguments):
         return None
-    return _Prepared(compiled, fields, torch.cuda.current_device())
+    if _parameter_types(compiled.asm["ptx"]) != [*types, *["u64"] * _SCRATCH_POINTERS]:
+        return None
+    return _Prepared(compiled, form, order, places, torch.cuda.current_device())
 
 
-def _constant_leaves(compiled: Any) -> Iterator[tuple[int, object]]:
-    """Yield the leaves that Triton compiled into the kernel, such as a number that is 1."""
-    index = 0
-    for kind in compiled.src.signature.values():
-        if isinstance(kind, tuple):
-            for field in kind:
-                if field == "constexpr":
-                    yield index, field
-                index += 1
-        else:
-            if kind == "constexpr":
-                yield index, kind
-            index += 1
+def _has_special_integers(compiled: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether Triton compiled a value of this call's integers, or a multiple, into the kernel."""
+    integers = [index for index, x in enumerate(arguments) if isinstance(x, int)]
+    kinds = list(compiled.src.signature.values())
+    attributes = compiled.src.attrs
+    return any(kinds[index] == "constexpr" or attributes.get((index,)) for index in integers)
 
 
 def _parameter_types(ptx: str) -> list[str]:
