@@ -13,13 +13,16 @@ from tilewise.cost import (
     H200,
     Cost,
     DevicePeaks,
+    cache_bytes_by_kind,
     choose_tiles,
     copy_blocks_cost,
     flash_attention_backward_cost,
     flash_attention_cost,
+    grouped_heads,
     io_flash,
     io_standard,
     kv_cache_bytes,
+    latent_dims,
     merge_states_cost,
     mla_cache_bytes,
     mla_decode_cost,
@@ -293,3 +296,29 @@ def test_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, check=True)
     assert done.stdout.decode().strip() == str(4 * 2 * 3 + 4 * 4)
+
+
+def test_four_kinds_of_cache_for_one_shape():
+    kinds = cache_bytes_by_kind(32, 128, num_kv_heads=8)
+    assert kinds == {"MHA": 16384, "GQA": 4096, "MQA": 512, "MLA": 1152}
+    # DeepSeek-V2, table 1: MLA remembers 9 / 2 D a layer, as GQA of 2.25 heads would.
+    assert kinds["MLA"] == 9 * 128 // 2 * 2 == 2.25 * kinds["MQA"]
+    given = cache_bytes_by_kind(
+        128, 192, v_head_dim=128, num_kv_heads=128, latent_dim=512, rope_dim=64, num_layers=61
+    )
+    assert given["MLA"] == 61 * 576 * 2
+    assert given["MHA"] == 61 * 128 * 320 * 2
+    assert given["GQA"] * 8 == given["MHA"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups"),
+    [((32, 8), 8), ((32, 32), 4), ((32, 1), 4), ((12, 12), 1), ((36, 36), 4), ((1, 1), 1)],
+)
+def test_groups_to_compare_by_divide_the_heads(heads, groups):
+    assert grouped_heads(*heads) == groups
+
+
+def test_latents_are_those_given_or_deepseek_s_proportions():
+    assert latent_dims(128) == (512, 64)
+    assert latent_dims(128, 96, 32) == (96, 32)

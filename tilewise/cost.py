@@ -21,13 +21,16 @@ __all__ = [
     "DevicePeaks",
     "Tiles",
     "WastedSlots",
+    "cache_bytes_by_kind",
     "choose_tiles",
     "copy_blocks_cost",
     "flash_attention_backward_cost",
     "flash_attention_cost",
+    "grouped_heads",
     "io_flash",
     "io_standard",
     "kv_cache_bytes",
+    "latent_dims",
     "merge_states_cost",
     "mla_cache_bytes",
     "mla_decode_cost",
@@ -417,6 +420,58 @@ def mla_cache_bytes(
     Source: Stratos, "Efficient Attention", section 3.2.1.
     """
     return num_layers * (latent_dim + rope_dim) * itemsize
+
+
+def grouped_heads(num_q_heads: int, num_kv_heads: int) -> int:
+    """Return key heads to compare GQA by: the model's own if it has groups, else Hq / 8 or so.
+
+    Groups of eight are what the GQA paper converts its models to (8 heads of 64).
+    """
+    if 1 < num_kv_heads < num_q_heads:
+        return num_kv_heads
+    return next(g for g in range(max(1, num_q_heads // 8), 0, -1) if num_q_heads % g == 0)
+
+
+def latent_dims(
+    head_dim: int, latent_dim: int | None = None, rope_dim: int | None = None
+) -> tuple[int, int]:
+    """Return R and Dr: those given, else DeepSeek-V2's proportions, 4 D and D / 2.
+
+    Source: DeepSeek-V2 (2024), table 1.
+    """
+    return latent_dim or 4 * head_dim, rope_dim or head_dim // 2
+
+
+def cache_bytes_by_kind(
+    num_q_heads: int,
+    head_dim: int,
+    *,
+    num_kv_heads: int,
+    v_head_dim: int | None = None,
+    latent_dim: int | None = None,
+    rope_dim: int | None = None,
+    num_layers: int = 1,
+    itemsize: int = 2,
+) -> dict[str, int]:
+    """Return what one token would take in the cache of MHA, GQA, MQA and MLA of one shape.
+
+    Hq (D + Dv), Hk (D + Dv), D + Dv and R + Dr elements a layer.
+
+    Args:
+        num_q_heads, head_dim, v_head_dim: Hq, D, and Dv (D by default).
+        num_kv_heads: Hk, see `grouped_heads`.
+        latent_dim, rope_dim: R and Dr, see `latent_dims`.
+
+    Source: Stratos, "Efficient Attention", section 3.
+    """
+    heads = {"MHA": num_q_heads, "GQA": grouped_heads(num_q_heads, num_kv_heads), "MQA": 1}
+    options = {"num_layers": num_layers, "itemsize": itemsize}
+    sizes = {
+        kind: kv_cache_bytes(count, head_dim, v_head_dim=v_head_dim, **options)
+        for kind, count in heads.items()
+    }
+    latents = latent_dims(head_dim, latent_dim, rope_dim)
+    return sizes | {"MLA": mla_cache_bytes(*latents, **options)}
 
 
 class WastedSlots(NamedTuple):

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from tilewise.engine.cache_table import CacheShape, cache_table, read_latent_shape
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.settings import cache_spec, compute_device, model_directory
+from tilewise.engine.settings import cache_dtype, cache_spec, compute_device, model_directory
 from tilewise.errors import RequestError
 from tilewise.models.config import read_config
 from tilewise.ops import explain
@@ -94,10 +95,18 @@ def explain_attention(
 
 def explain_cache(model: str, block_size: int, dtype: str) -> None:
     """Print what the keys and values of a model cost in memory; reads its config.json only."""
-    config = read_config(model_directory(model))
-    name = config.dtype if dtype == "auto" else dtype
-    spec = cache_spec(config, block_size, getattr(torch, name))
+    directory = model_directory(model)
+    latents = read_latent_shape(directory)
+    if latents is not None:
+        own = cache_dtype(dtype, getattr(torch, latents.dtype))
+        print(cache_table(latents, own.itemsize))
+        return
+    config = read_config(directory)
+    spec = cache_spec(config, block_size, cache_dtype(dtype, getattr(torch, config.dtype)))
     print(cache_report(spec, config.max_position_embeddings))
+    heads, dim = (config.num_q_heads, config.num_kv_heads), config.head_dim
+    shape = CacheShape(config.num_layers, *heads, dim, dim)
+    print(cache_table(shape, spec.kv.dtype.itemsize))
 
 
 def precompile(*, dtypes: Sequence[str], **choice: Any) -> int:
