@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from tilewise.ops.paged import paged_attention
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
+    from tilewise.ops.swap import BlockTransfer, swap_blocks
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "BlockMask",
+    "BlockTransfer",
     "CacheFullError",
     "CheckpointError",
     "Explanation",
@@ -63,6 +65,7 @@ __all__ = [
     "precompile",
     "quantize_heads",
     "rope_write_kv_cache",
+    "swap_blocks",
     "write_kv_cache",
     "write_latent_cache",
 ]
@@ -71,6 +74,7 @@ __all__ = [
 _LAZY = {
     "LLM": "tilewise.engine.llm",
     "BlockMask": "tilewise.masks",
+    "BlockTransfer": "tilewise.ops",
     "Explanation": "tilewise.ops",
     "Precompiled": "tilewise.ops",
     "RequestOutput": "tilewise.engine.outputs",
@@ -90,6 +94,7 @@ _LAZY = {
     "precompile": "tilewise.ops",
     "quantize_heads": "tilewise.ops",
     "rope_write_kv_cache": "tilewise.ops",
+    "swap_blocks": "tilewise.ops",
     "write_kv_cache": "tilewise.ops",
     "write_latent_cache": "tilewise.ops",
 }

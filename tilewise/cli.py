@@ -176,7 +176,10 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     engine.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...")
     engine.add_argument("--dtype", default="auto", help="of the parameters, e.g. bfloat16")
     engine.add_argument(
-        "--kv-cache-dtype", metavar="DTYPE", default="auto", help="of the cache, e.g. bfloat16"
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        default="auto",
+        help="of the cache, e.g. bfloat16, int8",
     )
     engine.add_argument(
         "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
@@ -268,7 +271,10 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cache.add_argument(
         "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
     )
-    cache.add_argument("--dtype", default="auto", choices=("auto", *_DTYPES), help="of the cache")
+    cache.add_argument(
+        "--dtype", default="auto", choices=("auto", *_DTYPES, "int8", "fp8_e4m3"),
+        help="of the cache",
+    )  # fmt: skip
 
 
 def _shape(text: str) -> tuple[int, ...]:

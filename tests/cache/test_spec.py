@@ -39,9 +39,17 @@ def test_an_empty_cache_is_refused_by_name(name: str):
         CacheSpec(**{"num_layers": 1, "block_size": 16, name: -1}, kv=kv)
 
 
-def test_an_integer_dtype_is_refused():
-    with pytest.raises(TypeError, match=r"dtype must be a floating-point type, got torch\.int32"):
-        KVSpec(num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.int32)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e5m2], ids=str)
+def test_another_dtype_is_refused(dtype: torch.dtype):
+    with pytest.raises(TypeError, match=f"dtype must be .* int8 or float8_e4m3fn, got {dtype}$"):
+        KVSpec(num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_scales_of_an_8_bit_cache_count(dtype: torch.dtype):
+    kv = KVSpec(num_kv_heads=8, head_dim=192, v_head_dim=128, dtype=dtype)
+    assert kv.bytes_per_token == 8 * (192 + 128 + 4 + 4)
+    assert CacheSpec(num_layers=1, block_size=16, kv=kv).scale_shape(5) == (5, 16, 8)
 
 
 def test_specs_are_values():

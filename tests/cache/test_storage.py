@@ -26,6 +26,36 @@ def test_each_layer_has_its_own_keys_and_values():
     assert len(pointers) == 6
 
 
+def test_layers_are_parts_of_one_cache():
+    storage = KVStorage(SPEC, num_blocks=5)
+    for tensor in storage.whole:
+        tensor.zero_()
+    for number, layer in enumerate(storage.layers):
+        for tensor in layer:
+            tensor[1] = number + 1
+    for tensor in storage.whole:
+        assert tensor[[1, 6, 11]].flatten(1).amax(1).tolist() == [1, 2, 3]
+        assert int(tensor.count_nonzero()) == 3 * tensor[0].numel()
+
+
+def test_pairs_of_one_layer_become_those_of_all():
+    storage = KVStorage(SPEC, num_blocks=5)
+    pairs = storage.in_all_layers(torch.tensor([[0, 4], [2, 3]]))
+    assert pairs.tolist() == [[0, 4], [2, 3], [5, 9], [7, 8], [10, 14], [12, 13]]
+    assert storage.in_all_layers(torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_an_8_bit_cache_has_scales(dtype):
+    kv = KVSpec(num_kv_heads=2, head_dim=8, v_head_dim=6, dtype=dtype)
+    storage = KVStorage(CacheSpec(num_layers=3, block_size=4, kv=kv), num_blocks=5)
+    for k_cache, v_cache, k_scale, v_scale in storage.layers:
+        assert k_cache.dtype == v_cache.dtype == dtype
+        assert k_scale.shape == v_scale.shape == (5, 4, 2)
+        assert k_scale.dtype == v_scale.dtype == torch.float32
+    assert storage.num_bytes == sum(t.nbytes for t in storage.whole)
+
+
 def test_the_tensors_take_the_bytes_that_the_spec_promises():
     storage = KVStorage(SPEC, num_blocks=5)
     assert storage.num_bytes == sum(t.nbytes for layer in storage.layers for t in layer)

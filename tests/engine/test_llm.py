@@ -424,7 +424,7 @@ def test_the_cache_may_be_narrower_than_the_model(directory, checkpoints):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be auto"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be auto"),
         ({"device": "meta"}, "device must be cpu or cuda, got 'meta'"),
         ({"device": "gpu"}, "device must be cpu or cuda, got 'gpu'"),
         ({"device": "cuda:99"}, "device must be one of the .* GPUs that torch sees, got 'cuda:99'"),

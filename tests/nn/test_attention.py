@@ -133,7 +133,7 @@ def test_batch_invariance_is_asked_of_the_kernel(monkeypatch):
         asked.append(batch_invariant)
         return q
 
-    monkeypatch.setattr("tilewise.nn.attention.ops.write_kv_cache", lambda *_: None)
+    monkeypatch.setattr("tilewise.nn.attention.ops.write_kv_cache", lambda *_, **__: None)
     monkeypatch.setattr("tilewise.nn.attention.ops.paged_attention", spy)
     nothing, kv = torch.zeros(2, dtype=torch.int32), (torch.zeros(1), torch.zeros(1))
     for invariant in (False, True):

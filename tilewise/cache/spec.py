@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-__all__ = ["CacheSpec", "KVSpec"]
+__all__ = ["QUANTISED_DTYPES", "CacheSpec", "KVLayer", "KVSpec", "kv_layer"]
+
+# Caches of these dtypes hold a float32 scale beside each token's channels of a head.
+QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
+# One layer's cache: k_cache, v_cache and, of an 8-bit one, k_scale and v_scale.
+KVLayer = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def kv_layer(tensors: Sequence[Tensor]) -> KVLayer:
+    """Return two tensors or four as a KVLayer."""
+    if len(tensors) == 2:
+        return (tensors[0], tensors[1])
+    k_cache, v_cache, k_scale, v_scale = tensors
+    return (k_cache, v_cache, k_scale, v_scale)
 
 
 def _require_positive(name: str, value: int) -> None:
@@ -22,11 +38,11 @@ class KVSpec:
         num_kv_heads: key/value heads, Hk.
         head_dim: channels of a key, D.
         v_head_dim: channels of a value, Dv.
-        dtype: a floating-point type.
+        dtype: a floating-point type of 16 bits or more, int8 or float8_e4m3fn.
 
     Raises:
         ValueError: a size is below 1.
-        TypeError: dtype is not floating-point.
+        TypeError: dtype is another one.
     """
 
     num_kv_heads: int
@@ -38,13 +54,28 @@ class KVSpec:
         _require_positive("num_kv_heads", self.num_kv_heads)
         _require_positive("head_dim", self.head_dim)
         _require_positive("v_head_dim", self.v_head_dim)
-        if not self.dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating-point type, got {self.dtype}")
+        is_float = self.dtype.is_floating_point and self.dtype.itemsize > 1
+        if not (is_float or self.is_quantised):
+            raise TypeError(
+                "dtype must be a floating-point type of 16 bits or more, int8 or float8_e4m3fn, "
+                f"got {self.dtype}"
+            )
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether rows have scales."""
+        return self.dtype in QUANTISED_DTYPES
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the two scales of one head of one token: 8, or 0 without."""
+        return 2 * torch.float32.itemsize if self.is_quantised else 0
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in one layer: Hk (D + Dv) times the element size."""
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+        """Bytes of one token in one layer: Hk ((D + Dv) times the element size + the scales)."""
+        channels = (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+        return self.num_kv_heads * (channels + self.scale_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +116,7 @@ class CacheSpec:
     def v_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
         """Shape of one layer's v_cache: (num_blocks, P, Hk, Dv)."""
         return (num_blocks, self.block_size, self.kv.num_kv_heads, self.kv.v_head_dim)
+
+    def scale_shape(self, num_blocks: int) -> tuple[int, int, int]:
+        """Shape of one layer's k_scale and v_scale: (num_blocks, P, Hk)."""
+        return (num_blocks, self.block_size, self.kv.num_kv_heads)

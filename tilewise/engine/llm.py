@@ -60,7 +60,8 @@ class LLM:
         block_size: tokens per cache block.
         num_blocks: cache blocks; None is what max_num_seqs full contexts need, at most a quarter of
             the available main memory, or on a GPU what gpu_memory_utilization leaves.
-        kv_cache_dtype: "float32", "float16" or "bfloat16"; "auto" is the dtype of the parameters.
+        kv_cache_dtype: "float32", "float16", "bfloat16", or of half the memory "int8" or
+            "fp8_e4m3", with a scale for each token and head; "auto" is the dtype of the parameters.
         max_model_len: tokens of a sequence, prompt and generated; None is the model's own limit.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one step; a longer prompt is computed in chunks.

@@ -44,12 +44,15 @@ def cache_report(spec: CacheSpec, max_model_len: int) -> str:
     kv, gib = spec.kv, 2**30
     dtype = str(kv.dtype).removeprefix("torch.")
     heads = "heads" if kv.num_kv_heads > 1 else "head"
+    width = kv.dtype.itemsize
+    channel = f"({kv.head_dim} + {kv.v_head_dim}) channels x {width} byte{'s' * (width > 1)}"
+    if kv.is_quantised:
+        channel = f"({channel} + {kv.scale_bytes} of scales)"
     rows = [
         (
             "one token",
             f"{_bytes(spec.bytes_per_token)} = {spec.num_layers} layers x {kv.num_kv_heads} "
-            f"{heads} x ({kv.head_dim} + {kv.v_head_dim}) channels x {kv.dtype.itemsize} bytes "
-            f"({dtype})",
+            f"{heads} x {channel} ({dtype})",
         ),
         ("one block", f"{_bytes(spec.bytes_per_block)} = {spec.block_size} tokens"),
         (

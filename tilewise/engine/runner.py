@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.inputs import ModelInputs
 from tilewise.nn.context import AttentionContext
@@ -36,7 +37,7 @@ class CausalModel(Protocol):
         positions: Tensor,
         *,
         ctx: AttentionContext,
-        kv: list[tuple[Tensor, Tensor]],
+        kv: list[KVLayer],
     ) -> Tensor:
         """Map (T,) ids and positions to (T, E) hidden states; write keys and values to `kv`."""
         ...
@@ -81,8 +82,10 @@ class ModelRunner:
     def _forward(self, inputs: ModelInputs) -> Tensor:
         kv = self.storage.layers
         if len(inputs.block_copies) > 0:
-            for k_cache, v_cache in kv:
-                copy_blocks(k_cache, v_cache, inputs.block_copies)
+            k_cache, v_cache, *scales = self.storage.whole
+            k_scale, v_scale = scales or (None, None)
+            pairs = self.storage.in_all_layers(inputs.block_copies)
+            copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
         hidden = self.model(inputs.ids, inputs.positions, ctx=inputs.ctx, kv=kv)  # (T, E)
         if len(inputs.logits_rows) < len(hidden):
             hidden = hidden.index_select(0, inputs.logits_rows)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise.cache.spec import KVLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.context import AttentionContext
@@ -48,7 +49,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         *,
         ctx: AttentionContext | None = None,
-        kv: Sequence[tuple[Tensor, Tensor]] | None = None,
+        kv: Sequence[KVLayer] | None = None,
     ) -> Tensor:
         """Return the last hidden states, normalised.
 
@@ -56,7 +57,8 @@ class Decoder(nn.Module):
             ids: int64, (B, S) dense and differentiable, or (T,) packed when ctx and kv are given.
             positions: int64, same shape as ids; None is 0 ... S - 1 of a dense batch.
             ctx: where the rows belong; see AttentionContext.
-            kv: per layer, the k_cache and v_cache to write the new tokens to and attend over.
+            kv: per layer, the k_cache and v_cache (and scales of an 8-bit cache) to write the new
+                tokens to and attend over.
 
         Returns:
             (B, S, E) or (T, E), in the dtype of the model.

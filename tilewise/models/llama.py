@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from tilewise.cache.spec import KVLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.weights import Weight
@@ -44,7 +45,7 @@ class LlamaLayer(nn.Module):
         x: Tensor,
         rope: tuple[Tensor, Tensor],
         ctx: AttentionContext | None,
-        kv: tuple[Tensor, Tensor] | None,
+        kv: KVLayer | None,
     ) -> Tensor:
         """Map the residual stream (..., E) to itself."""
         x = x + self.attention(self.attention_norm(x), rope, ctx=ctx, kv=kv)
@@ -71,7 +72,7 @@ class Llama(Decoder):
         positions: Tensor | None = None,
         *,
         ctx: AttentionContext | None = None,
-        kv: Sequence[tuple[Tensor, Tensor]] | None = None,
+        kv: Sequence[KVLayer] | None = None,
     ) -> Tensor:
         """Return the last hidden states, normalised; see `Decoder.forward`."""
         if positions is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.layers import RMSNorm
 
@@ -62,7 +64,7 @@ class Attention(nn.Module):
         rope: tuple[Tensor, Tensor] | None = None,
         *,
         ctx: AttentionContext | None = None,
-        kv: tuple[Tensor, Tensor] | None = None,
+        kv: KVLayer | None = None,
     ) -> Tensor:
         """Attend within each sequence of a dense batch, or over a paged cache when given one.
 
@@ -70,7 +72,8 @@ class Attention(nn.Module):
             x: (B, S, E) dense and differentiable; (T, E) packed when ctx and kv are given.
             rope: cos and sin, float32, as apply_rope takes them; None does not rotate.
             ctx: where the rows of x belong; the new keys and values are written first.
-            kv: this layer's k_cache and v_cache, each (num_blocks, block_size, Hk, D).
+            kv: this layer's k_cache and v_cache, each (num_blocks, block_size, Hk, D), and of an
+                8-bit cache k_scale and v_scale (num_blocks, block_size, Hk).
 
         Returns:
             Same shape as x.
@@ -80,43 +83,89 @@ class Attention(nn.Module):
         """
         if (ctx is None) != (kv is None):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
-        q, k, v = self._project(x, rope)
+        heads = self._heads(x)
         if ctx is None or kv is None:
+            q, k, v = self._rotated(heads, rope)
             o = ops.attention(
                 q, k, v, causal=True, window=self.window, softmax_scale=self.softmax_scale
             )
         else:
-            k_cache, v_cache = kv
-            ops.write_kv_cache(k, v, k_cache, v_cache, ctx.slot_mapping)
-            o = ops.paged_attention(
-                q,
-                k_cache,
-                v_cache,
-                block_table=ctx.block_table,
-                seqlens_k=ctx.seqlens_k,
-                cu_seqlens_q=ctx.cu_seqlens_q,
-                max_seqlen_q=ctx.max_seqlen_q,
-                softmax_scale=self.softmax_scale,
-                window=self.window,
-                batch_invariant=ctx.batch_invariant,
-            )
+            o = self._attend_cache(heads, rope, ctx, kv)
         y: Tensor = self.o_proj(o.flatten(-2))
         return y
 
-    def _project(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (..., Hq, D), k and v (..., Hk, D), normalised and rotated."""
+    def _attend_cache(
+        self,
+        heads: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext,
+        kv: KVLayer,
+    ) -> Tensor:
+        """Write the new keys and values of (T, Hq + 2 Hk, D) projections; return o (T, Hq, D)."""
+        k_cache, v_cache, *rest = kv
+        k_scale, v_scale = rest or (None, None)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if rope is None or (torch.is_grad_enabled() and heads.requires_grad):
+            q, k, v = self._rotated(heads, rope)
+            ops.write_kv_cache(
+                k, v, k_cache, v_cache, ctx.slot_mapping, k_scale=k_scale, v_scale=v_scale
+            )
+        else:
+            q, k, v = self._split(heads)
+            q = ops.rope_write_kv_cache(
+                q,
+                k,
+                v,
+                k_cache,
+                v_cache,
+                ctx.slot_mapping,
+                cos=rope[0],
+                sin=rope[1],
+                q_norm=None if q_norm is None else q_norm.weight,
+                k_norm=None if k_norm is None else k_norm.weight,
+                norm_eps=0.0 if q_norm is None else q_norm.eps,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        return ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_table=ctx.block_table,
+            seqlens_k=ctx.seqlens_k,
+            cu_seqlens_q=ctx.cu_seqlens_q,
+            max_seqlen_q=ctx.max_seqlen_q,
+            softmax_scale=self.softmax_scale,
+            window=self.window,
+            batch_invariant=ctx.batch_invariant,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return (..., Hq + 2 Hk, D): query, key and value heads."""
+        num_heads = self.num_q_heads + 2 * self.num_kv_heads
+        heads: Tensor = self.qkv_proj(x).unflatten(-1, (num_heads, self.head_dim))
+        return heads
+
+    def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # split_with_sizes, since Tensor.split is Python around it and takes twice as long.
         hq, hk = self.num_q_heads, self.num_kv_heads
-        heads = self.qkv_proj(x).unflatten(-1, (hq + 2 * hk, self.head_dim))
+        q, k, v = heads.split_with_sizes((hq, hk, hk), dim=-2)
+        return q, k, v
+
+    def _rotated(
+        self, heads: Tensor, rope: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (..., Hq, D), k and v (..., Hk, D), normalised and rotated."""
         if self.q_norm is None or self.k_norm is None:
+            hq, hk = self.num_q_heads, self.num_kv_heads
             qk, v = heads.split_with_sizes((hq + hk, hk), dim=-2)
             if rope is not None:
                 qk = ops.apply_rope(qk, *rope)  # q and k turn by the same angles: one call
             q, k = qk.split_with_sizes((hq, hk), dim=-2)
             return q, k, v
-        q, k, v = heads.split_with_sizes((hq, hk, hk), dim=-2)
+        q, k, v = self._split(heads)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)

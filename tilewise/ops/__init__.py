@@ -11,8 +11,10 @@ from tilewise.ops.mla_expanded import mla_attention, mla_prefill
 from tilewise.ops.paged import paged_attention
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
+from tilewise.ops.swap import BlockTransfer, swap_blocks
 
 __all__ = [
+    "BlockTransfer",
     "Explanation",
     "Precompiled",
     "apply_rope",
@@ -30,6 +32,7 @@ __all__ = [
     "precompile",
     "quantize_heads",
     "rope_write_kv_cache",
+    "swap_blocks",
     "write_kv_cache",
     "write_latent_cache",
 ]

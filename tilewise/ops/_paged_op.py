@@ -31,8 +31,16 @@ class PagedOptions(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors by name, as launchers take them; scales only with an 8-bit cache."""
-        count = 5 if self.k_scale is None else 7
-        return dict(zip(self._fields[:count], self[:count], strict=True))
+        tensors = {
+            "block_table": self.block_table,
+            "seqlens_k": self.seqlens_k,
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+        }
+        if self.k_scale is None:
+            return tensors
+        return tensors | {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
 def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions) -> PagedSpec:

@@ -22,7 +22,8 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.spec import scale_per_slot
 
-# What a cache holds: floats, int8, float8_e4m3fn, and float8_e4m3fn as bytes.
+# What a cache holds: floats, int8, float8_e4m3fn, and float8_e4m3fn to be read by its bits. Kernels
+# see 8-bit caches as int8: Triton has no zero of float8 for the elements that a load masks.
 FLOAT, INT8, E4M3, E4M3_BITS = (tl.constexpr(kind) for kind in range(4))
 _INT8_LIMIT, _E4M3_LIMIT = tl.constexpr(127.0), tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)  # below, 1 / scale is no float32: such rows become 0
@@ -70,6 +71,8 @@ def widen(x, kind: tl.constexpr, KIND: tl.constexpr):
         bits = x.to(tl.int32)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return half.to(tl.int16).to(tl.float16, bitcast=True).to(kind)
+    if KIND == E4M3:
+        return x.to(tl.float8e4nv, bitcast=True).to(kind)
     return x.to(kind)
 
 

@@ -30,7 +30,7 @@ from tilewise.kernels.triton._paged import (
     clear_padding_rows,
     normalise,
 )
-from tilewise.kernels.triton._quantise import E4M3, FLOAT, Scales, as_bytes
+from tilewise.kernels.triton._quantise import FLOAT, Scales, as_bytes
 from tilewise.kernels.triton._tile import LOG2E
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -195,8 +195,7 @@ def launch(
         return o, lse
     work = tiles.paged_work(spec, device.arch_of(q.device), device.sm_count_of(q.device))
     scales = Scales.of(k_cache, k_scale, v_scale, lse)
-    if scales.kind != E4M3.value:
-        k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
+    k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     tensors: dict[str, Any] = {
         "block_table": block_table,
         "seqlens_k": seqlens_k,

@@ -25,7 +25,7 @@ def launch(
     **options: Any,
 ) -> Tensor:
     """Write k and v and return q, normalised and rotated in float64."""
-    wide = {
+    wide: dict[str, Any] = {
         name: value.double() if isinstance(value, Tensor) and "scale" not in name else value
         for name, value in options.items()
     }
