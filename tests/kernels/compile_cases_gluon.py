@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
-from tilewise.kernels.gluon import attention_bwd_launch, attention_fwd_launch
+from tilewise.kernels.gluon import attention_bwd_launch, attention_fp8, attention_fwd_launch
 from tilewise.kernels.spec import AttentionSpec
 
 ARCH = 90  # compiled for any other, LLVM aborts the process
@@ -76,6 +77,15 @@ def launch_backward(spec: AttentionSpec) -> None:
     )  # fmt: skip
     lse = meta(*heads_rows, dtype=torch.float32)
     attention_bwd_launch.launch_bwd(o, lse, q, k, v, o, lse, spec, **tensors)
+
+
+def launch_fp8(spec: AttentionSpec) -> None:
+    """Call the launchers of the e4m3 forward pass, quantising first."""
+    tensors = _tensors(spec)
+    q, k, v = (tensors[name] for name in "qkv")
+    counter = meta(1, dtype=torch.int32)
+    with mock.patch.object(attention_fp8, "_counter", return_value=counter):
+        attention_fp8.launch_fwd(q, k, v, spec, scales=None, seqlens_k=tensors["seqlens_k"])
 
 
 _SHORT = {"max_seqlen_q": 1024, "max_seqlen_k": 1024}
@@ -147,4 +157,17 @@ def attention_cases() -> Iterator[GluonCase]:
                 REFUSED[f"{part}-{name}"] = reason
 
 
-CASES: list[GluonCase] = [*attention_cases()]
+def fp8_cases() -> Iterator[GluonCase]:
+    """Yield the e4m3 rows, and their features."""
+    for head_dim in (64, 128, 256):
+        for name, changes in {
+            "full": {"causal": False},
+            "causal": {},
+            "window": {"window_left": 1000},
+            "lengths": {"has_seqlens_k": True},
+        }.items():
+            spec = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
+            yield _case(f"fp8-d{head_dim}-{name}", launch_fp8, spec)
+
+
+CASES: list[GluonCase] = [*attention_cases(), *fp8_cases()]

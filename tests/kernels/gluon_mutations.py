@@ -136,7 +136,7 @@ FORWARD = {
         _STEP, "mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)", "full"
     ),
     "q_multiplied_before_it_is_there": Mutation(
-        _TILES, "mbarrier.wait(shared.q_full.index(GROUP), turn & 1)\n        acc", "acc", "full"
+        _TILES, "mbarrier.wait(shared.q_full.index(GROUP), turn & 1)\n        task", "task", "full"
     ),
     "the_last_v_multiplied_before_it_is_there": _without(
         _ATTEND, "mbarrier.wait(shared.v_full.index(stage), (last // tile.stages) & 1)", "full"
@@ -167,9 +167,7 @@ FORWARD = {
         "        mbarrier.arrive(shared.q_empty.index(GROUP), count=1)\n",
         "", "full",
     ),
-    "a_sum_that_is_not_rescaled": Mutation(
-        _STEP, "State(scale_rows(acc, alpha)", "State(acc", "full"
-    ),
+    "a_sum_that_is_not_rescaled": _without(_STEP, "acc = scale_rows(acc, alpha)", "full"),
     "nobody_begins_the_turns": _without(
         _TILES, 'named_barrier("arrive", TURN_BARRIER, 256, 4)', "full"
     ),
@@ -198,7 +196,7 @@ FORWARD = {
 
 _MOVE, _SEND = "*bwd*:load_tiles", "*bwd*:send_dq"
 _FOLD, _CONSUME = "*bwd*:_step", "*bwd*:consume"
-_LEAVE, _STORE = "*bwd*:_leave_dq", "*bwd*:_store"
+_LEAVE, _STORE = "*bwd*:_leave_dq", "*bwd*:store_keys"
 _KERNEL = "attention_bwd:attention_bwd_kernel"
 _DKDV = "dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p_half, ds_half))\n"
 _FREE_Q = "    mbarrier.arrive(bars.empty.index(stage), count=1)\n"
@@ -206,7 +204,7 @@ _DQ = "        dq = warpgroup_mma_wait(1, deps=(dq_sum,))\n"
 _FREE_DS = "        mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)\n"
 _SYNC = '            named_barrier("sync", DQ_WRITTEN, 288, 1)\n'
 _FREE_DQ = "            mbarrier.arrive(bars.dq_empty.index(0), count=1)\n"
-_COUNTS = "_barriers(STAGES, 2),\n        _barriers(1, 1), _barriers(2, 2), _barriers(2, 2),"
+_COUNTS = "barriers(STAGES, 2),\n        barriers(1, 1), barriers(2, 2), barriers(2, 2),"
 
 BACKWARD = {
     # The two warps that move tiles.
@@ -256,11 +254,11 @@ BACKWARD = {
         _KERNEL, _COUNTS, _COUNTS.replace("(STAGES, 2)", "(STAGES, 1)"), "causal"
     ),
     "ds_complete_with_one_half": Mutation(
-        _KERNEL, _COUNTS, _COUNTS.replace("(1, 1), _barriers(2, 2)", "(1, 1), _barriers(2, 1)"),
+        _KERNEL, _COUNTS, _COUNTS.replace("(1, 1), barriers(2, 2)", "(1, 1), barriers(2, 1)"),
         "causal",
     ),
     "ds_freed_by_one_warpgroup": Mutation(
-        _KERNEL, _COUNTS, _COUNTS.replace("(2, 2), _barriers(2, 2)", "(2, 2), _barriers(2, 1)"),
+        _KERNEL, _COUNTS, _COUNTS.replace("(2, 2), barriers(2, 2)", "(2, 2), barriers(2, 1)"),
         "causal",
     ),
     # A consumer.
@@ -318,13 +316,13 @@ BACKWARD = {
         "half = buffer.index(0).slice(64 - PART * 64, 64, 2)", "causal",
     ),
     "a_diagonal_one_off": Mutation(
-        "*bwd*:_hide", "begin = diagonal - shape.window_right",
+        "*bwd*:hide", "begin = diagonal - shape.window_right",
         "begin = diagonal - shape.window_right - 1", "causal",
     ),
     "queries_of_no_sequence_are_not_cleared": _without(
-        _FOLD, "_clear_queries(q, do, work, tile, variant)", "nan"
+        _FOLD, "clear_queries(do, work, tile, variant)", "nan"
     ),
     "cleared_keys_that_are_not_fenced": _without(
-        "*bwd*:_clear_keys", "fence_async_shared()", "nan"
+        "*bwd*:clear_keys", "fence_async_shared()", "nan"
     ),
 }  # fmt: skip

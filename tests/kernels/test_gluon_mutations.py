@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,20 @@ from tests.kernels.gluon_problem import backward, forward
 from tilewise.kernels.gluon import attention_fwd_launch
 
 SEEDS = range(4)
+QUICK = {
+    "k_is_loaded_before_its_place_is_free",
+    "the_wrong_phase_of_free_v",
+    "v_freed_before_its_product_is_done",
+    "k_freed_before_its_product_is_done",
+    "nobody_begins_the_turns",
+    "o_copied_before_it_is_fenced",
+    "an_end_that_is_not_announced",
+    "ds_that_is_not_fenced",
+    "ds_multiplied_before_the_other_half_is_there",
+    "dq_freed_while_it_is_sent",
+    "dq_added_before_its_turn",
+    "dq_used_before_it_is_done",
+}
 CALLS = {
     "full": Call(256, 500, (2, 2), (128, 128), 1, BRAIN),  # two tiles a CTA, four blocks each
     "causal": Call(330, 400, (2, 1), (128, 128), 1, BRAIN, CAUSAL),
@@ -97,12 +112,18 @@ def judge(mutation: Mutation, run: object, truth: dict[str, Tensor]) -> None:
     assert seen == (mutation.harmless is None)
 
 
-@pytest.mark.parametrize("name", FORWARD)
+def marked(mutations: dict[str, Mutation]) -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in mutations
+    ]
+
+
+@pytest.mark.parametrize("name", marked(FORWARD))
 def test_a_mistake_in_the_forward_pass_is_seen(name: str) -> None:
     judge(FORWARD[name], run_forward, forward_truth(FORWARD[name].call))
 
 
-@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("name", marked(BACKWARD))
 def test_a_mistake_in_the_backward_pass_is_seen(name: str) -> None:
     judge(BACKWARD[name], run_backward, backward_truth(BACKWARD[name].call))
 

@@ -327,7 +327,7 @@ def reduce(input: Any, axis: int, combine_fn: Callable[..., Any], keep_dims: boo
 
 @operation
 def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Any:
-    machine().step(progress=False) if pointer.shape == [] else machine().step()
+    machine().step(reads=pointer.shape == [])
     return pointer.read(mask, other)
 
 
@@ -339,7 +339,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
 
 def _atomic(name: str, function: Callable[[Any, Any], Any]) -> None:
     def apply(pointer: Pointer, val: Any, mask: Any = None, sem: Any = None, scope: Any = None):
-        machine().step(progress=False)
+        machine().step(polls=True)
         for address in pointer.addresses(mask):
             machine().meet(address, str(sem or "acq_rel"))
         return pointer.update(function, val, mask)
@@ -357,7 +357,7 @@ _atomic("and", lambda old, new: old & new)
 
 @operation
 def atomic_cas(pointer: Pointer, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Any:
-    machine().step(progress=False)
+    machine().step(polls=True)
     for address in pointer.addresses(None):
         machine().meet(address, str(sem or "acq_rel"))
     wanted = values_of(cmp)

@@ -143,15 +143,20 @@ class Machine:
         self._workers.append(worker)
         threading.Thread(target=main, daemon=True).start()
 
-    def step(self, *, progress: bool = True) -> None:
-        """Let time pass at a synchronisation: copies may land, others may go on."""
+    def step(self, *, polls: bool = False, reads: bool = False) -> None:
+        """Let time pass at a synchronisation: copies may land, others may go on.
+
+        Args:
+            polls: an atomic, which may be part of a loop that waits; then others must go on.
+            reads: a load, which may be, too, but seldom is.
+        """
         self._now += 1
-        if progress:
+        if not (polls or reads):
             self._last_progress = self._now
         elif self._now - self._last_progress > _MOST_POLLS and not self._events:
             self._fail(Deadlock(f"everybody polls memory in vain:\n{self._picture()}"))
         self._land(self._now)
-        if not progress or self.random.random() < _SWITCH:
+        if polls or self.random.random() < _SWITCH:
             self._switch()
 
     def wait(self, can_go: Callable[[], bool], waits_for: str) -> None:
