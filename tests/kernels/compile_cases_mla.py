@@ -91,6 +91,3 @@ def mla_cases() -> Iterator[Case]:
                 slow=slow or (arch != 90 and name != "128-heads"),
                 mma="mma.sync" if "20-heads" in name or "32-heads" in name else None,
             )
-
-
-CASES = [*mla_cases()]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
+from tests.kernels.compile_cases_mla import mla_cases
 from tilewise.kernels.spec import PagedSpec
 
 _DECODE = {"max_seqlen_q": 1, "num_tokens": 16}
@@ -152,4 +153,4 @@ def paged_cases() -> Iterator[Case]:
             )
 
 
-CASES = [*paged_cases()]
+CASES = [*paged_cases(), *mla_cases()]

@@ -12,11 +12,13 @@ from torch import Tensor
 from tilewise import cost
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device as devices
+from tilewise.kernels.mla_tiles import mla_work
 from tilewise.kernels.spec import AttentionSpec, PagedSpec
 from tilewise.kernels.tiles import TileConfig
-from tilewise.ops import _attention_op, _dispatch, _paged_op
+from tilewise.ops import _attention_op, _dispatch, _mla_op, _paged_op
 from tilewise.ops._attention_args import prepare_dense, prepare_packed
 from tilewise.ops._attention_op import AttentionOptions
+from tilewise.ops._mla_args import prepare_decode
 from tilewise.ops._paged_args import prepare_paged
 
 
@@ -62,7 +64,7 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
     """Tell which backend and tiles a call would run with, why the others not, and what it costs.
 
     Args:
-        op_name: "attention", "attention_varlen" or "paged_attention".
+        op_name: "attention", "attention_varlen", "paged_attention" or "mla_decode".
         args, kwargs: of that op; they are checked as it would check them. Nothing is computed.
 
     Returns:
@@ -175,8 +177,34 @@ def _explain_paged(
     return Explanation(op_name, backend, refusals, {}, work, _seconds(work, q))
 
 
+def _explain_mla(
+    op_name: str, q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, **kwargs: Any
+) -> Explanation:
+    options = prepare_decode(q_latent, q_rope, latent_cache, **kwargs)
+    spec = _mla_op.make_spec(q_latent, q_rope, latent_cache, options)
+    backend, refusals = _backends("mla_decode", spec, options.backend)
+    tiles: dict[str, TileConfig] = {}
+    if backend == "triton":
+        arch, sm_count = devices.arch_of(q_latent.device), devices.sm_count_of(q_latent.device)
+        work = mla_work(spec, arch, sm_count)
+        if work.split_run:
+            tiles["split"] = work.split_config
+        if work.rows_config is not None:
+            tiles["rows"] = work.rows_config
+    cost_of = cost.mla_decode_cost(
+        options.seqlens_k.tolist(),
+        num_q_heads=spec.num_q_heads,
+        latent_dim=spec.v_head_dim,
+        rope_dim=spec.head_dim - spec.v_head_dim,
+        seqlens_q=options.cu_seqlens_q.diff().tolist(),
+        itemsize=spec.cache_dtype.itemsize,
+    )
+    return Explanation(op_name, backend, refusals, tiles, cost_of, _seconds(cost_of, q_latent))
+
+
 _EXPLAINED: dict[str, Callable[..., Explanation]] = {
     "attention": _explain_attention,
     "attention_varlen": _explain_attention,
     "paged_attention": _explain_paged,
+    "mla_decode": _explain_mla,
 }
