@@ -36,6 +36,7 @@ from tilewise.kernels.gluon.attention_fp8_schedule import (
     KEYS,
     NOTES,
     ROW,
+    notes_of,
     produce,
     read_note,
 )
@@ -100,7 +101,6 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
     TILE_N: gl.constexpr = C.TILE_N
     HEAD_DIM: gl.constexpr = C.HEAD_DIM
     WIDTH: gl.constexpr = HEAD_DIM // C.PARTS
-    NOTE: gl.constexpr = CONSUMER * NOTES
     s_layout: gl.constexpr = byte_sum_layout(TILE_N)
     o_layout: gl.constexpr = byte_sum_layout(WIDTH)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -110,12 +110,13 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         pass_turn(CONSUMER, C)
     q = smem.q.index(CONSUMER).reshape([64, HEAD_DIM])
     mbarrier.wait(bars.q_full.index(CONSUMER), 0)
-    row0 = read_note(smem.places, NOTE + ROW)
+    row0 = read_note(smem.places, CONSUMER * NOTES + ROW)
     while row0 >= 0:
-        first = read_note(smem.places, NOTE + FIRST)
-        count = read_note(smem.places, NOTE + COUNT)
-        keys = read_note(smem.places, NOTE + KEYS)
-        scale = read_note(smem.factors, CONSUMER * 2)
+        slot = notes_of(CONSUMER, turn, C)
+        first = read_note(smem.places, slot * NOTES + FIRST)
+        count = read_note(smem.places, slot * NOTES + COUNT)
+        keys = read_note(smem.places, slot * NOTES + KEYS)
+        scale = read_note(smem.factors, slot * 2)
         m = gl.full([64], float("-inf"), gl.float32, rows)
         blank = gl.zeros([64, TILE_N], gl.float32, s_layout).reshape([64, TILE_N // 8, 4, 2])
         sums = gl.sum(gl.sum(blank, 3), 1)
@@ -192,18 +193,19 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                     CONSUMER, C, True, False,
                 )  # fmt: skip
                 done += 1
+        mbarrier.arrive(bars.q_empty.index(CONSUMER), count=1)
         # The last product with values.
         last = (done - 1) % C.STAGES
         mbarrier.wait(bars.v_full.index(last), ((done - 1) // C.STAGES) & 1)
         acc, acc2 = add_values(acc, acc2, p, alpha, smem, last, C)
         mbarrier.arrive(bars.v_empty.index(last), count=1)
-        row0 = read_note(smem.places, NOTE + ROW)
-        b = read_note(smem.places, NOTE + BATCH)
-        h = read_note(smem.places, NOTE + HEAD)
-        batch_head = read_note(smem.places, NOTE + BATCH_HEAD)
-        scale = read_note(smem.factors, CONSUMER * 2)
-        v_scale = read_note(smem.factors, CONSUMER * 2 + 1)
-        mbarrier.arrive(bars.q_empty.index(CONSUMER), count=1)
+        slot = notes_of(CONSUMER, turn, C)
+        row0 = read_note(smem.places, slot * NOTES + ROW)
+        b = read_note(smem.places, slot * NOTES + BATCH)
+        h = read_note(smem.places, slot * NOTES + HEAD)
+        batch_head = read_note(smem.places, slot * NOTES + BATCH_HEAD)
+        scale = read_note(smem.factors, slot * 2)
+        v_scale = read_note(smem.factors, slot * 2 + 1)
         total = gl.convert_layout(gl.sum(sums, 1), rows)
         inverse = gl.where(total > 0, v_scale / total, 0.0)
         lse = (m * scale - P_LOG2) * LN2 + gl.log(total)
@@ -215,7 +217,7 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
             _store(scale_rows(acc2, inverse), o_desc, smem, b, h, row0, 1, C, CONSUMER)
         turn += 1
         mbarrier.wait(bars.q_full.index(CONSUMER), turn & 1)
-        row0 = read_note(smem.places, NOTE + ROW)
+        row0 = read_note(smem.places, notes_of(CONSUMER, turn, C) * NOTES + ROW)
     tma.store_wait(0)
 
 
@@ -252,8 +254,8 @@ def attention_fp8_fwd_kernel(
         gl.allocate_shared_memory(
             o_desc.dtype, [NC * (HEAD_DIM // WIDTH), 1, 1, 64, WIDTH], o_desc.layout
         ),
-        gl.allocate_shared_memory(gl.int32, [NC * NOTES, 1], word),
-        gl.allocate_shared_memory(gl.float32, [NC * 2, 1], word),
+        gl.allocate_shared_memory(gl.int32, [2 * NC * NOTES, 1], word),
+        gl.allocate_shared_memory(gl.float32, [2 * NC * 2, 1], word),
     )
     bars = Barriers(
         gl.allocate_shared_memory(gl.int64, [NC, 1], word),

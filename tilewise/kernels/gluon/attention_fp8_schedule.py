@@ -22,7 +22,8 @@ from tilewise.kernels.gluon._compat import tma_load
 
 # What the producer writes into shared memory about a tile, for each consumer: its first row (-1:
 # there are no more tiles), sequence, head, both in one, first and number of key tiles, keys of the
-# sequence. Read when needed, they cost no registers in between.
+# sequence. Read when needed, they cost no registers in between. There are two sets, taken in turn:
+# the next tile's arrives, with its queries, before a consumer is done with this one's.
 NOTES = gl.constexpr(7)
 ROW = gl.constexpr(0)
 BATCH = gl.constexpr(1)
@@ -77,26 +78,33 @@ def _note(slot, value, dtype: gl.constexpr):
 
 
 @gluon.jit
+def notes_of(w: gl.constexpr, turn, C: gl.constexpr):
+    """Return which set of notes is that of consumer w's tile number `turn`."""
+    return (turn & 1) * C.NUM_CONSUMERS + w
+
+
+@gluon.jit
 def read_note(notes, index):
     """Return what the producer wrote for this tile; a consumer's four warps read it."""
     return gl.max(notes.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _load_q(q_desc, smem, bars, place, factors, w: gl.constexpr, phase):
+def _load_q(q_desc, smem, bars, place, factors, w: gl.constexpr, turn, C: gl.constexpr):
     """Load the queries of consumer w; where they lie travels with them."""
     row0, b, h, batch_head, first, count, keys = place
     scale, v_scale = factors
-    mbarrier.wait(bars.q_empty.index(w), phase ^ 1)
-    _note(smem.places.index(w * NOTES + ROW), row0 + w * 64, gl.int32)
-    _note(smem.places.index(w * NOTES + BATCH), b, gl.int32)
-    _note(smem.places.index(w * NOTES + HEAD), h, gl.int32)
-    _note(smem.places.index(w * NOTES + BATCH_HEAD), batch_head, gl.int32)
-    _note(smem.places.index(w * NOTES + FIRST), first, gl.int32)
-    _note(smem.places.index(w * NOTES + COUNT), count, gl.int32)
-    _note(smem.places.index(w * NOTES + KEYS), keys, gl.int32)
-    _note(smem.factors.index(w * 2), scale, gl.float32)
-    _note(smem.factors.index(w * 2 + 1), v_scale, gl.float32)
+    slot = notes_of(w, turn, C)
+    mbarrier.wait(bars.q_empty.index(w), (turn & 1) ^ 1)
+    _note(smem.places.index(slot * NOTES + ROW), row0 + w * 64, gl.int32)
+    _note(smem.places.index(slot * NOTES + BATCH), b, gl.int32)
+    _note(smem.places.index(slot * NOTES + HEAD), h, gl.int32)
+    _note(smem.places.index(slot * NOTES + BATCH_HEAD), batch_head, gl.int32)
+    _note(smem.places.index(slot * NOTES + FIRST), first, gl.int32)
+    _note(smem.places.index(slot * NOTES + COUNT), count, gl.int32)
+    _note(smem.places.index(slot * NOTES + KEYS), keys, gl.int32)
+    _note(smem.factors.index(slot * 2), scale, gl.float32)
+    _note(smem.factors.index(slot * 2 + 1), v_scale, gl.float32)
     mbarrier.expect(bars.q_full.index(w), q_desc.block_type.nbytes)
     tma_load(q_desc, [b, h, row0 + w * 64, 0], bars.q_full.index(w), smem.q.index(w))
 
@@ -125,7 +133,7 @@ def produce(shared, smem, bars, C: gl.constexpr):
         scale = softmax_scale * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_head)
         factors = (scale, gl.load(v_scale_ptr + kv_head))
         place = (row0, b, h, batch_head, first, count, keys)
-        _load_q(descs.q, smem, bars, place, factors, 0, turn & 1)
+        _load_q(descs.q, smem, bars, place, factors, 0, turn, C)
         for j in range(count):
             column = (first + count - 1 - j) * C.TILE_N
             stage = step % C.STAGES
@@ -135,7 +143,7 @@ def produce(shared, smem, bars, C: gl.constexpr):
             tma_load(descs.k, [b, hk, column, 0], bars.k_full.index(stage), smem.k.index(stage))
             if j == 0:
                 for w in gl.static_range(1, NUM_CONSUMERS):
-                    _load_q(descs.q, smem, bars, place, factors, w, turn & 1)
+                    _load_q(descs.q, smem, bars, place, factors, w, turn, C)
             mbarrier.wait(bars.v_empty.index(stage), phase ^ 1)
             mbarrier.expect(bars.v_full.index(stage), descs.v.block_type.nbytes * C.PARTS)
             for part in gl.static_range(PARTS):
@@ -155,5 +163,5 @@ def produce(shared, smem, bars, C: gl.constexpr):
             gl.atomic_xchg(counter_ptr, 0)
     for w in gl.static_range(NUM_CONSUMERS):
         mbarrier.wait(bars.q_empty.index(w), (turn & 1) ^ 1)
-        _note(smem.places.index(w * NOTES + ROW), -1, gl.int32)
+        _note(smem.places.index(notes_of(w, turn, C) * NOTES + ROW), -1, gl.int32)
         mbarrier.arrive(bars.q_full.index(w), count=1)
