@@ -65,13 +65,16 @@ def _philox(c0, c1, c2, c3, key_low, key_high):
 
 
 @gluon.jit
-def drop(p, draw, first_row, first_key):
-    """Set dropped probabilities of p (64, n) to 0; first_key is a multiple of 32."""
-    n: gl.constexpr = p.shape[1]
-    layout: gl.constexpr = p.type.layout
-    # key = 32 block + 8 word + 2 (call % 4) + half
-    p5 = p.reshape([64, n // 32, 4, 4, 2])
-    keys: gl.constexpr = gl.SliceLayout(4, p5.type.layout)  # (row, block, word, call)
+def random_words(draw, first_row, first_key, n: gl.constexpr, layout: gl.constexpr):
+    """Draw for the rows from `first_row` and the n keys from `first_key`, a multiple of 32.
+
+    Returns:
+        uint32 (64, n / 32, 4, 4), whose word [row, block, word, call] has in its low half the bits
+        of key 32 block + 8 word + 2 call and in its high half those of the next, as `drop` wants
+        them for a (64, n) tile in `layout`.
+    """
+    shape = gl.zeros([64, n], gl.int32, layout).reshape([64, n // 32, 4, 4, 2])  # no instruction
+    keys: gl.constexpr = gl.SliceLayout(4, shape.type.layout)
     calls: gl.constexpr = gl.SliceLayout(2, keys)  # (row, block, call)
     block = gl.arange(0, n // 32, gl.SliceLayout(0, gl.SliceLayout(2, calls)))
     call = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, calls)))
@@ -83,8 +86,15 @@ def drop(p, draw, first_row, first_key):
     w0, w1, w2, w3 = _philox(c0, c1, draw.head, draw.offset, draw.key_low, draw.key_high)
     words = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # (row, block, call, word % 2, word // 2)
     words = words.permute([0, 1, 4, 3, 2]).reshape([64, n // 32, 4, 4])
-    words = gl.convert_layout(words, keys, assert_trivial=True)
-    even, odd = gl.split(p5)
+    return gl.convert_layout(words, keys, assert_trivial=True)
+
+
+@gluon.jit
+def drop(p, words, draw):
+    """Set dropped probabilities of p (64, n) to 0, by its random words."""
+    n: gl.constexpr = p.shape[1]
+    layout: gl.constexpr = p.type.layout
+    even, odd = gl.split(p.reshape([64, n // 32, 4, 4, 2]))
     even = gl.where((words << 16) > draw.limit, even, 0.0)
     odd = gl.where(words > draw.limit, odd, 0.0)
     p = gl.join(even, odd).reshape([64, n])

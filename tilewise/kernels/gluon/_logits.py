@@ -27,7 +27,7 @@ class Extras(NamedTuple):
     alibi: object  # slopes, float32
     alibi_batch: object  # stride of a sequence's slopes, 0 where all share
     bias: object
-    bias_batch: object  # its strides, in elements; 0 where broadcast
+    bias_batch: object  # its strides, 0 where broadcast; in pairs with variant.bias_pairs
     bias_head: object
     bias_row: object
     bias_key: object
@@ -65,6 +65,8 @@ def head_of(rows, first_row, work, extras, layout: gl.constexpr, variant: gl.con
     if variant.bias:
         at_head = rows.h.to(gl.int64) * extras.bias_head
         bias = rows.b.to(gl.int64) * extras.bias_batch + at_head
+        if variant.bias_pairs:
+            bias = bias * 2
     last_row = gl.minimum(row, rows.length_q - 1)
     return Head(key_begin, key_end, diagonal, last_row, first_row, slope_log2, bias, rows.length_k)
 
@@ -95,30 +97,38 @@ def logits(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constex
     if not variant.factored:
         s = s * factor_log2(extras, variant)
     if variant.bias:
-        s += _bias(s, head, extras, first_key, MASKED, variant) * LOG2E
+        bias = _load_bias(s, head, extras, first_key, MASKED, variant)
+        s = gl.fma(bias.to(gl.float32), gl.full_like(s, LOG2E), s)
     if variant.alibi:
         s = _add_alibi(s, head, first_key)
     return s
 
 
 @gluon.jit
-def _bias(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constexpr):
-    """Return the bias as float32, (64, n) or (1, n); offsets inside a block fit 32 bits."""
+def _load_bias(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constexpr):
+    """Return the bias of a block in its own type, (64, n) or (1, n); offsets in it fit 32 bits."""
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     column = gl.arange(0, n, gl.SliceLayout(0, layout))
-    start = extras.bias + (head.bias + first_key.to(gl.int64) * extras.bias_key)
-    inside = gl.expand_dims(column < head.length_k - first_key, 0)
-    at = gl.expand_dims(column * extras.bias_key, 0)
+    # What the compiler must know to load pairs: that they are neighbours and where they start.
+    key_stride = extras.bias_key
+    row_stride = extras.bias_row
+    if variant.bias_pairs:
+        key_stride = 1
+        row_stride = row_stride * 2
+    start = extras.bias + (head.bias + first_key.to(gl.int64) * key_stride)
+    inside = column < head.length_k - first_key
+    if variant.bias_pairs:  # whole pairs: the element after the last one is read, but hidden
+        inside = column // 2 < (head.length_k - first_key + 1) // 2
+    inside = gl.expand_dims(inside, 0)
+    at = gl.expand_dims(column * key_stride, 0)
     if variant.bias_rows:
-        start += head.first_row.to(gl.int64) * extras.bias_row
-        at = at + gl.expand_dims((head.row - head.first_row) * extras.bias_row, 1)
-        inside = inside & gl.expand_dims(head.row >= 0, 1)
+        start += head.first_row.to(gl.int64) * row_stride
+        at = at + gl.expand_dims((head.row - head.first_row) * row_stride, 1)
     if MASKED:
-        values = gl.load(start + at, mask=inside, other=0.0)
+        return gl.load(start + at, mask=inside, other=0.0)
     else:
-        values = gl.load(start + at)
-    return values.to(gl.float32)
+        return gl.load(start + at)
 
 
 @gluon.jit
@@ -146,24 +156,31 @@ def hide(s, head, first_key, LEFT: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def hide_by_bits(s, bits, number, first_row, first_word, words: gl.constexpr):
-    """Set logits to -inf where a bit tile says so.
+def load_bits(bits, number, first_row, first_word, layout: gl.constexpr, n: gl.constexpr,
+              words: gl.constexpr):  # fmt: skip
+    """Return int32 (64, n / 32): what the 64 rows of a (64, n) block in `layout` see.
 
     bits: int32 (mask rows, words), of bit tile `number`: -1 has all bits, -2 none; first_row: of
     the 64 rows, within the bit tile; first_word: of the block's first 32 keys.
     """
+    shape = gl.zeros([64, n], gl.int32, layout).reshape([64, n // 32, 4, 4, 2])  # no instruction
+    l2: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, shape.type.layout)))
+    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, l2)), 1)
+    at = gl.expand_dims(gl.arange(0, n // 32, gl.SliceLayout(0, l2)), 0) + row * words
+    start = bits + (first_row * words + first_word)
+    return gl.load(start + at, mask=(at >= 0) & (number >= 0), other=at * 0 - (number + 2))
+
+
+@gluon.jit
+def hide_by_bits(s, words):
+    """Set logits s (64, n) to -inf where their bits, of `load_bits`, are not set."""
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     s5 = s.reshape([64, n // 32, 4, 4, 2])  # row, word, eight of the word, pair of it, column of it
     l5: gl.constexpr = s5.type.layout
     l4: gl.constexpr = gl.SliceLayout(4, l5)
-    l4_column: gl.constexpr = gl.SliceLayout(3, l5)
     l3: gl.constexpr = gl.SliceLayout(3, l4)
-    l2: gl.constexpr = gl.SliceLayout(2, l3)
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, l2)), 1)
-    at = gl.expand_dims(gl.arange(0, n // 32, gl.SliceLayout(0, l2)), 0) + row * words
-    start = bits + (first_row * words + first_word)
-    word = gl.load(start + at, mask=(at >= 0) & (number >= 0), other=at * 0 - (number + 2))
+    l4_column: gl.constexpr = gl.SliceLayout(3, l5)
     eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, l3)))
     pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, l4))))
     column = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, l4_column))))
@@ -174,8 +191,8 @@ def hide_by_bits(s, bits, number, first_row, first_word, words: gl.constexpr):
     for axis in gl.static_range(4):
         column = gl.expand_dims(column, axis)
     # The lane's own columns first, so that the others are constants.
-    word = gl.expand_dims(gl.expand_dims(word, 2), 3) >> (2 * pair)
+    words = gl.expand_dims(gl.expand_dims(words, 2), 3) >> (2 * pair)
     bit = gl.expand_dims(gl.full_like(eight, 1) << (8 * eight), 3)
     bit = gl.expand_dims(bit, 4) << column
-    s5 = gl.where((gl.expand_dims(word, 4) & bit) != 0, s5, float("-inf"))
+    s5 = gl.where((gl.expand_dims(words, 4) & bit) != 0, s5, float("-inf"))
     return gl.convert_layout(s5.reshape([64, n]), layout, assert_trivial=True)

@@ -26,20 +26,26 @@ def partial_sums(p):
 
 
 @gluon.jit
-def fold(s, m, l, factor_log2, FACTORED: gl.constexpr, MASKED: gl.constexpr):
+def fold(
+    s, m, l, factor_log2, FACTORED: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
     """Fold a block of logits s (64, n) into m (64,) and l (64, 4).
 
+    BOUNDED: no logit exceeds m, which is known beforehand and stays as it is; alpha is 1.
     MASKED: rows may have seen nothing yet, and s may hold -inf.
 
     Returns:
         p (64, n), m, l and alpha (64,), the factor of what was summed before.
     """
-    m_new = gl.maximum(m, gl.max(s, 1))
+    if BOUNDED:
+        m_new = m
+    else:
+        m_new = gl.maximum(m, gl.max(s, 1))
     if FACTORED:
         shift = m_new * factor_log2
     else:
         shift = m_new
-    if MASKED:  # exp2(-inf - -inf) would be NaN
+    if MASKED and not BOUNDED:  # exp2(-inf - -inf) would be NaN
         shift = gl.where(m_new == float("-inf"), 0.0, shift)
     if FACTORED:
         scale = gl.full_like(s, 0.0) + factor_log2
@@ -49,6 +55,8 @@ def fold(s, m, l, factor_log2, FACTORED: gl.constexpr, MASKED: gl.constexpr):
         p = exp2(s - gl.expand_dims(shift, 1))
         alpha = exp2(m - shift)
     part = partial_sums(p)
+    if BOUNDED:
+        return p, m, l + part, alpha
     l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout)), 1) + part
     return p, m_new, l, alpha
 

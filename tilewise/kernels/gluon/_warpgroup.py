@@ -54,46 +54,34 @@ def reciprocal(x):
 
 
 @gluon.constexpr_function
-def _capped_exp2_asm(exact, name):
-    """Return the instructions of two elements: outputs p (a pair), its slopes; inputs in pairs."""
+def _capped_exp2_asm(exact):
+    """Return the instructions of one element."""
     tanh_of_t = "tanh.approx.f32 t, t;"
     if exact:
         tanh_of_t = (
             "mul.f32 t, t, 0f4038AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
             "rcp.approx.ftz.f32 t, t; fma.rn.f32 t, t, 0fC0000000, 0f3F800000;"
         )
-    lines = ["{ .reg .f32 t, low, high;"]
-    for element, p in enumerate(("low", "high")):
-        s, ratio, factor, added, slope = (
-            f"${at + element}" for at in (3, 5, 7, 9, 1)
-        )  # fmt: skip
-        lines += [
-            f"mul.f32 t, {s}, {ratio}; {tanh_of_t}",
-            f"fma.rn.f32 {p}, t, {factor}, {added}; ex2.approx.ftz.f32 {p}, {p};",
-            f"mul.f32 t, t, t; sub.f32 t, 0f3F800000, t; mul.f32 {slope}, t, {p};",
-        ]
-    return "\n".join([*lines, f"cvt.rn.{name}.f32 $0, high, low; }}"])
+    return (
+        "{ .reg .f32 t, u; mul.f32 t, $2, $3; "
+        + tanh_of_t
+        + " fma.rn.f32 u, t, $4, $5; ex2.approx.ftz.f32 $0, u; "
+        "mul.f32 t, t, t; sub.f32 t, 0f3F800000, t; mul.f32 $1, t, $0; }"
+    )
 
 
 @gluon.jit
-def capped_exp2(s, ratio, factor, added, dtype: gl.constexpr, EXACT: gl.constexpr):
-    """Return (p in dtype, p * (1 - t**2)), t = tanh(s * ratio) and p = 2 ** (t * factor + added).
+def capped_exp2(s, ratio, factor, added, EXACT: gl.constexpr):
+    """Return (p, p * (1 - t**2)) with t = tanh(s * ratio), p = 2 ** (t * factor + added).
 
-    One pair after the other, so that t and p take no registers beside those of their neighbours.
-    EXACT: t is 1 - 2 / (1 + exp(2x)), 1e-7 from it in absolute terms; else it is good to 2**-11.
+    One element after the other, so that t takes no registers beside its neighbours'. EXACT: t is
+    1 - 2 / (1 + exp(2x)), 1e-7 from it in absolute terms; else it is good to 2**-11.
     """
-    name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    asm: gl.constexpr = _capped_exp2_asm(EXACT, name)
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            asm, "=r,=&f,=&f,f,f,f,f,f,f,f,f", [s, ratio, factor, added],
-            dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            asm, "=r,=&f,=&f,f,f,f,f,f,f,f,f", [s, ratio, factor, added],
-            dtype=(gl.float16, gl.float32), is_pure=True, pack=2,
-        )  # fmt: skip
+    asm: gl.constexpr = _capped_exp2_asm(EXACT)
+    return gl.inline_asm_elementwise(
+        asm, "=f,=f,f,f,f,f", [s, ratio, factor, added],
+        dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

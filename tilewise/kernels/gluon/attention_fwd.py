@@ -20,7 +20,8 @@ from tilewise.kernels.gluon._blocks import Mask
 from tilewise.kernels.gluon._logits import Extras, factor_log2
 from tilewise.kernels.gluon._tiles import Work
 from tilewise.kernels.gluon.attention_fwd_loader import load_tiles
-from tilewise.kernels.gluon.attention_fwd_warpgroup import Output, compute_tiles
+from tilewise.kernels.gluon.attention_fwd_store import Output
+from tilewise.kernels.gluon.attention_fwd_warpgroup import compute_tiles
 
 
 class Tile(NamedTuple):
@@ -49,10 +50,12 @@ class Variant(NamedTuple):
     right: bool  # keys far to its right are
     ruled: bool  # windows or lengths hide keys of the first block (of any, with a block mask)
     factored: bool  # the last step of the logits is a positive factor, which rides in an fma
+    bounded: bool  # every logit is at most `factor`, so no maximum is needed
     softcap: str  # "none", "fast" (tanh of the special function unit) or "exact"
     alibi: bool
     bias: bool
     bias_rows: bool  # the bias differs from query to query, not only from key to key
+    bias_pairs: bool  # its keys are neighbours and its other strides count pairs of them
     mask_rows: int  # rows and keys of a tile of the block mask, 0 without one
     mask_keys: int
     dropout: bool
@@ -129,15 +132,15 @@ def _allocate(q, k, v, o, tile: gl.constexpr):
         "num_tiles", "row_tiles", "num_heads", "heads_per_section", "num_q_heads", "group_size",
         "seqlen_q", "seqlen_k", "window_left", "window_right", "o_row", "width",
         "lse_batch", "lse_head", "alibi_batch", "mask_batch", "mask_head", "drop_limit",
-        "bias_batch", "bias_head",
+        "bias_batch", "bias_head", "bias_row", "bias_key",
     ]
 )  # fmt: skip
 def attention_fwd_kernel(
     q, k, v, o, o_ptr, lse, counter, tensors,
     num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
     seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
-    o_row, width, lse_batch, lse_head, alibi_batch, mask_batch, mask_head,
-    drop_limit, keep_scale, bias_batch, bias_head, bias_row, bias_key,
+    o_row, width, drop_limit, keep_scale, lse_batch, lse_head, alibi_batch,
+    mask_batch, mask_head, bias_batch, bias_head, bias_row, bias_key,
     tile: gl.constexpr, variant: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse; see the module's docstring. q, k, v, o: TMA descriptors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -27,12 +28,16 @@ __all__ = ["launch_fwd", "tile_config_fwd", "why_not_fwd"]
 _WIDTHS = (64, 128, 256)  # heads are padded to the next one, by zeros that TMA supplies
 _MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
 _GROUP_ROWS = 64
+_CHANNELS = 8  # 16 bytes: what strides and widths of o are counted in
 # K and V of the heads whose tiles are computed side by side: 16 MiB of Hopper's 50 MB L2 was the
 # best of 4 to 64 (H200, causal, 16,384 tokens, 2026-11-20).
 _SECTION_BYTES = 16 << 20
 # Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
 # there.
 _WIDEST_SOFTCAP = 1024.0
+# Of capped logits with the exponents of bfloat16: exp(-2 * 40) is 2**-116, no denormal, so that
+# the cap may stand for the maximum of a row.
+_WIDEST_BOUND = 40.0
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
@@ -55,8 +60,8 @@ def tile_config_fwd(spec: AttentionSpec) -> Tile:
     """Return how a CTA is cut for `spec`.
 
     Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384,
-    2026-11-20: the rows of `_plain_tile`. Tiles of the other cases are the nearest of them that
-    fit 227 KiB of shared memory and 240 registers a thread.
+    D 64, 128 and 256, 2026-11-20. Tiles of other widths are the nearest of those that fit 227 KiB
+    of shared memory and 240 registers a thread.
     """
     d, dv = (_padded(width) for width in (spec.head_dim, spec.v_head_dim))
     crowded = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
@@ -67,7 +72,8 @@ def tile_config_fwd(spec: AttentionSpec) -> Tile:
     )
     groups, keys, stages = 2, 128, 2
     registers_q = early = together = False
-    ping_pong = True
+    # Turns pay while a warpgroup multiplies about as long as the other exponentiates.
+    ping_pong = plain
     columns = dv
     if d == 64 and dv == 64:
         if plain and not windowed and (not uneven or spec.max_seqlen_q > 4096):
@@ -82,6 +88,8 @@ def tile_config_fwd(spec: AttentionSpec) -> Tile:
     if max(d, dv) == 256:
         keys, ping_pong = 64, False
         columns = dv // 2 if d == 256 else dv
+    if spec.has_bias and keys == 128:  # with 128, a bias and its addresses fill the registers
+        keys, stages = 64, 2 * stages
     if spec.mask_tile is not None and spec.mask_tile[1] < keys:
         keys, stages = spec.mask_tile[1], 2 * stages
     return Tile(
@@ -92,7 +100,7 @@ def tile_config_fwd(spec: AttentionSpec) -> Tile:
         d=d,
         dv=dv,
         o_columns=columns,
-        dynamic=uneven,
+        dynamic=uneven or (d == 128 and spec.max_seqlen_q >= 4096),
         ping_pong=ping_pong,
         q_in_registers=registers_q,
         release_together=together,
@@ -133,7 +141,8 @@ def launch_fwd(
     lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if spec.batch * heads * spec.max_seqlen_q == 0 or lse.numel() == 0:
         return o.zero_(), lse.fill_(-math.inf)
-    tile = tile or tile_config_fwd(spec)
+    bias_strides, bias_pairs = _bias_strides(bias)
+    tile, variant, numbers = _choice(spec, tile, bias_strides[2] != 0, bias_pairs)
     # Named, because a descriptor does not keep the memory of a copy alive.
     q, k, v = (_addressable(_some(x)) for x in (q, k, v))
     with device_of(q):
@@ -144,21 +153,14 @@ def launch_fwd(
         )  # fmt: skip
         num_heads = heads if spec.is_varlen else spec.batch * heads
         num_tiles = upper_bound * num_heads
-        mask_batch, mask_head = _mask_strides(mask)
         launch(
             attention_fwd_kernel, min(num_tiles, device.sm_count_of(q.device)),
             descriptor(q, _GROUP_ROWS, tile.d), descriptor(k, tile.keys, tile.d),
-            descriptor(v, tile.keys, tile.dv),
-            descriptor(o, _GROUP_ROWS, tile.o_columns),
-            o, lse, _counter(q.device), tensors,
-            num_tiles, upper_bound, num_heads, _heads_per_section(spec, num_heads),
-            heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-            spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
-            heads * spec.v_head_dim // 8, spec.v_head_dim // 8,
-            0 if spec.is_varlen else lse.stride(0), rows,
-            _alibi_stride(alibi_slopes), mask_batch, mask_head,
-            _drop_limit(spec), spec.dropout_scale, *_bias_strides(bias),
-            tile=tile, variant=_variant_of(spec, tile, bias),
+            descriptor(v, tile.keys, tile.dv), descriptor(o, _GROUP_ROWS, tile.o_columns),
+            o, lse, _counter(q.device), tensors, num_tiles, upper_bound, num_heads, *numbers,
+            0 if spec.is_varlen else heads * rows, rows,
+            _alibi_stride(alibi_slopes), *_mask_strides(mask), *bias_strides,
+            tile=tile, variant=variant,
         )  # fmt: skip
     return o, lse
 
@@ -167,7 +169,22 @@ def _padded(width: int) -> int:
     return next(wide for wide in _WIDTHS if wide >= width)
 
 
-def _variant_of(spec: AttentionSpec, tile: Tile, bias: Tensor | None) -> Variant:
+@functools.lru_cache(maxsize=1024)
+def _choice(
+    spec: AttentionSpec, tile: Tile | None, bias_rows: bool, bias_pairs: bool
+) -> tuple[Tile, Variant, tuple[float, ...]]:
+    """Return the tile (that given, or the table's), the code and the kernel's numbers of `spec`."""
+    tile = tile or tile_config_fwd(spec)
+    heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
+    numbers = (
+        _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
+        heads * width, width, _drop_limit(spec), spec.dropout_scale,
+    )  # fmt: skip
+    return tile, _variant_of(spec, tile, bias_rows, bias_pairs), numbers
+
+
+def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool) -> Variant:
     """Return which code `spec` needs; a window that hides nothing is compiled away."""
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
@@ -177,16 +194,18 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias: Tensor | None) -> Variant
     softcap = "none"
     if spec.softcap > 0:  # bfloat16 has 8 bits, tanh of the special function unit 11, float16 11
         softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    unshifted = not (spec.has_alibi or spec.has_bias)
     return Variant(
         left=left,
         right=right,
         ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
-        factored=not (spec.has_alibi or spec.has_bias)
-        and (spec.softcap > 0 or spec.softmax_scale > 0),
+        factored=unshifted and (spec.softcap > 0 or spec.softmax_scale > 0),
+        bounded=unshifted and softcap == "fast" and spec.softcap <= _WIDEST_BOUND,
         softcap=softcap,
         alibi=spec.has_alibi,
         bias=spec.has_bias,
-        bias_rows=bias is not None and _bias_strides(bias)[2] != 0,
+        bias_rows=bias_rows,
+        bias_pairs=bias_pairs,
         mask_rows=mask_rows,
         mask_keys=mask_keys,
         dropout=spec.dropout_p > 0,
@@ -296,10 +315,11 @@ def _addressable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _heads_per_section(spec: AttentionSpec, num_heads: int) -> int:
+def _heads_per_section(spec: AttentionSpec) -> int:
     """Return how many query heads are computed side by side; groups stay whole."""
     row_bytes = (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
     key_heads = max(2, _SECTION_BYTES // max(1, spec.max_seqlen_k * row_bytes))
+    num_heads = spec.num_q_heads * (1 if spec.is_varlen else spec.batch)
     return min(num_heads, key_heads * spec.group_size)
 
 
@@ -313,13 +333,19 @@ def _alibi_stride(slopes: Tensor | None) -> int:
     return slopes.shape[-1] if slopes is not None and slopes.dim() == 2 else 0
 
 
-def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
-    """Return the strides of a bias that broadcasts to four dims, 0 where it is broadcast."""
+def _bias_strides(bias: Tensor | None) -> tuple[tuple[int, int, int, int], bool]:
+    """Return the strides of a bias that broadcasts to four dims, and whether they count pairs.
+
+    They are 0 where it is broadcast. Pairs are read at once where keys are neighbours and rows
+    start at even places.
+    """
     if bias is None:
-        return 0, 0, 0, 0
+        return (0, 0, 0, 0), False
     steps = [step if size > 1 else 0 for size, step in zip(bias.shape, bias.stride(), strict=True)]
     batch, head, row, key = (0,) * (4 - bias.dim()) + tuple(steps)
-    return batch, head, row, key
+    if key != 1 or batch % 2 or head % 2 or row % 2:
+        return (batch, head, row, key), False
+    return (batch // 2, head // 2, row // 2, key), True
 
 
 def _mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
