@@ -108,6 +108,13 @@ def test_one_tensor_is_quantised_alone(rounds_e4m3):
     assert not bool(x8[1, 9:].float().any())
 
 
+def test_wide_loads_are_for_aligned_tensors_only():
+    x = torch.randn(2, 20, 3, 64).half()
+    assert quantize._is_aligned(x)
+    assert not quantize._is_aligned(torch.randn(2, 20, 3, 65).half()[..., 1:])
+    assert not quantize._is_aligned(torch.randn(2 * 20 * 3 * 64 + 1).half()[1:].view_as(x))
+
+
 @interpreted
 @pytest.mark.parametrize("seqlen", [1, 32, 77])
 def test_values_are_transposed_byte_by_byte(seqlen):

@@ -39,7 +39,8 @@ def why_not(spec: AttentionSpec) -> str | None:
         return "triton is not installed"
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
-    arch = device.arch_of(torch.device("cuda"))
+    # Without a GPU at hand the answer is for Hopper, as that of the other backends is.
+    arch = device.arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if arch != _HOPPER:
         return f"it needs Hopper (sm_90), got sm_{arch}"
     if spec.head_dim not in HEAD_DIMS or spec.v_head_dim != spec.head_dim:

@@ -21,6 +21,7 @@ _ROTATED_ROWS = 128  # of a program that reads the matrix of a rotation, too
 _ALL, _KEYS_ALONE, _VALUES_ALONE = -1, 1, 2  # which tensors a launch is for
 _KEYS = 32  # keys among which the product's order is a permutation
 _WARPS = 4
+_ALIGNMENT = 16  # bytes of the widest load
 _ROTATED_WARPS = 8
 _DTYPES = (torch.float16, torch.bfloat16)
 _HOPPER = 90
@@ -57,10 +58,11 @@ def why_not_quantize(x: Tensor, rotated: bool) -> str | None:
 class _Tasks:
     """How a call is cut: tasks of some rows of a head."""
 
-    def __init__(self, q: Tensor, k: Tensor, *, rotated: bool) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, rotated: bool) -> None:
         (self.batch, self.seqlen_q, self.heads_q, self.head_dim) = q.shape
         self.seqlen_k, self.heads_k = k.shape[1:3]
         self.rotated = rotated
+        self.aligned = self.head_dim % _ALIGNMENT == 0 and all(map(_is_aligned, (q, k, v)))
         self.width = triton.next_power_of_2(self.head_dim)
         self.rows = _ROTATED_ROWS if rotated else _NUMBERS // self.width
         self.chunks_q = triton.cdiv(self.seqlen_q, self.rows)
@@ -78,7 +80,12 @@ class _Tasks:
         warps = _ROTATED_WARPS if self.rotated else _WARPS
         rotated = self.rotated and single != _VALUES_ALONE
         return {"SINGLE": single, "D": self.width, "TILE": self.rows, "ROTATED": rotated,
-                "num_warps": warps}  # fmt: skip
+                "ALIGNED": self.aligned, "num_warps": warps}  # fmt: skip
+
+
+def _is_aligned(x: Tensor) -> bool:
+    steps = (x.data_ptr(), *(step * x.itemsize for step in x.stride()[:3]))
+    return all(step % _ALIGNMENT == 0 for step in steps)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -95,7 +102,7 @@ def quantize_qkv(
         rotation: +-1, (D, D) in q's dtype, for q and k; None leaves them.
         seqlens_k: int32 (B,), rows of k and v that count.
     """
-    tasks = _Tasks(q, k, rotated=rotation is not None)
+    tasks = _Tasks(q, k, v, rotated=rotation is not None)
     columns = triton.cdiv(tasks.seqlen_k, _KEYS) * _KEYS
     e4m3 = torch.float8_e4m3fn
     q8, k8 = (torch.empty(x.shape, dtype=e4m3, device=x.device) for x in (q, k))
@@ -138,7 +145,7 @@ def quantize_rows(
         rotation: +-1, (D, D) in x's dtype, or None.
         seqlens: int32 (B,), rows that count.
     """
-    tasks = _Tasks(x, x, rotated=rotation is not None)
+    tasks = _Tasks(x, x, x, rotated=rotation is not None)
     x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((tasks.batch, tasks.heads_k), dtype=torch.float32, device=x.device)
     maxima = torch.empty(tasks.k, dtype=torch.float32, device=x.device)
@@ -157,7 +164,7 @@ def quantize_rows(
 
 def value_columns(v8: Tensor, seqlens_k: Tensor | None) -> Tensor:
     """Transpose e4m3 values (B, Sk, Hk, D) to (B, Hk, D, Sk rounded up), keys in order."""
-    tasks = _Tasks(v8, v8, rotated=False)
+    tasks = _Tasks(v8, v8, v8, rotated=False)
     columns = triton.cdiv(tasks.seqlen_k, _KEYS) * _KEYS
     out = v8.new_empty((tasks.batch, tasks.heads_k, tasks.head_dim, columns))
     bytes_in, bytes_out = v8.view(torch.uint8), out.view(torch.uint8)

@@ -27,7 +27,7 @@ TINIEST_AMAX = tl.constexpr(2.0**-100)
 def _task(
     q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
-    SINGLE: tl.constexpr, REVERSED: tl.constexpr,
+    SINGLE: tl.constexpr, ALIGNED: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Return which tensor, its rows' start and strides, and where in it this program works."""
     task = tl.program_id(0)
@@ -49,6 +49,10 @@ def _task(
     b = index // heads
     h = index % heads
     start = x + b.to(tl.int64) * batch + h.to(tl.int64) * head
+    row = row.to(tl.int64)
+    if ALIGNED:  # which is lost where a tensor is one of three
+        start = tl.multiple_of(start, 16)
+        row = tl.multiple_of(row, 16 // (start.dtype.element_ty.primitive_bitwidth // 8))
     return task, which, start, row, seqlen, chunks, first + index * chunks, index, b, chunk
 
 
@@ -71,9 +75,9 @@ def _rows(
 
 
 @triton.jit
-def _store_rows(out, x8, out_row, keep, head_dim, D: tl.constexpr):
+def _store_rows(out, x8, row, step, keep, head_dim, D: tl.constexpr):
     channel = tl.arange(0, D)
-    address = out + out_row[:, None] * head_dim + channel[None, :]
+    address = out + row.to(tl.int64)[:, None] * step + channel[None, :]
     tl.store(address, x8, mask=keep[:, None] & (channel < head_dim)[None, :])
 
 
@@ -94,11 +98,13 @@ def head_maxima_kernel(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, head_dim,
     SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ROTATED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write the largest |x| of each task's rows."""
     task, which, start, row_stride, seqlen, _, _, _, b, chunk = _task(
         q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-        q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, SINGLE, False,
+        q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
+        SINGLE, ALIGNED, False,
     )  # fmt: skip
     limit = seqlen
     if seqlens is not None:  # noqa: SIM102, as above
@@ -119,7 +125,7 @@ def quantize_heads_kernel(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, head_dim, columns,
     SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr, ROTATED: tl.constexpr, SCALED: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr, ROTATED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Write e4m3 rows of q and k (B, S, H, D), or columns of v (B, H, D, columns), and scales.
 
@@ -129,7 +135,8 @@ def quantize_heads_kernel(
     """
     _, which, start, row_stride, seqlen, chunks, first, index, b, chunk = _task(
         q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-        q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, SINGLE, True,
+        q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
+        SINGLE, ALIGNED, True,
     )  # fmt: skip
     limit = seqlen
     if seqlens is not None:  # noqa: SIM102, as above
@@ -168,5 +175,9 @@ def quantize_heads_kernel(
         if which == 1:
             heads = k_heads
             out = k8
-        out_row = (b.to(tl.int64) * seqlen + position) * heads + index % heads
-        _store_rows(out, x8, out_row, position < seqlen, head_dim, D)
+        step = heads.to(tl.int64) * head_dim
+        out += b.to(tl.int64) * seqlen * step + (index % heads) * head_dim
+        if ALIGNED:
+            out = tl.multiple_of(out, 16)
+            step = tl.multiple_of(step, 16)
+        _store_rows(out, x8, position, step, position < seqlen, head_dim, D)
