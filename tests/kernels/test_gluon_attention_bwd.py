@@ -25,7 +25,7 @@ from tilewise.kernels import device as facts
 
 pytestmark = pytest.mark.gpu
 
-D64, D128 = (64, 64), (128, 128)
+D64, D128, D256 = (64, 64), (128, 128), (256, 256)
 CASES = {
     "plain_d128": Call(256, 256, (2, 2), D128, dtype=BRAIN),
     "plain_d64": Call(256, 256, (2, 2), D64, dtype=BRAIN),
@@ -76,6 +76,58 @@ CASES = {
         heads=(6, 2), dims=(96, 96), dtype=BRAIN, window=(70, 0), sinks=True,
         lengths=((330, 300), (64, 190)),
     ),
+    "softcap_d128": Call(300, 400, (4, 2), D128, 1, BRAIN, CAUSAL, softcap=3.0),
+    "softcap_d64": Call(300, 400, (4, 2), D64, 1, HALF, softcap=3.0),
+    "softcap_packed": Call(
+        heads=(4, 2), dims=D128, dtype=BRAIN, window=CAUSAL, softcap=5.0,
+        lengths=((330, 300), (64, 190)),
+    ),
+    "alibi_d128": Call(300, 400, (4, 2), D128, 2, BRAIN, CAUSAL, alibi="heads"),
+    "alibi_d64": Call(300, 400, (4, 2), D64, 2, BRAIN, alibi="sequences"),
+    "bias_d128": Call(300, 400, (4, 2), D128, 2, BRAIN, CAUSAL, bias=(2, 4, 300, 400)),
+    "bias_d64": Call(300, 400, (2, 2), D64, 2, HALF, bias=(2, 300, 400)),
+    "bias_of_keys": Call(300, 400, (4, 2), D128, 2, BRAIN, bias=(2, 1, 1, 400)),
+    "bias_packed": Call(
+        heads=(4, 2), dims=D64, dtype=BRAIN, bias=(2, 4, 330, 300), lengths=((330, 300), (64, 190))
+    ),
+    "dropout_d128": Call(300, 400, (4, 2), D128, 2, BRAIN, CAUSAL, dropout_p=0.2),
+    "dropout_d64": Call(300, 400, (4, 2), D64, 2, HALF, dropout_p=0.5),
+    "dropout_packed": Call(
+        heads=(4, 2), dims=D128, dtype=BRAIN, dropout_p=0.1, lengths=((330, 300), (64, 190))
+    ),
+    "dropout_of_everything": Call(100, 100, (2, 2), D128, 1, BRAIN, dropout_p=1.0),
+    "mask_d128": Call(500, 700, (4, 2), D128, 2, BRAIN, mask=(1, 1), mask_tile=(128, 128)),
+    "mask_d64": Call(500, 700, (4, 2), D64, 2, BRAIN, mask=(2, 1), mask_tile=(128, 128)),
+    "mask_of_heads": Call(300, 300, (4, 2), D128, 2, BRAIN, mask=(2, 4), mask_tile=(128, 128)),
+    "mask_of_heads_alone": Call(300, 300, (2, 2), D64, 2, BRAIN, mask=(1, 2), mask_tile=(128, 128)),
+    "mask_window": Call(500, 700, (4, 2), D128, 2, BRAIN, (200, 30), mask=(1, 1),
+                        mask_tile=(128, 128), seqlens_k=(700, 300)),
+    "mask_packed": Call(
+        heads=(4, 2), dims=D64, dtype=BRAIN, mask=(2, 1), mask_tile=(128, 128), window=CAUSAL,
+        lengths=((330, 300), (64, 190)),
+    ),
+    "mixed_d128": Call(
+        400, 300, (4, 2), D128, 2, BRAIN, (150, 5), softcap=8.0, alibi="heads", sinks=True,
+        dropout_p=0.1, mask=(1, 1), mask_tile=(128, 128), seqlens_k=(300, 45),
+    ),
+    "mixed_d64": Call(
+        400, 300, (4, 2), D64, 2, HALF, CAUSAL, softcap=8.0, alibi="sequences", sinks=True,
+        dropout_p=0.1, bias=(2, 4, 400, 300),
+    ),
+    "wide_d256": Call(300, 333, (2, 2), D256, 2, BRAIN),
+    "wide_causal": Call(500, 500, (4, 2), D256, 2, BRAIN, CAUSAL),
+    "wide_fewer_keys": Call(500, 200, (4, 2), D256, 1, HALF, CAUSAL, sinks=True),
+    "wide_192_128": Call(300, 500, (4, 2), (192, 128), 2, BRAIN, CAUSAL),
+    "wide_window": Call(500, 600, (4, 2), D256, 1, BRAIN, (100, 7), softcap=5.0, alibi="heads"),
+    "wide_key_lengths": Call(300, 400, (4, 2), D256, 3, BRAIN, CAUSAL, seqlens_k=(0, 77, 400)),
+    "wide_packed": Call(
+        heads=(4, 2), dims=D256, dtype=BRAIN, window=CAUSAL,
+        lengths=((130, 130), (0, 50), (64, 64), (7, 0), (40, 450), (513, 513)),
+    ),
+    "wide_packed_full": Call(
+        heads=(4, 2), dims=(192, 128), dtype=HALF, softcap=5.0,
+        lengths=((300, 130), (1, 1), (128, 256), (129, 127)),
+    ),
     "negative_scale": Call(200, 300, (2, 2), D128, 1, BRAIN, CAUSAL, scale=-0.1),
     "zero_scale": Call(200, 300, (2, 2), D64, 1, BRAIN, CAUSAL, scale=0.0),
     "full_2k": Call(2048, 2048, (8, 2), D128, 2, BRAIN),
@@ -116,7 +168,7 @@ def test_gradients_match_float64(name: str) -> None:
 
 REPRODUCIBLE = [
     "causal_2k", "causal_2k_d64", "full_2k", "full_2k_d64", "tails_d128", "tails_full_d128",
-    "window_d128", "window_d64", "packed_d128", "packed_d64", "groups_of_3_d128",
+    "window_d128", "window_d64", "packed_d128", "packed_d64", "groups_of_3_d128", "wide_causal",
 ]  # fmt: skip
 
 
@@ -156,7 +208,9 @@ def test_keys_past_their_length_may_hold_nan() -> None:
     assert_right(problem, results)
 
 
-@pytest.mark.parametrize("name", ["packed_d128", "packed_d64", "packed_full"])
+@pytest.mark.parametrize(
+    "name", ["packed_d128", "packed_d64", "packed_full", "wide_packed", "wide_packed_full"]
+)
 def test_a_sequence_of_nan_leaves_its_neighbours_alone(name: str) -> None:
     clean, dirty = (make_problem(CASES[name], "cuda") for _ in range(2))
     queries, keys = (sum(pair[i] for pair in clean.call.lengths[:2]) for i in (0, 1))

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-KEYS = gl.constexpr(128)  # of a tile
+from tilewise.kernels.gluon._bwd_scores import MASK_TILE
+
 ROW_PADDING = gl.constexpr(128)  # rows of a packed sequence start on such a multiple in buffers
 
 
@@ -23,6 +24,7 @@ class BwdVariant(NamedTuple):
     """Constexpr: what changes the code of the backward kernels."""
 
     tile_m: int  # queries of a step
+    tile_n: int  # keys of a CTA
     d: int  # channels of a tile, 64, 128 or 256
     width: int  # of a head of q and k
     v_width: int  # of v and o
@@ -33,7 +35,14 @@ class BwdVariant(NamedTuple):
     tail: bool  # a tile may hold keys past the end of its sequence
     packed: bool  # rows past the end of a sequence are those of the next
     ragged: bool  # dense sequences with lengths of their own
-    order: str  # of the sums of dq: "any", "first" (the first one stores), "all" (reproducible)
+    softcap: str  # "none", "fast" or "exact"
+    alibi: bool
+    bias: bool
+    dropout: bool
+    mask: bool  # a block mask says which tiles are visited
+    ruled: bool  # beside it windows or lengths hide keys too
+    order: str  # of the sums of dq: "any", "first" (who comes first stores), "all" (reproducible)
+    ring: bool  # the CTAs of a head, which see all tiles, start at different ones
     last_first: bool  # the last tiles of keys are launched first
 
 
@@ -80,12 +89,16 @@ class Work(NamedTuple):
     full_end: object
     end: object
     start: object  # where the walk starts in a ring of tiles, see `ring_of_cta`
+    partial_entries: object  # of a block mask, whose entries take the place of tiles
+    full_entries: object
 
 
 @gluon.jit
-def work_of_cta(shape, variant: gl.constexpr):
+def work_of_cta(shape, scores, places, variant: gl.constexpr):
     """Return the work of this CTA: sections of heads, in them tiles of keys, in them the heads."""
     TILE_M: gl.constexpr = variant.tile_m
+    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE_M
+    KEYS: gl.constexpr = variant.tile_n
     pid = gl.program_id(0)
     per_section = shape.num_tiles * shape.heads_per_section
     first_head = pid // per_section * shape.heads_per_section
@@ -136,13 +149,30 @@ def work_of_cta(shape, variant: gl.constexpr):
     end = gl.maximum(begin, end)
     full_begin = gl.minimum(full_begin, end)
     full_end = gl.maximum(full_begin, full_end)
+    partial_entries = 0
+    full_entries = 0
+    if variant.mask:
+        at = scores.mask_spans + b.to(gl.int64) * places.mask_batch
+        at += (head * shape.group_size * places.mask_head + first_key // MASK_TILE) * 3
+        full_entries = gl.load(at)
+        partial_entries = gl.load(at + 1)
+        last_entry = gl.load(at + 2)
+        begin = 0
+        full_end = (last_entry - full_entries) * TILES_PER_ENTRY
+        full_begin = (last_entry - partial_entries) * TILES_PER_ENTRY
+        if variant.ruled:
+            full_end = gl.where(end > 0, full_end, 0)
+            full_begin = full_end
+        end = full_end
     start = 0
-    if variant.order != "any" and not variant.right:
-        _size, stride, _block, at, _members = ring_of_cta(block, end, length_k, shape)
+    if variant.ring:
+        _size, stride, _block, at, _members = ring_of_cta(
+            block, end, gl.cdiv(length_k, KEYS), shape
+        )
         start = at * stride
     return Work(
         b, head, first_key, length_q, length_k, start_q, start_k, start_row,
-        begin, full_begin, full_end, end, start,
+        begin, full_begin, full_end, end, start, partial_entries, full_entries,
     )  # fmt: skip
 
 
@@ -153,12 +183,11 @@ def padded_start(start, b):
 
 
 @gluon.jit
-def ring_of_cta(block, tiles, length_k, shape):
+def ring_of_cta(block, tiles, blocks, shape):
     """Return how CTAs of a head that see all tiles share them out: each starts `stride` further.
 
     Returns (CTAs of a ring, stride, first CTA of this one's ring, its place, CTAs of this ring).
     """
-    blocks = gl.cdiv(length_k, KEYS)
     size = gl.maximum(gl.minimum(gl.minimum(blocks, tiles), shape.most_together), 1)
     first = block // size * size
     return size, tiles // size, first, block - first, gl.minimum(size, blocks - first)
@@ -166,18 +195,20 @@ def ring_of_cta(block, tiles, length_k, shape):
 
 @gluon.jit
 def turn_of_tile(work, tile, shape, variant: gl.constexpr):
-    """Return how many CTAs add to a tile of dq before this one.
+    """Return how many CTAs add to a tile of dq before this one, in a reproducible order.
 
     With a diagonal the last tile of keys that sees it comes first, then the one before: when all
     walk upwards from their diagonals, no one waits. Else the order is that of the ring's walk.
     """
+    KEYS: gl.constexpr = variant.tile_n
     block = work.first_key // KEYS
+    blocks = gl.cdiv(work.length_k, KEYS)
     if variant.right:
         row = tile * variant.tile_m + variant.tile_m - 1
         last_key = row + work.length_k - work.length_q + shape.window_right
-        turn = gl.minimum(last_key // KEYS, gl.cdiv(work.length_k, KEYS) - 1) - block
+        turn = gl.minimum(last_key // KEYS, blocks - 1) - block
     else:
-        _size, stride, first, at, members = ring_of_cta(block, work.end, work.length_k, shape)
+        _size, stride, first, at, members = ring_of_cta(block, work.end, blocks, shape)
         nearest = gl.minimum(tile // stride, members - 1)  # who starts at this tile or just before
         turn = first + nearest - at + gl.where(at <= nearest, 0, members)
     return turn
@@ -194,6 +225,20 @@ def tile_of_masked_step(work, step):
     """Return the tile of a masked step of one head."""
     head = work.full_begin - work.begin
     return gl.where(step < head, work.begin + step, work.full_end + step - head)
+
+
+@gluon.jit
+def entry_of_tile(work, tile, scores, variant: gl.constexpr):
+    """Return (tile of queries, bit tile or -1) of a place in the list of a block mask."""
+    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // variant.tile_m
+    if variant.ruled:
+        entry = work.full_entries + tile // TILES_PER_ENTRY
+    else:
+        full = work.full_entries + (tile - work.full_begin) // TILES_PER_ENTRY
+        partial = work.partial_entries + tile // TILES_PER_ENTRY
+        entry = gl.where(tile < work.full_begin, partial, full)
+    at = scores.mask_entries + entry.to(gl.int64) * 2
+    return gl.load(at) * TILES_PER_ENTRY + tile % TILES_PER_ENTRY, gl.load(at + 1)
 
 
 @gluon.jit

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.kernels.gluon._bwd_scores import Places
 from tilewise.kernels.gluon._bwd_walk import Shape
 from tilewise.kernels.gluon.attention_bwd_consumer import consume
-from tilewise.kernels.gluon.attention_bwd_moves import load_tiles, send_dq
+from tilewise.kernels.gluon.attention_bwd_moves import barriers, load_tiles, send_dq
 
 CONSUMER_REGISTERS = gl.constexpr(240)
 MOVER_REGISTERS = gl.constexpr(24)
@@ -55,24 +55,19 @@ class Barriers(NamedTuple):
     ds_empty: object  # both have multiplied with it
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
 @gluon.jit(
     do_not_specialize=[
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
         "window_right", "num_tiles", "heads_per_section", "most_together", "rows_per_plane",
+        "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key", "mask_batch", "mask_head",
+        "drop_limit",
     ]
 )  # fmt: skip
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, dk_ptr,
     dv_ptr, turns_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left,
     window_right, num_tiles, heads_per_section, most_together, rows_per_plane, scores,
+    alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
     variant: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dk and dv and add what it gives to dq; see the module's docstring."""
@@ -81,6 +76,9 @@ def attention_bwd_kernel(
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
         most_together, rows_per_plane,
     )  # fmt: skip
+    places = Places(
+        alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
+    )
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
     STAGES: gl.constexpr = variant.stages
@@ -96,18 +94,37 @@ def attention_bwd_kernel(
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout)
     bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta)
     bars = Barriers(
-        _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 2),
-        _barriers(1, 1), _barriers(2, 2), _barriers(2, 2),
+        barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
+        barriers(1, 1), barriers(2, 2), barriers(2, 2),
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, bufs, bars, variant, 0)),
-            (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, bufs, bars, variant, 1)),
+            (
+                consume,
+                (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, 0),
+            ),
+            (
+                consume,
+                (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, 1),
+            ),
             (
                 load_tiles,
-                (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, bufs, bars, variant),
+                (
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    do_desc,
+                    lse_desc,
+                    delta_desc,
+                    shape,
+                    scores,
+                    places,
+                    bufs,
+                    bars,
+                    variant,
+                ),
             ),
-            (send_dq, (dq_desc, turns_ptr, shape, bufs, bars, variant)),
+            (send_dq, (dq_desc, turns_ptr, shape, scores, places, bufs, bars, variant)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],

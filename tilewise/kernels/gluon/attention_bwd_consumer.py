@@ -21,16 +21,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon._bwd_walk import masked_steps, tile_of_masked_step, work_of_cta
-from tilewise.kernels.gluon._compat import tma_store
+from tilewise.kernels.gluon._bwd_scores import (
+    add_alibi,
+    add_bias,
+    keep_pairs,
+    words_of_dropout,
+)
+from tilewise.kernels.gluon._bwd_tiles import clear_keys, clear_queries, hide, store_keys
+from tilewise.kernels.gluon._bwd_walk import (
+    entry_of_tile,
+    masked_steps,
+    tile_of_masked_step,
+    tile_of_step,
+    work_of_cta,
+)
 from tilewise.kernels.gluon._warpgroup import (
+    capped_exp2,
     exp2,
-    keep_columns,
     named_barrier,
     operand_layout,
     sum_layout,
@@ -74,61 +85,8 @@ def _leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _hide(s, work, tile, keys, shape, variant: gl.constexpr):
-    """Set s to -inf where a query does not see a key; keys count from the start of the sequence."""
-    TILE_M: gl.constexpr = variant.tile_m
-    diagonal = keys - (work.length_k - work.length_q) - tile * TILE_M
-    begin = gl.full_like(keys, 0)
-    end = begin + TILE_M
-    if variant.right:
-        begin = diagonal - shape.window_right
-    if variant.left:
-        end = diagonal + shape.window_left + 1
-    if variant.tail:  # k is zero there, but exp2(0 - lse) may overflow and reach dq as inf * 0
-        begin = gl.where(keys < work.length_k, begin, TILE_M)
-    if variant.packed:
-        end = gl.minimum(end, work.length_q - tile * TILE_M)
-    HAS_BEGIN: gl.constexpr = variant.right or variant.tail
-    return keep_columns(s, begin, end, HAS_BEGIN, variant.left or variant.packed)
-
-
-@gluon.jit
-def _clear_rows(tile, begin):
-    """Zero the rows of a tile (n, D) from `begin` on: another sequence's, NaN perhaps."""
-    ROWS: gl.constexpr = tile.shape[0]
-    D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    for first in gl.static_range(0, ROWS, 16):
-        rows = tile.slice(first, 16, 0)
-        outside = first + gl.arange(0, 16, gl.SliceLayout(1, layout)) >= begin
-        x = rows.load(layout)
-        rows.store(gl.where(gl.expand_dims(outside, 1), gl.full_like(x, 0.0), x))
-
-
-@gluon.jit
-def _clear_keys(tile, work, variant: gl.constexpr):
-    """Zero the keys past the end of their sequence; both warpgroups zero all of them."""
-    if variant.packed or variant.ragged:
-        rest = work.length_k - work.first_key
-        if rest < 128:
-            _clear_rows(tile, rest)
-            fence_async_shared()
-
-
-@gluon.jit
-def _clear_queries(q, do, work, tile, variant: gl.constexpr):
-    """Zero what the last tile of a packed sequence holds of the next one."""
-    if variant.packed:
-        rest = work.length_q - tile * variant.tile_m
-        if rest < variant.tile_m:
-            _clear_rows(q, rest)
-            _clear_rows(do, rest)
-            fence_async_shared()
-
-
-@gluon.jit
 def _step(
-    s, dk, dv, step, tile, more, keys, work, shape, scores, bufs, bars,
+    s, dk, dv, step, tile, more, keys, work, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Fold one tile of queries. MASK: 0 none, 1 always, 2 where this step needs it."""
@@ -148,24 +106,69 @@ def _step(
     q = bufs.q.index(stage).reshape([TILE_M, D])
     do = bufs.do.index(stage).reshape([TILE_M, D])
     no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
+    PLACED: gl.constexpr = variant.alibi or variant.bias or variant.dropout
+    masked = (tile < work.full_begin) | (tile >= work.full_end)
+    head = work.head
+    number = step * 0 - 1
+    if PLACED:
+        g, tile = tile_of_step(work, step, shape.group_size, variant)
+        head = work.head * shape.group_size + g
+    if variant.mask and (PLACED or MASK == 1):
+        tile, number = entry_of_tile(work, tile, scores, variant)
+    row = tile * TILE_M
+    if variant.dropout:
+        plane = work.b * (shape.num_kv_heads * shape.group_size) + head
+        first_key = work.first_key + PART * 64
+        kept = words_of_dropout(s, plane, row, first_key, scores, places)
     mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
     if MASK > 0:
-        _clear_queries(q, do, work, tile, variant)
+        clear_queries(q, work, tile, variant)
+        clear_queries(do, work, tile, variant)
     dp_sum = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     lse = bufs.lse_log2.index(stage).reshape([TILE_M]).load(row_terms)
     zeros = gl.full_like(s, 0.0)
-    s = gl.fma(s, zeros + scores.scale_log2, zeros - gl.expand_dims(lse, 0))
+    minus_lse = zeros - gl.expand_dims(lse, 0)
+    CAPS: gl.constexpr = variant.softcap != "none"
+    if CAPS:
+        logits = minus_lse  # all but the capped products
+    else:
+        logits = gl.fma(s, zeros + scores.scale_log2, minus_lse)
+    queries = row + gl.arange(0, TILE_M, row_terms)
+    if variant.bias:
+        last_q = gl.minimum(queries, work.length_q - 1)
+        last_k = gl.minimum(keys, work.length_k - 1)
+        logits = add_bias(
+            logits, work.b, head, last_q, last_k, row, work.first_key, scores, places
+        )  # fmt: skip
+    if variant.alibi:
+        diagonals = queries + (work.length_k - work.length_q)
+        logits = add_alibi(logits, work.b, head, diagonals, keys, scores, places)
     if MASK == 1:
-        s = _hide(s, work, tile, keys, shape, variant)
+        logits = hide(logits, work, tile, number, PART * 2, keys, shape, scores, variant)
+        if CAPS and variant.packed:  # NaN of another sequence would pass the tanh
+            s = hide(s, work, tile, number, PART * 2, keys, shape, scores, variant)
     if MASK == 2:  # noqa: SIM102
-        if (tile < work.full_begin) | (tile >= work.full_end):
-            s = _hide(s, work, tile, keys, shape, variant)
-    p = exp2(s)
+        if masked:
+            if variant.mask and not PLACED:
+                tile, number = entry_of_tile(work, tile, scores, variant)
+            logits = hide(logits, work, tile, number, PART * 2, keys, shape, scores, variant)
+            if CAPS and variant.packed:
+                s = hide(s, work, tile, number, PART * 2, keys, shape, scores, variant)
+    if CAPS:
+        ratio, factor = zeros + scores.cap_ratio, zeros + scores.cap_log2
+        p, p_slope = capped_exp2(s, ratio, factor, logits, variant.softcap == "exact")
+    else:
+        p_slope = exp2(logits)
+        p = p_slope
+    if variant.dropout:
+        p = keep_pairs(p, kept, 0.0)
     p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp_sum,))
+    if variant.dropout:
+        dp = keep_pairs(dp * scores.keep_scale, kept, 0.0)
     delta = bufs.delta.index(stage).reshape([TILE_M]).load(row_terms)
-    ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
+    ds = (p_slope * (dp - gl.expand_dims(delta, 0))).to(dtype)
     mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)
     bufs.ds.index(parity).slice(PART * 64, 64, 0).store(ds)
     ds_half = gl.convert_layout(ds, operand, assert_trivial=True)
@@ -194,37 +197,8 @@ def _step(
 
 
 @gluon.jit
-def _store(
-    x, desc, ptr, work, shape, buffer,
-    variant: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Write 64 rows of dk or dv: by TMA, or row by row at the end of a packed sequence."""
-    D: gl.constexpr = variant.d
-    row = work.first_key + PART * 64
-    batch = work.b
-    whole = row >= 0
-    if variant.packed:
-        batch = 0
-        whole = row + 64 <= work.length_k
-    if whole:
-        half = buffer.index(0).slice(PART * 64, 64, 2)
-        buffer.index(0).reshape([128, D]).slice(PART * 64, 64, 0).store(x)
-        fence_async_shared()
-        tma_store(desc, [batch, work.head, work.start_k + row, 0], half)
-        tma.store_wait(0)
-    if variant.packed:  # noqa: SIM102
-        if row + 64 > work.length_k:
-            layout: gl.constexpr = x.type.layout
-            rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-            columns = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
-            at = (work.start_k + rows).to(gl.int64) * shape.num_kv_heads + work.head
-            stored = gl.expand_dims(rows < work.length_k, 1) & (columns < WIDTH)
-            gl.store(ptr + gl.expand_dims(at * WIDTH, 1) + columns, x, mask=stored)
-
-
-@gluon.jit
 def consume(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, bufs, bars,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of 64 keys, and half of every tile of dq."""
@@ -232,8 +206,9 @@ def consume(
     D: gl.constexpr = variant.d
     dtype: gl.constexpr = bufs.q.dtype
     over_queries: gl.constexpr = sum_layout(TILE_M)
-    MASKS: gl.constexpr = variant.left or variant.right or variant.tail or variant.packed
-    work = work_of_cta(shape, variant)
+    WINDOW: gl.constexpr = variant.left or variant.right
+    MASKS: gl.constexpr = WINDOW or variant.tail or variant.packed or variant.mask
+    work = work_of_cta(shape, scores, places, variant)
     group = shape.group_size
     steps = (work.end - work.begin) * group
     dk = gl.zeros([64, D], gl.float32, sum_layout(D))
@@ -241,7 +216,7 @@ def consume(
     keys = work.first_key + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, over_queries))
     if steps > 0:
         mbarrier.wait(bars.kv_full.index(0), 0)
-        _clear_keys(bufs.k.index(0).reshape([128, D]), work, variant)
+        clear_keys(bufs.k.index(0).reshape([128, D]), work, variant)
         mbarrier.wait(bars.q_full.index(0), 0)
         k = bufs.k.index(0).reshape([128, D])
         first_q = bufs.q.index(0).reshape([TILE_M, D]).permute((1, 0))
@@ -250,13 +225,13 @@ def consume(
             k.slice(PART * 64, 64, 0), first_q, no_scores, use_acc=False, is_async=True
         )
         mbarrier.wait(bars.kv_full.index(1), 0)
-        _clear_keys(bufs.v.index(0).reshape([128, D]), work, variant)
+        clear_keys(bufs.v.index(0).reshape([128, D]), work, variant)
         s = warpgroup_mma_wait(0, deps=(s_sum,))
         tile = work.begin + work.start
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         s, dk, dv = _step(
-            s, dk, dv, 0, tile, steps > 1, keys, work, shape, scores, bufs, bars,
+            s, dk, dv, 0, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
             variant, PART, 1, 1 if MASKS else 0,
         )  # fmt: skip
         step = 1
@@ -267,8 +242,8 @@ def consume(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 s, dk, dv = _step(
-                    s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores, bufs, bars,
-                    variant, PART, 0, 1,
+                    s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores, places,
+                    bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
                 at += 1
@@ -276,8 +251,8 @@ def consume(
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
             s, dk, dv = _step(
-                s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores, bufs, bars,
-                variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
+                s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores, places, bufs,
+                bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1
         last = steps - 1
@@ -287,9 +262,11 @@ def consume(
         _leave_dq(dq, bufs, bars, last, variant, PART)
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
-    _store(
+    if variant.dropout:
+        dv *= scores.keep_scale
+    store_keys(
         dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, PART, variant.width
     )  # fmt: skip
-    _store(
+    store_keys(
         dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width
     )  # fmt: skip

@@ -7,6 +7,7 @@ The contract is that of `kernels.triton.attention`: `why_not_bwd` refuses with a
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,33 +15,36 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon._bwd_scores import BwdScores
 from tilewise.kernels.gluon._bwd_walk import BwdVariant, Sequences
 from tilewise.kernels.gluon._descriptors import descriptor, row_descriptor, why_no_descriptor
 from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.gluon.attention_bwd import attention_bwd_kernel
+from tilewise.kernels.gluon.attention_bwd_dkdv import attention_bwd_dkdv_kernel
+from tilewise.kernels.gluon.attention_bwd_dq import attention_bwd_dq_kernel
 from tilewise.kernels.gluon.attention_bwd_rows import (
     attention_bwd_after_kernel,
     attention_bwd_before_kernel,
 )
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
-from tilewise.kernels.triton._geometry import dense, device_of
+from tilewise.kernels.triton import attention as portable
+from tilewise.kernels.triton._geometry import dense, device_of, extras_of
+from tilewise.kernels.triton._tile import Extras
 
 __all__ = ["launch_bwd", "why_not_bwd"]
 
 _LOG2E = math.log2(math.e)
 _UNIT = 8  # elements; TMA wants strides in multiples of 16 bytes
 _KEYS = 128  # of a tile
+_WIDE_KEYS = 64  # where heads are wider than 128
+_ROWS = 128  # of a tile of dq where it has a kernel of its own
+_SLOTS = 3  # of its ring of k and v
+_L2_BYTES = 16 << 20  # what CTAs that run together share; of 50 MB, of which half is near
 _PADDING = 128  # rows of packed sequences start on multiples of it in buffers
 _ELEMENTS = 4096  # of a tile of the kernels before and after
-_ORDER = "first"
-_HEADS_PER_SECTION = 4  # of a packed batch, whose tiles of all sequences are launched together
-
-
-class BwdScores(NamedTuple):
-    """How products q . k become logits."""
-
-    scale: float
-    scale_log2: float
+_ROWS_WARPS = 4  # of their programs
+_FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
+_BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 
 
 class _Rows(NamedTuple):
@@ -48,7 +52,7 @@ class _Rows(NamedTuple):
 
     lse_log2: Tensor
     delta: Tensor
-    dq_sum: Tensor  # (planes, rows, d)
+    dq_sum: Tensor | None  # (planes, rows, d)
     turns: Tensor | None  # int32 (planes, rows / tile_m): CTAs that have added to a tile of dq
 
 
@@ -61,13 +65,20 @@ def why_not_bwd(spec: AttentionSpec) -> str | None:
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
     for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
-        if width % _UNIT or not 8 <= width <= 128:
-            return f"{name} must be a multiple of 8 up to 128, got {width}"
-    if spec.softcap or spec.has_alibi or spec.has_bias or spec.mask_tile or spec.dropout_p:
-        return "not built yet"
+        if width % _UNIT or not 8 <= width <= 256:
+            return f"{name} must be a multiple of 8 up to 256, got {width}"
+    if _is_wide(spec) and (spec.has_bias or spec.mask_tile or spec.dropout_p):
+        return "heads wider than 128 have no bias, mask or dropout here"
+    if spec.mask_tile not in (None, (128, 128)):
+        return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
-    if spec.deterministic and not right and (left or spec.is_varlen or spec.has_seqlens_k):
+    lengths_vary = spec.is_varlen or spec.has_seqlens_k
+    if (
+        spec.deterministic
+        and not _is_wide(spec)
+        and (spec.mask_tile or (not right and (left or lengths_vary)))
+    ):
         return "not built yet: reproducible without a diagonal"
     return None
 
@@ -103,58 +114,114 @@ def launch_bwd(
         float32 or None.
     """
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
-        return _nothing_seen(q, k, v, dlse, sinks, spec)
+        return _nothing_seen(q, k, v, dlse, bias, sinks, spec)
+    if mask is not None and mask.columns.shape[1] > 1 and spec.group_size > 1:
+        # Heads of a group that see different tiles cannot share the walk of a tile of keys.
+        alone = replace(spec, num_kv_heads=spec.num_q_heads)
+        k_alone, v_alone = (x.repeat_interleave(spec.group_size, dim=-2) for x in (k, v))
+        dq, dk, dv, dbias, dsinks = launch_bwd(
+            do, dlse, q, k_alone, v_alone, o, lse, alone, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes,
+            sinks=sinks, philox=philox, mask=mask,
+        )  # fmt: skip
+        dk, dv = (_sum_of_group(x, spec) for x in (dk, dv))
+        return dq, dk, dv, dbias, dsinks
     q, k, v, do, o = (_readable(x) for x in (q, k, v, do, o))
     sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
+    extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
     allocate = torch.zeros if spec.is_varlen else torch.empty
     dq, dk, dv = (allocate(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     variant = variant_of(spec, _together(q, spec))
+    dbias = None
     with device_of(q):
         rows = launch_before(o, do, lse, dlse, spec, sequences, variant)
-        launch_main(do, q, k, v, dk, dv, rows, spec, sequences, variant)
-        launch_after(rows, dq, spec, sequences, variant)
+        scores, places = scores_of(spec, extras)
+        if _is_wide(spec):
+            launch_dkdv(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
+            launch_dq(do, q, k, v, dq, rows, spec, sequences, scores, places, variant)
+        else:
+            launch_main(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
+            launch_after(rows, dq, spec, sequences, variant)
+        if bias is not None and spec.needs_dbias:
+            # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
+            row_terms = portable.launch_rows(o, do, lse, dlse, spec)
+            given = {"sequences": portable.Sequences(*sequences), "extras": extras}
+            dbias = portable.launch_dbias(do, q, k, v, *row_terms, bias, spec, **given)
     dsinks = None if sinks is None else _sink_gradient(sinks, rows)
-    return dq, dk, dv, None, dsinks
+    return dq, dk, dv, dbias, dsinks
 
 
-def order_of(spec: AttentionSpec, together: int, right: bool, left: bool) -> tuple[str, bool]:
+def order_of(spec: AttentionSpec, together: int) -> tuple[str, bool]:
     """Return the order of the sums of dq, and whether the last tiles of keys start first.
 
-    Who waits for a CTA that is launched later relies on its running at the same time; the last
-    tiles first, everybody waits only for those launched before.
+    Reproducible sums with a diagonal come from the last tile of keys to the first. Where all tiles
+    of a head run at the same time they are launched in the other order, for balance; else the last
+    ones first, so that everybody waits for CTAs that were launched before.
     """
-    lengths_vary = spec.is_varlen or spec.has_seqlens_k
-    order = "all" if spec.deterministic else _ORDER
-    if not right and (left or lengths_vary):
-        return "any", False
-    if spec.is_varlen and not spec.deterministic:
-        return "any", False
-    return order, right and (spec.is_varlen or triton.cdiv(spec.max_seqlen_k, _KEYS) > together)
+    if _is_wide(spec) or (spec.mask_tile and spec.is_varlen):
+        return "any", False  # lists of a mask may visit tiles past the end of a sequence
+    if not spec.deterministic:
+        return "first", False
+    has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    fits = not spec.is_varlen and triton.cdiv(spec.max_seqlen_k, _KEYS) <= together
+    return "all", has_diagonal and not fits
 
 
 def variant_of(spec: AttentionSpec, together: int = 132) -> BwdVariant:
     """Return the code that `spec` needs; a window that hides nothing is compiled away."""
-    d = 64 if max(spec.head_dim, spec.v_head_dim) <= 64 else 128
+    d = max(64, triton.next_power_of_2(max(spec.head_dim, spec.v_head_dim)))
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
-    order, last_first = order_of(spec, together, right, left)
+    order, last_first = order_of(spec, together)
+    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    hides = left or right or lengths_vary
+    ring = order != "any" and not (hides or spec.mask_tile)
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
         tile_m=128 if d == 64 else 64,
+        tile_n=_KEYS if d <= 128 else _WIDE_KEYS,
         d=d,
         width=spec.head_dim,
         v_width=spec.v_head_dim,
         stages=2,
-        two_loops=d == 128 and (right or order == "any") and not (left and order == "all"),
+        two_loops=d == 128 and not ring and not (left and order == "all"),
         left=left,
         right=right,
-        tail=lengths_vary or spec.max_seqlen_k % _KEYS > 0,
+        tail=lengths_vary
+        or (
+            spec.max_seqlen_k % (_KEYS if d <= 128 else _WIDE_KEYS) > 0
+            and (hides or not spec.mask_tile)
+        ),
         packed=spec.is_varlen,
         ragged=spec.has_seqlens_k,
+        softcap=softcap if spec.softcap > 0 else "none",
+        alibi=spec.has_alibi,
+        bias=spec.has_bias,
+        dropout=spec.dropout_threshold > 0,
+        mask=spec.mask_tile is not None,
+        ruled=spec.mask_tile is not None and hides,
         order=order,
+        ring=ring,
         last_first=last_first,
     )
+
+
+def scores_of(spec: AttentionSpec, extras: Extras) -> tuple[BwdScores, tuple[int, ...]]:
+    """Return what the logits are made of, and the numbers of `_bwd_scores.Places`."""
+    scale, cap = spec.softmax_scale, spec.softcap
+    scores = BwdScores(
+        scale, scale * _LOG2E, scale / cap if cap else 0.0, cap * _LOG2E, spec.dropout_scale,
+        extras.alibi, extras.bias, extras.philox if spec.dropout_threshold else None,
+        extras.mask_bits, extras.mask_columns, extras.mask_column_entries,
+    )  # fmt: skip
+    limit = (spec.dropout_threshold << 16) - 1
+    places = (
+        extras.alibi_batch, extras.bias_batch, extras.bias_head, extras.bias_row, extras.bias_key,
+        3 * (extras.mask_all_column_tiles or 0), extras.mask_column_tiles,
+        limit - (1 << 32) if limit >= 1 << 31 else limit,
+    )  # fmt: skip
+    return scores, tuple(place or 0 for place in places)
 
 
 def launch_before(
@@ -172,8 +239,9 @@ def launch_before(
     if spec.is_varlen and spec.has_sinks:  # torch sums them, gaps between sequences too
         lse_log2.fill_(math.inf)
         delta.zero_()
-    dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
-    turns = None
+    dq_sum = turns = None
+    if variant.d <= 128:
+        dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
     if variant.order != "any":
         shape = (planes, count // variant.tile_m)
         turns = torch.empty(shape, dtype=torch.int32, device=o.device)
@@ -188,7 +256,7 @@ def launch_before(
         sequences.cu_q, spec.batch, spec.num_q_heads, spec.max_seqlen_q, count,
         *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
         WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=_UNIT, TILE_M=variant.tile_m,
-        TILE=tile,
+        TILE=tile, num_warps=_ROWS_WARPS,
     )  # fmt: skip
     return _Rows(lse_log2, delta, dq_sum, turns)
 
@@ -197,6 +265,7 @@ def launch_after(
     rows: _Rows, dq: Tensor, spec: AttentionSpec, sequences: Sequences, variant: BwdVariant
 ) -> None:
     """Round the sum of dq."""
+    assert rows.dq_sum is not None
     tile = _ELEMENTS // variant.d
     launch(
         attention_bwd_after_kernel,
@@ -204,6 +273,7 @@ def launch_after(
         rows.dq_sum, rows.turns, dq, sequences.cu_q, spec.batch, spec.num_q_heads,
         spec.max_seqlen_q, rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
         WIDTH=spec.head_dim, D=variant.d, UNIT=_UNIT, TILE_M=variant.tile_m, TILE=tile,
+        num_warps=_ROWS_WARPS,
     )  # fmt: skip
 
 
@@ -217,13 +287,15 @@ def launch_main(
     rows: _Rows,
     spec: AttentionSpec,
     sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
     """Fill dk and dv, and add to the sum of dq."""
+    assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
     num_tiles = triton.cdiv(spec.max_seqlen_k, _KEYS)
     heads = spec.batch * spec.num_kv_heads
-    section = min(heads, _HEADS_PER_SECTION * spec.batch) if spec.is_varlen else 1
     launch(
         attention_bwd_kernel,
         num_tiles * heads,
@@ -233,26 +305,125 @@ def launch_main(
         row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, rows.turns,
         sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        spec.window_left, spec.window_right, num_tiles, section,
-        _together(q, spec), rows.dq_sum.shape[1],
-        BwdScores(spec.softmax_scale, spec.softmax_scale * _LOG2E), variant=variant,
+        spec.window_left, spec.window_right, num_tiles,
+        _heads_per_section(q, spec, num_tiles, d), _together(q, spec),
+        rows.dq_sum.shape[1],
+        scores, *places, variant=variant,
     )  # fmt: skip
 
 
 def _nothing_seen(
-    q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None, sinks: Tensor | None, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dlse: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of a call without queries or keys: only sinks may have one."""
     dsinks = None
     if sinks is not None:
         axes = (1,) if spec.is_varlen else (0, 2)
         dsinks = torch.zeros_like(sinks) if dlse is None else dlse.sum(dim=axes)
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, dsinks
+    dbias = torch.zeros_like(bias) if bias is not None and spec.needs_dbias else None
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, dsinks
+
+
+def _sum_of_group(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return the gradient of key heads, given that of each query head's own copy."""
+    parts = x.unflatten(-2, (spec.num_kv_heads, spec.group_size))
+    return parts.sum(dim=-2, dtype=torch.float32).to(x.dtype)
+
+
+def launch_dkdv(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rows: _Rows,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
+    variant: BwdVariant,
+) -> None:
+    """Fill dk and dv."""
+    m, n, d = variant.tile_m, variant.tile_n, variant.d
+    num_tiles = triton.cdiv(spec.max_seqlen_k, n)
+    heads = spec.batch * spec.num_kv_heads
+    section = _heads_per_section(q, spec, num_tiles, d)
+    launch(
+        attention_bwd_dkdv_kernel,
+        num_tiles * heads,
+        descriptor(q, m, d), descriptor(k, n, d), descriptor(v, n, d), descriptor(do, m, d),
+        descriptor(dk, n, d), descriptor(dv, n, d),
+        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, sequences,
+        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
+        scores, places[0], variant=variant,
+    )  # fmt: skip
+
+
+def launch_dq(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    rows: _Rows,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
+    variant: BwdVariant,
+) -> None:
+    """Fill dq."""
+    n, d, half = variant.tile_n, variant.d, _ROWS // 2
+    num_tiles = triton.cdiv(spec.max_seqlen_q, _ROWS)
+    heads = spec.batch * spec.num_q_heads
+    section = 1
+    if spec.is_varlen:
+        section = min(heads, 4 * spec.batch)
+    elif variant.right:
+        section = min(heads, max(2, _L2_BYTES // (spec.max_seqlen_k * d * 4)))
+    launch(
+        attention_bwd_dq_kernel,
+        num_tiles * heads,
+        descriptor(q, half, d), descriptor(k, n, d), descriptor(v, n, d), descriptor(do, half, d),
+        descriptor(dq, half, d), dq, rows.lse_log2, rows.delta, sequences,
+        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
+        scores, places[0], variant=variant._replace(stages=_SLOTS),
+    )  # fmt: skip
+
+
+def _is_wide(spec: AttentionSpec) -> bool:
+    """Say whether a CTA's sums leave no room for dq beside dk and dv."""
+    return max(spec.head_dim, spec.v_head_dim) > 128
 
 
 def _readable(x: Tensor) -> Tensor:
     """Return x, or a copy where TMA cannot read x."""
     return x if x.stride(-1) == 1 and why_no_descriptor(x) is None else x.contiguous().clone()
+
+
+def _heads_per_section(q: Tensor, spec: AttentionSpec, num_tiles: int, d: int) -> int:
+    """Return the key heads whose tiles are launched together, those with most work first.
+
+    More of them leave fewer long tiles to the end, but q, do and sums of dq should stay in L2.
+    """
+    heads = spec.batch * spec.num_kv_heads
+    rows = q.shape[0] if spec.is_varlen else spec.max_seqlen_q
+    in_l2 = max(1, _L2_BYTES // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
+    if spec.is_varlen:
+        return min(heads, in_l2 * spec.batch)
+    if spec.window_right < 0 or (spec.deterministic and not _is_wide(spec)):
+        return 1
+    few = heads * num_tiles < _FEW_WAVES * device.sm_count_of(q.device)
+    return heads if few else min(heads, in_l2)
 
 
 def _together(x: Tensor, spec: AttentionSpec) -> int:

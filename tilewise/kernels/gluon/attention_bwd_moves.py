@@ -13,11 +13,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.kernels.gluon._bwd_walk import tile_of_step, turn_of_tile, work_of_cta
+from tilewise.kernels.gluon._bwd_walk import entry_of_tile, tile_of_step, turn_of_tile, work_of_cta
 from tilewise.kernels.gluon._compat import tma_add, tma_load, tma_store
 from tilewise.kernels.gluon._warpgroup import named_barrier, wait_for_copies
 
+# States of a tile of dq whose first visitor stores it; reproducible sums count visitors instead.
+UNTOUCHED = gl.constexpr(0)
+CLAIMED = gl.constexpr(1)
+STORED = gl.constexpr(2)
 DQ_WRITTEN = gl.constexpr(9)  # the hardware barrier at which consumers leave a tile of dq
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return COUNT barriers that ARRIVALS arrivals open, one a phase."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
 
 
 @gluon.jit
@@ -32,13 +45,13 @@ def row_plane(work, g, shape, variant: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, bufs, bars,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores, places, bufs, bars,
     variant: gl.constexpr,
 ):  # fmt: skip
     """Load k and v once, q and do step by step."""
     TILE_M: gl.constexpr = variant.tile_m
     STAGES: gl.constexpr = variant.stages
-    work = work_of_cta(shape, variant)
+    work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     b = work.b
     if variant.packed:
@@ -49,6 +62,8 @@ def load_tiles(
             mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
             tma_load(k_desc, [b, work.head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
         g, tile = tile_of_step(work, step, shape.group_size, variant)
+        if variant.mask:
+            tile, _number = entry_of_tile(work, tile, scores, variant)
         head, plane = row_plane(work, g, shape, variant)
         row = work.start_q + tile * TILE_M
         padded_row = work.start_row + tile * TILE_M
@@ -68,12 +83,20 @@ def load_tiles(
 
 
 @gluon.jit
-def send_dq(dq_desc, turns_ptr, shape, bufs, bars, variant: gl.constexpr):
-    """Add each tile of dq to global memory, in the order that `variant` asks for."""
-    work = work_of_cta(shape, variant)
+def send_dq(
+    dq_desc, turns_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
+):  # fmt: skip
+    """Add each tile of dq to global memory, in the order that `variant` asks for.
+
+    The first one to come stores, so that nothing has to be zero before. It claims the tile and is
+    surely running, so nobody waits for a CTA that is not; with reproducible sums see `order_of`.
+    """
+    work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     for step in range(0, steps):
         g, tile = tile_of_step(work, step, shape.group_size, variant)
+        if variant.mask:
+            tile, _number = entry_of_tile(work, tile, scores, variant)
         _head, plane = row_plane(work, g, shape, variant)
         at = [0, plane, work.start_row + tile * variant.tile_m, 0]
         if variant.order == "any":
@@ -82,20 +105,29 @@ def send_dq(dq_desc, turns_ptr, shape, bufs, bars, variant: gl.constexpr):
             tma.store_wait(0)  # the buffer has been read
             mbarrier.arrive(bars.dq_empty.index(0), count=1)
         else:
-            turn = turn_of_tile(work, tile, shape, variant)
-            awaited = turn if variant.order == "all" else gl.minimum(turn, 1)
             tiles = shape.rows_per_plane // variant.tile_m
             row_tile = work.start_row // variant.tile_m + tile
-            arrived = turns_ptr + plane.to(gl.int64) * tiles + row_tile
-            while gl.atomic_add(arrived, 0, sem="acquire") < awaited:
-                pass
+            state = turns_ptr + plane.to(gl.int64) * tiles + row_tile
+            if variant.order == "first":
+                found = gl.atomic_cas(state, UNTOUCHED, CLAIMED)
+                stores = found == UNTOUCHED
+                while found == CLAIMED:
+                    found = gl.atomic_add(state, 0, sem="acquire")
+            else:
+                turn = turn_of_tile(work, tile, shape, variant)
+                stores = turn == 0
+                while gl.atomic_add(state, 0, sem="acquire") < turn:
+                    pass
             named_barrier("sync", DQ_WRITTEN, 288, 1)
-            if turn == 0:
+            if stores:
                 tma_store(dq_desc, at, bufs.dq.index(0))
             else:
                 tma_add(dq_desc, at, bufs.dq.index(0))
             tma.store_wait(0)
             mbarrier.arrive(bars.dq_empty.index(0), count=1)
-            if (turn == 0) | (variant.order == "all"):
+            if variant.order == "all":
                 wait_for_copies()
-                gl.atomic_add(arrived, 1, sem="release")
+                gl.atomic_add(state, 1, sem="release")
+            elif stores:
+                wait_for_copies()
+                gl.atomic_xchg(state, STORED, sem="release")

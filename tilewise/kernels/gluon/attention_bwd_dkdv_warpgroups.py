@@ -1,0 +1,175 @@
+"""The two warpgroups of attention_bwd_dkdv: one owns dv, the other dk, of the same 64 keys.
+
+What: p = exp2(s) and dv += p do; dp = v do^T, ds = p (dp - delta) and dk += ds q.
+Grid: that of attention_bwd_dkdv.
+One call: one partition of a CTA. Each issues its second product, then the first one of the next
+      step, and waits for the second alone; the other warpgroup multiplies meanwhile.
+Traffic: see attention_bwd_dkdv.
+Numerics: see attention_bwd_dkdv. With a softcap what goes to the other warpgroup is p * (1 - t**2).
+
+The index of k and v is computed from the step though it is always 0, as in attention_bwd_consumer.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon._bwd_scores import add_alibi
+from tilewise.kernels.gluon._bwd_tiles import clear_keys, clear_queries, hide, store_keys
+from tilewise.kernels.gluon._bwd_walk import work_of_cta
+from tilewise.kernels.gluon._warpgroup import capped_exp2, exp2, operand_layout, sum_layout
+from tilewise.kernels.gluon.attention_bwd_consumer import ALWAYS_ZERO
+
+
+@gluon.jit
+def make_dv(
+    dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
+):  # fmt: skip
+    """Make p and dv."""
+    D: gl.constexpr = variant.d
+    STAGES: gl.constexpr = variant.stages
+    dtype: gl.constexpr = bufs.q.dtype
+    over_queries: gl.constexpr = sum_layout(64)
+    row_terms: gl.constexpr = gl.SliceLayout(0, over_queries)
+    operand: gl.constexpr = operand_layout(D)
+    MASKS: gl.constexpr = variant.left or variant.right or variant.tail or variant.packed
+    CAPS: gl.constexpr = variant.softcap != "none"
+    work = work_of_cta(shape, scores, places, variant)
+    steps = (work.end - work.begin) * shape.group_size
+    keys = work.first_key + gl.arange(0, 64, gl.SliceLayout(1, over_queries))
+    dv = gl.zeros([64, D], gl.float32, sum_layout(D))
+    zeros = gl.zeros([64, 64], gl.float32, over_queries)
+    s = zeros
+    if steps > 0:
+        mbarrier.wait(bars.kv_full.index(0), 0)
+        k = bufs.k.index(0).reshape([64, D])
+        clear_keys(k, work, variant)
+        mbarrier.wait(bars.q_full.index(0), 0)
+        first_q = bufs.q.index(0).reshape([64, D]).permute((1, 0))
+        s_sum = warpgroup_mma(k, first_q, zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s_sum,))
+        mbarrier.arrive(bars.q_empty.index(0), count=1)
+    tile = work.begin
+    head = work.head * shape.group_size
+    for step in range(0, steps):
+        stage = step % STAGES
+        parity = step % 2
+        do = bufs.do.index(stage).reshape([64, D])
+        mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
+        lse = bufs.lse_log2.index(stage).reshape([64]).load(row_terms)
+        minus_lse = zeros - gl.expand_dims(lse, 0)
+        if CAPS:
+            logits = minus_lse
+        else:
+            logits = gl.fma(s, zeros + scores.scale_log2, minus_lse)
+        if variant.alibi:
+            diagonals = tile * 64 + gl.arange(0, 64, row_terms) + (work.length_k - work.length_q)
+            logits = add_alibi(logits, work.b, head, diagonals, keys, scores, places)
+        if MASKS:  # noqa: SIM102
+            if (tile < work.full_begin) | (tile >= work.full_end):
+                logits = hide(logits, work, tile, 0, 0, keys, shape, scores, variant)
+                if CAPS and variant.packed:  # NaN of another sequence would pass the tanh
+                    s = hide(s, work, tile, 0, 0, keys, shape, scores, variant)
+                clear_queries(do, work, tile, variant)
+        if CAPS:
+            ratio, factor = zeros + scores.cap_ratio, zeros + scores.cap_log2
+            p, p_slope = capped_exp2(s, ratio, factor, logits, variant.softcap == "exact")
+            sent = p_slope.to(dtype)
+        else:
+            p = exp2(logits)
+            sent = p.to(dtype)
+        zero = step // ALWAYS_ZERO
+        mbarrier.wait(bars.p_empty.index(parity), ((step // 2) & 1) ^ 1)
+        bufs.p.index(parity).store(sent)
+        mbarrier.arrive(bars.p_full.index(parity), count=1)
+        p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
+        dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
+        more = step + 1 < steps
+        following = (step + 1) % STAGES
+        mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
+        next_q = bufs.q.index(following).reshape([64, D]).permute((1, 0))
+        next_k = bufs.k.index(zero).reshape([64, D])
+        s_sum = warpgroup_mma(next_k, next_q, zeros, use_acc=False, is_async=True)
+        dv, p_half = warpgroup_mma_wait(1, deps=(dv_sum, p_half))
+        mbarrier.arrive(bars.do_empty.index(stage), count=1)
+        s = warpgroup_mma_wait(0, deps=(s_sum,))
+        mbarrier.arrive(bars.q_empty.index(following), count=1, pred=more)
+        tile += 1
+        if variant.alibi:
+            head = gl.where(tile == work.end, head + 1, head)
+        tile = gl.where(tile == work.end, work.begin, tile)
+    store_keys(
+        dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.k, variant, 0, variant.v_width
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_dk(
+    dk_desc, dk_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
+):  # fmt: skip
+    """Make dp, ds and dk."""
+    D: gl.constexpr = variant.d
+    STAGES: gl.constexpr = variant.stages
+    dtype: gl.constexpr = bufs.q.dtype
+    over_queries: gl.constexpr = sum_layout(64)
+    row_terms: gl.constexpr = gl.SliceLayout(0, over_queries)
+    operand: gl.constexpr = operand_layout(D)
+    work = work_of_cta(shape, scores, places, variant)
+    steps = (work.end - work.begin) * shape.group_size
+    v = bufs.v.index(0).reshape([64, D])
+    dk = gl.zeros([64, D], gl.float32, sum_layout(D))
+    zeros = gl.zeros([64, 64], gl.float32, over_queries)
+    dp = zeros
+    tile = work.begin
+    if steps > 0:
+        mbarrier.wait(bars.kv_full.index(1), 0)
+        clear_keys(v, work, variant)
+        mbarrier.wait(bars.do_full.index(0), 0)
+        first_do = bufs.do.index(0).reshape([64, D])
+        clear_queries(first_do, work, tile, variant)
+        dp_sum = warpgroup_mma(
+            v, first_do.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )  # fmt: skip
+        dp = warpgroup_mma_wait(0, deps=(dp_sum,))
+        mbarrier.arrive(bars.do_empty.index(0), count=1)
+    for step in range(0, steps):
+        stage = step % STAGES
+        parity = step % 2
+        q = bufs.q.index(stage).reshape([64, D])
+        mbarrier.wait(bars.q_full.index(stage), (step // STAGES) & 1)
+        clear_queries(q, work, tile, variant)
+        delta = bufs.delta.index(stage).reshape([64]).load(row_terms)
+        mbarrier.wait(bars.p_full.index(parity), (step // 2) & 1)
+        p = bufs.p.index(parity).load(over_queries).to(gl.float32)
+        mbarrier.arrive(bars.p_empty.index(parity), count=1)
+        ds = p * (dp - gl.expand_dims(delta, 0))
+        zero = step // ALWAYS_ZERO
+        ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
+        dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
+        more = step + 1 < steps
+        following = (step + 1) % STAGES
+        tile += 1
+        tile = gl.where(tile == work.end, work.begin, tile)
+        mbarrier.wait(bars.do_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
+        next_do = bufs.do.index(following).reshape([64, D])
+        if variant.packed:  # noqa: SIM102
+            if more:
+                clear_queries(next_do, work, tile, variant)
+        next_v = bufs.v.index(zero).reshape([64, D])
+        dp_sum = warpgroup_mma(
+            next_v, next_do.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )  # fmt: skip
+        dk, ds_half = warpgroup_mma_wait(1, deps=(dk_sum, ds_half))
+        mbarrier.arrive(bars.q_empty.index(stage), count=1)
+        dp = warpgroup_mma_wait(0, deps=(dp_sum,))
+        mbarrier.arrive(bars.do_empty.index(following), count=1, pred=more)
+    dk *= scores.scale
+    store_keys(
+        dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, 0, variant.width
+    )  # fmt: skip
