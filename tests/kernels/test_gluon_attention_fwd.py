@@ -95,6 +95,9 @@ CASES = {
     "packed": Call(heads=(8, 2), dims=D128, dtype=BRAIN, lengths=LENGTHS),
     "packed_causal": Call(heads=(8, 2), dims=D128, dtype=BRAIN, window=CAUSAL, lengths=LENGTHS),
     "packed_d64": Call(heads=(2, 2), dims=D64, dtype=HALF, window=CAUSAL, lengths=LENGTHS),
+    "packed_d64_long": Call(
+        heads=(1, 1), dims=D64, dtype=BRAIN, window=CAUSAL, lengths=((4500, 4500), (100, 150))
+    ),
     "packed_d256": Call(heads=(2, 2), dims=D256, dtype=BRAIN, window=CAUSAL, lengths=LENGTHS),
     "packed_d96": Call(heads=(3, 3), dims=D96, dtype=BRAIN, lengths=LENGTHS),
     "packed_latent": Call(heads=(2, 2), dims=LATENT, dtype=BRAIN, window=CAUSAL, lengths=LENGTHS),

@@ -13,6 +13,7 @@ from tilewise.kernels.gluon._descriptors import descriptor, why_no_descriptor
 from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.gluon._tiles import PLAN_FIELDS
 from tilewise.kernels.gluon.attention_fwd import Tensors, Tile, Variant, attention_fwd_kernel
+from tilewise.kernels.gluon.attention_fwd_tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.attention_plan import (
     CLEAR_ROWS,
     ENTRIES,
@@ -25,9 +26,7 @@ from tilewise.kernels.triton._mask import mask_reach_kernel
 
 __all__ = ["launch_fwd", "tile_config_fwd", "why_not_fwd"]
 
-_WIDTHS = (64, 128, 256)  # heads are padded to the next one, by zeros that TMA supplies
 _MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
-_GROUP_ROWS = 64
 _CHANNELS = 8  # 16 bytes: what strides and widths of o are counted in
 # K and V of the heads whose tiles are computed side by side: 16 MiB of Hopper's 50 MB L2 was the
 # best of 4 to 64 (H200, causal, 16,384 tokens, 2026-11-20).
@@ -47,67 +46,13 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
     for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
-        if not 8 <= width <= _WIDTHS[-1] or width % 8 != 0:
-            return f"{name} must be a multiple of 8 from 8 to {_WIDTHS[-1]}, got {width}"
+        if not 8 <= width <= WIDTHS[-1] or width % 8 != 0:
+            return f"{name} must be a multiple of 8 from 8 to {WIDTHS[-1]}, got {width}"
     if spec.mask_tile is not None and spec.mask_tile[0] != _MASK_ROWS:
         return f"mask tiles must have {_MASK_ROWS} queries, got {spec.mask_tile[0]}"
     if spec.softcap > _WIDEST_SOFTCAP:
         return f"softcap must be at most {_WIDEST_SOFTCAP:g}, got {spec.softcap}"
     return None
-
-
-def tile_config_fwd(spec: AttentionSpec) -> Tile:
-    """Return how a CTA is cut for `spec`.
-
-    Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384,
-    D 64, 128 and 256, 2026-11-20. Tiles of other widths are the nearest of those that fit 227 KiB
-    of shared memory and 240 registers a thread.
-    """
-    d, dv = (_padded(width) for width in (spec.head_dim, spec.v_head_dim))
-    crowded = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
-    plain = not (crowded or spec.has_alibi or spec.softcap > 0)
-    windowed = spec.window_left >= 0
-    uneven = (
-        spec.window_right >= 0 or spec.is_varlen or spec.has_seqlens_k or spec.mask_tile is not None
-    )
-    groups, keys, stages = 2, 128, 2
-    registers_q = early = together = False
-    # Turns pay while a warpgroup multiplies about as long as the other exponentiates.
-    ping_pong = plain
-    columns = dv
-    if d == 64 and dv == 64:
-        if plain and not windowed and (not uneven or spec.max_seqlen_q > 4096):
-            groups, stages, together = 3, 3, True
-        else:
-            stages = 4
-            registers_q = early = (uneven or windowed) and not crowded
-    elif d == 64:
-        stages = 3 if dv == 128 else 2
-    elif d == 128 and dv <= 128:
-        registers_q = (uneven or windowed) and not crowded
-    if max(d, dv) == 256:
-        keys, ping_pong = 64, False
-        columns = dv // 2 if d == 256 else dv
-    if spec.has_bias and keys == 128:  # with 128, a bias and its addresses fill the registers
-        keys, stages = 64, 2 * stages
-    if spec.mask_tile is not None and spec.mask_tile[1] < keys:
-        keys, stages = spec.mask_tile[1], 2 * stages
-    return Tile(
-        warpgroups=groups,
-        rows=groups * _GROUP_ROWS,
-        keys=keys,
-        stages=stages,
-        d=d,
-        dv=dv,
-        o_columns=columns,
-        dynamic=uneven or (d == 128 and spec.max_seqlen_q >= 4096),
-        ping_pong=ping_pong,
-        q_in_registers=registers_q,
-        release_together=together,
-        next_early=early,
-        registers=240 if groups == 2 else 160,
-        loader_registers=24 if groups == 2 else 32,
-    )
 
 
 def launch_fwd(
@@ -155,8 +100,8 @@ def launch_fwd(
         num_tiles = upper_bound * num_heads
         launch(
             attention_fwd_kernel, min(num_tiles, device.sm_count_of(q.device)),
-            descriptor(q, _GROUP_ROWS, tile.d), descriptor(k, tile.keys, tile.d),
-            descriptor(v, tile.keys, tile.dv), descriptor(o, _GROUP_ROWS, tile.o_columns),
+            descriptor(q, GROUP_ROWS, tile.d), descriptor(k, tile.keys, tile.d),
+            descriptor(v, tile.keys, tile.dv), descriptor(o, GROUP_ROWS, tile.o_columns),
             o, lse, _counter(q.device), tensors, num_tiles, upper_bound, num_heads, *numbers,
             0 if spec.is_varlen else heads * rows, rows,
             _alibi_stride(alibi_slopes), *_mask_strides(mask), *bias_strides,
@@ -165,16 +110,12 @@ def launch_fwd(
     return o, lse
 
 
-def _padded(width: int) -> int:
-    return next(wide for wide in _WIDTHS if wide >= width)
-
-
 @functools.lru_cache(maxsize=1024)
 def _choice(
     spec: AttentionSpec, tile: Tile | None, bias_rows: bool, bias_pairs: bool
 ) -> tuple[Tile, Variant, tuple[float, ...]]:
     """Return the tile (that given, or the table's), the code and the kernel's numbers of `spec`."""
-    tile = tile or tile_config_fwd(spec)
+    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
     heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
     numbers = (
         _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
