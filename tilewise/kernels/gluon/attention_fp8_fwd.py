@@ -13,8 +13,6 @@ Numerics: base 2, float32 for m, the row sums and o. P in [0, 1] is multiplied b
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,6 +34,9 @@ from tilewise.kernels.gluon.attention_fp8_schedule import (
     KEYS,
     NOTES,
     ROW,
+    Barriers,
+    Buffers,
+    Descriptors,
     notes_of,
     produce,
     read_note,
@@ -50,37 +51,6 @@ from tilewise.kernels.gluon.attention_fp8_step import (
     step,
     take_turn,
 )
-
-
-class Descriptors(NamedTuple):
-    """TMA descriptors, each seen as (batch, head, row, column)."""
-
-    q: object
-    k: object
-    v: object  # rows are channels, columns keys
-    o: object
-
-
-class Buffers(NamedTuple):
-    """Shared memory."""
-
-    q: object
-    k: object
-    v: object
-    o: object
-    places: object
-    factors: object  # of the logits (times log2(e)), of the values
-
-
-class Barriers(NamedTuple):
-    """One pair a buffer."""
-
-    q_full: object
-    q_empty: object
-    k_full: object
-    k_empty: object
-    v_full: object
-    v_empty: object
 
 
 @gluon.jit

@@ -14,6 +14,8 @@ tiles are dealt in turn, one head after the other.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -32,6 +34,37 @@ BATCH_HEAD = gl.constexpr(3)
 FIRST = gl.constexpr(4)
 COUNT = gl.constexpr(5)
 KEYS = gl.constexpr(6)
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors, each seen as (batch, head, row, column)."""
+
+    q: object
+    k: object
+    v: object  # rows are channels, columns keys
+    o: object
+
+
+class Buffers(NamedTuple):
+    """Shared memory."""
+
+    q: object
+    k: object
+    v: object
+    o: object
+    places: object
+    factors: object  # of the logits (times log2(e)), of the values
+
+
+class Barriers(NamedTuple):
+    """One pair a buffer."""
+
+    q_full: object
+    q_empty: object
+    k_full: object
+    k_empty: object
+    v_full: object
+    v_empty: object
 
 
 @gluon.jit
