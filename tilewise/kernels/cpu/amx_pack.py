@@ -18,6 +18,8 @@ from tilewise.kernels.cpu.rows import F32, load_row
 from tilewise.kernels.cpu.threads import inlined, inner
 
 _SIDE = 16  # rows and columns of a transposed block of words
+_PANEL = 32  # keys of a panel of words
+AHEAD = 16  # rows from the one that is loaded to the one that is asked for
 
 
 @inner
@@ -45,8 +47,14 @@ def take_part(like, rest, count, target):
 def load_key_rows(like, code, target, ld, dim, first, count, start, row_bytes):
     """Rows first ... first + count to target[row ld]; return 0.0, or NaN if not all are finite."""
     check = like.dtype.type(0.0)
+    size = 4 if code == F32 else 2
     for row in range(count):
-        check += load_row(like, code, target, row * ld, start + (first + row) * row_bytes, dim)
+        ahead = start + (first + row + AHEAD) * row_bytes
+        for line in range(0, dim * size, 64):
+            prefetch(ahead + line)
+        check += load_row(
+            like, code, target, row * ld, start + (first + row) * row_bytes, dim
+        )
     return check
 
 
@@ -55,8 +63,13 @@ def load_flat_rows(like, code, target, base, ld, part, parts, stage, dim, start,
                    head_bytes, group, first_row, rows):  # fmt: skip
     """Flat query rows first_row ... to target[base + row ld], TILE_M of them, zeros past `rows`."""
     query, member = first_row // group, first_row % group
+    size = 4 if code == F32 else 2
     for row in range(rows):
         address = start + query * row_bytes + member * head_bytes
+        # By then the row is there, but for the first strip of a panel.
+        ahead = start + (first_row + row + AHEAD) // group * row_bytes
+        for line in range(0, dim * size, 64):
+            prefetch(ahead + (first_row + row + AHEAD) % group * head_bytes + line)
         if parts == 1:
             load_row(like, code, target, base + row * ld, address, dim)
         else:
@@ -71,7 +84,9 @@ def load_flat_rows(like, code, target, base, ld, part, parts, stage, dim, start,
 
 
 @inner
-def prefetch_flat_rows(code, dim, start, row_bytes, head_bytes, group, first_row, last_row):
+def prefetch_flat_rows(
+    code, dim, start, row_bytes, head_bytes, group, first_row, last_row
+):
     """Ask for flat query rows first_row ... last_row, so that they travel to the L2 cache."""
     size = 4 if code == F32 else 2
     for row in range(first_row, last_row):
@@ -92,11 +107,15 @@ def transpose_rows(source, si, ld, target, ti, target_row, words):
             for word in range(_SIDE):
                 even = si + (row + 2 * word) * ld + column
                 pair_words(source, even, even + ld, words, word * 2 * _SIDE)
-            transpose_block(words, 0, 2 * _SIDE, target, ti + column * target_row + row, target_row)
+            transpose_block(
+                words, 0, 2 * _SIDE, target, ti + column * target_row + row, target_row
+            )
 
 
 @inlined
-def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, row_part, parts):
+def _store_parts(
+    upper, lower, words, word_at, word_part, rows, above, below, row_part, parts
+):
     """Two rows of a register of columns as words, and each to `rows`, part by part."""
     for index in range(parts):
         simd.store_pair(words, word_at + index * word_part, upper, lower)
@@ -108,33 +127,43 @@ def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, ro
 
 
 @inner
-def pack_scores(like, s, dp, p_words, ds_words, ds_rows, spare, first_row, word_part, parts,
-                begin, end):  # fmt: skip
-    """P and dS of a tile as words of queries first_row ..., and dS as rows; zeros around.
+def pack_scores(like, s, dp, p_words, ds_words, ds_rows, spare, first_row, strip, parts, begin,
+                end, top, bottom):  # fmt: skip
+    """P and dS of rows top ... bottom of a tile as words, and dS as rows; zeros around.
 
-    `spare` is scratch of two registers of columns.
+    Words lie in panels of 32 keys, [part][panel][pair of the strip's queries][key]. `spare` is
+    scratch of two registers of columns.
     """
-    for row in range(0, TILE_M, 2):
-        line = (first_row + row) * TILE_N
-        for index in range(parts):
-            at = line + index * word_part
-            p_words[at : at + 2 * begin] = 0
-            p_words[at + 2 * end : at + 2 * TILE_N] = 0
-            ds_words[at : at + 2 * begin] = 0
-            ds_words[at + 2 * end : at + 2 * TILE_N] = 0
+    word_part = strip * TILE_N
+    for row in range(top, bottom, 2):
+        line = (first_row + row) * _PANEL
         for column in range(begin, end, _SIDE):
-            at, word = row * TILE_N + column, line + 2 * column
+            at = row * TILE_N + column
+            word = line + column // _PANEL * strip * _PANEL + column % _PANEL * 2
             upper, lower = simd.load(s, at), simd.load(s, at + TILE_N)
-            _store_parts(upper, lower, p_words, word, word_part, spare, 0, _SIDE, 0, parts)
+            _store_parts(
+                upper, lower, p_words, word, word_part, spare, 0, _SIDE, 0, parts
+            )
             upper, lower = simd.load(dp, at), simd.load(dp, at + TILE_N)
             _store_parts(upper, lower, ds_words, word, word_part, ds_rows, at, at + TILE_N,
                          TILE_M * TILE_N, parts)  # fmt: skip
+    for start, stop in ((0, begin), (end, TILE_N)):
+        _clear_panels(
+            p_words, ds_words, first_row + top, bottom - top, strip, parts, start, stop
+        )
 
 
 @inner
-def clear_scores(p_words, ds_words, first_row, word_part, parts):
+def _clear_panels(p_words, ds_words, first_row, rows, strip, parts, begin, end):
+    """Zero the words of some rows for keys begin ... end."""
+    for part in range(parts):
+        for column in range(begin, end, _PANEL):
+            at = (part * TILE_N + column) * strip + first_row * _PANEL
+            p_words[at : at + rows * _PANEL] = 0
+            ds_words[at : at + rows * _PANEL] = 0
+
+
+@inner
+def clear_scores(p_words, ds_words, first_row, strip, parts):
     """Words of a tile that no row sees."""
-    for index in range(parts):
-        at = first_row * TILE_N + index * word_part
-        p_words[at : at + TILE_M * TILE_N] = 0
-        ds_words[at : at + TILE_M * TILE_N] = 0
+    _clear_panels(p_words, ds_words, first_row, TILE_M, strip, parts, 0, TILE_N)

@@ -118,10 +118,10 @@ def multiply_tiles(c, ci, ldc, rows, columns, a, ai, lda, a_part, b, bi, ldb, b_
         steps: elements along K, in units of 32.
         parts: how many parts an operand is the sum of.
     """
-    for column in range(0, columns, SIDE):
-        b_first = bi + column // SIDE * b_panel
-        for row in range(0, rows, SIDE):
-            a_first, place = ai + row * lda, ci + row * ldc + column
+    for row in range(0, rows, SIDE):
+        a_first = ai + row * lda
+        for column in range(0, columns, SIDE):
+            b_first, place = bi + column // SIDE * b_panel, ci + row * ldc + column
             if keeps:
                 _load_sums(c, place, ldc)
             else:
@@ -131,5 +131,5 @@ def multiply_tiles(c, ci, ldc, rows, columns, a, ai, lda, a_part, b, bi, ldb, b_
                     a_at = a_first + part * a_part
                     b_at = b_first + (order - part) * b_part
                     for step in range(steps):
-                        _step(a, a_at + step * SIDE, lda, b, b_at + step * 16 * ldb, ldb)
+                        _step(a, a_at + step * SIDE, lda, b, b_at + step * ROWS * ldb, ldb)
             _store_sums(c, place, ldc)

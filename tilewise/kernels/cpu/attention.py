@@ -149,14 +149,15 @@ def launch_bwd(
     )  # fmt: skip
     dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
     plan = BackwardPlan.of(spec, bias if spec.needs_dbias else None)
-    dq = torch.zeros((plan.num_chunks, *q.shape), dtype=real)
+    sums = torch.zeros(q.shape, dtype=real)
     dbias = torch.zeros(plan.dbias_shape, dtype=real)
     firsts = [None, None]
     if spec.is_varlen:
         firsts = [edges.numpy()[:-1].astype(np.int64) for edges in (cu_seqlens_q, cu_seqlens_k)]
-    grads = place_gradients(problem, plan, do, dq, dk, dv, dbias, *firsts)
+    grads = place_gradients(problem, plan, do, sums, dk, dv, dbias, *firsts)
     num_tasks = plan.num_owners * plan.num_chunks
-    numbers = [tensor.view(-1).numpy() for tensor in (lse, shifts, dq, dbias)]
+    numbers = [tensor.view(-1).numpy() for tensor in (lse, shifts, sums, dbias)]
+    numbers.append(np.zeros(num_tasks, np.int64))
     if q.dtype in PARTS and amx.HAS_AMX:
         arrays = problem.arrays._replace(packed_like=np.empty(0, np.uint16))
         run_tasks(
@@ -168,7 +169,7 @@ def launch_bwd(
             attention_backward, num_tasks, problem.sizes, problem.rule, grads, problem.arrays,
             problem.mask, problem.dropout, *numbers,
         )  # fmt: skip
-    dq = (dq[0] if plan.num_chunks == 1 else dq.sum(0)).mul_(spec.softmax_scale).to(q.dtype)
+    dq = sums.mul_(spec.softmax_scale).to(q.dtype)
     dsinks = None
     if sinks is not None:
         weights = torch.exp(sinks.detach().to(real).unsqueeze(-1) - lse)

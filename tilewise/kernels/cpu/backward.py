@@ -1,13 +1,13 @@
 """Tiled exact attention, backward: probabilities are recomputed, nothing is stored but lse.
 
 What      dq, dk, dv and the gradient of the bias, from do, lse and delta - dlse.
-Grid      one task per (sequence, key head, chunk of key tiles), taken from a counter.
+Grid      one task per (chunk of 4 key tiles, sequence, key head), taken from a counter.
 One task  for each tile of 128 keys, for each tile of 64 query rows that sees it: S = Q K^T and
           dP = dO V^T, then P and dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q, dQ = dS K.
 Traffic   K and V are read once; Q and dO once per tile of keys, from the L3 cache; dq is kept in
-          float32, one copy per chunk, and chunks exist only where heads are few.
+          float32, and chunks add to it in turn.
 Numerics  sums in float32 (float64 for float64); P and dS are rounded to the type of the product's
-          operands. Every sum has one owner and a fixed order, so bits repeat on any thread count.
+          operands. Sums have one owner, or their owners an order: bits repeat on any thread count.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.backward_scores import differentiate_tile
+from tilewise.kernels.cpu.backward_scores import differentiate_rows
 from tilewise.kernels.cpu.forward import add_rows_exactly, score_tile
-from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
+from tilewise.kernels.cpu.gemm import (
+    MR,
+    multiply,
+    multiply_add,
+    panel_columns,
+    words_to_elements,
+)
+from tilewise.kernels.cpu.gradients import TILES_PER_CHUNK
 from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch, transpose_tile
 from tilewise.kernels.cpu.problem import (
     DK,
@@ -44,6 +51,7 @@ from tilewise.kernels.cpu.threads import (
     scratch,
     zero_scratch,
 )
+from tilewise.kernels.cpu.turns import Turn, end_turn, publish_rows, wait_for_rows
 from tilewise.kernels.cpu.visibility import (
     WORDS,
     new_seen,
@@ -170,7 +178,10 @@ def _load_queries(like, code, target, ld, dim, start, row_bytes, head_bytes, gro
                   num_rows):  # fmt: skip
     """A tile of flat query rows to scratch, zeros past the last; prefetch the next tile's."""
     query, member = first_row // group, first_row % group
-    later_query, later_member = (first_row + TILE_M) // group, (first_row + TILE_M) % group
+    later_query, later_member = (
+        (first_row + TILE_M) // group,
+        (first_row + TILE_M) % group,
+    )
     rows = min(TILE_M, num_rows - first_row)
     size = 8 if code == F64 else 4 if code == F32 else 2
     for row in range(rows):
@@ -189,7 +200,7 @@ def _load_queries(like, code, target, ld, dim, start, row_bytes, head_bytes, gro
 
 
 @inner
-def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_finite, chunk,
+def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_finite, turn,
                     sequence, first_head, first_row, rows, count, ld):  # fmt: skip
     """dq += dS K for one tile of rows."""
     head_dim = sizes.head_dim
@@ -208,12 +219,13 @@ def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_fi
         queries.dq[:] = 0
         add_rows_exactly(queries.dq, 0, ld, head_dim, scores.ds_rows, keys.k_rows, ld, scores.ones,
                          seen, count, rows)  # fmt: skip
+    wait_for_rows(turn, first_row + rows)
     lanes = simd.REGISTER_BYTES // dq.itemsize
     done = head_dim // lanes * lanes
     for row in range(rows):
         query = (first_row + row) // sizes.group
         head = first_head + first_row + row - query * sizes.group
-        where = chunk * grads.dq_chunk + starts[sequence, DQ] + query * grads.dq_row
+        where = starts[sequence, DQ] + query * grads.dq_row
         where += head * head_dim
         for column in range(0, done, lanes):
             total = simd.add(
@@ -226,8 +238,8 @@ def _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_fi
 
 @inner
 def _backward_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, keys, queries,
-                   scores, seen, is_finite, chunk, sequence, kv_head, first_row, key, count, ld,
-                   ldv):  # fmt: skip
+                   scores, seen, is_finite, turn, chunk, sequence, kv_head, first_row, key, count,
+                   ld, ldv):  # fmt: skip
     """What one tile of query rows adds to the gradients of a tile of keys, and to dq."""
     like, starts = arrays.like, arrays.starts
     first_head = kv_head * sizes.group
@@ -254,21 +266,24 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, 
                seen.end, blocks)  # fmt: skip
     score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, seen.begin,
                seen.end, blocks)  # fmt: skip
-    differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
-                        chunk, sequence, first_head, first_row, rows, key, begin, end)  # fmt: skip
+    if grads.has_dbias:
+        wait_for_rows(turn, first_row + rows)
+    differentiate_rows(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
+                       chunk, sequence, first_head, first_row, rows, key, begin, end, 0,
+                       TILE_M)  # fmt: skip
     _pack_rows(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, begin,
                end)  # fmt: skip
     _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs, scores.ones,
                     begin, end)  # fmt: skip
     _add_transposed(keys.dk, ld, sizes.head_dim, scores.ds_words, queries.q_pairs, scores.ones,
                     begin, end)  # fmt: skip
-    _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_finite, chunk,
+    _query_gradient(sizes, grads, starts, dq, keys, queries, scores, seen, is_finite, turn,
                     sequence, first_head, first_row, rows, count, ld)  # fmt: skip
 
 
 @inner
-def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, sequence,
-                   kv_head, chunk, first_key, end_key):  # fmt: skip
+def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, turn,
+                   sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
     """Gradients of keys first_key ... end_key of one key head."""
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -289,16 +304,40 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
             if see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
                 _backward_tile(
                     sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, keys, queries,
-                    scores, seen, check == 0.0, chunk, sequence, kv_head, first_row, key, count,
-                    ld, ldv,
+                    scores, seen, check == 0.0, turn, chunk, sequence, kv_head, first_row, key,
+                    count, ld, ldv,
                 )  # fmt: skip
+                if key + TILE_N >= min(end_key, k_len):
+                    publish_rows(turn, first_row + rows)
         keep_alive(owned_view)
         for row in range(count):
-            address = starts[sequence, DK] + (key + row) * grads.dk_row + kv_head * grads.dk_head
-            store_row(like, sizes.k_code, keys.dk, row * ld, rule.scale, address, sizes.head_dim)
-            address = starts[sequence, DV] + (key + row) * grads.dv_row + kv_head * grads.dv_head
+            address = (
+                starts[sequence, DK]
+                + (key + row) * grads.dk_row
+                + kv_head * grads.dk_head
+            )
             store_row(
-                like, sizes.k_code, keys.dv, row * ldv, dropout.scale, address, sizes.v_head_dim
+                like,
+                sizes.k_code,
+                keys.dk,
+                row * ld,
+                rule.scale,
+                address,
+                sizes.head_dim,
+            )
+            address = (
+                starts[sequence, DV]
+                + (key + row) * grads.dv_row
+                + kv_head * grads.dv_head
+            )
+            store_row(
+                like,
+                sizes.k_code,
+                keys.dv,
+                row * ldv,
+                dropout.scale,
+                address,
+                sizes.v_head_dim,
             )
     keep_alive(owned)
     keep_alive(owned_seen)
@@ -306,7 +345,19 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
 
 @kernel
 def attention_backward(
-    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, counter, num_tasks
+    sizes,
+    rule,
+    grads,
+    arrays,
+    mask,
+    dropout,
+    lse,
+    shifts,
+    dq,
+    dbias,
+    done,
+    counter,
+    num_tasks,
 ):
     """Take tasks until none is left; see the head of this file.
 
@@ -314,26 +365,35 @@ def attention_backward(
         sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
             gradients lie.
         lse, shifts: flat, shifts = delta - dlse, laid out like lse.
-        dq: flat, zeroed, (num_chunks, rows, Hq, D); not yet multiplied by the softmax scale.
+        dq: flat, zeroed, (rows, Hq, D); not yet multiplied by the softmax scale.
         dbias: flat, zeroed, or empty.
+        done: (num_tasks,) int64, zeroed, see `Turn`.
         counter: (1,) int64, the next task.
     """
     arrays, mask = borrowed(arrays), borrowed(mask)
-    lse, shifts, dq, dbias = borrowed(lse), borrowed(shifts), borrowed(dq), borrowed(dbias)
+    lse, shifts, dq, dbias = (
+        borrowed(lse),
+        borrowed(shifts),
+        borrowed(dq),
+        borrowed(dbias),
+    )
+    done = borrowed(done)
     num_sequences = len(arrays.starts)
     heads = 1 if grads.shares_heads else sizes.num_kv_heads
-    chunk_keys = grads.tiles_per_chunk * TILE_N
+    chunk_keys = TILES_PER_CHUNK * TILE_N
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             return
-        chunk, owner = task % grads.num_chunks, task // grads.num_chunks
+        chunk, owner = task // grads.num_owners, task % grads.num_owners
         first_sequence, first_head = owner // heads, owner % heads
         end_sequence = num_sequences if grads.shares_batch else first_sequence + 1
         end_head = sizes.num_kv_heads if grads.shares_heads else first_head + 1
+        turn = Turn(done, task, task - grads.num_owners, 0)
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
                 _backward_task(
-                    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, sequence,
-                    kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
+                    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, turn,
+                    sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
                 )  # fmt: skip
+                turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)

@@ -1,15 +1,15 @@
 """Tiled exact attention, backward, on CPUs with tile registers (Intel AMX).
 
 What      dq, dk, dv and the gradient of the bias, as `backward.py`, for all dtypes but float64.
-Grid      one task per (sequence, key head, chunk of key tiles), taken from a counter.
+Grid      one task per (chunk of 4 key tiles, sequence, key head), taken from a counter.
 One task  for each panel of up to 4 tiles of keys, for each strip of up to 256 query rows that sees
           it: packs the rows once; for each tile of keys, S = Q K^T, dP = dO V^T, P, dS and
           dQ += dS K by 64 rows, then dV^T += dO^T P and dK^T += Q^T dS by the strip, for a sum in
           tile registers must take in many queries to be worth its load and store.
-Traffic   K and V are read once; Q and dO once per panel of keys, from the L3 cache; dq, in float32,
-          is updated once per panel.
+Traffic   K and V are read once; Q and dO once per panel of keys, from the L3 cache; dq, in
+          float32, is updated once per panel.
 Numerics  see `amx_tiles.py`: bfloat16 in one part, float16 in two, float32 in three, and P and dS
-          in as many. Every sum has one owner and a fixed order: bits repeat on any thread count.
+          in as many. Sums have one owner, or their owners an order: bits repeat on any threads.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from tilewise.kernels.cpu.amx_pack import (
     transpose_rows,
 )
 from tilewise.kernels.cpu.amx_tiles import SIDE, multiply_tiles
-from tilewise.kernels.cpu.backward_scores import differentiate_tile
+from tilewise.kernels.cpu.backward_scores import differentiate_rows
 from tilewise.kernels.cpu.forward import add_rows_exactly
 from tilewise.kernels.cpu.gemm import MR
+from tilewise.kernels.cpu.gradients import TILES_PER_CHUNK
 from tilewise.kernels.cpu.pack import pair_tile, transpose_block, transpose_tile
 from tilewise.kernels.cpu.problem import (
     DK,
@@ -56,9 +57,18 @@ from tilewise.kernels.cpu.threads import (
     scratch,
     zero_scratch,
 )
-from tilewise.kernels.cpu.visibility import WORDS, new_seen, see_tile, seeing_rows, view_columns
+from tilewise.kernels.cpu.turns import Turn, end_turn, publish_rows, wait_for_rows
+from tilewise.kernels.cpu.visibility import (
+    WORDS,
+    new_seen,
+    see_tile,
+    seeing_rows,
+    view_columns,
+)
 
-PANEL_ELEMENTS = 6 * TILE_N * 128  # parts of K in a panel; all scratch stays below 1.7 MiB
+PANEL_ELEMENTS = (
+    6 * TILE_N * 128
+)  # parts of K in a panel; all scratch stays below 1.7 MiB
 
 
 class _Keys(NamedTuple):
@@ -156,7 +166,9 @@ def _load_tile(like, code, rows, stage, panels, pairs, tile, parts, ld, dim, fir
         check = load_key_rows(like, code, rows, ld, dim, first, count, start, row_bytes)
     else:
         stage[:] = 0
-        check = load_key_rows(like, code, stage, ld, dim, first, count, start, row_bytes)
+        check = load_key_rows(
+            like, code, stage, ld, dim, first, count, start, row_bytes
+        )
     for part in range(parts):
         if parts > 1:
             take_part(like, stage, padded * ld, rows)
@@ -168,7 +180,9 @@ def _load_tile(like, code, rows, stage, panels, pairs, tile, parts, ld, dim, fir
 
 
 @inner
-def _load_keys(sizes, arrays, keys, stage, shape, sequence, kv_head, first_key, end_key):
+def _load_keys(
+    sizes, arrays, keys, stage, shape, sequence, kv_head, first_key, end_key
+):
     """Pack a panel of K and V, tile by tile, and clear the sums of dk and dv."""
     like, starts = arrays.like, arrays.starts
     for tile in range((end_key - first_key + TILE_N - 1) // TILE_N):
@@ -243,15 +257,13 @@ def _union(seen, first, count):
 
 
 @inner
-def _multiply_scores(c, seen, rows, at, ld, panels, base, strip, parts):
-    """C = rows panels^T of one tile, only where 32 rows see keys."""
-    for row in range(0, TILE_M, SIDE):
-        begin, end = _union(seen, row // MR, SIDE // MR)
-        multiply_tiles(
-            c, row * TILE_N + begin, TILE_N, SIDE, end - begin,
-            rows, at + row * ld, ld, strip * ld,
-            panels, base + begin * ld, 64, SIDE * ld, TILE_N * ld, ld // 32, parts, False,
-        )  # fmt: skip
+def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape):
+    """C = rows panels^T for SIDE rows of a tile and keys begin ... end."""
+    multiply_tiles(
+        c, top * TILE_N + begin, TILE_N, SIDE, end - begin,
+        rows, (first + top) * ld, ld, shape.strip * ld,
+        panels, (area + begin) * ld, 64, SIDE * ld, TILE_N * ld, ld // 32, shape.parts, False,
+    )  # fmt: skip
 
 
 @inner
@@ -268,7 +280,7 @@ def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
 
 
 @inner
-def _store_query_gradient(sizes, grads, starts, dq, sums, chunk, sequence, first_head, first_row,
+def _store_query_gradient(sizes, grads, starts, dq, sums, sequence, first_head, first_row,
                           rows, ld):  # fmt: skip
     """Add a strip's sums to dq."""
     head_dim = sizes.head_dim
@@ -277,10 +289,12 @@ def _store_query_gradient(sizes, grads, starts, dq, sums, chunk, sequence, first
     for row in range(rows):
         query = (first_row + row) // sizes.group
         head = first_head + first_row + row - query * sizes.group
-        where = chunk * grads.dq_chunk + starts[sequence, DQ] + query * grads.dq_row
+        where = starts[sequence, DQ] + query * grads.dq_row
         where += head * head_dim
         for column in range(0, done, lanes):
-            total = simd.add(simd.load(dq, where + column), simd.load(sums, row * ld + column))
+            total = simd.add(
+                simd.load(dq, where + column), simd.load(sums, row * ld + column)
+            )
             simd.store(dq, where + column, total)
         for column in range(done, head_dim):
             dq[where + column] += sums[row * ld + column]
@@ -299,15 +313,21 @@ def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias
     num_rows, row = starts[sequence, Q_LEN] * sizes.group, first_row + first
     begin, end = _union(seen, 0, TILE_M // MR)
     area = tile * parts * TILE_N
-    _multiply_scores(scores.s, seen, queries.q_rows, first * shape.ld, shape.ld, keys.k_panels,
-                     area * shape.ld, shape.strip, parts)  # fmt: skip
-    _multiply_scores(scores.dp, seen, queries.do_rows, first * shape.ldv, shape.ldv,
-                     keys.v_panels, area * shape.ldv, shape.strip, parts)  # fmt: skip
     rows = min(TILE_M, num_rows - row)
-    differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
-                       chunk, sequence, first_head, row, rows, key, begin, end)  # fmt: skip
-    pack_scores(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows,
-                scores.words, first, shape.strip * TILE_N, parts, begin, end)  # fmt: skip
+    # 32 rows of S and dP stay in an L1 cache of 48 KiB until they are operands.
+    for top in range(0, TILE_M, SIDE):
+        low, high = _union(seen, top // MR, SIDE // MR)
+        _multiply_rows(scores.s, top, low, high, queries.q_rows, first, shape.ld, keys.k_panels,
+                       area, shape)  # fmt: skip
+        _multiply_rows(scores.dp, top, low, high, queries.do_rows, first, shape.ldv,
+                       keys.v_panels, area, shape)  # fmt: skip
+        differentiate_rows(
+            sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores, chunk, sequence,
+            first_head, row, rows, key, low, high, top, top + SIDE,
+        )  # fmt: skip
+        pack_scores(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows,
+                    scores.words, first, shape.strip, parts, low, high, top,
+                    top + SIDE)  # fmt: skip
     if keys.check[tile] == 0.0:
         _add_query_gradient(queries, scores, keys.k_pairs, seen, shape.ld, first,
                             area * shape.ld, parts)  # fmt: skip
@@ -322,12 +342,14 @@ def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias
 
 
 @inner
-def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, begin, end):
+def _add_key_gradient(
+    c, at, columns, ld, operand, words, shape, first, last, begin, end
+):
     """c^T += operand^T words over the strip's rows first ... last, for keys begin ... end."""
     multiply_tiles(
         c, at + begin, TILE_N, ld, end - begin,
         operand, first, shape.strip, shape.strip * ld,
-        words, first * TILE_N + 2 * begin, 2 * TILE_N, 64, shape.strip * TILE_N,
+        words, begin * shape.strip + first * SIDE, 64, SIDE * shape.strip, shape.strip * TILE_N,
         (last - first) // 32, shape.parts, True,
     )  # fmt: skip
 
@@ -340,7 +362,6 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbia
     starts = arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     num_rows = q_len * sizes.group
-    word_part = shape.strip * TILE_N
     first, last, begin, end = shape.strip, 0, TILE_N, 0
     share = TILE_M // shape.tiles
     for at in range(0, min(shape.strip, num_rows - first_row), TILE_M):
@@ -349,7 +370,9 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbia
         later = row + shape.strip + tile * share
         _prefetch_queries(sizes, grads, starts, sequence, kv_head * sizes.group, later,
                           min(later + share, num_rows))  # fmt: skip
-        if see_tile(sizes, mask, view, seen, q_len, k_len, row, min(TILE_M, num_rows - row), key):
+        if see_tile(
+            sizes, mask, view, seen, q_len, k_len, row, min(TILE_M, num_rows - row), key
+        ):
             low, high = _backward_tile(
                 sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias, keys, queries,
                 scores, seen, shape, chunk, sequence, kv_head, first_row, at, key, tile,
@@ -357,7 +380,7 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbia
             begin, end = min(begin, low), max(end, high)
             first, last = min(first, at), at + TILE_M
         else:
-            clear_scores(scores.p_words, scores.ds_words, at, word_part, shape.parts)
+            clear_scores(scores.p_words, scores.ds_words, at, shape.strip, shape.parts)
     if first < last:
         area = tile * TILE_N
         _add_key_gradient(keys.dv, area * shape.ldv, sizes.v_head_dim, shape.ldv,
@@ -368,7 +391,9 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbia
 
 
 @inner
-def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, start, row_bytes):
+def _store_key_gradient(
+    like, code, sums, at, ld, dim, stage, count, factor, start, row_bytes
+):
     """Transpose the sums of a tile of keys and store their rows."""
     for key in range(0, count, 16):
         for channel in range(0, ld, 16):
@@ -381,7 +406,7 @@ def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, sta
 
 @inner
 def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, parts,
-                   sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
+                   turn, sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
     """Gradients of keys first_key ... end_key of one key head."""
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -393,12 +418,27 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
     end_key = min(end_key, k_len)
     for panel in range(first_key, end_key, shape.tiles * TILE_N):
         panel_end = min(panel + shape.tiles * TILE_N, end_key)
-        _load_keys(sizes, arrays, keys, scores.stage, shape, sequence, kv_head, panel, panel_end)
+        _load_keys(
+            sizes,
+            arrays,
+            keys,
+            scores.stage,
+            shape,
+            sequence,
+            kv_head,
+            panel,
+            panel_end,
+        )
         scores.stage[:] = 0
-        owned_view = view_columns(sizes, mask, sequence, kv_head, panel, panel_end - panel)
+        owned_view = view_columns(
+            sizes, mask, sequence, kv_head, panel, panel_end - panel
+        )
         view = borrowed(owned_view)
         begin, end = seeing_rows(sizes, q_len, k_len, panel, panel_end - panel)
         for first_row in range(begin, end, shape.strip):
+            last_row = min(first_row + shape.strip, num_rows)
+            if grads.has_dbias:
+                wait_for_rows(turn, last_row)
             _load_queries(sizes, grads, arrays, queries, scores, shape, sequence,
                           kv_head * sizes.group, first_row, num_rows)  # fmt: skip
             for tile in range((panel_end - panel + TILE_N - 1) // TILE_N):
@@ -407,19 +447,26 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
                     scores, seen, view, shape, chunk, sequence, kv_head, first_row,
                     panel + tile * TILE_N, tile,
                 )  # fmt: skip
+            wait_for_rows(turn, last_row)
             _store_query_gradient(
-                sizes, grads, starts, dq, queries.dq, chunk, sequence, kv_head * sizes.group,
-                first_row, min(shape.strip, num_rows - first_row), shape.ld,
+                sizes, grads, starts, dq, queries.dq, sequence, kv_head * sizes.group,
+                first_row, last_row - first_row, shape.ld,
             )  # fmt: skip
+            if panel_end == end_key:
+                publish_rows(turn, last_row)
         keep_alive(owned_view)
         for key in range(panel, panel_end, TILE_N):
             count, tile = min(TILE_N, panel_end - key), (key - panel) // TILE_N
-            address = starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head
+            address = (
+                starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head
+            )
             _store_key_gradient(
                 like, sizes.k_code, keys.dk, tile * TILE_N * shape.ld, shape.ld, sizes.head_dim,
                 scores.stage, count, rule.scale, address, grads.dk_row,
             )  # fmt: skip
-            address = starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head
+            address = (
+                starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head
+            )
             _store_key_gradient(
                 like, sizes.k_code, keys.dv, tile * TILE_N * shape.ldv, shape.ldv,
                 sizes.v_head_dim, scores.stage, count, dropout.scale, address, grads.dv_row,
@@ -430,7 +477,20 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
 
 @kernel
 def attention_backward(
-    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, parts, counter, num_tasks
+    sizes,
+    rule,
+    grads,
+    arrays,
+    mask,
+    dropout,
+    lse,
+    shifts,
+    dq,
+    dbias,
+    done,
+    parts,
+    counter,
+    num_tasks,
 ):
     """Take tasks until none is left; see the head of this file.
 
@@ -438,29 +498,38 @@ def attention_backward(
         sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
             gradients lie.
         lse, shifts: flat, shifts = delta - dlse, laid out like lse.
-        dq: flat, zeroed, (num_chunks, rows, Hq, D); not yet multiplied by the softmax scale.
+        dq: flat, zeroed, (rows, Hq, D); not yet multiplied by the softmax scale.
         dbias: flat, zeroed, or empty.
+        done: (num_tasks,) int64, zeroed, see `Turn`.
         parts: bfloat16 numbers that an operand is the sum of.
         counter: (1,) int64, the next task.
     """
     arrays, mask = borrowed(arrays), borrowed(mask)
-    lse, shifts, dq, dbias = borrowed(lse), borrowed(shifts), borrowed(dq), borrowed(dbias)
+    lse, shifts, dq, dbias = (
+        borrowed(lse),
+        borrowed(shifts),
+        borrowed(dq),
+        borrowed(dbias),
+    )
+    done = borrowed(done)
     num_sequences = len(arrays.starts)
     heads = 1 if grads.shares_heads else sizes.num_kv_heads
-    chunk_keys = grads.tiles_per_chunk * TILE_N
+    chunk_keys = TILES_PER_CHUNK * TILE_N
     amx.configure()
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             amx.release()
             return
-        chunk, owner = task % grads.num_chunks, task // grads.num_chunks
+        chunk, owner = task // grads.num_owners, task % grads.num_owners
         first_sequence, first_head = owner // heads, owner % heads
         end_sequence = num_sequences if grads.shares_batch else first_sequence + 1
         end_head = sizes.num_kv_heads if grads.shares_heads else first_head + 1
+        turn = Turn(done, task, task - grads.num_owners, 0)
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
                 _backward_task(
                     sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, parts,
-                    sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
+                    turn, sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
                 )  # fmt: skip
+                turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)

@@ -3,7 +3,7 @@
 What      products q . k and do . v -> p = exp(s - lse) and ds = p (dp - delta + dlse), and what a
           tile adds to the gradient of the bias.
 Grid      none: called by one thread of a kernel on that thread's scratch.
-One call  a tile of TILE_M query rows and TILE_N keys, of which columns begin ... end are wanted.
+One call  some rows of a tile, of which columns begin ... end are wanted.
 Traffic   S and dP are read and written once, in the L1 and L2 caches.
 Numerics  float32 (float64 for float64). Columns out of sight and rows without keys become exact
           zeros, whatever their products were.
@@ -16,7 +16,7 @@ import math
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.forward import load_bias_row
 from tilewise.kernels.cpu.philox import keep_row
-from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TILE_M, TILE_N
+from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TILE_N
 from tilewise.kernels.cpu.softmax import LOG2_E, logits_row
 from tilewise.kernels.cpu.threads import inner
 from tilewise.kernels.cpu.visibility import WORD, WORDS, lanes_of
@@ -38,7 +38,9 @@ def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, w
         word = seen[wi + first // WORD]
         for lane in range(0, WORD, lanes):
             column = base + first + lane
-            p = simd.exp2(simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e))
+            p = simd.exp2(
+                simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e)
+            )
             x = simd.load(dp, column)
             kept = p
             if dropout.threshold > 0:
@@ -68,7 +70,9 @@ def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
 
 
 @inner
-def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base, begin, end):
+def _add_bias_gradient(
+    grads, dbias, chunk, sequence, head, query, key, dp, base, begin, end
+):
     """Add a row of ds to the bias gradient, which may repeat along any dim."""
     where = (
         chunk * grads.dbias_chunk
@@ -82,10 +86,13 @@ def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base
 
 
 @inner
-def differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
-                        chunk, sequence, first_head, first_row, num_rows, key, begin,
-                        end):  # fmt: skip
-    """Products S and dP -> P and dS in place, zero wherever a row sees no key."""
+def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
+                       chunk, sequence, first_head, first_row, num_rows, key, begin, end, top,
+                       bottom):  # fmt: skip
+    """Products S and dP -> P and dS in place, zero wherever a row sees no key.
+
+    Rows top ... bottom of a tile, of which the first `num_rows` exist.
+    """
     like = arrays.like
     lanes = simd.REGISTER_BYTES // like.itemsize
     zero = simd.splat(like, 0.0)
@@ -93,7 +100,7 @@ def differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, 
     offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
     num_heads = sizes.num_kv_heads * sizes.group
     end_key = min(end, arrays.starts[sequence, K_LEN] - key)
-    for row in range(TILE_M):
+    for row in range(top, bottom):
         base, is_alive = row * TILE_N, row < num_rows
         query, head = (first_row + row) // sizes.group, first_head
         head += first_row + row - query * sizes.group
@@ -107,7 +114,9 @@ def differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, 
             continue
         if not rule.is_scaled_only:
             if rule.has_bias:
-                load_bias_row(sizes, like, scores.bias, sequence, head, query, key, end_key)
+                load_bias_row(
+                    sizes, like, scores.bias, sequence, head, query, key, end_key
+                )
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
             logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
                        scores.slack, base)  # fmt: skip
@@ -119,7 +128,19 @@ def differentiate_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, 
         )  # fmt: skip
         if grads.has_dbias:
             _add_bias_gradient(
-                grads, dbias, chunk, sequence, head, query, key, scores.dp, base, begin, end_key
+                grads,
+                dbias,
+                chunk,
+                sequence,
+                head,
+                query,
+                key,
+                scores.dp,
+                base,
+                begin,
+                end_key,
             )
         if rule.softcap > 0.0:
-            _chain_softcap(like, scores.dp, scores.slack, base, begin, end, seen.words, row * WORDS)
+            _chain_softcap(
+                like, scores.dp, scores.slack, base, begin, end, seen.words, row * WORDS
+            )

@@ -10,19 +10,20 @@ from torch import Tensor
 from tilewise.kernels.cpu.problem import DK, DO, DQ, DV, TILE_N, Gradients, Problem, byte_strides
 from tilewise.kernels.spec import AttentionSpec
 
+TILES_PER_CHUNK = 4  # 512 keys: their operands and sums fill the better part of an L2 cache
+
 
 class BackwardPlan(NamedTuple):
     """How the backward pass is cut into tasks, from shapes alone, so that bits do not depend on
     threads.
 
     Attributes:
-        num_chunks, tiles_per_chunk: parts of the keys, and tiles of keys in each.
+        num_chunks: parts of the keys, of TILES_PER_CHUNK tiles.
         num_owners: tasks per chunk.
         dbias_shape: (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) that tasks add to, or (0,).
     """
 
     num_chunks: int
-    tiles_per_chunk: int
     num_owners: int
     dbias_shape: tuple[int, ...]
     shares_batch: bool
@@ -35,22 +36,19 @@ class BackwardPlan(NamedTuple):
         if bias is not None:
             shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
             if shape[2] == 1 or shape[3] == 1:
-                # A bias of O(N) per head: each task may have a copy, summed afterwards.
+                # A bias of O(N) per head: sequences and heads may have copies, summed afterwards.
                 wide = (spec.batch, spec.num_q_heads, *shape[2:])
             else:
                 shares_batch, shares_heads = shape[0] == 1, shape[1] == 1
                 wide = shape
         owners = 1 if shares_batch else spec.batch
         owners *= 1 if shares_heads else spec.num_kv_heads
-        num_tiles = max(1, -(-spec.max_seqlen_k // TILE_N))
-        # 16 tasks keep 8 cores busy; each chunk costs a float32 copy of dq.
-        wanted = min(-(-16 // max(owners, 1)), num_tiles)
-        tiles_per_chunk = -(-num_tiles // wanted)
-        num_chunks = -(-num_tiles // tiles_per_chunk)
+        num_chunks = max(1, -(-spec.max_seqlen_k // (TILES_PER_CHUNK * TILE_N)))
         if bias is not None:
-            is_whole = wide[2] > 1 and wide[3] > 1
-            wide = (1 if is_whole else num_chunks, *wide)
-        return cls(num_chunks, tiles_per_chunk, owners, wide, shares_batch, shares_heads)
+            # Chunks add to one number in turn where it has a row of its own; else each has a copy.
+            is_number = wide[2] == wide[3] == 1
+            wide = (num_chunks if is_number else 1, *wide)
+        return cls(num_chunks, owners, wide, shares_batch, shares_heads)
 
 
 def place_gradients(
@@ -67,7 +65,7 @@ def place_gradients(
     """Write the gradients' addresses into problem.arrays.starts and describe their strides.
 
     Args:
-        dq: (num_chunks, ...) like q; its places are in elements, the others are addresses.
+        dq: like q; its places are in elements, the others are addresses.
         first_q, first_k: first row of each sequence of packed tensors, None for dense ones.
     """
     starts = problem.arrays.starts
@@ -76,7 +74,7 @@ def place_gradients(
     first_k = batch if first_k is None else first_k
     for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
         starts[:, column] = tensor.data_ptr() + first * tensor.stride(0) * tensor.element_size()
-    starts[:, DQ] = first_q * dq.stride(1)
+    starts[:, DQ] = first_q * dq.stride(0)
     (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
     strides = [0] * 5
     if dbias.ndim == 5:
@@ -91,7 +89,6 @@ def place_gradients(
         dk_head=dk_head,
         dv_row=dv_row,
         dv_head=dv_head,
-        dq_chunk=dq.stride(0),
         dq_row=dq.stride(-3),
         has_dbias=dbias.ndim == 5,
         shares_batch=plan.shares_batch,
@@ -102,5 +99,5 @@ def place_gradients(
         dbias_row=strides[3],
         dbias_column=strides[4],
         num_chunks=plan.num_chunks,
-        tiles_per_chunk=plan.tiles_per_chunk,
+        num_owners=plan.num_owners,
     )

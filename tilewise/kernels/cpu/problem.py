@@ -117,7 +117,6 @@ class Gradients(NamedTuple):
     dk_head: int
     dv_row: int
     dv_head: int
-    dq_chunk: int
     dq_row: int
     has_dbias: bool
     shares_batch: bool
@@ -128,7 +127,7 @@ class Gradients(NamedTuple):
     dbias_row: int
     dbias_column: int
     num_chunks: int
-    tiles_per_chunk: int
+    num_owners: int
 
 
 class Mask(NamedTuple):
