@@ -227,27 +227,31 @@ BACKWARD = {
         "tma_load(do_desc, [b, head, row + TILE_M, 0]", "causal",
     ),
     "dq_sent_before_it_is_there": Mutation(
-        _SEND, _SYNC + "            if turn", "            if turn", "causal"
+        _SEND, _SYNC + "            if stores", "            if stores", "causal"
     ),
     "dq_freed_while_it_is_sent": Mutation(
         _SEND, "            tma.store_wait(0)\n", "            pass\n", "causal"
     ),
     "dq_not_freed": Mutation(
-        _SEND, _FREE_DQ + "            if (turn", "            if (turn", "causal"
+        _SEND, _FREE_DQ + "            if variant", "            if variant", "causal"
     ),
     "dq_added_to_what_nobody_stored": Mutation(
         _SEND, "tma_store(dq_desc", "tma_add(dq_desc", "causal"
     ),
     "dq_stored_over_what_others_added": Mutation(
-        _SEND, "if turn == 0:", "if turn <= 1:", "causal"
+        _SEND, "            if stores:", "            if not stores:", "causal"
     ),
     "dq_added_before_its_turn": Mutation(
-        _SEND, 'while gl.atomic_add(arrived, 0, sem="acquire") < awaited:\n                pass\n',
-        "pass\n", "causal",
+        _SEND, "while found == CLAIMED:", "while False:", "causal"
     ),
-    "a_turn_passed_on_before_dq_is_written": _without(_SEND, "wait_for_copies()", "causal"),
-    "a_turn_of_dq_that_is_not_passed_on": _without(
-        _SEND, 'gl.atomic_add(arrived, 1, sem="release")', "causal"
+    "a_tile_of_dq_that_two_claim": Mutation(
+        _SEND, "stores = found == UNTOUCHED", "stores = found != CLAIMED", "causal"
+    ),
+    "dq_called_stored_before_it_is_written": Mutation(
+        _SEND, "wait_for_copies()\n                gl.atomic_xchg", "gl.atomic_xchg", "causal"
+    ),
+    "dq_never_called_stored": _without(
+        _SEND, 'gl.atomic_xchg(state, STORED, sem="release")', "causal"
     ),
     # Barriers.
     "q_freed_by_one_warpgroup": Mutation(

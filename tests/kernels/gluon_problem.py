@@ -28,11 +28,15 @@ def refusals(problem: Problem) -> tuple[str | None, str | None]:
 
 
 @contextlib.contextmanager
-def _emulated(seed: int, program: Program, num_sms: int) -> Iterator[list[str]]:
-    """Emulate a device that runs one CTA on each of `num_sms` multiprocessors."""
+def _emulated(
+    seed: int, program: Program, num_sms: int, resident: int | None = None
+) -> Iterator[list[str]]:
+    """Emulate a device that runs one CTA on each of `num_sms` multiprocessors, or fewer."""
     with (
         mock.patch.object(device, "sm_count_of", return_value=num_sms),
-        emulated(seed, program=program, resident=num_sms, idempotent=IDEMPOTENT) as kernels,
+        emulated(
+            seed, program=program, resident=resident or num_sms, idempotent=IDEMPOTENT
+        ) as kernels,
     ):
         yield kernels
 
@@ -56,10 +60,11 @@ def backward(
     *,
     program: Program = _UNCHANGED,
     num_sms: int = 4,
+    resident: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradients."""
+    """Return the gradients; resident: CTAs that really run at a time."""
     p = problem
-    with _emulated(seed, program, num_sms) as kernels:
+    with _emulated(seed, program, num_sms, resident) as kernels:
         gradients = attention_bwd_launch.launch_bwd(
             p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors
         )

@@ -118,8 +118,8 @@ class TestTiles:
     def judge(monkeypatch: pytest.MonkeyPatch, call: Call, **changes: object) -> None:
         original = attention_fwd_launch.tile_config_fwd
 
-        def changed(spec: object) -> Tile:
-            tile = original(spec)._replace(**changes)
+        def changed(*arguments: object, **options: object) -> Tile:
+            tile = original(*arguments, **options)._replace(**changes)
             return tile._replace(rows=64 * tile.warpgroups)
 
         monkeypatch.setattr(attention_fwd_launch, "tile_config_fwd", changed)
@@ -163,6 +163,15 @@ class TestOrder:
         for seed in (1, 2):
             for gradient, value in backward(problem, **results, seed=seed).items():
                 assert torch.equal(value, first[gradient]), gradient
+
+    @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
+    def test_nobody_waits_for_who_does_not_run(self, window: tuple[int, int]) -> None:
+        """Another stream may hold all multiprocessors but one."""
+        call = Call(300, 500, (1, 1), (128, 128), 1, BRAIN, window)
+        problem = make_problem(call, "cpu")
+        results = forward(problem)
+        results |= backward(problem, **results, num_sms=8, resident=1)
+        assert_right(problem, results)
 
     @pytest.mark.parametrize("name", ["causal", pytest.param("packed", marks=pytest.mark.slow)])
     def test_only_sums_of_dq_depend_on_the_schedule(self, name: str) -> None:
