@@ -380,8 +380,8 @@ def test_refusals_name_their_reason(changes: dict[str, object], reason: str) -> 
 def test_tiles_fit_shared_memory(name: str) -> None:
     spec = make_problem(replace(CASES[name], dtype=CASES[name].dtype), "cpu").spec
     tile = kernels.tile_config_fwd(spec)
-    ring = tile.stages * tile.keys * (tile.d + tile.dv)
-    rows = tile.rows * (tile.d + tile.o_columns)
+    ring = tile.stages * tile.keys * (tile.d + tile.d_rest + tile.dv)
+    rows = tile.rows * (tile.d + tile.d_rest + tile.o_columns)
     assert 2 * (ring + rows) + 512 <= 232448  # bytes of a CTA on Hopper
     assert tile.rows == 64 * tile.warpgroups
     assert spec.mask_tile is None or spec.mask_tile[1] % tile.keys == 0

@@ -100,7 +100,8 @@ def launch_fwd(
         num_tiles = upper_bound * num_heads
         launch(
             attention_fwd_kernel, min(num_tiles, device.sm_count_of(q.device)),
-            descriptor(q, GROUP_ROWS, tile.d), descriptor(k, tile.keys, tile.d),
+            descriptor(q, GROUP_ROWS, tile.d), descriptor(q, GROUP_ROWS, tile.d_rest or tile.d),
+            descriptor(k, tile.keys, tile.d), descriptor(k, tile.keys, tile.d_rest or tile.d),
             descriptor(v, tile.keys, tile.dv), descriptor(o, GROUP_ROWS, tile.o_columns),
             o, lse, _counter(q.device), tensors, num_tiles, upper_bound, num_heads, *numbers,
             0 if spec.is_varlen else heads * rows, rows,

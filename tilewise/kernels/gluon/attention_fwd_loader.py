@@ -22,9 +22,10 @@ from tilewise.kernels.gluon._tiles import rows_of_tile
 def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
     """Load what the warpgroups of this CTA compute with; the last to take a tile resets `counter`.
 
-    given: descriptors of q, k and v; the counter of tiles; Work, Mask and Shared.
+    given: descriptors of q, k and v, and of the channels of q and k past tile.d; the counter of
+    tiles; Work, Mask and Shared.
     """
-    q, k, v, counter, work, mask, shared = given
+    q, q_rest, k, k_rest, v, counter, work, mask, shared = given
     GROUPS: gl.constexpr = tile.warpgroups
     grid = gl.num_programs(0)
     number = gl.program_id(0)
@@ -40,20 +41,20 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
         following = number + grid
         if tile.dynamic and tile.next_early:
             following = gl.atomic_add(counter, 1) + grid
-        _load_queries(q, shared, rows, b, number, turn, 0, tile)
+        _load_queries(q, q_rest, shared, rows, b, number, turn, 0, tile)
         for index in range(walk.steps):
             block, _ = block_of_step(walk, index, mask, tile, variant)
             first_key = rows.first_k + block * tile.keys
             stage = step % tile.stages
             phase = (step // tile.stages) & 1
             mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(shared.k_full.index(stage), k.block_type.nbytes)
-            tma_load(
-                k, [b, head_k, first_key, 0], shared.k_full.index(stage), shared.k.index(stage)
-            )
+            at = [b, head_k, first_key, 0]
+            at_rest = [b, head_k, first_key, tile.d]
+            full = shared.k_full.index(stage)
+            _load(k, k_rest, at, at_rest, full, shared.k, shared.k_rest, stage, tile)
             if index == 0:
                 for group in gl.static_range(1, GROUPS):
-                    _load_queries(q, shared, rows, b, number, turn, group, tile)
+                    _load_queries(q, q_rest, shared, rows, b, number, turn, group, tile)
             mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)
             mbarrier.expect(shared.v_full.index(stage), v.block_type.nbytes)
             tma_load(
@@ -75,14 +76,29 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(q, shared, rows, b, number, turn, group: gl.constexpr, tile: gl.constexpr):
+def _load_queries(
+    q, q_rest, shared, rows, b, number, turn, group: gl.constexpr, tile: gl.constexpr
+):
     """Load the 64 rows of one warpgroup; the number of their tile travels with them."""
     mbarrier.wait(shared.q_empty.index(group), (turn & 1) ^ 1)
     if tile.dynamic:
         _announce(shared, group, number)
-    mbarrier.expect(shared.q_full.index(group), q.block_type.nbytes)
     row = rows.first_q + rows.first_row + group * 64
-    tma_load(q, [b, rows.h, row, 0], shared.q_full.index(group), shared.q.index(group))
+    at = [b, rows.h, row, 0]
+    at_rest = [b, rows.h, row, tile.d]
+    full = shared.q_full.index(group)
+    _load(q, q_rest, at, at_rest, full, shared.q, shared.q_rest, group, tile)
+
+
+@gluon.jit
+def _load(tiles, rests, at, at_rest, full, memory, rest_memory, index, tile: gl.constexpr):
+    """Load a tile and, where it has one, its rest; `full` opens when both are there."""
+    if tile.d_rest > 0:
+        mbarrier.expect(full, tiles.block_type.nbytes + rests.block_type.nbytes)
+        tma_load(rests, at_rest, full, rest_memory.index(index))
+    else:
+        mbarrier.expect(full, tiles.block_type.nbytes)
+    tma_load(tiles, at, full, memory.index(index))
 
 
 @gluon.jit

@@ -11,6 +11,8 @@ __all__ = ["GROUP_ROWS", "WIDTHS", "tile_config_fwd"]
 
 WIDTHS = (64, 128, 256)  # heads are padded to the next one, by zeros that TMA supplies
 GROUP_ROWS = 64  # of a warpgroup's products
+# Widths of q and k that lie between are two products: of 96 channels 64 and 32.
+_SPLITS = ((64, 32), (128, 64))
 _LONG = 4096  # queries
 
 
@@ -52,6 +54,12 @@ _ROWS = {
     (128, 128, "even"): _Row(),
     (128, 128, "uneven"): _Row(q_in_registers=True),
     (128, 256, "even"): _Row(keys=64, ping_pong=False),
+    (96, 64, "even"): _Row(),
+    (96, 128, "even"): _Row(),
+    (96, 256, "even"): _Row(keys=64, ping_pong=False),
+    (192, 64, "even"): _Row(),
+    (192, 128, "even"): _Row(halves=True),
+    (192, 256, "even"): _Row(keys=64, ping_pong=False, halves=True),
     (256, 64, "even"): _Row(keys=64, ping_pong=False, halves=True),
     (256, 128, "even"): _Row(keys=64, ping_pong=False, halves=True),
     (256, 256, "even"): _Row(keys=64, ping_pong=False, halves=True),
@@ -64,9 +72,11 @@ def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
     Args:
         bias_rows: the bias, if there is one, differs from query to query.
     """
-    d, dv = (_padded(width) for width in (spec.head_dim, spec.v_head_dim))
+    d, rest = _split(spec.head_dim)
+    dv = _padded(spec.v_head_dim)
     kind = _kind_of(spec)
-    row = _ROWS[(d, dv, kind if (d, dv, kind) in _ROWS else "even")]
+    width = d + rest
+    row = _ROWS[(width, dv, kind if (width, dv, kind) in _ROWS else "even")]
     keys, stages = row.keys, row.stages
     narrow = keys
     if spec.has_bias and bias_rows:
@@ -82,11 +92,12 @@ def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
         keys=keys,
         stages=stages,
         d=d,
+        d_rest=rest,
         dv=dv,
         o_columns=dv // 2 if row.halves else dv,
         # At D 128 dealing is 1 to 4 % faster for long sequences that are even, too (H200, N 4,096
         # to 16,384, 2026-11-20), and 3 % slower at 1,024.
-        dynamic=dealt or (d == 128 and spec.max_seqlen_q >= _LONG),
+        dynamic=dealt or (width == 128 and spec.max_seqlen_q >= _LONG),
         ping_pong=row.ping_pong,
         q_in_registers=row.q_in_registers,
         release_together=row.release_together,
@@ -108,6 +119,15 @@ def _kind_of(spec: AttentionSpec) -> str:
 
 def _lengths_differ(spec: AttentionSpec) -> bool:
     return spec.is_varlen or spec.has_seqlens_k or spec.mask_tile is not None
+
+
+def _split(width: int) -> tuple[int, int]:
+    """Return the channels of the two products q k^T, the second 0 where one has all."""
+    padded = _padded(width)
+    for parts in _SPLITS:
+        if width <= sum(parts) < padded:
+            return parts
+    return padded, 0
 
 
 def _padded(width: int) -> int:

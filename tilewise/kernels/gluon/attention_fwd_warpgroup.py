@@ -196,7 +196,12 @@ def _begin_scores(q, shared, stage, tile: gl.constexpr, GROUP: gl.constexpr):
     KEYS: gl.constexpr = tile.keys
     zero = gl.zeros([64, KEYS], gl.float32, sum_layout(KEYS))
     k = shared.k.index(stage).reshape([KEYS, tile.d]).permute((1, 0))
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    if tile.d_rest > 0:
+        q_rest = shared.q_rest.index(GROUP).reshape([64, tile.d_rest])
+        k_rest = shared.k_rest.index(stage).reshape([KEYS, tile.d_rest]).permute((1, 0))
+        s = warpgroup_mma(q_rest, k_rest, s, is_async=True)
+    return s
 
 
 @gluon.jit
