@@ -52,9 +52,7 @@ def load_key_rows(like, code, target, ld, dim, first, count, start, row_bytes):
         ahead = start + (first + row + AHEAD) * row_bytes
         for line in range(0, dim * size, 64):
             prefetch(ahead + line)
-        check += load_row(
-            like, code, target, row * ld, start + (first + row) * row_bytes, dim
-        )
+        check += load_row(like, code, target, row * ld, start + (first + row) * row_bytes, dim)
     return check
 
 
@@ -84,9 +82,7 @@ def load_flat_rows(like, code, target, base, ld, part, parts, stage, dim, start,
 
 
 @inner
-def prefetch_flat_rows(
-    code, dim, start, row_bytes, head_bytes, group, first_row, last_row
-):
+def prefetch_flat_rows(code, dim, start, row_bytes, head_bytes, group, first_row, last_row):
     """Ask for flat query rows first_row ... last_row, so that they travel to the L2 cache."""
     size = 4 if code == F32 else 2
     for row in range(first_row, last_row):
@@ -107,15 +103,11 @@ def transpose_rows(source, si, ld, target, ti, target_row, words):
             for word in range(_SIDE):
                 even = si + (row + 2 * word) * ld + column
                 pair_words(source, even, even + ld, words, word * 2 * _SIDE)
-            transpose_block(
-                words, 0, 2 * _SIDE, target, ti + column * target_row + row, target_row
-            )
+            transpose_block(words, 0, 2 * _SIDE, target, ti + column * target_row + row, target_row)
 
 
 @inlined
-def _store_parts(
-    upper, lower, words, word_at, word_part, rows, above, below, row_part, parts
-):
+def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, row_part, parts):
     """Two rows of a register of columns as words, and each to `rows`, part by part."""
     for index in range(parts):
         simd.store_pair(words, word_at + index * word_part, upper, lower)
@@ -141,16 +133,12 @@ def pack_scores(like, s, dp, p_words, ds_words, ds_rows, spare, first_row, strip
             at = row * TILE_N + column
             word = line + column // _PANEL * strip * _PANEL + column % _PANEL * 2
             upper, lower = simd.load(s, at), simd.load(s, at + TILE_N)
-            _store_parts(
-                upper, lower, p_words, word, word_part, spare, 0, _SIDE, 0, parts
-            )
+            _store_parts(upper, lower, p_words, word, word_part, spare, 0, _SIDE, 0, parts)
             upper, lower = simd.load(dp, at), simd.load(dp, at + TILE_N)
             _store_parts(upper, lower, ds_words, word, word_part, ds_rows, at, at + TILE_N,
                          TILE_M * TILE_N, parts)  # fmt: skip
     for start, stop in ((0, begin), (end, TILE_N)):
-        _clear_panels(
-            p_words, ds_words, first_row + top, bottom - top, strip, parts, start, stop
-        )
+        _clear_panels(p_words, ds_words, first_row + top, bottom - top, strip, parts, start, stop)
 
 
 @inner

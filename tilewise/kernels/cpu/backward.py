@@ -311,11 +311,7 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
                     publish_rows(turn, first_row + rows)
         keep_alive(owned_view)
         for row in range(count):
-            address = (
-                starts[sequence, DK]
-                + (key + row) * grads.dk_row
-                + kv_head * grads.dk_head
-            )
+            address = starts[sequence, DK] + (key + row) * grads.dk_row + kv_head * grads.dk_head
             store_row(
                 like,
                 sizes.k_code,
@@ -325,11 +321,7 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
                 address,
                 sizes.head_dim,
             )
-            address = (
-                starts[sequence, DV]
-                + (key + row) * grads.dv_row
-                + kv_head * grads.dv_head
-            )
+            address = starts[sequence, DV] + (key + row) * grads.dv_row + kv_head * grads.dv_head
             store_row(
                 like,
                 sizes.k_code,

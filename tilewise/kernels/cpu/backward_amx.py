@@ -66,9 +66,7 @@ from tilewise.kernels.cpu.visibility import (
     view_columns,
 )
 
-PANEL_ELEMENTS = (
-    6 * TILE_N * 128
-)  # parts of K in a panel; all scratch stays below 1.7 MiB
+PANEL_ELEMENTS = 6 * TILE_N * 128  # parts of K in a panel; all scratch stays below 1.7 MiB
 
 
 class _Keys(NamedTuple):
@@ -166,9 +164,7 @@ def _load_tile(like, code, rows, stage, panels, pairs, tile, parts, ld, dim, fir
         check = load_key_rows(like, code, rows, ld, dim, first, count, start, row_bytes)
     else:
         stage[:] = 0
-        check = load_key_rows(
-            like, code, stage, ld, dim, first, count, start, row_bytes
-        )
+        check = load_key_rows(like, code, stage, ld, dim, first, count, start, row_bytes)
     for part in range(parts):
         if parts > 1:
             take_part(like, stage, padded * ld, rows)
@@ -180,9 +176,7 @@ def _load_tile(like, code, rows, stage, panels, pairs, tile, parts, ld, dim, fir
 
 
 @inner
-def _load_keys(
-    sizes, arrays, keys, stage, shape, sequence, kv_head, first_key, end_key
-):
+def _load_keys(sizes, arrays, keys, stage, shape, sequence, kv_head, first_key, end_key):
     """Pack a panel of K and V, tile by tile, and clear the sums of dk and dv."""
     like, starts = arrays.like, arrays.starts
     for tile in range((end_key - first_key + TILE_N - 1) // TILE_N):
@@ -292,9 +286,7 @@ def _store_query_gradient(sizes, grads, starts, dq, sums, sequence, first_head, 
         where = starts[sequence, DQ] + query * grads.dq_row
         where += head * head_dim
         for column in range(0, done, lanes):
-            total = simd.add(
-                simd.load(dq, where + column), simd.load(sums, row * ld + column)
-            )
+            total = simd.add(simd.load(dq, where + column), simd.load(sums, row * ld + column))
             simd.store(dq, where + column, total)
         for column in range(done, head_dim):
             dq[where + column] += sums[row * ld + column]
@@ -342,9 +334,7 @@ def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias
 
 
 @inner
-def _add_key_gradient(
-    c, at, columns, ld, operand, words, shape, first, last, begin, end
-):
+def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, begin, end):
     """c^T += operand^T words over the strip's rows first ... last, for keys begin ... end."""
     multiply_tiles(
         c, at + begin, TILE_N, ld, end - begin,
@@ -370,9 +360,7 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbia
         later = row + shape.strip + tile * share
         _prefetch_queries(sizes, grads, starts, sequence, kv_head * sizes.group, later,
                           min(later + share, num_rows))  # fmt: skip
-        if see_tile(
-            sizes, mask, view, seen, q_len, k_len, row, min(TILE_M, num_rows - row), key
-        ):
+        if see_tile(sizes, mask, view, seen, q_len, k_len, row, min(TILE_M, num_rows - row), key):
             low, high = _backward_tile(
                 sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias, keys, queries,
                 scores, seen, shape, chunk, sequence, kv_head, first_row, at, key, tile,
@@ -391,9 +379,7 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbia
 
 
 @inner
-def _store_key_gradient(
-    like, code, sums, at, ld, dim, stage, count, factor, start, row_bytes
-):
+def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, start, row_bytes):
     """Transpose the sums of a tile of keys and store their rows."""
     for key in range(0, count, 16):
         for channel in range(0, ld, 16):
@@ -430,9 +416,7 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
             panel_end,
         )
         scores.stage[:] = 0
-        owned_view = view_columns(
-            sizes, mask, sequence, kv_head, panel, panel_end - panel
-        )
+        owned_view = view_columns(sizes, mask, sequence, kv_head, panel, panel_end - panel)
         view = borrowed(owned_view)
         begin, end = seeing_rows(sizes, q_len, k_len, panel, panel_end - panel)
         for first_row in range(begin, end, shape.strip):
@@ -457,16 +441,12 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
         keep_alive(owned_view)
         for key in range(panel, panel_end, TILE_N):
             count, tile = min(TILE_N, panel_end - key), (key - panel) // TILE_N
-            address = (
-                starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head
-            )
+            address = starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head
             _store_key_gradient(
                 like, sizes.k_code, keys.dk, tile * TILE_N * shape.ld, shape.ld, sizes.head_dim,
                 scores.stage, count, rule.scale, address, grads.dk_row,
             )  # fmt: skip
-            address = (
-                starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head
-            )
+            address = starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head
             _store_key_gradient(
                 like, sizes.k_code, keys.dv, tile * TILE_N * shape.ldv, shape.ldv,
                 sizes.v_head_dim, scores.stage, count, dropout.scale, address, grads.dv_row,

@@ -38,9 +38,7 @@ def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, w
         word = seen[wi + first // WORD]
         for lane in range(0, WORD, lanes):
             column = base + first + lane
-            p = simd.exp2(
-                simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e)
-            )
+            p = simd.exp2(simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e))
             x = simd.load(dp, column)
             kept = p
             if dropout.threshold > 0:
@@ -70,9 +68,7 @@ def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
 
 
 @inner
-def _add_bias_gradient(
-    grads, dbias, chunk, sequence, head, query, key, dp, base, begin, end
-):
+def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base, begin, end):
     """Add a row of ds to the bias gradient, which may repeat along any dim."""
     where = (
         chunk * grads.dbias_chunk
@@ -114,9 +110,7 @@ def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, 
             continue
         if not rule.is_scaled_only:
             if rule.has_bias:
-                load_bias_row(
-                    sizes, like, scores.bias, sequence, head, query, key, end_key
-                )
+                load_bias_row(sizes, like, scores.bias, sequence, head, query, key, end_key)
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
             logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
                        scores.slack, base)  # fmt: skip
@@ -141,6 +135,4 @@ def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, 
                 end_key,
             )
         if rule.softcap > 0.0:
-            _chain_softcap(
-                like, scores.dp, scores.slack, base, begin, end, seen.words, row * WORDS
-            )
+            _chain_softcap(like, scores.dp, scores.slack, base, begin, end, seen.words, row * WORDS)
