@@ -11,6 +11,7 @@ from pathlib import Path
 import triton
 
 _LOCAL_MEMORY = ("LDL", "STL")
+_ENDS = ("BRA", "BRX", "EXIT", "RET")  # of a block
 _MMA = ("HGMMA", "QGMMA", "UTCHMMA", "UTCMMA", "HMMA")
 
 
@@ -32,7 +33,7 @@ class Loop:
 def disassemble(cubin: Path) -> tuple[list[str], dict[str, int]]:
     """Return the instructions, and the index that each label stands before.
 
-    Predicates are left out; a branch that has one begins with "@".
+    Predicates are left out; a branch or exit that has one begins with "@".
     """
     nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     text = subprocess.run(
@@ -45,7 +46,7 @@ def disassemble(cubin: Path) -> tuple[list[str], dict[str, int]]:
             labels[label[1]] = len(instructions)
         if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             bare = re.sub(r"^@!?U?P\w+\s+", "", found[1])
-            conditional = bare != found[1] and bare.startswith("BRA")
+            conditional = bare != found[1] and bare.startswith(_ENDS)
             instructions.append(f"@ {bare}" if conditional else bare)
     return instructions, labels
 
@@ -53,28 +54,96 @@ def disassemble(cubin: Path) -> tuple[list[str], dict[str, int]]:
 def innermost_loops(instructions: list[str], labels: dict[str, int]) -> list[Loop]:
     """Return the innermost loops that multiply; the shortest comes first.
 
-    It is the one without a mask.
+    It is the one without a mask. A loop is what can come back to a block that all of it passed:
+    ptxas moves the bodies of waits out of line, and their jumps back are no loops.
     """
-    loops = []
-    for index, instruction in enumerate(instructions):
-        jump = re.search(r"BRA.*`\((\.L_\S+?)\)", instruction)
-        if jump and labels.get(jump[1], index + 1) <= index:
-            loops.append((labels[jump[1]], index + 1))
-    loops = [(a, b) for a, b in loops if any(i.startswith(_MMA) for i in instructions[a:b])]
-    innermost = [
-        (a, b)
-        for a, b in loops
-        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
-    ]
-    found = (
-        Loop(
-            b - a,
-            sum(i.startswith(_LOCAL_MEMORY) for i in instructions[a:b]),
-            sum(i.startswith(_MMA) for i in instructions[a:b]),
+    starts, following = _blocks(instructions, labels)
+    sizes = [b - a for a, b in zip(starts, [*starts[1:], len(instructions)], strict=True)]
+    loops = _natural_loops(following)
+    found = []
+    for header, body in loops.items():
+        inside = [i for b in body for i in instructions[starts[b] : starts[b] + sizes[b]]]
+        products = sum(i.startswith(_MMA) for i in inside)
+        local = sum(i.startswith(_LOCAL_MEMORY) for i in inside)
+        has_inner = any(
+            other != header and inner < body and _multiplies(inner, instructions, starts, sizes)
+            for other, inner in loops.items()
         )
-        for a, b in innermost
-    )
+        if products and not has_inner:
+            found.append(Loop(len(inside), local, products))
     return sorted(found, key=lambda loop: loop.length)
+
+
+def _multiplies(
+    body: set[int], instructions: list[str], starts: list[int], sizes: list[int]
+) -> bool:
+    return any(
+        i.startswith(_MMA) for b in body for i in instructions[starts[b] : starts[b] + sizes[b]]
+    )
+
+
+def _blocks(instructions: list[str], labels: dict[str, int]) -> tuple[list[int], list[list[int]]]:
+    """Return where straight pieces of code start, and which come after each."""
+    ends = [
+        index
+        for index, text in enumerate(instructions)
+        if text.removeprefix("@ ").startswith(_ENDS)
+    ]
+    cuts = {0, *labels.values(), *(end + 1 for end in ends)}
+    starts = sorted(cut for cut in cuts if cut < len(instructions))
+    number = {start: block for block, start in enumerate(starts)}
+    following: list[list[int]] = []
+    for start, end in zip(starts, [*starts[1:], len(instructions)], strict=True):
+        last = instructions[end - 1] if end > start else ""
+        jumps = last.removeprefix("@ ").startswith(_ENDS)
+        targets = re.findall(r"\.L_[\w.]+", last) if jumps else []
+        after = [number[labels[t]] for t in targets if labels.get(t) in number]
+        if (not jumps or last.startswith("@")) and end in number:
+            after.append(number[end])
+        following.append(after)
+    return starts, following
+
+
+def _natural_loops(following: list[list[int]]) -> dict[int, set[int]]:
+    """Return the blocks of each loop by its header: all that reach a jump back to it."""
+    before: list[list[int]] = [[] for _ in following]
+    for block, after in enumerate(following):
+        for other in after:
+            before[other].append(block)
+    order, seen = [], set()
+    stack = [(0, iter(following[0]))]
+    seen.add(0)
+    while stack:  # depth first, for an order in which dominators settle soon
+        block, rest = stack[-1]
+        successor = next((other for other in rest if other not in seen), None)
+        if successor is None:
+            order.append(block)
+            stack.pop()
+        else:
+            seen.add(successor)
+            stack.append((successor, iter(following[successor])))
+    dominators = {block: set(seen) for block in seen}
+    dominators[0] = {0}
+    changed = True
+    while changed:
+        changed = False
+        for block in reversed(order[:-1]):
+            known = [dominators[other] for other in before[block] if other in seen]
+            new = set.intersection(*known) | {block}
+            if new != dominators[block]:
+                dominators[block], changed = new, True
+    loops: dict[int, set[int]] = {}
+    for block in seen:
+        for header in following[block]:
+            if header in dominators[block]:
+                body = loops.setdefault(header, {header})
+                waiting = [block]
+                while waiting:
+                    current = waiting.pop()
+                    if current not in body:
+                        body.add(current)
+                        waiting += [other for other in before[current] if other in seen]
+    return loops
 
 
 def overwritten_operands(instructions: list[str]) -> list[str]:

@@ -48,16 +48,21 @@ def test_loops_are_innermost_and_multiply() -> None:
         "MOV R1, R2",
         FROM_MEMORY,  # 1: .L_outer
         "LDL R3, [R1]",  # 2: .L_inner
-        PRODUCT,
+        "@ BRA `(.L_wait)",
+        PRODUCT,  # 4: .L_waited
         "@ BRA `(.L_inner)",
         "@ BRA `(.L_outer)",
-        "FADD R1, R2, R3",  # 6: .L_sum, which multiplies nothing
+        "FADD R1, R2, R3",  # 7: .L_sum, which multiplies nothing
         "@ BRA `(.L_sum)",
         "@ BRA `(.L_ahead)",
-        "EXIT",
+        "EXIT",  # 10: .L_ahead
+        "SYNCS R1",  # 11: .L_wait, the body of a wait, out of line
+        "@ BRA `(.L_wait)",
+        "BRA `(.L_waited)",
     ]
-    labels = {".L_outer": 1, ".L_inner": 2, ".L_sum": 6, ".L_ahead": 9}
-    assert innermost_loops(code, labels) == [Loop(length=3, local=1, products=1)]
+    labels = {".L_outer": 1, ".L_inner": 2, ".L_waited": 4, ".L_sum": 7, ".L_ahead": 10}
+    labels[".L_wait"] = 11
+    assert innermost_loops(code, labels) == [Loop(length=4 + 3, local=1, products=1)]
 
 
 def test_the_hot_loop_is_the_shortest_that_multiplies_much() -> None:
