@@ -35,6 +35,7 @@ class BwdVariant(NamedTuple):
     tail: bool  # a tile may hold keys past the end of its sequence
     packed: bool  # rows past the end of a sequence are those of the next
     ragged: bool  # dense sequences with lengths of their own
+    positive: bool  # the scale, so that -inf may stand in products before it
     softcap: str  # "none", "fast" or "exact"
     alibi: bool
     bias: bool
@@ -247,16 +248,25 @@ def tile_of_step(work, step, group_size, variant: gl.constexpr):
     if variant.two_loops:
         masked = masked_steps(work)
         full = work.full_end - work.full_begin
-        if step < masked * group_size:
-            g = step // masked
-            tile = tile_of_masked_step(work, step - g * masked)
-        else:
-            rest = step - masked * group_size
-            g = rest // full
-            tile = work.full_begin + rest - g * full
+        is_masked = step < masked * group_size
+        g, rest = _divided(
+            gl.where(is_masked, step, step - masked * group_size),
+            gl.where(is_masked, masked, full),
+            group_size,
+        )  # fmt: skip
+        tile = gl.where(is_masked, tile_of_masked_step(work, rest), work.full_begin + rest)
     else:
         each = work.end - work.begin
-        g = step // each
-        tile = work.begin + work.start + step - g * each
+        g, rest = _divided(step, each, group_size)
+        tile = work.begin + work.start + rest
         tile = gl.where(tile < work.end, tile, tile - each)
     return g, tile
+
+
+@gluon.jit
+def _divided(step, each, group_size):
+    """Return (query head of the group, step of that head); a group of one needs no division."""
+    g = step * 0
+    if group_size > 1:
+        g = step // each
+    return g, step - g * each
