@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,8 +101,7 @@ def launch_fwd(
         num_tiles = upper_bound * num_heads
         launch(
             attention_fwd_kernel, min(num_tiles, device.sm_count_of(q.device)),
-            descriptor(q, GROUP_ROWS, tile.d), descriptor(q, GROUP_ROWS, tile.d_rest or tile.d),
-            descriptor(k, tile.keys, tile.d), descriptor(k, tile.keys, tile.d_rest or tile.d),
+            *_split_descriptors(q, GROUP_ROWS, tile), *_split_descriptors(k, tile.keys, tile),
             descriptor(v, tile.keys, tile.dv), descriptor(o, GROUP_ROWS, tile.o_columns),
             o, lse, _counter(q.device), tensors, num_tiles, upper_bound, num_heads, *numbers,
             0 if spec.is_varlen else heads * rows, rows,
@@ -109,6 +109,12 @@ def launch_fwd(
             tile=tile, variant=variant,
         )  # fmt: skip
     return o, lse
+
+
+def _split_descriptors(x: Tensor, rows: int, tile: Tile) -> tuple[Any, Any]:
+    """Return the descriptors of q or k for its first channels and for the rest, if there is one."""
+    first = descriptor(x, rows, tile.d)
+    return first, descriptor(x, rows, tile.d_rest) if tile.d_rest > 0 else first
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,8 +30,9 @@ class _Row(NamedTuple):
 
 
 # (D, Dv), padded, and a kind: "even" where all tiles of rows cost the same, "uneven" where they do
-# not, "long" where such sequences have more than 4,096 queries, "crowded" where a call adds so much
-# to the softmax that registers are short. A missing kind takes the row of "even".
+# not, "long" where such sequences have more than 4,096 queries, "shaped" where they have caps or
+# ALiBi, "crowded" where a call adds so much to the softmax that registers are short. A missing kind
+# takes the row of "even".
 # Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384, on
 # 2026-11-20, in TFLOP/s at 1,024 / 4,096 / 16,384 (cuDNN in the same run):
 #   D 64:  even 453 / 553 / 536 (435 / 465 / 447); causal 348 / 468 / 519 (337 / 431 / 457);
@@ -40,12 +41,15 @@ class _Row(NamedTuple):
 #          K and V of a step released together, or q in registers where tiles are even: 1 % less.
 #   D 256: even 676 / 758 / 738 (626 / 725 / 695); causal 484 / 675 / 711 (450 / 594 / 644);
 #          shared memory has room for two stages because o leaves in halves.
-# Crowded at D 128, N 4,096, not causal and causal: a cap 602 and 519 with turns, 540 and 507
-# without; dropout 429 and 430, 427 and 425; with q in registers 385 and 377.
+#   D 192 with Dv 128 at 4,096: even 715, causal 676; padded to 256 channels 569 and 506.
+# At D 128, N 4,096: an even cap 602 in turns, 540 without, 532 with q in registers; a causal one
+# 519 and 507 (without turns); dropout, even and causal, 429 and 430, without turns 427 and 425,
+# with q in registers 385 and 377.
 _ROWS = {
     (64, 64, "even"): _Row(warpgroups=3, stages=3, release_together=True),
     (64, 64, "uneven"): _Row(stages=4, q_in_registers=True, next_early=True),
     (64, 64, "long"): _Row(warpgroups=3, stages=3, release_together=True),
+    (64, 64, "shaped"): _Row(stages=4, q_in_registers=True, next_early=True),
     (64, 64, "crowded"): _Row(stages=4),
     (64, 128, "even"): _Row(stages=3),
     (64, 256, "even"): _Row(keys=64, ping_pong=False),
@@ -53,6 +57,7 @@ _ROWS = {
     (128, 64, "uneven"): _Row(q_in_registers=True),
     (128, 128, "even"): _Row(),
     (128, 128, "uneven"): _Row(q_in_registers=True),
+    (128, 128, "shaped"): _Row(q_in_registers=True),
     (128, 256, "even"): _Row(keys=64, ping_pong=False),
     (96, 64, "even"): _Row(),
     (96, 128, "even"): _Row(),
@@ -110,9 +115,12 @@ def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
 
 def _kind_of(spec: AttentionSpec) -> str:
     adds_most = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
-    if adds_most or spec.softcap > 0 or spec.has_alibi:
+    even = spec.window_right < 0 and spec.window_left < 0 and not _lengths_differ(spec)
+    if adds_most:
         return "crowded"
-    if spec.window_right < 0 and spec.window_left < 0 and not _lengths_differ(spec):
+    if spec.softcap > 0 or spec.has_alibi:
+        return "crowded" if even else "shaped"
+    if even:
         return "even"
     return "long" if spec.max_seqlen_q > _LONG and spec.window_left < 0 else "uneven"
 
