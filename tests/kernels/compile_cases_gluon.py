@@ -100,6 +100,7 @@ _ROWS: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
     "d192-128": ((192, 128), {}),
     "d64-128": ((64, 128), {}),
     "d80": ((80, 80), {}),
+    "d96": ((96, 96), {}),
 }
 _FEATURES: dict[str, dict[str, object]] = {
     "fp16": {"dtype": torch.float16},

@@ -99,6 +99,10 @@ def test_compiles_without_a_gpu(case: Case) -> None:
             assert not kernel["complaints"], kernel
 
 
+def test_hopper_kernels_take_every_case() -> None:
+    assert not compile_cases_gluon.REFUSED
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", _marked(HOPPER_CASES))
 def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
