@@ -80,6 +80,30 @@ LONG_CASES = {
         heads=(4, 2), lengths=((130, 100), (64, 190)), window=(70, 0), softcap=8.0,
         alibi="heads", sinks=True, dtype=HALF,
     ),
+    "wide_packed": Call(
+        heads=(2, 1), dims=(256, 256), dtype=BRAIN, window=CAUSAL,
+        lengths=((130, 100), (64, 190), (0, 5)),
+    ),
+    "wide_mask": Call(
+        200, 300, (2, 1), (256, 256), mask=(1, 1), mask_tile=(128, 128), dtype=BRAIN
+    ),
+    "wide_dropout": Call(150, 190, (2, 1), (256, 256), 1, BRAIN, CAUSAL, dropout_p=0.3),
+    "wide_bias": Call(150, 190, (1, 1), (256, 256), bias=(1, 150, 190), dtype=BRAIN),
+    "wide_key_lengths": Call(
+        130, 140, (2, 2), (256, 256), 4, BRAIN, CAUSAL, seqlens_k=(0, 1, 77, 140)
+    ),
+    "packed_dropout": Call(
+        heads=(4, 2), dtype=BRAIN, lengths=((130, 130), (64, 64), (40, 150)), dropout_p=0.2
+    ),
+    "packed_alibi_and_softcap": Call(
+        heads=(4, 2), dtype=BRAIN, lengths=((130, 130), (64, 64), (40, 150)), alibi="heads",
+        softcap=5.0,
+    ),
+    "mask_and_dropout": Call(
+        300, 300, mask=(1, 2), mask_tile=(128, 128), dropout_p=0.2, dtype=BRAIN
+    ),
+    "heads_of_96": Call(200, 260, (2, 1), (96, 96), 1, BRAIN, CAUSAL),
+    "heads_of_160": Call(200, 260, (1, 1), (160, 160), 1, BRAIN, (50, 10)),
     "negative_scale": Call(200, 200, scale=-0.2, window=CAUSAL, dtype=BRAIN),
     "zero_scale": Call(200, 200, scale=0.0, window=CAUSAL, dtype=BRAIN),
     "window_wider_than_the_sequence": Call(60, 60, window=(500, 500), dtype=BRAIN),
