@@ -89,6 +89,10 @@ CASES = {
         700, 700, (2, 2), D128, 2, BRAIN, (300, 0), mask=(1, 2), mask_tile=(128, 128),
         seqlens_k=(650, 500), sinks=True,
     ),
+    "mask_packed": Call(
+        heads=(2, 2), dims=D128, dtype=BRAIN, window=CAUSAL, lengths=((330, 300), (64, 390)),
+        mask=(2, 1), mask_tile=(128, 128),
+    ),
     "dropout": Call(500, 600, (4, 2), D128, 2, BRAIN, dropout_p=0.2),
     "dropout_causal_d64": Call(500, 500, (2, 2), D64, 1, HALF, CAUSAL, dropout_p=0.5),
     "dropout_d256": Call(400, 400, (2, 2), D256, 1, BRAIN, dropout_p=0.1),

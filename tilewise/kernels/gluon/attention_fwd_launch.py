@@ -88,7 +88,9 @@ def launch_fwd(
     if spec.batch * heads * spec.max_seqlen_q == 0 or lse.numel() == 0:
         return o.zero_(), lse.fill_(-math.inf)
     bias_strides, bias_pairs = _bias_strides(bias)
-    tile, variant, numbers = _choice(spec, tile, bias_strides[2] != 0, bias_pairs)
+    bias_rows = bias_strides[2] != 0
+    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
+    variant, numbers = _choice(spec, tile, bias_rows, bias_pairs)
     # Named, because a descriptor does not keep the memory of a copy alive.
     q, k, v = (_addressable(_some(x)) for x in (q, k, v))
     with device_of(q):
@@ -119,17 +121,16 @@ def _split_descriptors(x: Tensor, rows: int, tile: Tile) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _choice(
-    spec: AttentionSpec, tile: Tile | None, bias_rows: bool, bias_pairs: bool
-) -> tuple[Tile, Variant, tuple[float, ...]]:
-    """Return the tile (that given, or the table's), the code and the kernel's numbers of `spec`."""
-    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
+    spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool
+) -> tuple[Variant, tuple[float, ...]]:
+    """Return the code and the kernel's numbers of `spec`."""
     heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
     numbers = (
         _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
         heads * width, width, _drop_limit(spec), spec.dropout_scale,
     )  # fmt: skip
-    return tile, _variant_of(spec, tile, bias_rows, bias_pairs), numbers
+    return _variant_of(spec, tile, bias_rows, bias_pairs), numbers
 
 
 def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool) -> Variant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from tilewise.kernels.gluon.attention_fwd import Tile
@@ -71,6 +72,7 @@ _ROWS = {
 }
 
 
+@functools.lru_cache(maxsize=1024)
 def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
     """Return how a CTA is cut for `spec`.
 
