@@ -380,6 +380,15 @@ def test_refusals_name_their_reason(changes: dict[str, object], reason: str) -> 
     assert reason in kernels.why_not_fwd(replace(spec, **changes))
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_long_sequences_take_the_row_of_their_own_kind(width: int) -> None:
+    spec = AttentionSpec("cuda", BRAIN, 1, 4096, 4096, 16, 16, width, width, window_right=0)
+    long = replace(spec, max_seqlen_q=16384, max_seqlen_k=16384)
+    tile, long_tile = kernels.tile_config_fwd(spec), kernels.tile_config_fwd(long)
+    assert long_tile.warpgroups == (3 if width == 64 else 2)
+    assert width == 64 or long_tile == tile
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_fit_shared_memory(name: str) -> None:
     spec = make_problem(replace(CASES[name], dtype=CASES[name].dtype), "cpu").spec

@@ -33,7 +33,7 @@ class _Row(NamedTuple):
 # (D, Dv), padded, and a kind: "even" where all tiles of rows cost the same, "uneven" where they do
 # not, "long" where such sequences have more than 4,096 queries, "shaped" where they have caps or
 # ALiBi, "crowded" where a call adds so much to the softmax that registers are short. A missing kind
-# takes the row of "even".
+# takes the row of "uneven" if it is "long", else that of "even".
 # Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384, on
 # 2026-11-20, in TFLOP/s at 1,024 / 4,096 / 16,384 (cuDNN in the same run):
 #   D 64:  even 453 / 553 / 536 (435 / 465 / 447); causal 348 / 468 / 519 (337 / 431 / 457);
@@ -83,7 +83,8 @@ def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
     dv = _padded(spec.v_head_dim)
     kind = _kind_of(spec)
     width = d + rest
-    row = _ROWS[(width, dv, kind if (width, dv, kind) in _ROWS else "even")]
+    kinds = (kind, "uneven", "even") if kind == "long" else (kind, "even")
+    row = next(_ROWS[width, dv, name] for name in kinds if (width, dv, name) in _ROWS)
     keys, stages = row.keys, row.stages
     narrow = keys
     if spec.has_bias and bias_rows:
