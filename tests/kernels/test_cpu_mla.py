@@ -60,6 +60,8 @@ CASES = {
     "longer than its keys": Case(rows=(12, 9), lengths=(5, 9)),
 }
 QUICK = ("decode", "20 heads", "many splits", "odd widths", "a chunk after a prefix")
+SLOW = ("300 heads", "blocks of 32", "32 heads", "64 heads", "prompts", "a block exactly full")
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 
 
 @dataclass
@@ -129,7 +131,7 @@ def unit(request, monkeypatch):
         pytest.skip("this CPU has no matrix unit")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_agrees_with_float64(name, unit):
     Call.of(CASES[name], BF16).check()
 
