@@ -227,31 +227,34 @@ BACKWARD = {
         "tma_load(do_desc, [b, head, row + TILE_M, 0]", "causal",
     ),
     "dq_sent_before_it_is_there": Mutation(
-        _SEND, _SYNC + "            if stores", "            if stores", "causal"
+        _SEND, _SYNC + "            if stores", "            if stores", "narrow"
     ),
     "dq_freed_while_it_is_sent": Mutation(
-        _SEND, "            tma.store_wait(0)\n", "            pass\n", "causal"
+        _SEND, "            tma.store_wait(0)\n", "            pass\n", "narrow"
     ),
     "dq_not_freed": Mutation(
-        _SEND, _FREE_DQ + "            if variant", "            if variant", "causal"
+        _SEND, _FREE_DQ + "            if variant", "            if variant", "narrow"
     ),
     "dq_added_to_what_nobody_stored": Mutation(
-        _SEND, "tma_store(dq_desc", "tma_add(dq_desc", "causal"
+        _SEND, "tma_store(dq_desc", "tma_add(dq_desc", "narrow"
     ),
     "dq_stored_over_what_others_added": Mutation(
-        _SEND, "            if stores:", "            if not stores:", "causal"
+        _SEND, "            if stores:", "            if not stores:", "narrow"
     ),
     "dq_added_before_its_turn": Mutation(
-        _SEND, "while found == CLAIMED:", "while False:", "causal"
+        _SEND, "while found == CLAIMED:", "while False:", "narrow"
     ),
     "a_tile_of_dq_that_two_claim": Mutation(
-        _SEND, "stores = found == UNTOUCHED", "stores = found != CLAIMED", "causal"
+        _SEND, "stores = found == UNTOUCHED", "stores = found != CLAIMED", "narrow"
     ),
     "dq_called_stored_before_it_is_written": Mutation(
-        _SEND, "wait_for_copies()\n                gl.atomic_xchg", "gl.atomic_xchg", "causal"
+        _SEND, "wait_for_copies()\n                gl.atomic_xchg", "gl.atomic_xchg", "narrow"
     ),
     "dq_never_called_stored": _without(
-        _SEND, 'gl.atomic_xchg(state, STORED, sem="release")', "causal"
+        _SEND, 'gl.atomic_xchg(state, STORED, sem="release")', "narrow"
+    ),
+    "added_dq_freed_while_it_is_sent": Mutation(
+        _SEND, "tma.store_wait(0)  # the buffer has been read", "pass", "causal"
     ),
     # Barriers.
     "q_freed_by_one_warpgroup": Mutation(

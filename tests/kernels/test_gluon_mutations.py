@@ -36,6 +36,7 @@ QUICK = {
 CALLS = {
     "full": Call(256, 500, (2, 2), (128, 128), 1, BRAIN),  # two tiles a CTA, four blocks each
     "causal": Call(330, 400, (2, 1), (128, 128), 1, BRAIN, CAUSAL),
+    "narrow": Call(300, 400, (2, 1), (64, 64), 1, BRAIN),  # the first to come stores dq
     # A sequence whose neighbours hold NaN.
     "nan": Call(
         heads=(1, 1), dims=(128, 128), dtype=BRAIN, lengths=((90, 90), (100, 70), (90, 90))
