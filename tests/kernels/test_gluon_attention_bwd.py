@@ -32,6 +32,7 @@ CASES = {
     "causal_d128": Call(512, 512, (2, 2), D128, 2, BRAIN, CAUSAL),
     "causal_d64": Call(512, 512, (2, 2), D64, 2, HALF, CAUSAL),
     "padded_d96": Call(300, 300, (2, 2), (96, 96), 2, BRAIN, CAUSAL),
+    "padded_d16": Call(200, 300, (2, 1), (16, 16), 2, HALF, CAUSAL),
     "padded_d40_24": Call(200, 300, (2, 2), (40, 24), 2, HALF),
     "wider_values": Call(200, 300, (2, 2), (64, 128), 2, BRAIN, CAUSAL),
     "tails_d128": Call(200, 333, (4, 2), D128, dtype=BRAIN, window=CAUSAL),
@@ -169,6 +170,7 @@ def test_gradients_match_float64(name: str) -> None:
 REPRODUCIBLE = [
     "causal_2k", "causal_2k_d64", "full_2k", "full_2k_d64", "tails_d128", "tails_full_d128",
     "window_d128", "window_d64", "packed_d128", "packed_d64", "groups_of_3_d128", "wide_causal",
+    "packed_full", "packed_full_d64", "window_to_the_left_only", "key_lengths_d64",
 ]  # fmt: skip
 
 

@@ -36,13 +36,14 @@ __all__ = ["launch_bwd", "why_not_bwd"]
 _LOG2E = math.log2(math.e)
 _UNIT = 8  # elements; TMA wants strides in multiples of 16 bytes
 _KEYS = 128  # of a tile
-_WIDE_KEYS = 64  # where heads are wider than 128
+_WIDE_KEYS = 64  # where dq has a kernel of its own
 _ROWS = 128  # of a tile of dq where it has a kernel of its own
 _SLOTS = 3  # of its ring of k and v
 _L2_BYTES = 16 << 20  # what CTAs that run together share; of 50 MB, of which half is near
 _PADDING = 128  # rows of packed sequences start on multiples of it in buffers
 _ELEMENTS = 4096  # of a tile of the kernels before and after
 _ROWS_WARPS = 4  # of their programs
+_SPARE_SMS = 32  # which other kernels may hold while a head's CTAs wait for one another
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 
@@ -67,19 +68,13 @@ def why_not_bwd(spec: AttentionSpec) -> str | None:
     for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
         if width % _UNIT or not 8 <= width <= 256:
             return f"{name} must be a multiple of 8 up to 256, got {width}"
-    if _is_wide(spec) and (spec.has_bias or spec.mask_tile or spec.dropout_p):
-        return "heads wider than 128 have no bias, mask or dropout here"
+    if _is_apart(spec) and (spec.has_bias or spec.mask_tile or spec.dropout_p):
+        return (
+            "heads wider than 128, and reproducible sums without a diagonal, have no bias, "
+            "block mask or dropout"
+        )
     if spec.mask_tile not in (None, (128, 128)):
         return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
-    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
-    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
-    lengths_vary = spec.is_varlen or spec.has_seqlens_k
-    if (
-        spec.deterministic
-        and not _is_wide(spec)
-        and (spec.mask_tile or (not right and (left or lengths_vary)))
-    ):
-        return "not built yet: reproducible without a diagonal"
     return None
 
 
@@ -136,7 +131,7 @@ def launch_bwd(
     with device_of(q):
         rows = launch_before(o, do, lse, dlse, spec, sequences, variant)
         scores, places = scores_of(spec, extras)
-        if _is_wide(spec):
+        if _is_apart(spec):
             launch_dkdv(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
             launch_dq(do, q, k, v, dq, rows, spec, sequences, scores, places, variant)
         else:
@@ -158,7 +153,7 @@ def order_of(spec: AttentionSpec, together: int) -> tuple[str, bool]:
     of a head run at the same time they are launched in the other order, for balance; else the last
     ones first, so that everybody waits for CTAs that were launched before.
     """
-    if _is_wide(spec) or (spec.mask_tile and spec.is_varlen):
+    if _is_apart(spec) or (spec.mask_tile and spec.is_varlen):
         return "any", False  # lists of a mask may visit tiles past the end of a sequence
     has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
     if not spec.deterministic:
@@ -166,7 +161,7 @@ def order_of(spec: AttentionSpec, together: int) -> tuple[str, bool]:
         # 16,384 tokens, hidden 2,048, N 1,024 to 16,384; 2026-11-20).
         is_narrow = max(spec.head_dim, spec.v_head_dim) <= 64
         return "first" if is_narrow and not has_diagonal else "any", False
-    fits = not spec.is_varlen and triton.cdiv(spec.max_seqlen_k, _KEYS) <= together
+    fits = not spec.is_varlen and triton.cdiv(spec.max_seqlen_k, _KEYS) + _SPARE_SMS <= together
     return "all", has_diagonal and not fits
 
 
@@ -176,26 +171,24 @@ def variant_of(spec: AttentionSpec, together: int = 132) -> BwdVariant:
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    apart = _is_apart(spec)
+    keys = _WIDE_KEYS if apart else _KEYS
     order, last_first = order_of(spec, together)
     softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
     hides = left or right or lengths_vary
     ring = order != "any" and not (hides or spec.mask_tile)
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
-        tile_m=128 if d == 64 else 64,
-        tile_n=_KEYS if d <= 128 else _WIDE_KEYS,
+        tile_m=128 if d == 64 and not apart else 64,
+        tile_n=keys,
         d=d,
         width=spec.head_dim,
         v_width=spec.v_head_dim,
         stages=2,
-        two_loops=d == 128 and not ring and not (left and order == "all"),
+        two_loops=d == 128 and not apart and not ring and not (left and order == "all"),
         left=left,
         right=right,
-        tail=lengths_vary
-        or (
-            spec.max_seqlen_k % (_KEYS if d <= 128 else _WIDE_KEYS) > 0
-            and (hides or not spec.mask_tile)
-        ),
+        tail=lengths_vary or (spec.max_seqlen_k % keys > 0 and (hides or not spec.mask_tile)),
         packed=spec.is_varlen,
         ragged=spec.has_seqlens_k,
         positive=spec.softmax_scale > 0,
@@ -244,14 +237,14 @@ def launch_before(
         lse_log2.fill_(math.inf)
         delta.zero_()
     dq_sum = turns = None
-    if variant.d <= 128:
+    if not _is_apart(spec):
         dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
     if variant.order != "any":
         shape = (planes, count // variant.tile_m)
         turns = torch.empty(shape, dtype=torch.int32, device=o.device)
     lse, dlse = lse.contiguous(), dense(dlse)
     d = triton.next_power_of_2(spec.v_head_dim)
-    tile = _ELEMENTS // d
+    tile = min(_ELEMENTS // d, _PADDING)
     lse_batch, lse_head = (0, lse.stride(0)) if spec.is_varlen else lse.stride()[:2]
     launch(
         attention_bwd_before_kernel,
@@ -404,9 +397,18 @@ def launch_dq(
     )  # fmt: skip
 
 
-def _is_wide(spec: AttentionSpec) -> bool:
-    """Say whether a CTA's sums leave no room for dq beside dk and dv."""
-    return max(spec.head_dim, spec.v_head_dim) > 128
+def _is_apart(spec: AttentionSpec) -> bool:
+    """Say whether dq has a kernel of its own.
+
+    It has where sums of a CTA leave no room for dq beside dk and dv, and where no order of the sums
+    of dq is reproducible and keeps CTAs from waiting for one another.
+    """
+    if max(spec.head_dim, spec.v_head_dim) > 128:
+        return True
+    has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    has_left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    is_uneven = has_left or spec.is_varlen or spec.has_seqlens_k
+    return spec.deterministic and (spec.mask_tile is not None or (is_uneven and not has_diagonal))
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -424,7 +426,7 @@ def _heads_per_section(q: Tensor, spec: AttentionSpec, num_tiles: int, d: int) -
     in_l2 = max(1, _L2_BYTES // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
     if spec.is_varlen:
         return min(heads, in_l2 * spec.batch)
-    if spec.window_right < 0 or (spec.deterministic and not _is_wide(spec)):
+    if spec.window_right < 0 or (spec.deterministic and not _is_apart(spec)):
         return 1
     few = heads * num_tiles < _FEW_WAVES * device.sm_count_of(q.device)
     return heads if few else min(heads, in_l2)
