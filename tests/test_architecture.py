@@ -96,13 +96,16 @@ def test_bookkeeping_knows_no_tensors(name):
 
 
 def test_backends_do_not_import_one_another():
+    # The portable kernels know nothing of Hopper's, which take from them what needs no WGMMA.
+    below = {"gluon": {"gluon", "triton"}}
     backends = {path.name for path in (PACKAGE / "kernels").iterdir() if path.is_dir()}
     for backend in backends - {"__pycache__"}:
         for path in (PACKAGE / "kernels" / backend).rglob("*.py"):
             for name in _imports(path):
                 parts = name.split(".")
                 if parts[:2] == ["tilewise", "kernels"] and parts[2] in backends:
-                    assert parts[2] == backend, f"{path.name} imports {name}"
+                    allowed = below.get(backend, {backend})
+                    assert parts[2] in allowed, f"{path.name} imports {name}"
 
 
 def test_files_stay_small_and_named_for_what_they_hold():

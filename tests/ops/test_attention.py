@@ -14,6 +14,7 @@ from tests.ops.cases import (
     keyword_arguments,
 )
 from tilewise import masks, ops
+from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
@@ -23,8 +24,28 @@ BACKENDS = [
     pytest.param("cpu", "cpu", id="cpu"),
     pytest.param("triton", "cpu", id="triton-interpreted"),
     pytest.param("triton", "cuda", id="triton", marks=pytest.mark.gpu),
+    pytest.param("gluon", "cuda", id="gluon", marks=pytest.mark.gpu),
 ]
 METADATA = ("alibi_slopes", "seqlens_k")
+# Masks of 64 x 64 tiles and heads wider than 256 are for the portable kernels.
+REFUSED_BY_GLUON = {
+    "mask",
+    "mask_per_head",
+    "mask_with_causal_and_lengths",
+    "everything",
+    "head_dim_64_value_512",
+    "head_dim_512",
+    "head_dim_576_value_512",
+}
+
+
+def _dtype_of(backend: str) -> torch.dtype:
+    """The dtype of tests that are not about one: Hopper's kernels have no float32."""
+    return torch.bfloat16 if backend == "gluon" else torch.float32
+
+
+def _draw(backend: str, place: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=place).to(_dtype_of(backend))
 
 
 def _results(run, tensors: dict[str, Tensor], grads: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -87,16 +108,22 @@ def _assert_case(case: AttentionCase, dtype: torch.dtype, backend: str, place: s
 class TestAttention:
     @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
     def test_forward_and_every_gradient_keep_the_budget(self, case, backend, place):
+        if backend == "gluon" and case.name in REFUSED_BY_GLUON:
+            with pytest.raises(UnsupportedError, match="backend 'gluon' cannot run attention"):
+                _assert_case(case, torch.bfloat16, backend, place)
+            return
         dtype = torch.float32 if device.interpreting() else torch.bfloat16
         _assert_case(case, dtype, backend, place)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     def test_each_dtype_keeps_the_budget(self, dtype, backend, place):
+        if backend == "gluon" and dtype == torch.float32:
+            pytest.skip("Hopper's kernels have no float32, and say so")
         case = next(c for c in ATTENTION_CASES if c.name == "gqa_4")
         _assert_case(case, dtype, backend, place)
 
     def test_fully_masked_rows_give_zero_and_minus_infinity(self, backend, place):
-        q, k, v = (torch.randn(1, n, 2, 64, device=place) for n in (6, 2, 2))
+        q, k, v = (_draw(backend, place, 1, n, 2, 64) for n in (6, 2, 2))
         q.requires_grad_()
         o, lse = ops.attention(q, k, v, causal=True, return_lse=True, backend=backend)
         assert torch.equal(o[:, :4], torch.zeros_like(o[:, :4]))
@@ -106,8 +133,8 @@ class TestAttention:
         assert torch.equal(q.grad[:, :4], torch.zeros_like(o[:, :4]))
 
     def test_no_keys_at_all(self, backend, place):
-        q = torch.randn(2, 3, 2, 64, device=place, requires_grad=True)
-        k = torch.randn(2, 0, 2, 64, device=place)
+        q = _draw(backend, place, 2, 3, 2, 64).requires_grad_()
+        k = _draw(backend, place, 2, 0, 2, 64)
         o, lse = ops.attention(q, k, k, return_lse=True, backend=backend)
         assert torch.equal(o, torch.zeros_like(o))
         assert bool(lse.isneginf().all())
@@ -115,8 +142,8 @@ class TestAttention:
         assert torch.equal(q.grad, torch.zeros_like(q))
 
     def test_no_queries_at_all(self, backend, place):
-        q = torch.randn(2, 0, 2, 64, device=place)
-        k = torch.randn(2, 5, 2, 64, device=place, requires_grad=True)
+        q = _draw(backend, place, 2, 0, 2, 64)
+        k = _draw(backend, place, 2, 5, 2, 64).requires_grad_()
         o, lse = ops.attention(q, k, k, return_lse=True, backend=backend)
         assert o.shape == (2, 0, 2, 64)
         assert lse.shape == (2, 2, 0)
@@ -124,7 +151,7 @@ class TestAttention:
         assert torch.equal(k.grad, torch.zeros_like(k))
 
     def test_infinities_beyond_the_visible_keys_never_leak(self, backend, place):
-        q, k, v = (torch.randn(1, 40, 2, 64, device=place) for _ in range(3))
+        q, k, v = (_draw(backend, place, 1, 40, 2, 64) for _ in range(3))
         bad_k, bad_v = k.clone(), v.clone()
         bad_k[:, 30:], bad_v[:, 30:] = float("inf"), float("nan")
         lengths = torch.tensor([30], dtype=torch.int32, device=place)
@@ -138,7 +165,7 @@ class TestAttention:
             assert torch.equal(clean, poisoned)
 
     def test_strided_views_need_no_copy_and_give_the_same(self, backend, place):
-        qkv = torch.randn(2, 3, 50, 2, 64, device=place).permute(0, 2, 1, 3, 4)
+        qkv = _draw(backend, place, 2, 3, 50, 2, 64).permute(0, 2, 1, 3, 4)
         q, k, v = qkv.unbind(2)
         want = ops.attention(
             q.contiguous(), k.contiguous(), v.contiguous(), causal=True, backend=backend
@@ -147,7 +174,7 @@ class TestAttention:
 
     def test_window_ends_at_its_last_key(self, backend, place):
         """window=3 is the query's own key and two before it: a fourth key changes nothing."""
-        q, k, v = (torch.randn(1, 12, 1, 64, device=place) for _ in range(3))
+        q, k, v = (_draw(backend, place, 1, 12, 1, 64) for _ in range(3))
         base = ops.attention(q, k, v, window=3, backend=backend)
         moved = k.clone()
         moved[:, 5] += 1.0
@@ -159,7 +186,7 @@ class TestAttention:
         for _ in range(2):
             leaves = [
                 torch.randn(2, 60, 4, 64, generator=torch.Generator().manual_seed(i))
-                .to(place)
+                .to(place, _dtype_of(backend))
                 .requires_grad_()
                 for i in range(3)
             ]
@@ -170,24 +197,36 @@ class TestAttention:
             assert torch.equal(first, second)
 
 
+# Sums of dq that nobody asked to be reproducible come in any order on Hopper; all else has one.
+RACES = [
+    ("triton", False, ("o", "dq", "dk", "dv", "dbias")),
+    ("gluon", False, ("o", "dk", "dv", "dbias")),
+    (None, True, ("o", "dq", "dk", "dv", "dbias")),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_two_hundred_runs_give_the_same_bits(deterministic):
+@pytest.mark.parametrize(("backend", "deterministic", "equal"), RACES)
+def test_two_hundred_runs_give_the_same_bits(backend, deterministic, equal):
     """A race between threads or programs would show as a bit that changes."""
     q, k, v, do = (torch.randn(2, 777, 8, 128, device="cuda").bfloat16() for _ in range(4))
     bias = torch.randn(1, 8, 777, 777, device="cuda")
     visible = torch.rand(777, 777, device="cuda") < 0.5
     options = {"mask": masks.dense(visible), "dropout_p": 0.1, "seed": 5, "causal": True}
+    options |= {"deterministic": deterministic, "backend": backend}
 
-    def run() -> list[Tensor]:
+    def run() -> dict[str, Tensor]:
         leaves = [t.detach().requires_grad_() for t in (q, k, v, bias)]
-        o = ops.attention(*leaves[:3], bias=leaves[3], deterministic=deterministic, **options)
-        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+        o = ops.attention(*leaves[:3], bias=leaves[3], **options)
+        grads = torch.autograd.grad(o, leaves, do)
+        return {"o": o.detach(), **dict(zip(("dq", "dk", "dv", "dbias"), grads, strict=True))}
 
     first = run()
     for _ in range(199):
-        for want, got in zip(first, run(), strict=True):
-            assert torch.equal(got, want)
+        got = run()
+        for name in equal:
+            assert torch.equal(got[name], first[name]), name
+        torch.testing.assert_close(got["dq"], first["dq"], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.gpu
@@ -245,7 +284,7 @@ class TestAttentionVarlen:
             )
 
     def test_a_packed_sequence_equals_itself_alone(self, backend, place):
-        q, k, v = (torch.randn(90, 2, 64, device=place) for _ in range(3))
+        q, k, v = (_draw(backend, place, 90, 2, 64) for _ in range(3))
         cu = torch.tensor([0, 30, 90], dtype=torch.int32, device=place)
         packed = ops.attention_varlen(
             q,
@@ -264,7 +303,7 @@ class TestAttentionVarlen:
         torch.testing.assert_close(packed[30:], alone[0])
 
     def test_no_tokens_at_all(self, backend, place):
-        q = torch.randn(0, 2, 64, device=place)
+        q = _draw(backend, place, 0, 2, 64)
         cu = torch.zeros(3, dtype=torch.int32, device=place)
         o = ops.attention_varlen(
             q,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.ops import _dispatch
 
@@ -28,9 +29,45 @@ def test_a_cpu_call_runs_on_the_cpu_backend():
     assert _dispatch.choose("attention", SPEC, None) == "cpu"
 
 
-def test_a_cuda_call_runs_on_triton():
-    spec = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
-    assert _dispatch.choose("attention", spec, None) == "triton"
+@pytest.fixture
+def capability(monkeypatch):
+    """Let a GPU of some compute capability be there, and forget earlier choices."""
+
+    def have(arch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(device, "arch_of", lambda _: arch)
+        _dispatch.choose.cache_clear()
+
+    yield have
+    _dispatch.choose.cache_clear()
+
+
+CUDA = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("arch", "backend"), [(80, "triton"), (90, "gluon"), (100, "triton")])
+def test_a_cuda_call_runs_on_the_kernels_of_its_gpu(capability, arch, backend):
+    capability(arch)
+    assert _dispatch.choose("attention", CUDA, None) == backend
+
+
+def test_what_hoppers_kernels_refuse_runs_on_the_portable_ones(capability):
+    capability(90)
+    single = replace(CUDA, dtype=torch.float32)
+    assert _dispatch.choose("attention", single, None) == "triton"
+    with pytest.raises(UnsupportedError, match="'gluon' cannot run attention.*float32"):
+        _dispatch.choose("attention", single, "gluon")
+
+
+def test_hoppers_kernels_are_never_compiled_for_another_gpu(capability):
+    capability(80)
+    with pytest.raises(UnsupportedError, match="needs a Hopper GPU.*got 8.0"):
+        _dispatch.choose("attention", CUDA, "gluon")
+
+
+def test_a_backend_without_a_kernel_says_so():
+    reason = _dispatch.refusal("merge_states", "gluon", SPEC)
+    assert reason == "it has no kernel for this op"
 
 
 def test_the_reference_runs_when_named():

@@ -13,7 +13,7 @@ def test_a_cpu_call_names_its_backend_and_why_not_the_others():
     told = ops.explain("attention", *make_qkv(1, 32, 32, 2, 2, 64), causal=True)
     assert told.backend == "cpu"
     assert told.refusals["reference"] == "runs only when named"
-    assert set(told.refusals) == {"reference", "triton"}
+    assert set(told.refusals) == {"reference", "triton", "gluon"}
     assert told.seconds is None  # no measured peaks of this machine: say nothing
 
 

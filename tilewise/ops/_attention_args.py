@@ -213,7 +213,7 @@ def _options(q: Tensor, rule: _Rule, layout: _Layout) -> AttentionOptions:
         softmax_scale=q.shape[-1] ** -0.5 if rule.softmax_scale is None else rule.softmax_scale,
         softcap=rule.softcap,
         dropout_p=rule.dropout_p,
-        deterministic=rule.deterministic,
+        deterministic=rule.deterministic or torch.are_deterministic_algorithms_enabled(),
         backend=rule.backend,
     )
 

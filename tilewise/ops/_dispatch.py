@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 from tilewise.errors import UnsupportedError
@@ -17,8 +18,8 @@ from tilewise.kernels.spec import AttentionSpec, ElementSpec, PagedSpec
 
 Spec = AttentionSpec | PagedSpec | ElementSpec
 
-BACKENDS = ("reference", "cpu", "triton")
-_AUTOMATIC = {"cpu": ("cpu",), "cuda": ("triton",)}
+BACKENDS = ("reference", "cpu", "triton", "gluon")
+_AUTOMATIC = {"cpu": ("cpu",), "cuda": ("gluon", "triton")}
 
 
 @functools.cache
@@ -31,6 +32,8 @@ def kernel_module(op: str, backend: str) -> ModuleType:
 
 def refusal(op: str, backend: str, spec: Spec) -> str | None:
     """Say why `backend` cannot compute this call, or return None when it can."""
+    if backend != "reference" and find_spec(f"tilewise.kernels.{backend}.{op}") is None:
+        return "it has no kernel for this op"
     try:
         module = kernel_module(op, backend)
     except ModuleNotFoundError as error:

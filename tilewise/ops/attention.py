@@ -102,9 +102,11 @@ def attention(
         seed: what decides which: an int, (seed, offset), or int64 (2,) on q's device; None draws
             it from torch's generator. See `dropout_keep_mask`. Under torch.vmap a seed is that of
             every sample, and None follows vmap's `randomness`.
-        deterministic: the backward pass must be bitwise reproducible.
+        deterministic: the backward pass must be bitwise reproducible; so it is, too, under
+            torch.use_deterministic_algorithms(True). Only "gluon" needs to be told.
         return_lse: also return the log-sum-exp of the logits, which is differentiable too.
-        backend: "cpu", "triton" or "reference"; None chooses. A name is obeyed or refused.
+        backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
+            refused.
 
     Returns:
         o (B, Sq, Hq, Dv) in q's dtype; with return_lse also lse (B, Hq, Sq), float32, natural log,

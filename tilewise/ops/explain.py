@@ -123,10 +123,9 @@ def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: 
     spec = _attention_op.make_spec(q, k, v, options)
     backend, refusals = _backends("attention", spec, options.backend)
     tiles: dict[str, TileConfig] = {}
-    if backend == "triton":
-        tile_config = _dispatch.kernel_module("attention", backend).tile_config
-        arch = devices.arch_of(q.device)
-        tiles = {part: tile_config(spec, part, arch) for part in ("fwd", "dkdv", "dq")}
+    if backend in ("triton", "gluon"):
+        module = _dispatch.kernel_module("attention", backend)
+        tiles = module.tile_configs(spec, devices.arch_of(q.device))
     rows = tiles["fwd"].tile_m if tiles else max(1, spec.max_seqlen_q)
     work = cost.Cost(0, 0, 0)
     for seqlen_q, seqlen_k in _lengths(q, k, options):

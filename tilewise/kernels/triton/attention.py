@@ -37,7 +37,7 @@ from tilewise.kernels.triton.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from tilewise.kernels.triton.attention_bwd_dq import attention_bwd_dq_kernel
 from tilewise.kernels.triton.attention_fwd import FwdStrides, attention_fwd_kernel
 
-__all__ = ["launch_bwd", "launch_fwd", "tile_config", "why_not"]
+__all__ = ["launch_bwd", "launch_fwd", "tile_config", "tile_configs", "why_not"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BIAS_TILE, _BIAS_CHUNK = 64, 64  # rows and keys, channels of a step; divide every mask tile
@@ -75,6 +75,12 @@ def _current_arch(spec: AttentionSpec) -> int:
 def tile_config(spec: AttentionSpec, part: Part = "fwd", arch: int = 90) -> TileConfig:
     """Return the tiles with which `part` of `spec` runs on compute capability `arch`."""
     return candidates(spec, part, arch)[0]
+
+
+def tile_configs(spec: AttentionSpec, arch: int = 90) -> dict[str, TileConfig]:
+    """Return the tiles of each kernel that `spec` runs."""
+    parts: tuple[Part, ...] = ("fwd", "dkdv", "dq")
+    return {part: tile_config(spec, part, arch) for part in parts}
 
 
 def launch_fwd(

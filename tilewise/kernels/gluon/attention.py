@@ -1,0 +1,39 @@
+"""Attention on Hopper: which calls its own kernels take, and where they are launched.
+
+The contract is that of `kernels.triton.attention`. What these kernels cannot do is refused here for
+both directions at once, since a call's gradient belongs to the backend that computed the call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.attention_bwd_launch import launch_bwd, variant_of, why_not_bwd
+from tilewise.kernels.gluon.attention_fwd_launch import launch_fwd, tile_config_fwd, why_not_fwd
+from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.tiles import TileConfig
+
+__all__ = ["launch_bwd", "launch_fwd", "tile_configs", "why_not"]
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """Say why these kernels cannot run `spec`, or return None when they can."""
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    arch = device.arch_of(torch.device("cuda"))
+    if arch // 10 != 9:
+        return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
+    return why_not_fwd(spec) or why_not_bwd(spec)
+
+
+def tile_configs(spec: AttentionSpec, arch: int = 90) -> dict[str, TileConfig]:
+    """Return the tiles of each kernel that `spec` runs; warps are those that load and send, too."""
+    tile, variant = tile_config_fwd(spec), variant_of(spec)
+    found = {"fwd": TileConfig(tile.rows, tile.keys, 4 * tile.warpgroups + 1, tile.stages)}
+    if variant.d <= 128:
+        return found | {"bwd": TileConfig(variant.tile_m, variant.tile_n, 10, variant.stages)}
+    dkdv = TileConfig(variant.tile_m, variant.tile_n, 9, variant.stages)
+    return found | {"dkdv": dkdv, "dq": TileConfig(128, variant.tile_n, 9, variant.stages)}
