@@ -106,7 +106,7 @@ def test_hopper_kernels_take_every_case() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", _marked(HOPPER_CASES))
 def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
-    """What a case is known to do wrong must be so: what is mended is to be taken off its list."""
+    """Nothing may be wrong that its case does not list, with a reason."""
     kernels = _reports(case.arch, case.slow, gluon=True)[case.name]
     assert kernels, "the launcher launched nothing"
     for kernel in kernels:
@@ -121,7 +121,7 @@ def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
         "operands": any(kernel["operands"] for kernel in kernels),
         "hot spills": any(loop is not None and loop.local > 0 for loop in hot),
     }
-    assert {what for what, so in wrong.items() if so} == set(case.known), kernels
+    assert {what for what, so in wrong.items() if so} <= set(case.known), kernels
     budget = sass_budgets.recorded(case.name)
     if budget is not None:
         found = sass_budgets.measured(kernels)
