@@ -192,6 +192,10 @@ def test_explain_cache_reads_the_configuration_only(model, capsys, tmp_path):
     (tmp_path / "config.json").write_text((Path(model) / "config.json").read_text())
     assert main(["explain", "cache", str(tmp_path), "--dtype", "bfloat16"]) == 0
     assert "128 B = 2 layers x 2 heads x (8 + 8) channels x 2 bytes" in capsys.readouterr().out
+    assert main(["explain", "cache", str(tmp_path), "--dtype", "fp8_e4m3"]) == 0
+    assert "96 B = 2 layers x 2 heads x ((8 + 8) channels x 1 byte + 8 of scales)" in (
+        capsys.readouterr().out
+    )
 
 
 def test_help_has_examples_and_version_is_printed(capsys):

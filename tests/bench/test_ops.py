@@ -36,15 +36,22 @@ def test_the_short_run_ends_with_its_document(monkeypatch, capsys):
     assert ops.main(["--device", "cpu", "--seqlens", "64", "--only", "forward", "decode"]) == 0
     lines = capsys.readouterr().out.splitlines()
     document = json.loads(lines[-1])
-    assert [row["op"] for row in document["rows"]] == ["forward"] * 8 + ["decode"] * 3
+    assert [row["op"] for row in document["rows"]] == ["forward"] * 8 + ["decode"] * 5
     assert not [row for row in document["rows"] if "error" in row]
 
 
 def test_decode_counts_the_bytes_of_keys_and_values():
     rows = decode._decode_rows((2, 4, 2, 64), "cpu", CEILINGS)
-    assert [row["peer"] for row in rows] == ["tilewise", "sdpa_contiguous", "gather_sdpa"]
+    assert [(row["peer"], row["dtype"]) for row in rows] == [
+        ("tilewise", "bfloat16"),
+        ("sdpa_contiguous", "bfloat16"),
+        ("gather_sdpa", "bfloat16"),
+        ("tilewise", "int8"),
+        ("tilewise", "float8_e4m3fn"),
+    ]
     for row in rows:
-        size = 2 * 2 * 64 * 2 * 128 * 2  # k and v, sequences, tokens, heads, channels, bytes
+        head = 2 * 128 if row["dtype"] == "bfloat16" else 128 + 4  # channels, and a scale
+        size = 2 * 2 * 64 * 2 * head  # k and v, sequences, tokens, heads
         assert row["GB/s"] * row["ms"] == pytest.approx(size / 1e6, rel=1e-6)
 
 

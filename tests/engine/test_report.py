@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 
+import pytest
 import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec
@@ -65,6 +66,15 @@ def test_the_size_of_a_cache_is_spelled_out():
     assert lines[1].endswith("2.00 MiB = 16 tokens")
     assert lines[2].endswith("1.00 GiB = 8,192 tokens")
     assert lines[3].endswith("8,192 tokens")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_the_scales_of_an_8_bit_cache_are_spelled_out(dtype):
+    lines = cache_report(CacheSpec(2, 16, KVSpec(8, 128, 128, dtype)), 8192).splitlines()
+    assert lines[0].split(maxsplit=2)[2] == (
+        "4,224 B = 2 layers x 8 heads x ((128 + 128) channels x 1 byte + 8 of scales) "
+        f"({str(dtype).removeprefix('torch.')})"
+    )
 
 
 def test_progress_is_written_over_and_wiped():

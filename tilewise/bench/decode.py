@@ -1,6 +1,7 @@
 """Paged decode beside torch's own: one new token a sequence.
 
-Bytes are those of the keys and values read. A kernel whose result is wrong gets no number.
+Bytes are those of the keys and values read, and of their scales. A kernel whose result is wrong
+gets no number; 8-bit caches are held to what their bytes stand for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _DECODE = {
 
 
 def bench_decode(device: str, ceilings: Ceilings) -> list[Row]:
-    """Time one new token a sequence over a paged bf16 cache of block 16, D 128."""
+    """Time one new token a sequence over a paged cache of block 16, D 128: bf16 and 8 bits."""
     rows: list[Row] = []
     for case in _DECODE[device]:
         rows += _decode_rows(case, device, ceilings)
@@ -80,26 +81,78 @@ def _decode_rows(case: tuple[int, int, int, int], device: str, ceilings: Ceiling
     calls: dict[str, Callable[[], Tensor]] = {"tilewise": paged, "sdpa_contiguous": sdpa}
     if device == "cpu":
         calls["gather_sdpa"] = gather_sdpa
-    want = F.scaled_dot_product_attention(
-        rows_of_groups[:1].double(), k[:1].double(), v[:1].double()
-    )
+    want = _exact(rows_of_groups[:1], k[:1], v[:1])
     rows: list[Row] = []
     for peer, call in calls.items():
-        row: Row = {
-            "op": "decode",
-            "peer": peer,
-            "B": batch,
-            "heads": f"{num_q_heads}/{num_kv_heads}",
-        }
-        row |= {"N": tokens, "D": 128, "block_size": 16, "dtype": "bfloat16"}
-        error = (call()[:1].double().view_as(want) - want).norm() / want.norm()
-        if bool(error < 1e-2):
-            timing = time_graph(call) if device == "cuda" else time_call(call, device, budget=2.0)
-            speed = (k.nbytes + v.nbytes) / timing.median
-            row |= {"ms": timing.median * 1e3, "spread": timing.spread, "GB/s": speed / 1e9}
-            row["% of read"] = 100 * speed / ceilings.read_bytes
-        else:
-            row["error"] = "wrong result"
-        rows.append(row)
-        say(f"decode {peer} B {batch} N {tokens}: {row.get('ms', 0.0):.4g} ms")
+        rows.append(
+            _row(case, peer, torch.bfloat16, call, want, k.nbytes + v.nbytes, device, ceilings)
+        )
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        caches = [torch.empty_like(k_cache, dtype=dtype) for _ in range(2)]
+        scales = [torch.empty(k_cache.shape[:3], device=device) for _ in range(2)]
+        slots = torch.arange(batch * tokens, device=device)
+        ops.write_kv_cache(
+            k_cache.flatten(0, 1),
+            v_cache.flatten(0, 1),
+            caches[0],
+            caches[1],
+            slots,
+            k_scale=scales[0],
+            v_scale=scales[1],
+        )
+
+        def quantised(caches: list[Tensor] = caches, scales: list[Tensor] = scales) -> Tensor:
+            return ops.paged_attention(
+                q,
+                caches[0],
+                caches[1],
+                block_table=table,
+                seqlens_k=lengths,
+                cu_seqlens_q=cu_seqlens_q,
+                max_seqlen_q=1,
+                k_scale=scales[0],
+                v_scale=scales[1],
+            )
+
+        first = [
+            (c[index[:1]].double() * s[index[:1]].double().unsqueeze(-1))
+            .flatten(1, 2)
+            .transpose(1, 2)
+            for c, s in zip(caches, scales, strict=True)
+        ]
+        want = _exact(rows_of_groups[:1], *first)
+        num_bytes = sum(t.nbytes for t in (*caches, *scales))
+        rows.append(_row(case, "tilewise", dtype, quantised, want, num_bytes, device, ceilings))
     return rows
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+
+
+def _row(
+    case: tuple[int, int, int, int],
+    peer: str,
+    dtype: torch.dtype,
+    call: Callable[[], Tensor],
+    want: Tensor,
+    num_bytes: int,
+    device: str,
+    ceilings: Ceilings,
+) -> Row:
+    """Time one call if its first sequence is what is wanted."""
+    batch, num_q_heads, num_kv_heads, tokens = case
+    name = str(dtype).removeprefix("torch.")
+    row: Row = {"op": "decode", "peer": peer, "B": batch, "heads": f"{num_q_heads}/{num_kv_heads}"}
+    row |= {"N": tokens, "D": 128, "block_size": 16, "dtype": name}
+    error = (call()[:1].double().view_as(want) - want).norm() / want.norm()
+    if bool(error < 1e-2):
+        timing = time_graph(call) if device == "cuda" else time_call(call, device, budget=2.0)
+        speed = num_bytes / timing.median
+        row |= {"ms": timing.median * 1e3, "spread": timing.spread, "GB/s": speed / 1e9}
+        row["% of read"] = 100 * speed / ceilings.read_bytes
+        row["tokens/s"] = batch / timing.median
+    else:
+        row["error"] = "wrong result"
+    say(f"decode {peer} {name} B {batch} N {tokens}: {row.get('ms', 0.0):.4g} ms")
+    return row

@@ -22,7 +22,6 @@ from numba import types
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.dots import (
-    AHEAD,
     CHUNK,
     HEADS,
     dots_1,
@@ -79,6 +78,23 @@ def _fill_addresses(sizes, table, sequence, k_start, v_start, first, end, k_at, 
         offset += 1
     for key in range(end - first, len(k_at)):
         k_at[key], v_at[key] = k_at[end - first - 1], v_at[end - first - 1]
+
+
+@inner
+def _look_ahead(sizes, k_at, v_at, at, first_head, num_heads, index, k_ahead, v_ahead):
+    """Rows of the chunk at `at` to prefetch while head `index` of the one before is computed.
+
+    Its share of all heads' rows in the order of memory, which the CPU's own prefetcher then follows
+    ahead of us: rows of one head alone are too far apart for it.
+    """
+    key, head = index * CHUNK // num_heads, index * CHUNK % num_heads
+    for row in range(CHUNK):
+        k_ahead[row] = k_at[at + key] + (first_head + head) * sizes.k_head
+        v_ahead[row] = v_at[at + key] + (first_head + head) * sizes.v_head
+        head += 1
+        if head == num_heads:
+            head = 0
+            key += 1
 
 
 @inner
@@ -151,34 +167,44 @@ def _softmax_chunk(like, rule, heads, s, count, distance, slopes, m, l, lane, re
 
 @inner
 def _weigh_chunk(
-    cache_like, heads, acc, ci, ld, rescale, p, v_at, at, shift, dim, unit, span, row_size, count
-):
+    cache_like, heads, acc, ci, ld, rescale, p, v_at, at, shift, ahead, dim, unit, span, row_size,
+    count,
+):  # fmt: skip
     """acc = acc * rescale + p V for one pass of heads."""
     unit_bytes = unit * (row_size // dim)
     column = 0
     while column + span <= dim:
-        offset = shift + column // unit * unit_bytes
+        offset = column // unit * unit_bytes
         if heads == 1:
-            weigh_1(cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, 0)
+            weigh_1(
+                cache_like, acc, ci + column, ld, rescale, p, v_at, at, shift, ahead, offset,
+                count, 0,
+            )  # fmt: skip
         else:
-            weigh_4(cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, 0)
+            weigh_4(
+                cache_like, acc, ci + column, ld, rescale, p, v_at, at, shift, ahead, offset,
+                count, 0,
+            )  # fmt: skip
         column += span
     while column < dim:
-        offset, rest = shift + column // unit * unit_bytes, min(unit, dim - column)
+        offset, rest = column // unit * unit_bytes, min(unit, dim - column)
         if heads == 1:
             weigh_rest_1(
-                cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, rest
-            )
+                cache_like, acc, ci + column, ld, rescale, p, v_at, at, shift, ahead, offset, count,
+                rest,
+            )  # fmt: skip
         else:
             weigh_rest_4(
-                cache_like, acc, ci + column, ld, rescale, p, v_at, at, offset, count, rest
-            )
+                cache_like, acc, ci + column, ld, rescale, p, v_at, at, shift, ahead, offset, count,
+                rest,
+            )  # fmt: skip
         column += unit
 
 
 @inner
 def _decode_head(sizes, rule, arrays, cache_like, sequence, kv_head, chunk, count, k_at, v_at, at,
-                 q, qi, acc, ci, m, l, state, s, rescale, slopes, k_scales, v_scales):  # fmt: skip
+                 q, qi, acc, ci, m, l, state, s, rescale, slopes, k_scales, v_scales,
+                 k_ahead, v_ahead):  # fmt: skip
     """One chunk of keys for the padded query heads of one key head, into acc, m and l."""
     like = arrays.like
     lanes = simd.REGISTER_BYTES // like.itemsize
@@ -195,11 +221,14 @@ def _decode_head(sizes, rule, arrays, cache_like, sequence, kv_head, chunk, coun
         q_start = qi + index * heads * ld
         for key in range(0, count, lanes // heads):
             if heads == 1:
-                dots_1(cache_like, s, key, k_at, at + key, k_shift, q, q_start, ld, sizes.head_dim)
+                dots_1(
+                    cache_like, s, key, k_at, at + key, k_shift, k_ahead, key, q, q_start, ld,
+                    sizes.head_dim,
+                )  # fmt: skip
             else:
                 dots_4(
-                    cache_like, s, key * HEADS, k_at, at + key, k_shift, q, q_start, ld,
-                    sizes.head_dim,
+                    cache_like, s, key * HEADS, k_at, at + key, k_shift, k_ahead, key, q, q_start,
+                    ld, sizes.head_dim,
                 )  # fmt: skip
         if rule.has_alibi:
             for lane in range(lanes):
@@ -212,8 +241,8 @@ def _decode_head(sizes, rule, arrays, cache_like, sequence, kv_head, chunk, coun
         )  # fmt: skip
         _weigh_chunk(
             cache_like, heads, acc, ci + index * heads * ldv, ldv, rescale, s, v_at, at, v_shift,
-            sizes.v_head_dim, unit, span_of(cache_like, like), sizes.v_head_dim * sizes.k_size,
-            count,
+            v_ahead, sizes.v_head_dim, unit, span_of(cache_like, like),
+            sizes.v_head_dim * sizes.k_size, count,
         )  # fmt: skip
 
 
@@ -234,7 +263,8 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, first_head, n
         first = max(first, starts[sequence, K_LEN] - 1 - sizes.window_left)
     if first >= end:
         return
-    k_at, v_at = scratch(SPLIT + AHEAD, starts[0]), scratch(SPLIT + AHEAD, starts[0])
+    k_at, v_at = scratch(SPLIT + 2 * CHUNK, starts[0]), scratch(SPLIT + 2 * CHUNK, starts[0])
+    k_ahead, v_ahead = scratch(CHUNK, starts[0]), scratch(CHUNK, starts[0])
     s, rescale = scratch(CHUNK * HEADS, like), scratch(lanes, like)
     slopes, row = zero_scratch(lanes, like), scratch(sizes.head_dim, like)
     k_scales, v_scales = zero_scratch(CHUNK + lanes, like), zero_scratch(CHUNK + lanes, like)
@@ -255,11 +285,13 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, first_head, n
     )  # fmt: skip
     for chunk in range(first, end, CHUNK):
         for index in range(num_heads):
+            _look_ahead(sizes, k_at, v_at, chunk - first + CHUNK, first_head, num_heads, index,
+                        k_ahead, v_ahead)  # fmt: skip
             _decode_head(
                 sizes, rule, arrays, cache_like, sequence, first_head + index, chunk,
                 min(CHUNK, end - chunk), k_at, v_at, chunk - first, q, index * padded * ld, acc,
                 (slot + index) * padded * ldv, m, l, index * (padded // heads) * lanes, s, rescale,
-                slopes, k_scales, v_scales,
+                slopes, k_scales, v_scales, k_ahead, v_ahead,
             )  # fmt: skip
 
 

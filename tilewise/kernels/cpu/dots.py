@@ -5,7 +5,7 @@ Grid      none: called by one thread of `decode.py`.
 One call  LANES / heads keys at a time for scores: as many sums as a register has lanes, folded into
           one register at the end. For values, heads x 4 registers of columns over all keys.
 Traffic   a row of the cache goes from memory to registers once for all its query heads. While a
-          row is in use, the row AHEAD addresses further is prefetched, line by line.
+          row is in use, another that the caller names is prefetched, line by line.
 Numerics  widened to float32 in registers (float64 for float64) and multiplied there; 8-bit numbers
           without their scale, which is the caller's. A word of two bfloat16 becomes two vectors, of
           its even and its odd elements: rows of q and of the sums are kept in that order, see
@@ -23,8 +23,6 @@ from tilewise.kernels.cpu.pack import emit_prefetch
 from tilewise.kernels.cpu.quantise import widen_e4m3, widen_int8
 
 CHUNK = 32  # keys between two softmax updates: K and V of a head take half a 32 KiB L1 cache
-# EPYC 9004, blocks of 16, 2026-11-20.
-AHEAD = 64  # keys from a row to the one prefetched with it: 11 GB/s a core, 9 for 32, 7 for 128
 HEADS = 4  # query heads per pass: 16 sums with AVX-512 are 4 keys x 4 heads
 _i1, _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 # Caches are told apart by the dtype of an empty array; these two hold no numbers of numba's own.
@@ -173,24 +171,22 @@ def _loop(builder, count, values, body, name):
 
 def _dots(heads):
     @intrinsic
-    def dots(typingctx, cache_like, scores, si, addresses, ai, shift, q, qi, q_row, dim):
+    def dots(typingctx, cache_like, scores, si, addresses, ai, shift, ahead, hi, q, qi, q_row, dim):
         """scores[si : si + LANES] = dot products, [key][head], of LANES / heads rows at
-        addresses[ai:] + shift with `heads` rows of q; uint16 q takes VDPBF16PS."""
+        addresses[ai:] + shift with `heads` rows of q; uint16 q takes VDPBF16PS. Rows at
+        ahead[hi:] are prefetched."""
         dtype = simd.float_of(scores)
         has_pairs = q.dtype == types.uint16
 
         def codegen(context, builder, sig, args):
-            _, scores_, si_, addresses_, ai_, shift_, q_, qi_, q_row_, dim_ = args
+            _, scores_, si_, addresses_, ai_, shift_, ahead_, hi_, q_, qi_, q_row_, dim_ = args
             rows = _Rows(builder, cache_like, dtype)
             keys = rows.lanes // heads
             first = simd.pointer_to(context, builder, addresses, addresses_, ai_)
-            starts, later = (
-                [
-                    builder.add(builder.load(builder.gep(first, [_i64(at + key)])), shift_)
-                    for key in range(keys)
-                ]
-                for at in (0, AHEAD)
-            )
+            next_ = simd.pointer_to(context, builder, ahead, ahead_, hi_)
+            numbers = [_i64(key) for key in range(keys)]
+            starts = [builder.add(builder.load(builder.gep(first, [i])), shift_) for i in numbers]
+            later = [builder.load(builder.gep(next_, [i])) for i in numbers]
             q_first = simd.pointer_to(context, builder, q, q_, qi_)
             q_rows = [builder.gep(q_first, [builder.mul(q_row_, _i64(h))]) for h in range(heads)]
             unit = rows.vectors * rows.lanes
@@ -251,7 +247,8 @@ def _dots(heads):
 
         index = types.int64
         arguments = (
-            cache_like, scores, index, addresses, index, index, q, index, index, index,
+            cache_like, scores, index, addresses, index, index, ahead, index, q, index, index,
+            index,
         )  # fmt: skip
         return types.void(*arguments), codegen
 
@@ -260,19 +257,26 @@ def _dots(heads):
 
 def _weigh(heads, is_masked):
     @intrinsic
-    def weigh(typingctx, cache_like, acc, ci, ld, rescale, p, addresses, ai, offset, keys, rest):
+    def weigh(
+        typingctx, cache_like, acc, ci, ld, rescale, p, addresses, ai, shift, ahead, offset, keys,
+        rest,
+    ):  # fmt: skip
         """acc[head] = acc[head] * rescale[head] + sum over keys of p[key][head] * row[key], for
-        span_of columns from byte `offset` of each row; if masked, `rest` columns of one unit."""
+        span_of columns from byte `offset` of the rows at addresses[ai:] + shift; if masked, `rest`
+        columns of one unit. The same bytes of rows at ahead[0:] are prefetched."""
         dtype = simd.float_of(acc)
 
         def codegen(context, builder, sig, args):
-            _, acc_, ci_, ld_, rescale_, p_, addresses_, ai_, offset_, keys_, rest_ = args
+            _, acc_, ci_, ld_, rescale_, p_, addresses_, ai_, shift_, ahead_, offset_, *_ = args
+            keys_, rest_ = args[-2:]
             rows = _Rows(builder, cache_like, dtype)
             units = 1 if is_masked or rows.vectors == 4 else 2
             parts = units * rows.vectors
             zero = _i64(0)
             first = simd.pointer_to(context, builder, addresses, addresses_, ai_)
+            next_ = simd.pointer_to(context, builder, ahead, ahead_, zero)
             weights = simd.pointer_to(context, builder, p, p_, zero)
+            from_start = builder.add(shift_, offset_)
             factors = simd.pointer_to(context, builder, rescale, rescale_, zero)
             target = simd.pointer_to(context, builder, acc, acc_, ci_)
             mask = rows.mask(rest_) if is_masked else None
@@ -287,9 +291,8 @@ def _weigh(heads, is_masked):
                     sums.append(builder.fmul(old, factor))
 
             def step(key, sums):
-                start = builder.add(builder.load(builder.gep(first, [key])), offset_)
-                later = builder.load(builder.gep(first, [builder.add(key, _i64(AHEAD))]))
-                later = builder.add(later, offset_)
+                start = builder.add(builder.load(builder.gep(first, [key])), from_start)
+                later = builder.add(builder.load(builder.gep(next_, [key])), offset_)
                 values = []
                 for unit in range(units):
                     column = _i64(unit * rows.unit_bytes)
@@ -313,7 +316,8 @@ def _weigh(heads, is_masked):
 
         index = types.int64
         arguments = (
-            cache_like, acc, index, index, rescale, p, addresses, index, index, index, index,
+            cache_like, acc, index, index, rescale, p, addresses, index, index, ahead, index, index,
+            index,
         )  # fmt: skip
         return types.void(*arguments), codegen
 
