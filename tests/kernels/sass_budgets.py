@@ -20,6 +20,7 @@ import triton
 from tests.kernels.sass import Loop
 
 TOLERANCE = 0.03
+SPILL_TOLERANCE = 32  # bytes: what an edit elsewhere moves about
 _FILE = Path(__file__).with_name("sass_budgets.json")
 Kernels = dict[str, list[int]]  # name -> [instructions, products of its hot loop, bytes spilled]
 

@@ -130,4 +130,4 @@ def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
             most_length, same_products, most_spilled = budget[name]
             assert products == same_products, name
             assert length <= most_length * (1 + sass_budgets.TOLERANCE), name
-            assert spilled <= most_spilled, name
+            assert spilled <= most_spilled + sass_budgets.SPILL_TOLERANCE, name
