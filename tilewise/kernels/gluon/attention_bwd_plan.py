@@ -1,0 +1,134 @@
+"""Which kernels and which code run a backward pass on Hopper: pure functions of a spec."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon._bwd_walk import BwdVariant
+from tilewise.kernels.spec import AttentionSpec
+
+UNIT = 8  # elements; TMA wants strides in multiples of 16 bytes
+KEYS = 128  # of a tile
+APART_KEYS = 64  # where dq has a kernel of its own
+L2_BYTES = 16 << 20  # what CTAs that run together share; of 50 MB, of which half is near
+_SPARE_SMS = 32  # which other kernels may hold while a head's CTAs wait for one another
+_FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
+_BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
+
+
+def why_not_bwd(spec: AttentionSpec) -> str | None:
+    """Say why these kernels cannot run the backward pass of `spec`, or return None."""
+    if not device.has_triton():
+        return "triton is not installed"
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+        if width % UNIT or not 8 <= width <= 256:
+            return f"{name} must be a multiple of 8 up to 256, got {width}"
+    if is_apart(spec) and (spec.has_bias or spec.mask_tile or spec.dropout_p):
+        return (
+            "heads wider than 128, and reproducible sums without a diagonal, have no bias, "
+            "block mask or dropout"
+        )
+    if spec.mask_tile not in (None, (128, 128)):
+        return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
+    return None
+
+
+def is_apart(spec: AttentionSpec) -> bool:
+    """Say whether dq has a kernel of its own.
+
+    It has where sums of a CTA leave no room for dq beside dk and dv, and where no order of the sums
+    of dq is reproducible and keeps CTAs from waiting for one another.
+    """
+    if max(spec.head_dim, spec.v_head_dim) > 128:
+        return True
+    has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    has_left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    is_uneven = has_left or spec.is_varlen or spec.has_seqlens_k
+    return spec.deterministic and (spec.mask_tile is not None or (is_uneven and not has_diagonal))
+
+
+def order_of(spec: AttentionSpec, together: int) -> tuple[str, bool]:
+    """Return the order of the sums of dq, and whether the last tiles of keys start first.
+
+    Reproducible sums with a diagonal come from the last tile of keys to the first. Where all tiles
+    of a head run at the same time they are launched in the other order, for balance; else the last
+    ones first, so that everybody waits for CTAs that were launched before.
+    """
+    if is_apart(spec) or (spec.mask_tile and spec.is_varlen):
+        return "any", False  # lists of a mask may visit tiles past the end of a sequence
+    has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    if not spec.deterministic:
+        # Not zeroing beats not waiting by 2 to 4 % here, elsewhere it loses 1 to 8 % (H200, bf16,
+        # 16,384 tokens, hidden 2,048, N 1,024 to 16,384; 2026-11-20).
+        is_narrow = max(spec.head_dim, spec.v_head_dim) <= 64
+        return "first" if is_narrow and not has_diagonal else "any", False
+    fits = not spec.is_varlen and triton.cdiv(spec.max_seqlen_k, KEYS) + _SPARE_SMS <= together
+    return "all", has_diagonal and not fits
+
+
+def variant_of(spec: AttentionSpec, together: int = 132) -> BwdVariant:
+    """Return the code that `spec` needs; a window that hides nothing is compiled away."""
+    d = max(64, triton.next_power_of_2(max(spec.head_dim, spec.v_head_dim)))
+    lengths_vary = spec.is_varlen or spec.has_seqlens_k
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    apart = is_apart(spec)
+    keys = APART_KEYS if apart else KEYS
+    order, last_first = order_of(spec, together)
+    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    hides = left or right or lengths_vary
+    ring = order != "any" and not (hides or spec.mask_tile)
+    return BwdVariant(
+        # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
+        tile_m=128 if d == 64 and not apart else 64,
+        tile_n=keys,
+        d=d,
+        width=spec.head_dim,
+        v_width=spec.v_head_dim,
+        stages=2,
+        two_loops=d == 128 and not apart and not ring and not (left and order == "all"),
+        left=left,
+        right=right,
+        tail=lengths_vary or (spec.max_seqlen_k % keys > 0 and (hides or not spec.mask_tile)),
+        packed=spec.is_varlen,
+        ragged=spec.has_seqlens_k,
+        positive=spec.softmax_scale > 0,
+        softcap=softcap if spec.softcap > 0 else "none",
+        alibi=spec.has_alibi,
+        bias=spec.has_bias,
+        dropout=spec.dropout_threshold > 0,
+        mask=spec.mask_tile is not None,
+        ruled=spec.mask_tile is not None and hides,
+        order=order,
+        ring=ring,
+        last_first=last_first,
+    )
+
+
+def heads_per_section(q: Tensor, spec: AttentionSpec, num_tiles: int, d: int) -> int:
+    """Return the key heads whose tiles are launched together, those with most work first.
+
+    More of them leave fewer long tiles to the end, but q, do and sums of dq should stay in L2.
+    """
+    heads = spec.batch * spec.num_kv_heads
+    rows = q.shape[0] if spec.is_varlen else spec.max_seqlen_q
+    in_l2 = max(1, L2_BYTES // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
+    if spec.is_varlen:
+        return min(heads, in_l2 * spec.batch)
+    if spec.window_right < 0 or (spec.deterministic and not is_apart(spec)):
+        return 1
+    few = heads * num_tiles < _FEW_WAVES * device.sm_count_of(q.device)
+    return heads if few else min(heads, in_l2)
+
+
+def together_of(x: Tensor, spec: AttentionSpec) -> int:
+    """Return how many CTAs run at the same time; other kernels may hold some of the device."""
+    count = device.sm_count_of(x.device)
+    return count if spec.deterministic else count // 2

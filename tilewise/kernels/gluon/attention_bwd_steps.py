@@ -1,0 +1,217 @@
+"""The steps of a backward pass on Hopper, one launch each: row terms, kernels, dq's last step."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.kernels.gluon._bwd_scores import BwdScores
+from tilewise.kernels.gluon._bwd_walk import BwdVariant, Sequences
+from tilewise.kernels.gluon._descriptors import descriptor, row_descriptor
+from tilewise.kernels.gluon._launch import launch
+from tilewise.kernels.gluon.attention_bwd import attention_bwd_kernel
+from tilewise.kernels.gluon.attention_bwd_dkdv import attention_bwd_dkdv_kernel
+from tilewise.kernels.gluon.attention_bwd_dq import attention_bwd_dq_kernel
+from tilewise.kernels.gluon.attention_bwd_plan import (
+    KEYS,
+    L2_BYTES,
+    UNIT,
+    heads_per_section,
+    is_apart,
+    together_of,
+)
+from tilewise.kernels.gluon.attention_bwd_rows import (
+    attention_bwd_after_kernel,
+    attention_bwd_before_kernel,
+)
+from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.triton._geometry import dense
+
+_PADDING = 128  # rows of packed sequences start on multiples of it in buffers
+_ELEMENTS = 4096  # of a tile of the kernels before and after
+_ROWS_WARPS = 4  # of their programs
+_ROWS = 128  # of a tile of dq where it has a kernel of its own
+_SLOTS = 3  # of its ring of k and v
+
+
+class Rows(NamedTuple):
+    """Row terms, float32 (planes, rows): a plane a head, padded as in `_bwd_walk`."""
+
+    lse_log2: Tensor
+    delta: Tensor
+    dq_sum: Tensor | None  # (planes, rows, d)
+    turns: Tensor | None  # int32 (planes, rows / tile_m): CTAs that have added to a tile of dq
+
+
+def launch_before(
+    o: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    variant: BwdVariant,
+) -> Rows:
+    """Return the row terms and the sum of dq, which is zero where adding starts at once."""
+    planes, count = _planes(o, spec)
+    lse_log2, delta = torch.empty((2, planes, count), dtype=torch.float32, device=o.device)
+    if spec.is_varlen and (spec.has_sinks or spec.mask_tile):
+        # Gaps between sequences: torch sums them for sinks, and lists of a mask may visit them.
+        lse_log2.fill_(math.inf)
+        delta.zero_()
+    dq_sum = turns = None
+    if not is_apart(spec):
+        dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
+    if variant.order != "any":
+        shape = (planes, count // variant.tile_m)
+        turns = torch.empty(shape, dtype=torch.int32, device=o.device)
+    lse, dlse = lse.contiguous(), dense(dlse)
+    d = triton.next_power_of_2(spec.v_head_dim)
+    tile = min(_ELEMENTS // d, _PADDING)
+    lse_batch, lse_head = (0, lse.stride(0)) if spec.is_varlen else lse.stride()[:2]
+    launch(
+        attention_bwd_before_kernel,
+        triton.cdiv(_padded(spec.max_seqlen_q), tile) * spec.batch * spec.num_q_heads,
+        o, do, lse, dlse, lse_log2, delta, dq_sum if turns is None else None, turns,
+        sequences.cu_q, spec.batch, spec.num_q_heads, spec.max_seqlen_q, count,
+        *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
+        WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=UNIT, TILE_M=variant.tile_m,
+        TILE=tile, num_warps=_ROWS_WARPS,
+    )  # fmt: skip
+    return Rows(lse_log2, delta, dq_sum, turns)
+
+
+def launch_after(
+    rows: Rows, dq: Tensor, spec: AttentionSpec, sequences: Sequences, variant: BwdVariant
+) -> None:
+    """Round the sum of dq."""
+    assert rows.dq_sum is not None
+    tile = _ELEMENTS // variant.d
+    launch(
+        attention_bwd_after_kernel,
+        triton.cdiv(spec.max_seqlen_q, tile) * spec.batch * spec.num_q_heads,
+        rows.dq_sum, rows.turns, dq, sequences.cu_q, spec.batch, spec.num_q_heads,
+        spec.max_seqlen_q, rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
+        WIDTH=spec.head_dim, D=variant.d, UNIT=UNIT, TILE_M=variant.tile_m, TILE=tile,
+        num_warps=_ROWS_WARPS,
+    )  # fmt: skip
+
+
+def launch_main(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rows: Rows,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
+    variant: BwdVariant,
+) -> None:
+    """Fill dk and dv, and add to the sum of dq."""
+    assert rows.dq_sum is not None
+    m, d = variant.tile_m, variant.d
+    num_tiles = triton.cdiv(spec.max_seqlen_k, KEYS)
+    heads = spec.batch * spec.num_kv_heads
+    launch(
+        attention_bwd_kernel,
+        num_tiles * heads,
+        descriptor(q, m, d), descriptor(k, KEYS, d), descriptor(v, KEYS, d), descriptor(do, m, d),
+        descriptor(rows.dq_sum.transpose(0, 1), m, d),
+        descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
+        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, rows.turns,
+        sequences,
+        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, num_tiles,
+        heads_per_section(q, spec, num_tiles, d), together_of(q, spec),
+        rows.dq_sum.shape[1],
+        scores, *places, variant=variant,
+    )  # fmt: skip
+
+
+def launch_dkdv(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rows: Rows,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
+    variant: BwdVariant,
+) -> None:
+    """Fill dk and dv."""
+    m, n, d = variant.tile_m, variant.tile_n, variant.d
+    num_tiles = triton.cdiv(spec.max_seqlen_k, n)
+    heads = spec.batch * spec.num_kv_heads
+    section = heads_per_section(q, spec, num_tiles, d)
+    launch(
+        attention_bwd_dkdv_kernel,
+        num_tiles * heads,
+        descriptor(q, m, d), descriptor(k, n, d), descriptor(v, n, d), descriptor(do, m, d),
+        descriptor(dk, n, d), descriptor(dv, n, d),
+        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, sequences,
+        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
+        scores, places[0], variant=variant,
+    )  # fmt: skip
+
+
+def launch_dq(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    rows: Rows,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
+    variant: BwdVariant,
+) -> None:
+    """Fill dq."""
+    n, d, half = variant.tile_n, variant.d, _ROWS // 2
+    num_tiles = triton.cdiv(spec.max_seqlen_q, _ROWS)
+    heads = spec.batch * spec.num_q_heads
+    section = 1
+    if spec.is_varlen:
+        section = min(heads, 4 * spec.batch)
+    elif variant.right:
+        section = min(heads, max(2, L2_BYTES // (spec.max_seqlen_k * d * 4)))
+    launch(
+        attention_bwd_dq_kernel,
+        num_tiles * heads,
+        descriptor(q, half, d), descriptor(k, n, d), descriptor(v, n, d), descriptor(do, half, d),
+        descriptor(dq, half, d), dq, rows.lse_log2, rows.delta, sequences,
+        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
+        scores, places[0], variant=variant._replace(stages=_SLOTS),
+    )  # fmt: skip
+
+
+def _padded(count: int) -> int:
+    return triton.cdiv(count, _PADDING) * _PADDING
+
+
+def _planes(o: Tensor, spec: AttentionSpec) -> tuple[int, int]:
+    """Return how many planes of row terms there are, and their rows."""
+    if spec.is_varlen:
+        return spec.num_q_heads, _padded(o.shape[0] + spec.batch * _PADDING)
+    return spec.batch * spec.num_q_heads, _padded(spec.max_seqlen_q)
+
+
+def _strides(x: Tensor, spec: AttentionSpec) -> tuple[int, int, int]:
+    """Return the (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
+    batch, row, head = (0, *x.stride()[:2]) if spec.is_varlen else x.stride()[:3]
+    return batch // UNIT, row // UNIT, head // UNIT
