@@ -110,6 +110,15 @@ def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
     return found
 
 
+def found_kind(found: TensorDescriptor) -> tuple[object, ...]:
+    """Return what of a descriptor changes the code of a kernel: its dtype and its tile."""
+    kept = found.__dict__.get("kind")
+    if kept is None:
+        kept = found.__dict__["kind"] = (found.base.dtype, *found.block_shape)
+    kind: tuple[object, ...] = kept
+    return kind
+
+
 def parameters_of(found: TensorDescriptor) -> list[int]:
     """Return the addresses of a descriptor's 128 bytes, its sizes (int32) and strides (int64).
 

@@ -10,6 +10,7 @@ in, a profiler's hook, a CPU) goes Triton's way always.
 from __future__ import annotations
 
 import ctypes
+import operator
 import re
 import struct
 import threading
@@ -18,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descriptor
 
-from tilewise.kernels.gluon._descriptors import driver, parameters_of
+from tilewise.kernels.gluon._descriptors import driver, found_kind, parameters_of
 
 __all__ = ["launch"]
 
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_REMEMBERED = 1024
-_remembered: dict[tuple[object, ...], _Prepared | None] = {}
+_remembered: dict[tuple[object, ...], _Calls] = {}
 _lock = threading.Lock()
 
 
@@ -41,53 +42,69 @@ def launch(kernel: Any, grid: int, *arguments: Any, num_warps: int = 4, **consta
         num_warps: of the default partition; the workers' warps come on top.
         constants: its constexpr parameters, by name.
     """
-    key: list[object] = [id(kernel), num_warps]
-    scalars: list[float] = []
-    descriptors: list[TensorDescriptor] = []
+    leaves: list[Any] = []
     for argument in arguments:
         if isinstance(argument, tuple):
-            for field in argument:
-                if isinstance(field, int | tuple):
-                    raise TypeError(
-                        f"numbers must be arguments of their own, got {field!r} in "
-                        f"{type(argument).__name__}"
-                    )
-                _add(field, key, scalars, descriptors)
+            leaves += argument
         else:
-            _add(argument, key, scalars, descriptors)
-    key += constants.values()
-    remembered = tuple(key)
-    prepared = _remembered.get(remembered)
-    hook = knobs.runtime.launch_enter_hook
-    if prepared is not None and not getattr(hook, "calls", hook):
-        prepared.start(grid, scalars, descriptors)
-        return
-    compiled = kernel[(grid,)](*arguments, num_warps=num_warps, **constants)
-    if remembered not in _remembered:
+            leaves.append(argument)
+    types = tuple(map(type, leaves))
+    key = (id(kernel), num_warps, types, *constants.values())
+    calls = _remembered.get(key)
+    if calls is None:
+        _refuse_numbers_in_tuples(arguments)
         if len(_remembered) >= _MAX_REMEMBERED:
             _remembered.clear()
-        _remembered[remembered] = _prepare(compiled, arguments)
+        calls = _remembered[key] = _Calls(leaves)
+    kind = calls.kind_of(leaves)
+    prepared = calls.prepared.get(kind)
+    hook = knobs.runtime.launch_enter_hook
+    if prepared is None or getattr(hook, "calls", hook) or not prepared.start(grid, leaves, calls):
+        compiled = kernel[(grid,)](*arguments, num_warps=num_warps, **constants)
+        if kind not in calls.prepared:
+            calls.prepared[kind] = _prepare(compiled, arguments)
 
 
-def _add(
-    leaf: Any, key: list[object], scalars: list[float], descriptors: list[TensorDescriptor]
-) -> None:
-    """Sort an argument: what Triton may compile anew for, and what only the kernel reads."""
-    if isinstance(leaf, Tensor):
-        address = leaf.data_ptr()
-        key.append((leaf.dtype, address & 15 == 0, leaf.device.index))
-        scalars.append(address)
-    elif isinstance(leaf, int):
-        key.append(-(2**31) <= leaf < 2**31)
-        scalars.append(leaf)
-    elif isinstance(leaf, TensorDescriptor):
-        key.append((leaf.base.dtype, *leaf.block_shape))
-        descriptors.append(leaf)
-    elif isinstance(leaf, float):
-        key.append(float)
-        scalars.append(leaf)
-    else:
-        key.append(leaf)
+def _refuse_numbers_in_tuples(arguments: tuple[Any, ...]) -> None:
+    for argument in arguments:
+        for field in argument if isinstance(argument, tuple) else ():
+            if isinstance(field, int | tuple):
+                raise TypeError(
+                    f"numbers must be arguments of their own, got {field!r} in "
+                    f"{type(argument).__name__}"
+                )
+
+
+class _Calls:
+    """Calls of one kernel whose arguments have the same types; what was prepared for their kinds.
+
+    Attributes:
+        tensors, descriptors: where they stand among the arguments.
+        prepared: by kind; None where only Triton's launcher will do.
+    """
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self.tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.descriptors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _Descriptor)]
+        numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, int | float | Tensor)]
+        # A second place makes it return a tuple of one number, too; `values` cuts it off.
+        self._numbers = operator.itemgetter(*numbers, 0, 0)
+        self.prepared: dict[tuple[object, ...], _Prepared | None] = {}
+
+    def kind_of(self, leaves: list[Any]) -> tuple[object, ...]:
+        """Return what Triton compiles anew for; tensors become their addresses in `leaves`."""
+        kind: list[object] = [found_kind(leaves[i]) for i in self.descriptors]
+        for i in self.tensors:
+            tensor = leaves[i]
+            address = tensor.data_ptr()
+            kind += tensor.dtype, address & 15 == 0, tensor.device
+            leaves[i] = address
+        return tuple(kind)
+
+    def values(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """Return the numbers and addresses among the arguments."""
+        values: tuple[Any, ...] = self._numbers(leaves)[:-2]
+        return values
 
 
 class _Prepared:
@@ -118,19 +135,23 @@ class _Prepared:
         for position in range(end, end + _SCRATCH_POINTERS):
             self._pointers[position] = ctypes.addressof(self._scratch)
 
-    def start(self, grid: int, scalars: list[float], descriptors: list[TensorDescriptor]) -> None:
-        """Launch with these arguments."""
+    def start(self, grid: int, leaves: list[Any], calls: _Calls) -> bool:
+        """Launch with these arguments; False when a number does not fit its parameter."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         with _lock:
-            self._pack(self._numbers, 0, *scalars)
-            for place, found in zip(self._places, descriptors, strict=True):
-                self._pointers[place] = parameters_of(found)
+            try:
+                self._pack(self._numbers, 0, *calls.values(leaves))
+            except struct.error:
+                return False
+            for place, index in zip(self._places, calls.descriptors, strict=True):
+                self._pointers[place] = parameters_of(leaves[index])
             status = driver().cuLaunchKernel(
                 self._function, grid, 1, 1, self._threads, 1, 1, self._shared,
                 ctypes.c_void_p(stream), self._pointers, None,
             )  # fmt: skip
         if status != 0:
             raise RuntimeError(f"cuLaunchKernel failed with CUDA error {status}")
+        return True
 
 
 def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Prepared | None:
@@ -140,8 +161,7 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Prepared | None:
         for argument in arguments
         for leaf in (argument if isinstance(argument, tuple) else (argument,))
     ]
-    device = next((x.device for x in leaves if isinstance(x, Tensor)), None)
-    if device is None or device.type != "cuda" or not hasattr(compiled, "asm"):
+    if not _is_on_gpu(leaves) or not hasattr(compiled, "asm"):
         return None
     metadata = compiled.metadata
     unusual = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
@@ -151,7 +171,7 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Prepared | None:
     for leaf in leaves:
         if leaf is None:
             continue
-        if isinstance(leaf, TensorDescriptor):
+        if isinstance(leaf, _Descriptor):
             rank = len(leaf.shape)
             places.append(slice(len(types), len(types) + 1 + 2 * rank))
             types += ["b8", *["u32"] * rank, *["u64"] * rank]
@@ -169,6 +189,10 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Prepared | None:
     if _parameter_types(compiled.asm["ptx"]) != [*types, *["u64"] * _SCRATCH_POINTERS]:
         return None
     return _Prepared(compiled, form, order, places, torch.cuda.current_device())
+
+
+def _is_on_gpu(leaves: list[Any]) -> bool:
+    return next((x.is_cuda for x in leaves if isinstance(x, Tensor)), False)
 
 
 def _has_special_integers(compiled: Any, arguments: tuple[Any, ...]) -> bool:
