@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Versions of Triton that the kernels must compile with.
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 PROMPT ?= Once upon a time, there was a little rabbit
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check compile-matrix bench docs clean
 
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
@@ -17,6 +19,14 @@ check: $(VENV)/.installed-test ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+compile-matrix: $(VENV)/.installed-test ## compile every kernel with every supported Triton, without a GPU
+	for version in $(TRITONS); do \
+	  folder=.cache/triton-$$version; \
+	  test -d $$folder/triton || $(BIN)/python -m pip install --quiet --no-deps --target $$folder triton==$$version || exit 1; \
+	  echo "Triton $$version"; \
+	  PYTHONPATH=$$folder $(BIN)/python -m pytest -q -m 'slow or not slow' tests/kernels/test_compile.py tests/kernels/test_sass.py || exit 1; \
+	done
+
 bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 	$(BIN)/tilewise bench ops --device cpu
 	$(BIN)/tilewise bench attention --device cpu
@@ -24,6 +34,7 @@ bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 
 docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results
 	$(BIN)/python docs/plots.py
+	$(BIN)/python docs/hopper_plots.py
 
 clean:
 	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache
