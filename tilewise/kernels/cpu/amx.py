@@ -8,8 +8,8 @@ One call  keeps 1 to 4 tiles of 16 x 16 sums in tile registers while K runs; a s
 Traffic   four tile loads for four products; operands come from the L1 or L2 cache.
 Numerics  float32 sums of bfloat16 products, denormals flushed to zero.
 
-A tile product is 16,384 FLOPs in 16 cycles; attention of 128 heads to latents takes a seventh of the
-time that it takes with VDPBF16PS (one core of a Xeon, CPU time, 2026-11-20). Linux grants tile
+A tile product is 16,384 FLOPs in 16 cycles; attention of 128 heads to latents takes a seventh of
+the time that it takes with VDPBF16PS (one core of a Xeon, CPU time, 2026-11-20). Linux grants tile
 registers to a process that asks for them.
 """
 
