@@ -158,6 +158,22 @@ def test_latents_and_rotated_keys_land_side_by_side(dtype, backend, place):
     assert torch.equal(cache, want)
 
 
+@pytest.mark.parametrize("num_seqs", [0, 2])
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+def test_a_step_without_rows_is_empty(backend, num_seqs):
+    none = torch.zeros(num_seqs, dtype=torch.int32)
+    nothing = {"block_table": none[:, None].expand(-1, 3), "seqlens_k": none, "max_seqlen_q": 0}
+    nothing |= {"cu_seqlens_q": torch.zeros(num_seqs + 1).int(), "softmax_scale": SCALE}
+    cache = torch.randn(4, 16, R + DR)
+    q = torch.randn(0, HEADS, DN + DR)
+    w_uk, w_uv = torch.randn(HEADS, DN, R), torch.randn(HEADS, DV, R)
+    o, lse = ops.mla_decode(
+        *absorb(q, w_uk), cache, **nothing, return_lse=True, backend=backend
+    )  # fmt: skip
+    assert (o.shape, lse.shape) == ((0, HEADS, R), (HEADS, 0))
+    assert ops.mla_prefill(q, cache, w_uk, w_uv, **nothing).shape == (0, HEADS, DV)
+
+
 def test_the_ops_are_opcheck_clean():
     q, cache, w_uk, _, metadata, longest = step("decode")
     arguments = (*absorb(q, w_uk), cache, *metadata.values(), longest, SCALE, False, None)
