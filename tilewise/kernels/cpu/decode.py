@@ -6,7 +6,7 @@ Grid      one task per (sequence, split of 512 keys, some or all key heads), tak
 One task  walks its keys in chunks, and for each chunk over its key heads: scores of 4 query heads
           per pass, softmax, weighted sum.
 Traffic   each K and V row is read from memory once, in the order in which blocks hold them; a chunk
-          of 32 keys x 8 heads x D = 128 and the one prefetched meanwhile take half an L2 cache.
+          of 64 keys x 8 heads x D = 128 and the one prefetched meanwhile are 512 KiB of L2 cache.
 Numerics  float32 (float64 for float64) throughout; the scales of an 8-bit cache multiply logits and
           probabilities, not keys and values. Splits lie at multiples of 512 positions, so a
           sequence's bits depend on nothing but itself, whatever the batch or the threads.
@@ -279,9 +279,11 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, first_head, n
             load_row(like, sizes.q_code, row, 0, address, sizes.head_dim)
             for column in range(sizes.head_dim):
                 q[at + position_of(column, order, lanes)] = row[column]
+    # With the first keys of the next split, for whoever takes that: most likely this thread.
+    beyond = min(end + CHUNK, starts[sequence, K_LEN])
     _fill_addresses(
-        sizes, arrays.table, sequence, starts[sequence, K], starts[sequence, V], first, end, k_at,
-        v_at,
+        sizes, arrays.table, sequence, starts[sequence, K], starts[sequence, V], first, beyond,
+        k_at, v_at,
     )  # fmt: skip
     for chunk in range(first, end, CHUNK):
         for index in range(num_heads):
