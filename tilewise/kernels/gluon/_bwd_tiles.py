@@ -45,25 +45,32 @@ def hide(s, work, tile, number, first_word, keys, shape, scores, variant: gl.con
 
 
 @gluon.jit
-def clear_rows(tile, begin):
-    """Zero the rows of a tile (n, D) from `begin` on: another sequence's, NaN perhaps."""
+def clear_rows(tile, begin, end):
+    """Zero the rows of a tile (n, D) outside [begin, end): nobody's, or of another sequence."""
     ROWS: gl.constexpr = tile.shape[0]
     D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     for first in gl.static_range(0, ROWS, 16):
         rows = tile.slice(first, 16, 0)
-        outside = first + gl.arange(0, 16, gl.SliceLayout(1, layout)) >= begin
+        row = first + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        outside = (row < begin) | (row >= end)
         x = rows.load(layout)
         rows.store(gl.where(gl.expand_dims(outside, 1), gl.full_like(x, 0.0), x))
 
 
 @gluon.jit
-def clear_keys(tile, work, variant: gl.constexpr):
-    """Zero the keys past the end of their sequence; both warpgroups zero all of them."""
-    if variant.packed or variant.ragged:
-        rest = work.length_k - work.first_key
-        if rest < variant.tile_n:
-            clear_rows(tile, rest)
+def clear_keys(tile, first_key, lengths, shape, variant: gl.constexpr):
+    """Zero the keys of a tile that are past the end of their sequence or left of every window.
+
+    lengths: whatever has length_q and length_k. All warpgroups of a CTA zero the same keys.
+    """
+    if variant.packed or variant.ragged or variant.left:
+        begin = 0
+        if variant.left:
+            begin = lengths.length_k - lengths.length_q - shape.window_left - first_key
+        end = lengths.length_k - first_key
+        if (begin > 0) | (end < variant.tile_n):
+            clear_rows(tile, begin, end)
             fence_async_shared()
 
 
@@ -73,7 +80,7 @@ def clear_queries(rows, work, tile, variant: gl.constexpr):
     if variant.packed:
         rest = work.length_q - tile * variant.tile_m
         if rest < variant.tile_m:
-            clear_rows(rows, rest)
+            clear_rows(rows, 0, rest)
             fence_async_shared()
 
 

@@ -70,7 +70,7 @@ class Shape(NamedTuple):
     window_right: object
     num_tiles: object  # of keys, of the longest sequence
     heads_per_section: object
-    most_together: object  # CTAs that surely run at the same time
+    ring_size: object  # CTAs of a head that may start at different tiles of queries
     rows_per_plane: object  # of the row terms and of dq
 
 
@@ -189,7 +189,7 @@ def ring_of_cta(block, tiles, blocks, shape):
 
     Returns (CTAs of a ring, stride, first CTA of this one's ring, its place, CTAs of this ring).
     """
-    size = gl.maximum(gl.minimum(gl.minimum(blocks, tiles), shape.most_together), 1)
+    size = gl.maximum(gl.minimum(gl.minimum(blocks, tiles), shape.ring_size), 1)
     first = block // size * size
     return size, tiles // size, first, block - first, gl.minimum(size, blocks - first)
 

@@ -58,7 +58,7 @@ class Barriers(NamedTuple):
 @gluon.jit(
     do_not_specialize=[
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
-        "window_right", "num_tiles", "heads_per_section", "most_together", "rows_per_plane",
+        "window_right", "num_tiles", "heads_per_section", "ring_size", "rows_per_plane",
         "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key", "mask_batch", "mask_head",
         "drop_limit",
     ]
@@ -66,7 +66,7 @@ class Barriers(NamedTuple):
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, dk_ptr,
     dv_ptr, turns_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left,
-    window_right, num_tiles, heads_per_section, most_together, rows_per_plane, scores,
+    window_right, num_tiles, heads_per_section, ring_size, rows_per_plane, scores,
     alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
     variant: gl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def attention_bwd_kernel(
     shape = Shape(
         sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
-        most_together, rows_per_plane,
+        ring_size, rows_per_plane,
     )  # fmt: skip
     places = Places(
         alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit

@@ -225,7 +225,7 @@ def consume(
     keys = work.first_key + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, over_queries))
     if steps > 0:
         mbarrier.wait(bars.kv_full.index(0), 0)
-        clear_keys(bufs.k.index(0).reshape([128, D]), work, variant)
+        clear_keys(bufs.k.index(0).reshape([128, D]), work.first_key, work, shape, variant)
         mbarrier.wait(bars.q_full.index(0), 0)
         k = bufs.k.index(0).reshape([128, D])
         first_q = bufs.q.index(0).reshape([TILE_M, D]).permute((1, 0))
@@ -234,7 +234,7 @@ def consume(
             k.slice(PART * 64, 64, 0), first_q, no_scores, use_acc=False, is_async=True
         )
         mbarrier.wait(bars.kv_full.index(1), 0)
-        clear_keys(bufs.v.index(0).reshape([128, D]), work, variant)
+        clear_keys(bufs.v.index(0).reshape([128, D]), work.first_key, work, shape, variant)
         s = warpgroup_mma_wait(0, deps=(s_sum,))
         tile = work.begin + work.start
         if MASKS and variant.two_loops:

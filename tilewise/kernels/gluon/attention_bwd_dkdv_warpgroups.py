@@ -49,7 +49,7 @@ def make_dv(
     if steps > 0:
         mbarrier.wait(bars.kv_full.index(0), 0)
         k = bufs.k.index(0).reshape([64, D])
-        clear_keys(k, work, variant)
+        clear_keys(k, work.first_key, work, shape, variant)
         mbarrier.wait(bars.q_full.index(0), 0)
         first_q = bufs.q.index(0).reshape([64, D]).permute((1, 0))
         s_sum = warpgroup_mma(k, first_q, zeros, use_acc=False, is_async=True)
@@ -129,7 +129,7 @@ def make_dk(
     tile = work.begin
     if steps > 0:
         mbarrier.wait(bars.kv_full.index(1), 0)
-        clear_keys(v, work, variant)
+        clear_keys(v, work.first_key, work, shape, variant)
         mbarrier.wait(bars.do_full.index(0), 0)
         first_do = bufs.do.index(0).reshape([64, D])
         clear_queries(first_do, work, tile, variant)

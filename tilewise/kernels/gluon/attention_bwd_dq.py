@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon._bwd_scores import Places
-from tilewise.kernels.gluon._bwd_tiles import clear_rows
+from tilewise.kernels.gluon._bwd_tiles import clear_keys
 from tilewise.kernels.gluon._bwd_walk import Shape, padded_start
 from tilewise.kernels.gluon._compat import tma_load, tma_store
 from tilewise.kernels.gluon._warpgroup import (
@@ -213,11 +213,8 @@ def make_dq(
             mbarrier.wait(full.index(at_v), (slot // SLOTS) & 1)
             mbarrier.wait(full.index(at_k), ((slot + 1) // SLOTS) & 1)
             masked = (tile < rows.full_begin) | (tile >= rows.full_end)
-            if variant.packed or variant.ragged:  # noqa: SIM102
-                if first_key + TILE_N > rows.length_k:
-                    clear_rows(k, rows.length_k - first_key)
-                    clear_rows(v, rows.length_k - first_key)
-                    fence_async_shared()
+            clear_keys(k, first_key, rows, shape, variant)
+            clear_keys(v, first_key, rows, shape, variant)
             s_sum = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dp_sum = warpgroup_mma(do, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_sum,))

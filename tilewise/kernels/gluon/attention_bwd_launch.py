@@ -17,7 +17,6 @@ from tilewise.kernels.gluon._bwd_walk import Sequences
 from tilewise.kernels.gluon._descriptors import why_no_descriptor
 from tilewise.kernels.gluon.attention_bwd_plan import (
     is_apart,
-    together_of,
     variant_of,
     why_not_bwd,
 )
@@ -87,7 +86,7 @@ def launch_bwd(
     extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
     allocate = torch.zeros if spec.is_varlen else torch.empty
     dq, dk, dv = (allocate(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    variant = variant_of(spec, together_of(q, spec))
+    variant = variant_of(spec)
     dbias = None
     with device_of(q):
         rows = launch_before(o, do, lse, dlse, spec, sequences, variant)

@@ -14,7 +14,6 @@ UNIT = 8  # elements; TMA wants strides in multiples of 16 bytes
 KEYS = 128  # of a tile
 APART_KEYS = 64  # where dq has a kernel of its own
 L2_BYTES = 16 << 20  # what CTAs that run together share; of 50 MB, of which half is near
-_SPARE_SMS = 32  # which other kernels may hold while a head's CTAs wait for one another
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 
@@ -54,12 +53,13 @@ def is_apart(spec: AttentionSpec) -> bool:
     return spec.deterministic and (spec.mask_tile is not None or (is_uneven and not has_diagonal))
 
 
-def order_of(spec: AttentionSpec, together: int) -> tuple[str, bool]:
+def order_of(spec: AttentionSpec) -> tuple[str, bool]:
     """Return the order of the sums of dq, and whether the last tiles of keys start first.
 
-    Reproducible sums with a diagonal come from the last tile of keys to the first. Where all tiles
-    of a head run at the same time they are launched in the other order, for balance; else the last
-    ones first, so that everybody waits for CTAs that were launched before.
+    Reproducible sums wait, and whom they wait for must run already, however little of the device
+    other kernels leave: so a CTA waits for such only as were launched before it. With a diagonal
+    sums come from the last tile of keys to the first, and the last ones start first, though they
+    have the least to do.
     """
     if is_apart(spec) or (spec.mask_tile and spec.is_varlen):
         return "any", False  # lists of a mask may visit tiles past the end of a sequence
@@ -69,11 +69,10 @@ def order_of(spec: AttentionSpec, together: int) -> tuple[str, bool]:
         # 16,384 tokens, hidden 2,048, N 1,024 to 16,384; 2026-11-20).
         is_narrow = max(spec.head_dim, spec.v_head_dim) <= 64
         return "first" if is_narrow and not has_diagonal else "any", False
-    fits = not spec.is_varlen and triton.cdiv(spec.max_seqlen_k, KEYS) + _SPARE_SMS <= together
-    return "all", has_diagonal and not fits
+    return "all", has_diagonal
 
 
-def variant_of(spec: AttentionSpec, together: int = 132) -> BwdVariant:
+def variant_of(spec: AttentionSpec) -> BwdVariant:
     """Return the code that `spec` needs; a window that hides nothing is compiled away."""
     d = max(64, triton.next_power_of_2(max(spec.head_dim, spec.v_head_dim)))
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
@@ -81,7 +80,7 @@ def variant_of(spec: AttentionSpec, together: int = 132) -> BwdVariant:
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
     apart = is_apart(spec)
     keys = APART_KEYS if apart else KEYS
-    order, last_first = order_of(spec, together)
+    order, last_first = order_of(spec)
     softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
     hides = left or right or lengths_vary
     ring = order != "any" and not (hides or spec.mask_tile)
@@ -128,7 +127,9 @@ def heads_per_section(q: Tensor, spec: AttentionSpec, num_tiles: int, d: int) ->
     return heads if few else min(heads, in_l2)
 
 
-def together_of(x: Tensor, spec: AttentionSpec) -> int:
-    """Return how many CTAs run at the same time; other kernels may hold some of the device."""
-    count = device.sm_count_of(x.device)
-    return count if spec.deterministic else count // 2
+def ring_size(x: Tensor, spec: AttentionSpec) -> int:
+    """Return how many CTAs of a head that see all tiles of queries may start at different ones.
+
+    1 where sums are reproducible: in a ring somebody waits for a CTA that was launched later.
+    """
+    return 1 if spec.deterministic else device.sm_count_of(x.device) // 2

@@ -22,7 +22,7 @@ from tilewise.kernels.gluon.attention_bwd_plan import (
     UNIT,
     heads_per_section,
     is_apart,
-    together_of,
+    ring_size,
 )
 from tilewise.kernels.gluon.attention_bwd_rows import (
     attention_bwd_after_kernel,
@@ -130,7 +130,7 @@ def launch_main(
         sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles,
-        heads_per_section(q, spec, num_tiles, d), together_of(q, spec),
+        heads_per_section(q, spec, num_tiles, d), ring_size(q, spec),
         rows.dq_sum.shape[1],
         scores, *places, variant=variant,
     )  # fmt: skip
