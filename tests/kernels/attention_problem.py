@@ -224,6 +224,8 @@ def assert_right(problem: Problem, results: dict[str, Tensor] | None = None) -> 
     for name, result in results.items():
         dtype = SINGLE if name in ("lse", "dsinks") else problem.call.dtype
         assert result.dtype == (problem.bias.dtype if name == "dbias" else dtype), name
+        # A sink's gradient is read off o as it was rounded for the caller; eager does without o.
+        factor = 3.0 if name == "dsinks" else 2.0
         assert_within_budget(
-            result, truth[name], eager[name], name=name, scale=scales.get(name, 0.0)
+            result, truth[name], eager[name], name=name, factor=factor, scale=scales.get(name, 0.0)
         )

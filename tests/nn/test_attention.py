@@ -85,7 +85,9 @@ def test_dense_path_and_its_gradients_are_within_the_budget(case, rotated):
             results = [
                 t.unflatten(0, (-1, D))[[*range(hq), *range(hq + hk, hq + 2 * hk)]] for t in results
             ]
-        assert_within_budget(*results, name=name)
+        # The largest of a few hundred roundings, summed in another order than eager's: over six
+        # seeds it was 0.7 to 2.8 times eager's, where the root mean square was 1.1 to 1.4 times.
+        assert_within_budget(*results, name=name, factor=4.0)
 
 
 def test_a_window_of_one_key_passes_each_rows_own_value():

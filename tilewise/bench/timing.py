@@ -17,6 +17,7 @@ import torch
 
 _Key = TypeVar("_Key")
 _Event = Any  # torch.cuda.Event, which torch does not type
+_CYCLES_PER_SECOND = 2e9  # more than any GPU has, so that it waits long enough
 _L2_BYTES = 256 << 20  # several times the largest L2 in use (H200: 60 MB)
 
 
@@ -103,7 +104,8 @@ def time_together(
 
     A card that runs at its power limit changes its clocks within milliseconds, and calls that are
     measured one after the other differ by several percent for that alone. Every call has run
-    before. The median of each block counts as one run; low and high are the quarters of them.
+    before. The median of each block counts as one run; low and high are the quarters of them. What
+    the host needs to launch a call is hidden behind the call before it.
     """
     flush = torch.empty(_L2_BYTES, dtype=torch.int8, device="cuda")
 
@@ -122,11 +124,20 @@ def time_together(
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
-    fastest = {name: min(seconds(block(call, 3))) for name, call in calls.items()}
+    fastest, host = {}, {}
+    for name, call in calls.items():
+        start = time.perf_counter()
+        events = block(call, 3)
+        host[name] = (time.perf_counter() - start) / 3
+        fastest[name] = min(seconds(events))
     repeats = {n: max(1, min(most, round(block_seconds / t))) for n, t in fastest.items()}
     medians: dict[_Key, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        blocks = {name: block(call, repeats[name]) for name, call in calls.items()}
+        blocks = {}
+        for name, call in calls.items():
+            # The GPU waits until the host has sent the whole block: it is the GPU's time we want.
+            torch.cuda._sleep(int(repeats[name] * host[name] * _CYCLES_PER_SECOND))
+            blocks[name] = block(call, repeats[name])
         for name, events in blocks.items():
             medians[name].append(statistics.median(seconds(events)))
     timings = {}
