@@ -46,7 +46,8 @@ def disassemble(cubin: Path) -> tuple[list[str], dict[str, int]]:
             labels[label[1]] = len(instructions)
         if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             bare = re.sub(r"^@!?U?P\w+\s+", "", found[1])
-            conditional = bare != found[1] and bare.startswith(_ENDS)
+            predicated = bare != found[1] or re.match(r"BRA\S*\s+!?U?P\d", bare) is not None
+            conditional = predicated and bare.startswith(_ENDS)
             instructions.append(f"@ {bare}" if conditional else bare)
     return instructions, labels
 

@@ -202,6 +202,7 @@ def make_inputs(case: Case, dtype: torch.dtype, where: str, rotated_bytes: int) 
 
 def call_of(inputs: Inputs, candidate: Candidate) -> Callable[[int], Tensor]:
     """Return a function of the cache's index that runs the candidate once."""
+    from tilewise.kernels.triton._quantise import Scales
     from tilewise.kernels.triton.paged_attention import launch_rows
     from tilewise.kernels.triton.paged_decode import launch_decode
 
@@ -219,11 +220,12 @@ def call_of(inputs: Inputs, candidate: Candidate) -> Callable[[int], Tensor]:
         caches = inputs.caches[index % len(inputs.caches)]
         o = torch.empty_like(inputs.q)
         lse = torch.empty(o.shape[1], o.shape[0], dtype=torch.float32, device=o.device)
+        scales = Scales.of(caches[0], None, None, lse)
         if candidate.plan is None:
-            launch_rows(inputs.q, *caches, spec, o, lse, **tensors, split_run=0)
+            launch_rows(inputs.q, *caches, spec, o, lse, **tensors, scales=scales, split_run=0)
         else:
             launch_decode(
-                inputs.q, *caches, spec, o, lse, **tensors,
+                inputs.q, *caches, spec, o, lse, **tensors, scales=scales,
                 plan=candidate.plan, max_run=spec.max_seqlen_q, clears=True,
             )  # fmt: skip
         return o
