@@ -208,7 +208,6 @@ def flash_backward(
         "softmax_scale": scale,
         "dropout_p": dropout_p,
         "seed": rng_state.view(torch.int64) if dropout_p > 0.0 else None,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if cum_seq_q is None or cum_seq_k is None:
         q, k, v, prepared = prepare_dense(q, k, v, **options)

@@ -75,7 +75,6 @@ def scaled_dot_product_attention(
         softmax_scale=scale,
         bias=rule.bias,
         dropout_p=dropout_p,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
     ).transpose(1, 2)
     return o.reshape((*batch, *o.shape[1:])[-dims:])
 

@@ -75,7 +75,7 @@ def attend(
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else s_aux.reshape(-1),
         "dropout_p": dropout if module.training else 0.0,
-        "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
+        "deterministic": deterministic,
         "backend": _backend,
     }
     packing = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)

@@ -62,6 +62,16 @@ def why_no_descriptor(tensor: Tensor) -> str | None:
     return None
 
 
+def addressable(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or a copy of it where TMA cannot read it in place.
+
+    The caller keeps the copy alive: a descriptor does not.
+    """
+    if tensor.stride(-1) == 1 and why_no_descriptor(tensor) is None:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 @functools.cache
 def tile_layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
     """Return how a (1, 1, rows, columns) tile lies in shared memory, as WGMMA wants it."""

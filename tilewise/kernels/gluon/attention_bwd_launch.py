@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.kernels.gluon._bwd_scores import BwdScores
 from tilewise.kernels.gluon._bwd_walk import Sequences
-from tilewise.kernels.gluon._descriptors import why_no_descriptor
+from tilewise.kernels.gluon._descriptors import addressable
 from tilewise.kernels.gluon.attention_bwd_plan import (
     is_apart,
     variant_of,
@@ -81,7 +81,7 @@ def launch_bwd(
         )  # fmt: skip
         dk, dv = (_sum_of_group(x, spec) for x in (dk, dv))
         return dq, dk, dv, dbias, dsinks
-    q, k, v, do, o = (_readable(x) for x in (q, k, v, do, o))
+    q, k, v, do, o = (addressable(x) for x in (q, k, v, do, o))
     sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
     extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
     allocate = torch.zeros if spec.is_varlen else torch.empty
@@ -145,11 +145,6 @@ def _sum_of_group(x: Tensor, spec: AttentionSpec) -> Tensor:
     """Return the gradient of key heads, given that of each query head's own copy."""
     parts = x.unflatten(-2, (spec.num_kv_heads, spec.group_size))
     return parts.sum(dim=-2, dtype=torch.float32).to(x.dtype)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Return x, or a copy where TMA cannot read x."""
-    return x if x.stride(-1) == 1 and why_no_descriptor(x) is None else x.contiguous().clone()
 
 
 def _sink_gradient(sinks: Tensor, rows: Rows) -> Tensor:

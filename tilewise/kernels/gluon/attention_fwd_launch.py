@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon._descriptors import descriptor, why_no_descriptor
+from tilewise.kernels.gluon._descriptors import addressable, descriptor
 from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.gluon._tiles import PLAN_FIELDS
 from tilewise.kernels.gluon.attention_fwd import Tensors, Tile, Variant, attention_fwd_kernel
@@ -92,7 +92,7 @@ def launch_fwd(
     tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
     variant, numbers = _choice(spec, tile, bias_rows, bias_pairs)
     # Named, because a descriptor does not keep the memory of a copy alive.
-    q, k, v = (_addressable(_some(x)) for x in (q, k, v))
+    q, k, v = (addressable(_some(x)) for x in (q, k, v))
     with device_of(q):
         tensors, upper_bound = _tensors_of(
             o, lse, spec, tile,
@@ -255,13 +255,6 @@ def _some(x: Tensor) -> Tensor:
     if x.numel() > 0:
         return x
     return x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:]))
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """Return x, or a copy of it where TMA cannot read x in place."""
-    if x.stride(-1) == 1 and why_no_descriptor(x) is None:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _heads_per_section(spec: AttentionSpec) -> int:
