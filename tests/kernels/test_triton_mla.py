@@ -198,7 +198,7 @@ def test_refuses_what_it_cannot_run() -> None:
     spec = make_inputs(BY_NAME["drafts"], "cpu").spec
     for change, words in (
         ({"dtype": torch.float64}, "dtype of the queries must be float32"),
-        ({"cache_dtype": torch.int8}, "dtype of the cache must be float32"),
+        ({"cache_dtype": torch.int32}, "dtype of the cache must be float32"),
         ({"v_head_dim": 1024, "head_dim": 1040}, "R must be 1 to 512, got 1024"),
         ({"head_dim": 32 + 200}, "Dr must be 1 to 128, got 200"),
     ):

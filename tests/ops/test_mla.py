@@ -176,13 +176,13 @@ def test_a_step_without_rows_is_empty(backend, num_seqs):
 
 def test_the_ops_are_opcheck_clean():
     q, cache, w_uk, _, metadata, longest = step("decode")
-    arguments = (*absorb(q, w_uk), cache, *metadata.values(), longest, SCALE, False, None)
+    arguments = (*absorb(q, w_uk), cache, *metadata.values(), None, longest, SCALE, False, None)
     torch.library.opcheck(torch.ops.tilewise.mla_decode.default, arguments)
     rows = torch.randn(3, R + DR)
     slots = torch.tensor([3, -1, 8])
     torch.library.opcheck(
         torch.ops.tilewise.write_latent_cache.default,
-        (rows[:, :R], rows[:, R:], torch.zeros(5, 4, R + DR), slots, None),
+        (rows[:, :R], rows[:, R:], torch.zeros(5, 4, R + DR), None, slots, None),
     )
 
 

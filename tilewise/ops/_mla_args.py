@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tilewise.ops import _checks, _dispatch
 from tilewise.ops._mla_op import MlaOptions
+from tilewise.ops._paged_args import QUANTISED_DTYPES
 
 
-def check_latent_cache(latent_cache: Tensor, width: int, what: str) -> None:
-    """Raise unless `latent_cache` holds rows of `width` channels; `what` says whose those are."""
-    _checks.check_float("latent_cache", latent_cache)
+def check_latent_cache(
+    latent_cache: Tensor, latent_scale: Tensor | None, width: int, what: str
+) -> None:
+    """Raise unless the cache holds rows of `width` channels, and scales if they are 8-bit ones.
+
+    `what` says whose channels those are.
+    """
+    if latent_cache.dtype not in QUANTISED_DTYPES:
+        _checks.check_float("latent_cache", latent_cache)
     _checks.check_dims("latent_cache", latent_cache, "(num_blocks, block_size, R + Dr)")
     _checks.check_last_dim_contiguous("latent_cache", latent_cache)
     if latent_cache.shape[2] != width:
         raise ValueError(
             f"latent_cache must have {width} channels, those of {what}, got {latent_cache.shape[2]}"
         )
+    dtype = _checks.dtype_name(latent_cache.dtype)
+    if latent_cache.dtype not in QUANTISED_DTYPES:
+        if latent_scale is not None:
+            raise ValueError(f"latent_scale must be None for a {dtype} cache, got a tensor")
+        return
+    if latent_scale is None:
+        raise ValueError(f"latent_scale must be given for a {dtype} cache, got None")
+    _checks.check_same_dtype("latent_scale", latent_scale, torch.float32)
+    _checks.check_shape("latent_scale", latent_scale, (*latent_cache.shape[:2], 2))
+    _checks.check_device("latent_scale", latent_scale, latent_cache.device)
+    _checks.check_last_dim_contiguous("latent_scale", latent_scale)
 
 
 def check_step(
@@ -46,6 +65,7 @@ def prepare_decode(
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
     softmax_scale: float,
+    latent_scale: Tensor | None = None,
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> MlaOptions:
@@ -59,7 +79,7 @@ def prepare_decode(
     _checks.check_shape("q_rope", q_rope, (*q_latent.shape[:2], q_rope.shape[2]))
     _checks.check_last_dim_contiguous("q_rope", q_rope)
     width = q_latent.shape[2] + q_rope.shape[2]
-    check_latent_cache(latent_cache, width, "q_latent and q_rope together")
+    check_latent_cache(latent_cache, latent_scale, width, "q_latent and q_rope together")
     _checks.check_device("latent_cache", latent_cache, q_latent.device)
     check_step(q_latent, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
     _dispatch.check_backend_name(backend)
@@ -67,6 +87,7 @@ def prepare_decode(
         block_table,
         seqlens_k,
         cu_seqlens_q,
+        latent_scale,
         max_seqlen_q,
         softmax_scale,
         batch_invariant,

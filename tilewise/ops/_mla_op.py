@@ -22,14 +22,15 @@ class MlaOptions(NamedTuple):
     block_table: Tensor
     seqlens_k: Tensor
     cu_seqlens_q: Tensor
+    latent_scale: Tensor | None
     max_seqlen_q: int
     softmax_scale: float
     batch_invariant: bool
     backend: str | None
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """The tensors by name, as launchers take them."""
-        return dict(zip(self._fields[:3], self[:3], strict=True))
+        return dict(zip(self._fields[:4], self[:4], strict=True))
 
 
 def make_spec(
@@ -76,18 +77,22 @@ def _write_kernel(
     latent: Tensor,
     k_rope: Tensor,
     latent_cache: Tensor,
+    latent_scale: Tensor | None,
     slot_mapping: Tensor,
     backend: str | None,
 ) -> None:
     spec = ElementSpec(latent_cache.device.type, latent_cache.dtype)
     name = _dispatch.choose("cache_ops", spec, backend)
     rank = latent.shape[1]
+    z_scale, rope_scale = (None, None) if latent_scale is None else latent_scale.split(1, dim=2)
     _dispatch.kernel_module("cache_ops", name).write_kv_cache(
         latent.unsqueeze(1),
         k_rope.unsqueeze(1),
         latent_cache[..., :rank].unsqueeze(2),
         latent_cache[..., rank:].unsqueeze(2),
         slot_mapping,
+        k_scale=z_scale,
+        v_scale=rope_scale,
     )
 
 
@@ -97,14 +102,14 @@ def _no_output(*_: Any) -> None:
 
 mla_decode = register(
     "mla_decode(Tensor q_latent, Tensor q_rope, Tensor latent_cache, Tensor block_table, "
-    "Tensor seqlens_k, Tensor cu_seqlens_q, SymInt max_seqlen_q, float softmax_scale, "
-    "bool batch_invariant, str? backend) -> (Tensor, Tensor)",
+    "Tensor seqlens_k, Tensor cu_seqlens_q, Tensor? latent_scale, SymInt max_seqlen_q, "
+    "float softmax_scale, bool batch_invariant, str? backend) -> (Tensor, Tensor)",
     _decode_kernel,
     _decode_fake,
 )
 write_latent_cache = register(
     "write_latent_cache(Tensor latent, Tensor k_rope, Tensor(a!) latent_cache, "
-    "Tensor slot_mapping, str? backend) -> ()",
+    "Tensor(b!)? latent_scale, Tensor slot_mapping, str? backend) -> ()",
     _write_kernel,
     _no_output,
 )

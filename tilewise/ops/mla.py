@@ -20,6 +20,7 @@ class _Required(TypedDict):
 
 
 class _Decode(_Required, total=False):
+    latent_scale: Tensor | None
     batch_invariant: bool
     backend: str | None
 
@@ -56,6 +57,7 @@ def mla_decode(
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
     softmax_scale: float,
+    latent_scale: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -73,7 +75,7 @@ def mla_decode(
             float64 on a CPU).
         q_rope: (T, Hq, Dr), same dtype, rotated.
         latent_cache: (num_blocks, block_size, R + Dr), z (normalised, if the model does) and then
-            the rotated k_rope; any block size.
+            the rotated k_rope; any block size, any float dtype, int8 or float8_e4m3fn.
         block_table: (B, max_blocks) int32 block ids in order of position; entries past a sequence's
             last block are not read.
         seqlens_k: (B,) int32, tokens of each sequence with the new ones counted; 0 gives o = 0 and
@@ -81,6 +83,8 @@ def mla_decode(
         cu_seqlens_q: (B + 1,) int32, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
         softmax_scale: (Dn + Dr) ** -0.5 of the heads before absorption, which latents do not tell.
+        latent_scale: (num_blocks, block_size, 2) float32, with an 8-bit cache and only then: what
+            z and k_rope of each token are multiplied by, as write_latent_cache wrote them.
         batch_invariant: a sequence's bits do not depend on what else is in the batch.
         return_lse: also return lse (Hq, T), float32, natural log.
         backend: "cpu", "triton" or "reference"; None chooses. A name is obeyed or refused.
@@ -109,6 +113,7 @@ def mla_decode(
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         softmax_scale=softmax_scale,
+        latent_scale=latent_scale,
         batch_invariant=batch_invariant,
         backend=backend,
     )
@@ -122,6 +127,7 @@ def write_latent_cache(
     latent_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    latent_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Write each token's latent and rotated key side by side into its slot, in one kernel.
@@ -130,11 +136,18 @@ def write_latent_cache(
     -1. k_rope comes rotated: apply_rope turns its Dr channels together with those of the queries,
     and a ninth of a row (64 of 576) is not worth a second rotation here.
 
+    An 8-bit cache holds each part divided by a scale of its own, as `write_kv_cache` stores keys:
+    amax / 127 (int8) or amax / 448 (float8_e4m3fn) of the token's latent, and of its k_rope. One
+    scale for both would be that of the larger, and a norm holds only the latent to its size.
+
     Args:
         latent: (T, R), any float dtype; cast to the cache's.
         k_rope: (T, Dr), rotated.
-        latent_cache: (num_blocks, block_size, R + Dr).
+        latent_cache: (num_blocks, block_size, R + Dr), of a float dtype, int8 or float8_e4m3fn.
         slot_mapping: (T,) int64, block * block_size + offset; -1 skips the row; slots differ.
+        latent_scale: (num_blocks, block_size, 2) float32, with an 8-bit cache and only then;
+            written with the row: the scale of the latent, then that of k_rope; 0 for zeros, NaN
+            for a part with an infinity or NaN.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Raises:
@@ -153,8 +166,8 @@ def write_latent_cache(
         _checks.check_shape(name, rows, (slot_mapping.shape[0], rows.shape[1]))
         _checks.check_last_dim_contiguous(name, rows)
     width = latent.shape[1] + k_rope.shape[1]
-    check_latent_cache(latent_cache, width, "latent and k_rope together")
+    check_latent_cache(latent_cache, latent_scale, width, "latent and k_rope together")
     for name, tensor in (("latent", latent), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
         _checks.check_device(name, tensor, latent_cache.device)
     _dispatch.check_backend_name(backend)
-    _mla_op.write_latent_cache(latent, k_rope, latent_cache, slot_mapping, backend)
+    _mla_op.write_latent_cache(latent, k_rope, latent_cache, latent_scale, slot_mapping, backend)

@@ -11,6 +11,7 @@ from tilewise.ops import _checks, _dispatch
 from tilewise.ops._mla_args import check_latent_cache, check_step, check_up_projections
 from tilewise.ops.attention import attention, attention_varlen
 from tilewise.ops.merge import merge_states
+from tilewise.reference.mla import dequantise_latents
 
 CHUNK_TOKENS = 4096  # 320 MiB of keys and values: 128 heads x (192 + 128) channels x 2 bytes each
 
@@ -75,6 +76,7 @@ def mla_prefill(
     max_seqlen_q: int,
     max_seqlen_k: int | None = None,
     softmax_scale: float | None = None,
+    latent_scale: Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     return_lse: bool = False,
     backend: str | None = None,
@@ -95,6 +97,7 @@ def mla_prefill(
         max_seqlen_k: host int, at least the longest sequence; bounds the ranges that are walked.
             None reads it on a CPU, and is the width of the table elsewhere.
         softmax_scale: (Dn + Dr) ** -0.5 when None.
+        latent_scale: of an 8-bit cache, as in `mla_decode`.
         chunk_tokens: cached tokens that are up-projected at once, over all sequences.
         return_lse: also return lse (Hq, T), float32, natural log.
         backend: "cpu", "triton" or "reference", for the attention and the merging; None chooses.
@@ -120,7 +123,7 @@ def mla_prefill(
         raise ValueError(
             f"w_uk must have at most q's {q.shape[2]} channels a head, got {w_uk.shape[1]}"
         )
-    check_latent_cache(latent_cache, rank + rope_dim, "w_uk's R and q's Dr together")
+    check_latent_cache(latent_cache, latent_scale, rank + rope_dim, "w_uk's R and q's Dr together")
     _checks.check_device("latent_cache", latent_cache, q.device)
     check_up_projections(q, rank, rope_dim, w_uk, w_uv)
     check_step(q, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
@@ -133,8 +136,13 @@ def mla_prefill(
     history = (seqlens_k - runs).clamp(min=0)
 
     def attend(first: Tensor, counts: Tensor, total: int, longest: int, causal: bool) -> Any:
-        rows, cu_seqlens_k = _gather(latent_cache, block_table, first, counts, total)
-        z, k_rope = rows.to(q.dtype).split_with_sizes((rank, rope_dim), dim=-1)
+        slots, owned, cu_seqlens_k = _slots(latent_cache, block_table, first, counts, total)
+        if latent_scale is None:
+            rows = _gather(latent_cache, slots, owned).to(q.dtype)
+        else:
+            stored, scales = (_gather(x, slots, owned) for x in (latent_cache, latent_scale))
+            rows = dequantise_latents(stored, scales, rank, q.dtype)
+        z, k_rope = rows.split_with_sizes((rank, rope_dim), dim=-1)
         k, v = _expand(z, k_rope, w_uk, w_uv)
         return attention_varlen(
             q,
@@ -180,13 +188,13 @@ def _expand(latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple
     return torch.cat([k_nope, shared], dim=-1), torch.einsum("...r,hdr->...hd", latent, w_uv)
 
 
-def _gather(
+def _slots(
     latent_cache: Tensor, block_table: Tensor, first: Tensor, counts: Tensor, total: int
-) -> tuple[Tensor, Tensor]:
-    """Pack rows first[b] ... first[b] + counts[b] - 1 of each sequence; zeros up to `total`.
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Find rows first[b] ... first[b] + counts[b] - 1 of each sequence, packed.
 
-    Returns (total, R + Dr) and cu_seqlens (B + 1,) int32; nothing is read of slots that the
-    sequences do not own, and nothing waits for the device.
+    Returns their blocks and places within (total,), which of the `total` there are (total,) bool,
+    and cu_seqlens (B + 1,) int32; nothing waits for the device.
     """
     block_size = latent_cache.shape[1]
     cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -195,5 +203,11 @@ def _gather(
     seq = torch.searchsorted(cu_seqlens[1:], row, right=True).clamp(max=counts.shape[0] - 1)
     position = torch.where(owned, first[seq] + row - cu_seqlens[seq], 0)
     block = torch.where(owned, block_table[seq, position // block_size], 0)
-    rows = torch.where(owned[:, None], latent_cache[block, position % block_size], 0)
-    return rows, cu_seqlens.int()
+    return (block, position % block_size), owned, cu_seqlens.int()
+
+
+def _gather(cache: Tensor, slots: tuple[Tensor, Tensor], owned: Tensor) -> Tensor:
+    """Return rows (total, ...) of a cache, zeros where none is owned, whatever block 0 holds."""
+    # Bytes are moved: indexing knows no float8 on some devices.
+    bits = cache.view(torch.int8) if cache.dtype.itemsize == 1 else cache
+    return torch.where(owned[:, None], bits[slots], 0).view(cache.dtype)

@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 
 from tilewise.reference.paged import paged_attention
+from tilewise.reference.quantise import dequantise
 from tilewise.reference.rope import apply_rope
 from tilewise.reference.standard import attention
 
-__all__ = ["MlaWeights", "mla_absorbed", "mla_decode", "mla_expanded", "mla_latents"]
+__all__ = [
+    "MlaWeights",
+    "dequantise_latents",
+    "mla_absorbed",
+    "mla_decode",
+    "mla_expanded",
+    "mla_latents",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +149,7 @@ def mla_decode(
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
     softmax_scale: float,
+    latent_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from absorbed queries to a paged cache of latents, causally.
@@ -154,11 +163,14 @@ def mla_decode(
         latent_cache: (N, P, R + Dr), z then rotated k_rope.
         block_table, seqlens_k, cu_seqlens_q: as for `paged.paged_attention`.
         softmax_scale: (D + Dr)**-0.5 of the heads before absorption; latents do not tell it.
+        latent_scale: (N, P, 2) float32, see `dequantise_latents`; None for a cache of floats.
 
     Returns:
         o (T, Hq, R), to be multiplied by F [, lse (Hq, T)].
     """
     rank = q_latent.shape[-1]
+    if latent_scale is not None:
+        latent_cache = dequantise_latents(latent_cache, latent_scale, rank, q_latent.dtype)
     return paged_attention(
         torch.cat([q_latent, q_rope], dim=-1),
         latent_cache.unsqueeze(2),
@@ -168,4 +180,20 @@ def mla_decode(
         cu_seqlens_q=cu_seqlens_q,
         softmax_scale=softmax_scale,
         return_lse=return_lse,
+    )
+
+
+def dequantise_latents(
+    stored: Tensor, latent_scale: Tensor, rank: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the rows (..., R + Dr) that 8-bit ones stand for, in `dtype`.
+
+    The latent and the rotated key of a token have a scale each, latent_scale (..., 2): one is
+    normalised and the other is not, so that one amax for both would cost the smaller its bits.
+
+    Source: the rule is that of `quantise`.
+    """
+    parts = stored.split_with_sizes((rank, stored.shape[-1] - rank), dim=-1)
+    return torch.cat(
+        [dequantise(part, latent_scale[..., i], dtype) for i, part in enumerate(parts)], dim=-1
     )

@@ -41,7 +41,8 @@ from tilewise.kernels.cpu.mla_tiles import (
 )
 from tilewise.kernels.cpu.pack import transpose_tile
 from tilewise.kernels.cpu.problem import float_type, packed_type
-from tilewise.kernels.cpu.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
+from tilewise.kernels.cpu.quantise import BYTE_CODES
+from tilewise.kernels.cpu.rows import BF16, DTYPE_CODES, load_row, store_row, why_not_dtype
 from tilewise.kernels.cpu.threads import (
     inner,
     kernel,
@@ -64,8 +65,8 @@ Q_LATENT, Q_ROPE, O, ROW, Q_LEN, K_LEN, TASK, BLOCKS, SPLITS, SPLIT_KEYS, SLOT =
 
 
 class Sizes(NamedTuple):
-    """Shapes, dtype codes and byte strides; lse_head counts elements; split_keys is
-    0 where a sequence's own length decides."""
+    """Shapes, dtype codes and byte strides; lse_head counts elements; scale is 0 without scales;
+    split_keys is 0 where a sequence's own length decides."""
 
     num_heads: int
     rank: int
@@ -83,6 +84,9 @@ class Sizes(NamedTuple):
     cache: int
     cache_block: int
     cache_row: int
+    scale: int
+    scale_block: int
+    scale_row: int
     block_size: int
     block_rows: int
     split_keys: int
@@ -110,7 +114,8 @@ def why_not(spec: PagedSpec) -> str | None:
         return f"device must be cpu, got {spec.device_type}"
     if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
         return f"cache dtype must be float64 with float64 queries only, got {spec.cache_dtype}"
-    return why_not_dtype(spec.dtype) or why_not_dtype(spec.cache_dtype)
+    reason = None if spec.cache_dtype in BYTE_CODES else why_not_dtype(spec.cache_dtype)
+    return why_not_dtype(spec.dtype) or reason
 
 
 def launch(
@@ -122,6 +127,7 @@ def launch(
     block_table: Tensor,
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
+    latent_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from each sequence's new rows to its cached latents, causally.
 
@@ -133,6 +139,7 @@ def launch(
         block_table: int32 (B, M); entries past a sequence's last block are never read.
         seqlens_k: int32 (B,), tokens with the new ones counted.
         cu_seqlens_q: int32 (B + 1,).
+        latent_scale: float32 (N, P, 2) of an 8-bit cache: of a row's first R elements, of the rest.
 
     Returns:
         o (T, Hq, R) of q's dtype; lse (Hq, T), float32, float64 for float64.
@@ -160,17 +167,17 @@ def launch(
         blocks = -(-np.diff(edges) * spec.num_q_heads // block_rows)
         tasks = TASKS_PER_CORE * (os.cpu_count() or 1)
         split_keys = max(SPLIT, int((blocks * lengths.astype(np.int64)).sum()) // tasks)
-    sizes = _sizes(q_latent, q_rope, latent_cache, o, spec, block_rows, split_keys)
+    sizes = _sizes(q_latent, q_rope, latent_cache, latent_scale, o, spec, block_rows, split_keys)
     num_tasks, num_slots = _plan(
         sizes, starts, edges, lengths, q_latent.data_ptr(),
         q_rope.data_ptr(), o.data_ptr(),
     )  # fmt: skip
     real = np.float64 if spec.dtype == torch.float64 else np.float32
     ldv = -(-spec.v_head_dim // 32) * 32
-    has_dot = simd.HAS_BF16_DOT and spec.cache_dtype == spec.dtype
+    is_narrow = spec.cache_dtype == spec.dtype or spec.cache_dtype in BYTE_CODES
     arrays = Arrays(
         like=np.empty(0, real),
-        packed_like=np.empty(0, packed_type(spec.dtype, has_dot)),
+        packed_like=np.empty(0, packed_type(spec.dtype, simd.HAS_BF16_DOT and is_narrow)),
         starts=starts,
         table=block_table.contiguous().numpy(),
         sums=np.empty(num_slots * block_rows * (ldv + ACC_PAD), real),
@@ -189,6 +196,7 @@ def _sizes(
     q_latent: Tensor,
     q_rope: Tensor,
     latent_cache: Tensor,
+    latent_scale: Tensor | None,
     o: Tensor,
     spec: PagedSpec,
     block_rows: int,
@@ -196,13 +204,18 @@ def _sizes(
 ) -> Sizes:
     """Put the call into the numbers that the kernels take."""
     size, q_size = latent_cache.element_size(), q_latent.element_size()
-    is_bf16 = spec.dtype == spec.cache_dtype == torch.bfloat16
+    is_bf16 = spec.dtype == torch.bfloat16 and (
+        spec.cache_dtype == torch.bfloat16 or spec.cache_dtype in BYTE_CODES
+    )
+    scale, scale_block, scale_row = 0, 0, 0
+    if latent_scale is not None:
+        scale, (scale_block, scale_row, _) = latent_scale.data_ptr(), latent_scale.stride()
     return Sizes(
         num_heads=spec.num_q_heads,
         rank=spec.v_head_dim,
         rope_dim=spec.head_dim - spec.v_head_dim,
         q_code=DTYPE_CODES[spec.dtype],
-        cache_code=DTYPE_CODES[spec.cache_dtype],
+        cache_code=(DTYPE_CODES | BYTE_CODES)[spec.cache_dtype],
         row_size=latent_cache.shape[2] * size,
         q_row=q_latent.stride(0) * q_size,
         q_head=q_latent.stride(1) * q_size,
@@ -214,6 +227,9 @@ def _sizes(
         cache=latent_cache.data_ptr(),
         cache_block=latent_cache.stride(0) * size,
         cache_row=latent_cache.stride(1) * size,
+        scale=scale,
+        scale_block=scale_block * 4,
+        scale_row=scale_row * 4,
         block_size=latent_cache.shape[1],
         block_rows=block_rows,
         split_keys=split_keys,
@@ -275,10 +291,14 @@ def _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, las
     before = starts[sequence, K_LEN] - starts[sequence, Q_LEN] + 1  # keys that token 0 sees
     source = Source(
         sizes.cache, sizes.cache_row, sizes.cache_block, sizes.block_size, sizes.cache_code,
-        sizes.rank + sizes.rope_dim, sizes.row_size, arrays.table, sequence,
+        sizes.rank + sizes.rope_dim, sizes.row_size, sizes.rank, sizes.scale, sizes.scale_row,
+        sizes.scale_block, arrays.table, sequence,
     )  # fmt: skip
     # Rows that the matrix unit can read where they are: sixteen side by side, nothing after them.
-    in_place = sizes.uses_amx and sizes.block_size % 16 == 0 and source.width == ld
+    in_place = (
+        sizes.uses_amx and sizes.cache_code == BF16 and sizes.block_size % 16 == 0
+        and source.width == ld
+    )  # fmt: skip
     end = min(last, before + (first_row + num_rows - 1) // sizes.num_heads)
     for key in range(first, end, KEYS):
         count = min(KEYS, end - key)

@@ -8,7 +8,8 @@ One call  up to KEYS keys and ROWS rows.
 Traffic   rows of the cache are copied to scratch once, while those of the next tile are fetched;
           scratch (keys 147 KB, values paired 147 KB, sums 262 KB for 128 rows) lies in the L2.
 Numerics  logits in base 2; m, l and sums float32 (float64 for float64); P is rounded to the type of
-          the product's operands. A key out of sight counts for nothing, whatever it holds.
+          the product's operands, and so is a row of an 8-bit cache times its two scales. A key out
+          of sight counts for nothing, whatever it holds.
 """
 
 # ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
@@ -29,6 +30,7 @@ from tilewise.kernels.cpu.pack import (
     row_address,
     transpose_block,
 )
+from tilewise.kernels.cpu.quantise import INT8, load_values
 from tilewise.kernels.cpu.threads import inner, scratch, zero_scratch
 
 KEYS = 128  # of a tile
@@ -39,7 +41,10 @@ PAD = 16  # rows are padded to a tile of the matrix unit
 
 
 class Source(NamedTuple):
-    """Where the rows of one sequence lie: addresses and strides in bytes."""
+    """Where the rows of one sequence lie: addresses and strides in bytes.
+
+    Of 8-bit rows the first `rank` elements have the scale at `scale`, the others the next one.
+    """
 
     start: int
     row: int
@@ -48,6 +53,10 @@ class Source(NamedTuple):
     code: int
     width: int
     row_size: int
+    rank: int
+    scale: int
+    scale_row: int
+    scale_block: int
     table: np.ndarray
     sequence: int
 
@@ -104,11 +113,31 @@ def gather_keys(like, tile, source, ld, first, count, padded):
 
     Returns 0.0, or NaN when a row holds an infinity or NaN.
     """
-    check = gather_tile(
-        like, source.code, tile.keys, ld, source.width, first, count, padded, source.start,
-        source.row, source.table, source.sequence, source.block_size, source.block,
-    )  # fmt: skip
+    if source.code < INT8:
+        check = gather_tile(
+            like, source.code, tile.keys, ld, source.width, first, count, padded, source.start,
+            source.row, source.table, source.sequence, source.block_size, source.block,
+        )  # fmt: skip
+    else:
+        check = _gather_bytes(like, tile.keys, source, ld, first, count, padded)
     pair_tile(like, tile.keys, padded, ld, tile.values, VALUE_ROWS)
+    return check
+
+
+@inner
+def _gather_bytes(like, keys, source, ld, first, count, padded):
+    """`gather_tile` of 8-bit rows: both parts of a row, each times its scale."""
+    check = like.dtype.type(0.0)
+    rank = source.rank
+    for row in range(count):
+        at = _address(source, first + row)
+        scale = row_address(source.scale, first + row, source.scale_row, source.table,
+                            source.sequence, source.block_size, source.scale_block)  # fmt: skip
+        start = row * ld
+        check += load_values(like, source.code, keys, start, at, rank, scale)
+        check += load_values(like, source.code, keys, start + rank, at + rank,
+                             source.width - rank, scale + 4)  # fmt: skip
+    keys[count * ld : padded * ld] = 0
     return check
 
 

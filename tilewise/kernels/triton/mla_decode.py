@@ -8,13 +8,16 @@ program  owns TILE_M rows, row r being new token r // Hq and head r % Hq; loops 
          each of which is loaded once and multiplied twice
 traffic  latents once per tile of rows, from L2 after the first; q and o once; partials of splits
          4 * (R + 1) bytes a row and split
-numerics as in `_paged`
+numerics as in `_paged`; of an 8-bit row z and k_rope have a scale each, so their products with q
+         are summed scaled, in float32
 
 Any block size: rows are addressed one by one through the block table unless a block holds whole
 tiles. No synchronisation, so a captured CUDA graph may be replayed with other lengths.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
+
+from typing import Any
 
 import torch
 import triton
@@ -28,10 +31,12 @@ from tilewise.kernels.triton._paged import (
     LOWEST,
     _load_blocks,
     _load_rows,
+    _load_scales,
     clear_padding_rows,
     key_tile_range,
     normalise,
 )
+from tilewise.kernels.triton._quantise import FLOAT, as_bytes, cache_kind, factor, widen
 from tilewise.kernels.triton._tile import LOG2E
 from tilewise.kernels.triton.paged_attention import _find_tile
 from tilewise.kernels.triton.paged_decode import (
@@ -43,16 +48,17 @@ from tilewise.kernels.triton.paged_decode import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 MAX_RANK = 512  # sums of 64 rows of this width are all the registers of 8 warps hold
 MAX_ROPE_DIM = 128
 
 
 @triton.jit
 def _attend_latents(
-    q, q_rope, acc, l, m, pos, cache_ptr, block_row_ptr, stride_b, stride_p,
-    first, last, key_hi, scale_log2,
+    q, q_rope, acc, l, m, pos, cache_ptr, scale_ptr, block_row_ptr, stride_b, stride_p,
+    stride_sb, stride_sp, first, last, key_hi, scale_log2,
     RANK: tl.constexpr, ROPE_DIM: tl.constexpr, TILE_R: tl.constexpr, TILE_DR: tl.constexpr,
-    TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1, below key_hi, into acc, l and m of the rows.
 
@@ -67,21 +73,40 @@ def _attend_latents(
         key = tile * TILE_N + offs_n
         owned = key < key_hi
         if BLOCK_SIZE % TILE_N == 0:
-            slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n[:, None]
-            row = cache_ptr + block * stride_b + slot * stride_p
+            slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n
+            row = cache_ptr + block * stride_b + slot[:, None] * stride_p
         else:
-            row = cache_ptr + block[:, None] * stride_b + (key % BLOCK_SIZE)[:, None] * stride_p
+            slot = key % BLOCK_SIZE
+            row = cache_ptr + block[:, None] * stride_b + slot[:, None] * stride_p
+        if KIND != FLOAT:
+            scales = scale_ptr + block * stride_sb + slot * stride_sp
+            z_scale = _load_scales(scales, owned, True) * factor(KIND)
+            rope_scale = _load_scales(scales + 1, owned, True) * factor(KIND)
         block = _load_blocks(block_row_ptr, tile + 1, last, 0, key_hi, TILE_N, BLOCK_SIZE)
-        z = _load_rows(row, offs_r, owned, RANK, TILE_R, True).to(q.dtype)
-        k_rope = _load_rows(row + RANK, offs_dr, owned, ROPE_DIM, TILE_DR, True).to(q.dtype)
+        z = widen(_load_rows(row, offs_r, owned, RANK, TILE_R, True), q.dtype, KIND)
+        k_rope = _load_rows(row + RANK, offs_dr, owned, ROPE_DIM, TILE_DR, True)
+        k_rope = widen(k_rope, q.dtype, KIND)
         s = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
-        s = tl.dot(q, tl.trans(z), s, input_precision="ieee") * scale_log2
+        if KIND == FLOAT:
+            s = tl.dot(q, tl.trans(z), s, input_precision="ieee") * scale_log2
+        else:
+            s_latent = tl.dot(q, tl.trans(z), input_precision="ieee")
+            s = (s_latent * z_scale[None, :] + s * rope_scale[None, :]) * scale_log2
         s = tl.where(owned[None, :] & (key[None, :] <= pos[:, None]), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.math.exp2(m - m_new)
         p = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), z, acc * alpha[:, None], input_precision="ieee")
+        if KIND != FLOAT and q.dtype == tl.float16:
+            # p times a scale may underflow in float16; times its share of the largest it does not.
+            largest = tl.max(z_scale, 0)
+            p *= (z_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
+            o = tl.dot(p.to(q.dtype), z, input_precision="ieee")
+            acc = acc * alpha[:, None] + o * largest
+        else:
+            if KIND != FLOAT:
+                p *= z_scale[None, :]
+            acc = tl.dot(p.to(q.dtype), z, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return acc, l, m
 
@@ -90,12 +115,12 @@ def _attend_latents(
                                "num_pairs", "min_run"])  # fmt: skip
 def _latent_kernel(
     q_ptr, q_rope_ptr, cache_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
-    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr,
+    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, scale_ptr, stride_sb, stride_sp,
     stride_qt, stride_qh, stride_rt, stride_rh, stride_b, stride_p,
     stride_ot, stride_oh, stride_lh, stride_table,
     num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, min_run, scale_log2,
     NUM_HEADS: tl.constexpr, TILE_H: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_DR: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_DR: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
     LONG: tl.constexpr, FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +165,7 @@ def _latent_kernel(
                    TILE_R, True)  # fmt: skip
     q_rope = _load_rows((q_rope_ptr + t * stride_rt + head * stride_rh)[:, None], offs_dr, in_run,
                         ROPE_DIM, TILE_DR, True)  # fmt: skip
-    if q_ptr.dtype.element_ty != cache_ptr.dtype.element_ty:
+    if KIND == FLOAT and q_ptr.dtype.element_ty != cache_ptr.dtype.element_ty:
         q = q.to(tl.float32)
         q_rope = q_rope.to(tl.float32)
 
@@ -152,10 +177,10 @@ def _latent_kernel(
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
     acc, l, m = _attend_latents(
-        q, q_rope, acc, l, m, pos, cache_ptr,
+        q, q_rope, acc, l, m, pos, cache_ptr, scale_ptr,
         block_table_ptr + seq.to(tl.int64) * stride_table, stride_b, stride_p,
-        split * num_tiles // num_splits, last, key_hi, scale_log2,
-        RANK, ROPE_DIM, TILE_R, TILE_DR, TILE_N, BLOCK_SIZE)  # fmt: skip
+        stride_sb, stride_sp, split * num_tiles // num_splits, last, key_hi, scale_log2,
+        RANK, ROPE_DIM, TILE_R, TILE_DR, TILE_N, BLOCK_SIZE, KIND)  # fmt: skip
     o, lse = normalise(acc, l, m)
 
     inside = in_run[:, None] & (offs_r[None, :] < RANK)
@@ -173,9 +198,13 @@ def why_not(spec: PagedSpec) -> str | None:
     """Say why these kernels cannot run a call, or return None when they can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
-    for name, dtype in (("the queries", spec.dtype), ("the cache", spec.cache_dtype)):
-        if dtype not in DTYPES:
-            return f"dtype of {name} must be float32, float16 or bfloat16, got {dtype}"
+    if spec.dtype not in DTYPES:
+        return f"dtype of the queries must be float32, float16 or bfloat16, got {spec.dtype}"
+    if spec.cache_dtype not in (*DTYPES, *BYTE_DTYPES):
+        return (
+            "dtype of the cache must be float32, float16, bfloat16, int8 or float8_e4m3fn, "
+            f"got {spec.cache_dtype}"
+        )
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
     if not 1 <= rank <= MAX_RANK:
         return f"R must be 1 to {MAX_RANK}, got {rank}"
@@ -193,6 +222,7 @@ def launch(
     block_table: Tensor,
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
+    latent_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32.
 
@@ -206,7 +236,9 @@ def launch(
         return o, lse
     arch, sm_count = device.arch_of(o.device), device.sm_count_of(o.device)
     work = mla_tiles.mla_work(spec, arch, sm_count)
-    tensors = (q_latent, q_rope, latent_cache, o, lse, block_table, seqlens_k, cu_seqlens_q)
+    tensors = (
+        q_latent, q_rope, latent_cache, o, lse, block_table, seqlens_k, cu_seqlens_q, latent_scale,
+    )  # fmt: skip
     if work.split_run > 0:
         launch_splits(
             *tensors, spec, config=work.split_config, plan=work.split_plan, max_run=work.split_run,
@@ -226,6 +258,7 @@ def launch_splits(
     block_table: Tensor,
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
+    latent_scale: Tensor | None,
     spec: PagedSpec,
     *,
     config: TileConfig,
@@ -248,13 +281,14 @@ def launch_splits(
         part_lse = torch.empty((parts,), dtype=torch.float32, device=o.device)
         bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=o.device)
     _latent_kernel[(plan.num_pairs, triton.cdiv(max_run * num_heads, config.tile_m))](
-        q_latent, q_rope, latent_cache, o, lse, part_o, part_lse, bounds,
-        block_table, seqlens_k, cu_seqlens_q,
+        q_latent, q_rope, as_bytes(latent_cache), o, lse, part_o, part_lse, bounds,
+        block_table, seqlens_k, cu_seqlens_q, *_scale_arguments(latent_scale, lse),
         *q_latent.stride()[:2], *q_rope.stride()[:2], *latent_cache.stride()[:2],
         *o.stride()[:2], lse.stride(0), block_table.stride(0),
         spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
         plan.num_pairs, 0, spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config), LONG=False, FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears,
+        **_constants(spec, config, latent_cache), LONG=False, FIXED=plan.fixed, ALONE=plan.alone,
+        CLEARS=clears,
     )  # fmt: skip
     if plan.alone:
         return
@@ -279,6 +313,7 @@ def launch_rows(
     block_table: Tensor,
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
+    latent_scale: Tensor | None,
     spec: PagedSpec,
     *,
     config: TileConfig,
@@ -288,17 +323,24 @@ def launch_rows(
     # Every sequence wastes less than one tile, so this bounds the tiles of any cu_seqlens_q.
     num_tiles = spec.num_tokens * spec.num_q_heads // config.tile_m + spec.num_seqs
     _latent_kernel[(num_tiles, 1)](
-        q_latent, q_rope, latent_cache, o, lse, o, lse, seqlens_k,
-        block_table, seqlens_k, cu_seqlens_q,
+        q_latent, q_rope, as_bytes(latent_cache), o, lse, o, lse, seqlens_k,
+        block_table, seqlens_k, cu_seqlens_q, *_scale_arguments(latent_scale, lse),
         *q_latent.stride()[:2], *q_rope.stride()[:2], *latent_cache.stride()[:2],
         *o.stride()[:2], lse.stride(0), block_table.stride(0),
         spec.num_seqs, spec.num_tokens, 0, 0, 0, num_tiles, split_run + 1,
         spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config), LONG=True, FIXED=True, ALONE=True, CLEARS=True,
+        **_constants(spec, config, latent_cache), LONG=True, FIXED=True, ALONE=True, CLEARS=True,
     )  # fmt: skip
 
 
-def _constants(spec: PagedSpec, config: TileConfig) -> dict[str, int]:
+def _scale_arguments(latent_scale: Tensor | None, like: Tensor) -> tuple[Any, ...]:
+    """The scales and their strides; without them `like`, float32, stands where nothing is read."""
+    if latent_scale is None:
+        return (like, 0, 0)
+    return (latent_scale, *latent_scale.stride()[:2])
+
+
+def _constants(spec: PagedSpec, config: TileConfig, latent_cache: Tensor) -> dict[str, int]:
     """What both launches compile in."""
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
     return {
@@ -309,6 +351,7 @@ def _constants(spec: PagedSpec, config: TileConfig) -> dict[str, int]:
         "TILE_R": padded_head_dim(rank),
         "TILE_DR": padded_head_dim(rope_dim),
         "BLOCK_SIZE": spec.block_size,
+        "KIND": cache_kind(spec.cache_dtype, device.arch_of(latent_cache.device)),
         "TILE_B": TILE_B,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
