@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from tilewise.ops.paged import paged_attention
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
+    from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
     from tilewise.ops.swap import BlockTransfer, swap_blocks
+    from tilewise.ops.tree import tree_mask_from_parents
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "SharedPrefixes",
     "TilewiseError",
     "UnsupportedError",
     "apply_rope",
@@ -65,7 +68,9 @@ __all__ = [
     "precompile",
     "quantize_heads",
     "rope_write_kv_cache",
+    "shared_prefixes",
     "swap_blocks",
+    "tree_mask_from_parents",
     "write_kv_cache",
     "write_latent_cache",
 ]
@@ -79,6 +84,7 @@ _LAZY = {
     "Precompiled": "tilewise.ops",
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
+    "SharedPrefixes": "tilewise.ops",
     "apply_rope": "tilewise.ops",
     "attention": "tilewise.ops",
     "attention_fp8": "tilewise.ops",
@@ -94,7 +100,9 @@ _LAZY = {
     "precompile": "tilewise.ops",
     "quantize_heads": "tilewise.ops",
     "rope_write_kv_cache": "tilewise.ops",
+    "shared_prefixes": "tilewise.ops",
     "swap_blocks": "tilewise.ops",
+    "tree_mask_from_parents": "tilewise.ops",
     "write_kv_cache": "tilewise.ops",
     "write_latent_cache": "tilewise.ops",
 }

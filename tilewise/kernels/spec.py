@@ -6,7 +6,7 @@ function of a spec and can be tested without a device. Dimension letters are in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -108,10 +108,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class PagedSpec:
-    """One call of paged attention; always causal among a sequence's new tokens.
+    """One call of paged attention.
 
     Sequence b owns rows cu_seqlens_q[b]:cu_seqlens_q[b + 1] of q, its last positions: row i of n
     sees keys j <= seqlens_k[b] - n + i, and j >= that - window_left when window_left >= 0.
+    With a tree mask it sees all keys before the n new ones, and of these those of its mask's row.
 
     Attributes:
         dtype, cache_dtype: of q and o; of k_cache and v_cache, where int8 and float8_e4m3fn come
@@ -122,6 +123,8 @@ class PagedSpec:
         block_size: tokens per cache block.
         max_blocks: columns of block_table, so max_blocks * block_size bounds seqlens_k.
         batch_invariant: a sequence's bits must not depend on its neighbours.
+        causal: False where every row sees every key (a pass over a shared prefix).
+        has_tree, has_shared: whether a tree mask, and shared prefixes, were given.
     """
 
     device_type: str
@@ -142,11 +145,57 @@ class PagedSpec:
     has_alibi: bool = False
     has_sinks: bool = False
     batch_invariant: bool = False
+    causal: bool = True
+    has_tree: bool = False
+    has_shared: bool = False
 
     @property
     def group_size(self) -> int:
         """Query heads that share one key head, G = Hq / Hk."""
         return self.num_q_heads // self.num_kv_heads
+
+    def of_level(self, level: SharedLevel) -> PagedSpec:
+        """The pass in which groups of sequences see the keys that they share."""
+        return replace(
+            self,
+            num_seqs=level.block_table.shape[0],
+            num_tokens=level.rows.shape[0],
+            max_seqlen_q=level.max_rows,
+            max_blocks=level.block_table.shape[1],
+            has_sinks=False,
+            causal=False,
+            has_tree=False,
+        )
+
+
+class SharedLevel(NamedTuple):
+    """Groups of sequences with cache blocks in common; no sequence is in two groups of a level.
+
+    Attributes:
+        block_table: int32 (G, max_shared_blocks), the blocks that a group shares.
+        seqlens_k: int32 (G,), tokens in them.
+        cu_seqlens_q: int32 (G + 1,), where the rows of a group stand in `rows`.
+        rows: int32 (R,), rows of q, each at most once.
+        max_rows: rows of the largest group.
+    """
+
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    rows: Tensor
+    max_rows: int
+
+
+class SharedKeys(NamedTuple):
+    """Shared prefixes as launchers take them; the meaning is that of `ops.SharedPrefixes`.
+
+    Attributes:
+        skipped: int32 (B,), first tokens of each sequence that its groups read for it.
+        levels: each reads the tokens that follow those of the level before.
+    """
+
+    skipped: Tensor
+    levels: tuple[SharedLevel, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,15 @@ from tilewise.ops.mla_expanded import mla_attention, mla_prefill
 from tilewise.ops.paged import paged_attention
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
+from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
 from tilewise.ops.swap import BlockTransfer, swap_blocks
+from tilewise.ops.tree import tree_mask_from_parents
 
 __all__ = [
     "BlockTransfer",
     "Explanation",
     "Precompiled",
+    "SharedPrefixes",
     "apply_rope",
     "attention",
     "attention_fp8",
@@ -32,7 +35,9 @@ __all__ = [
     "precompile",
     "quantize_heads",
     "rope_write_kv_cache",
+    "shared_prefixes",
     "swap_blocks",
+    "tree_mask_from_parents",
     "write_kv_cache",
     "write_latent_cache",
 ]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.ops import _checks, _dispatch
-from tilewise.ops._paged_op import PagedOptions
+from tilewise.ops._paged_op import PagedOptions, flatten_shared
+from tilewise.ops.shared_prefixes import SharedPrefixes
 
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
@@ -27,6 +28,8 @@ def prepare_paged(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    shared: SharedPrefixes | None = None,
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> PagedOptions:
@@ -54,6 +57,15 @@ def prepare_paged(
     _checks.check_softcap(softcap)
     _checks.check_per_head("alibi_slopes", alibi_slopes, num_q_heads, q.device)
     _checks.check_per_head("sinks", sinks, num_q_heads, q.device)
+    if tree_mask is not None:
+        _check_tree_mask(tree_mask, q, max_seqlen_q)
+    if shared is not None:
+        _checks.check_int32("shared", shared.skipped, (num_seqs,), q.device)
+        for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
+            if value is not None:  # a pass over a group knows no distances
+                raise ValueError(f"{name} must be None with shared prefixes, got one")
+        if batch_invariant:  # a row's sum over the prefix would be cut as its group is
+            raise ValueError("shared must be None with batch_invariant, got shared prefixes")
     _dispatch.check_backend_name(backend)
     return PagedOptions(
         block_table=block_table,
@@ -63,6 +75,9 @@ def prepare_paged(
         sinks=None if sinks is None else sinks.float().contiguous(),
         k_scale=k_scale,
         v_scale=v_scale,
+        tree_mask=tree_mask,
+        shared=[] if shared is None else flatten_shared(shared.keys()),
+        shared_rows=[] if shared is None else [level.max_rows for level in shared.levels],
         max_seqlen_q=max_seqlen_q,
         window_left=-1 if window is None else window - 1,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
@@ -70,6 +85,18 @@ def prepare_paged(
         batch_invariant=batch_invariant,
         backend=backend,
     )
+
+
+def _check_tree_mask(tree_mask: Tensor, q: Tensor, max_seqlen_q: int) -> None:
+    _checks.check_same_dtype("tree_mask", tree_mask, torch.bool)
+    _checks.check_device("tree_mask", tree_mask, q.device)
+    _checks.check_dims("tree_mask", tree_mask, "(T, max_seqlen_q)")
+    _checks.check_last_dim_contiguous("tree_mask", tree_mask)
+    if tree_mask.shape[0] != q.shape[0] or tree_mask.shape[1] < max_seqlen_q:
+        raise ValueError(
+            f"tree_mask must have {q.shape[0]} rows and at least {max_seqlen_q} columns, "
+            f"got shape {tuple(tree_mask.shape)}"
+        )
 
 
 def check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel
 from tilewise.ops import _dispatch
 from tilewise.ops._library import register
 
@@ -22,6 +22,9 @@ class PagedOptions(NamedTuple):
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    tree_mask: Tensor | None
+    shared: list[Tensor]
+    shared_rows: list[int]
     max_seqlen_q: int
     window_left: int
     softmax_scale: float
@@ -29,18 +32,35 @@ class PagedOptions(NamedTuple):
     batch_invariant: bool
     backend: str | None
 
-    def tensors(self) -> dict[str, Tensor | None]:
-        """The tensors by name, as launchers take them; scales only with an 8-bit cache."""
-        tensors = {
+    def tensors(self) -> dict[str, Any]:
+        """The tensors by name, as launchers take them, those of a feature only where it is used."""
+        tensors: dict[str, Any] = {
             "block_table": self.block_table,
             "seqlens_k": self.seqlens_k,
             "cu_seqlens_q": self.cu_seqlens_q,
             "alibi_slopes": self.alibi_slopes,
             "sinks": self.sinks,
         }
-        if self.k_scale is None:
-            return tensors
-        return tensors | {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        if self.k_scale is not None:
+            tensors |= {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        if self.tree_mask is not None:
+            tensors["tree_mask"] = self.tree_mask
+        if self.shared:
+            tensors["shared"] = _restore_shared(self.shared, self.shared_rows)
+        return tensors
+
+
+def flatten_shared(shared: SharedKeys) -> list[Tensor]:
+    """The tensors of shared prefixes as the op's schema takes them."""
+    return [shared.skipped, *(tensor for level in shared.levels for tensor in level[:-1])]
+
+
+def _restore_shared(tensors: list[Tensor], max_rows: list[int]) -> SharedKeys:
+    levels = []
+    for index, most in enumerate(max_rows):
+        table, lengths, edges, rows = tensors[1 + 4 * index : 5 + 4 * index]
+        levels.append(SharedLevel(table, lengths, edges, rows, most))
+    return SharedKeys(tensors[0], tuple(levels))
 
 
 def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions) -> PagedSpec:
@@ -64,6 +84,8 @@ def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions
         has_alibi=options.alibi_slopes is not None,
         has_sinks=options.sinks is not None,
         batch_invariant=options.batch_invariant,
+        has_tree=options.tree_mask is not None,
+        has_shared=len(options.shared) > 0,
     )
 
 
@@ -87,8 +109,9 @@ def _paged_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> tu
 paged_attention = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
     "Tensor seqlens_k, Tensor cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? k_scale, Tensor? v_scale, SymInt max_seqlen_q, int window_left, float softmax_scale, "
-    "float softcap, bool batch_invariant, str? backend) -> (Tensor, Tensor)",
+    "Tensor? k_scale, Tensor? v_scale, Tensor? tree_mask, Tensor[] shared, SymInt[] shared_rows, "
+    "SymInt max_seqlen_q, int window_left, float softmax_scale, float softcap, "
+    "bool batch_invariant, str? backend) -> (Tensor, Tensor)",
     _paged_kernel,
     _paged_fake,
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.ops import _paged_op
 from tilewise.ops._paged_args import prepare_paged
+from tilewise.ops.shared_prefixes import SharedPrefixes
 
 
 class _Required(TypedDict):
@@ -25,6 +26,8 @@ class _Paged(_Required, total=False):
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    tree_mask: Tensor | None
+    shared: SharedPrefixes | None
     batch_invariant: bool
     backend: str | None
 
@@ -67,6 +70,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    shared: SharedPrefixes | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -93,6 +98,13 @@ def paged_attention(
         k_scale, v_scale: float32, with an 8-bit cache and only then: a key is k_scale * k_cache.
             Both (num_blocks, block_size, Hk), as write_kv_cache leaves them, or both (Hk,), one
             for each head (one for all is `scale.expand(Hk)`).
+        tree_mask: bool (T, at least max_seqlen_q): which new tokens a token sees, in place of the
+            causal rule. Row t, column j: token t sees new token j of its own sequence; keys before
+            the new ones are seen by all. A window and ALiBi count places in the cache: new token j
+            of n stands at seqlens_k[b] - n + j. See `tree_mask_from_parents`.
+        shared: what `shared_prefixes` found: keys that a group of sequences shares are read once
+            for all of its queries and merged by lse; the result is the same up to rounding. Not
+            with window, alibi_slopes or batch_invariant.
         batch_invariant: a sequence's bits do not depend on what else is in the batch.
         return_lse: also return lse (Hq, T), float32, natural log, the sink included.
         backend: "cpu", "triton" or "reference"; None chooses. A name is obeyed or refused.
@@ -104,7 +116,8 @@ def paged_attention(
         ValueError, TypeError: an argument breaks a rule above; the message names it.
         UnsupportedError: the backend cannot run this call; the message says why.
 
-    Source: PagedAttention (2023), section 4.1 of its kernels; split over keys as flash-decoding.
+    Source: PagedAttention (2023), section 4.1 of its kernels; split over keys as flash-decoding;
+    shared keys as Hydragen (2024), trees as SpecInfer (2024).
 
     Example:
         >>> o = paged_attention(q, k_cache, v_cache, block_table=table, seqlens_k=lengths,
@@ -125,6 +138,8 @@ def paged_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        tree_mask=tree_mask,
+        shared=shared,
         batch_invariant=batch_invariant,
         backend=backend,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.reference.quantise import dequantise, quantise, row_scale
 from tilewise.reference.rope import apply_rope
-from tilewise.reference.standard import Window, attention
+from tilewise.reference.standard import Window, attention, resolve_window
 
 __all__ = [
     "copy_blocks",
@@ -67,6 +67,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the last tokens of each sequence to its cached keys and values, causally.
@@ -83,6 +84,8 @@ def paged_attention(
         cu_seqlens_q: (B + 1,) int, ascending from 0.
         softmax_scale, window, softcap, alibi_slopes, sinks: as for `standard.attention`.
         k_scale, v_scale: of an 8-bit cache, (N, P, Hk) or (Hk,) float32.
+        tree_mask: bool (T, W), in place of the causal rule among the new tokens: row t, column j is
+            whether token t sees new token j of its sequence, whose position is seqlens_k - n + j.
 
     Returns:
         o (T, Hq, Dv) [, lse (Hq, T)]; rows past the last sequence have o = 0, lse = -inf.
@@ -96,12 +99,14 @@ def paged_attention(
             _gather_values(cache, scale, block_table[row], length, q.dtype).unsqueeze(0)
             for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
+        rows = slice(starts[row], starts[row + 1])
         result = attention(
-            q[starts[row] : starts[row + 1]].unsqueeze(0),
+            q[rows].unsqueeze(0),
             k,
             v,
-            causal=True,
-            window=window,
+            causal=tree_mask is None,
+            window=window if tree_mask is None else _left_of(window),
+            mask=None if tree_mask is None else _tree_keys(tree_mask[rows], length),
             softmax_scale=softmax_scale,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
@@ -115,6 +120,19 @@ def paged_attention(
     lses.append(q.new_full((q.shape[1], rest), -math.inf, dtype=wide))
     o, lse = torch.cat(outputs), torch.cat(lses, dim=1)
     return (o, lse) if return_lse else o
+
+
+def _left_of(window: Window) -> Window:
+    """Return a window's left edge alone: what lies to the right is for the tree mask to say."""
+    return None if window is None else (resolve_window(True, window)[0], None)
+
+
+def _tree_keys(tree_mask: Tensor, length: int) -> Tensor:
+    """Return which of `length` keys the n new tokens of a sequence see, bool (n, length)."""
+    run = tree_mask.shape[0]
+    new = torch.arange(length, device=tree_mask.device) - (length - run)
+    padded = torch.nn.functional.pad(tree_mask[:, :run], (0, 1))  # a sequence may have no row
+    return (new < 0) | padded[:, new.clamp(min=0, max=padded.shape[1] - 1)]
 
 
 def write_kv_cache(

@@ -49,6 +49,8 @@ def why_not(spec: PagedSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
+    if spec.has_tree or spec.has_shared:
+        return "tree masks and shared prefixes are not written for it yet"
     if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
         return f"cache dtype must be float64 with float64 q only, got {spec.cache_dtype}"
     if spec.head_dim % 2 or spec.v_head_dim % 2:

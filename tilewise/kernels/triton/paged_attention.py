@@ -156,6 +156,8 @@ def why_not(spec: PagedSpec) -> str | None:
     """Say why these kernels cannot run a call, or return None when they can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
+    if spec.has_tree or spec.has_shared:
+        return "tree masks and shared prefixes are not written for it yet"
     if spec.dtype not in DTYPES:
         return f"dtype of q must be float32, float16 or bfloat16, got {spec.dtype}"
     if spec.cache_dtype not in (*DTYPES, *BYTE_DTYPES):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.spec import PagedSpec, SharedKeys
 from tilewise.reference import paged
 
 
@@ -27,8 +27,13 @@ def launch(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    shared: SharedKeys | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return o in q's dtype and lse in float32 (float64 for float64 queries)."""
+    """Return o in q's dtype and lse in float32 (float64 for float64 queries).
+
+    Shared prefixes change what is read, not what is computed: here every sequence reads its own.
+    """
     o, lse = paged.paged_attention(
         q.double(),
         k_cache,
@@ -43,6 +48,7 @@ def launch(
         sinks=None if sinks is None else sinks.double(),
         k_scale=k_scale,
         v_scale=v_scale,
+        tree_mask=tree_mask,
         return_lse=True,
     )
     return o.to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
