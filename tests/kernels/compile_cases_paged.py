@@ -8,10 +8,11 @@ import torch
 
 from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
 from tests.kernels.compile_cases_mla import mla_cases
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel
 
 _DECODE = {"max_seqlen_q": 1, "num_tokens": 16}
 _PREFILL = {"max_seqlen_q": 2048, "num_tokens": 16 * 2048}
+_TREE = {"max_seqlen_q": 16, "num_tokens": 256, "has_tree": True}
 _ALL = {"window_left": 1000, "softcap": 30.0, "has_alibi": True, "has_sinks": True}
 
 # name -> (changes of the spec, whether its loops must stay in registers, compiled only if slow)
@@ -55,6 +56,13 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
         False,
         True,
     ),
+    "chunk-split": ({"num_seqs": 2, "max_seqlen_q": 128, "num_tokens": 256}, True, True),
+    "tree": (_TREE, True, False),
+    "tree-everything": (_TREE | _ALL | {"cache_dtype": torch.int8}, True, True),
+    "tree-wide": (_TREE | {"max_seqlen_q": 64, "num_tokens": 1024}, True, True),
+    "shared": (_DECODE | {"has_shared": True}, True, False),
+    "shared-e4m3": (_DECODE | {"has_shared": True, "cache_dtype": torch.float8_e4m3fn}, True, True),
+    "shared-prefill": (_PREFILL | {"has_shared": True, "has_sinks": True}, True, True),
     "mixed-everything": (_PREFILL | _ALL | {"num_tokens": 5000}, True, True),
 }
 
@@ -85,6 +93,11 @@ def launch_paged(spec: PagedSpec) -> None:
     scales = {}
     if spec.cache_dtype.itemsize == 1:
         scales = {name: meta(*slots, dtype=torch.float32) for name in ("k_scale", "v_scale")}
+    features: dict[str, object] = {}
+    if spec.has_tree:
+        features["tree_mask"] = meta(spec.num_tokens, spec.max_seqlen_q, dtype=torch.bool)
+    if spec.has_shared:
+        features["shared"] = _one_group(spec)
     paged_attention.launch(
         meta(spec.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
         meta(*slots, spec.head_dim, dtype=spec.cache_dtype),
@@ -96,7 +109,17 @@ def launch_paged(spec: PagedSpec) -> None:
         alibi_slopes=per_head if spec.has_alibi else None,
         sinks=per_head if spec.has_sinks else None,
         **scales,
+        **features,
     )
+
+
+def _one_group(spec: PagedSpec) -> SharedKeys:
+    """All sequences share the first half of their blocks."""
+    lengths = meta(1, dtype=torch.int32)
+    rows, tokens = meta(spec.num_tokens, dtype=torch.int32), spec.num_tokens
+    table = meta(1, spec.max_blocks // 2, dtype=torch.int32)
+    level = SharedLevel(table, lengths, meta(2, dtype=torch.int32), rows, tokens)
+    return SharedKeys(meta(spec.num_seqs, dtype=torch.int32), (level,))
 
 
 def launch_elementwise(head_dim: int, dtype: torch.dtype) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device, tiles
+from tilewise.kernels.paged_rows_tiles import plan_rows
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import SplitPlan, TileConfig
 from tilewise.reference.paged import paged_attention
@@ -203,8 +204,8 @@ def make_inputs(case: Case, dtype: torch.dtype, where: str, rotated_bytes: int) 
 def call_of(inputs: Inputs, candidate: Candidate) -> Callable[[int], Tensor]:
     """Return a function of the cache's index that runs the candidate once."""
     from tilewise.kernels.triton._quantise import Scales
-    from tilewise.kernels.triton.paged_attention import launch_rows
     from tilewise.kernels.triton.paged_decode import launch_decode
+    from tilewise.kernels.triton.paged_rows import launch_rows
 
     spec = inputs.spec
     tensors: dict[str, Any] = {
@@ -213,8 +214,8 @@ def call_of(inputs: Inputs, candidate: Candidate) -> Callable[[int], Tensor]:
         "cu_seqlens_q": inputs.cu_seqlens_q,
         "alibi_slopes": None,
         "sinks": None,
-        "config": candidate.config,
     }
+    rows_plan = plan_rows(spec, candidate.config, device.sm_count_of(inputs.q.device))
 
     def call(index: int) -> Tensor:
         caches = inputs.caches[index % len(inputs.caches)]
@@ -222,10 +223,10 @@ def call_of(inputs: Inputs, candidate: Candidate) -> Callable[[int], Tensor]:
         lse = torch.empty(o.shape[1], o.shape[0], dtype=torch.float32, device=o.device)
         scales = Scales.of(caches[0], None, None, lse)
         if candidate.plan is None:
-            launch_rows(inputs.q, *caches, spec, o, lse, **tensors, scales=scales, split_run=0)
+            launch_rows(inputs.q, *caches, spec, o, lse, rows_plan, **tensors, scales=scales)
         else:
             launch_decode(
-                inputs.q, *caches, spec, o, lse, **tensors, scales=scales,
+                inputs.q, *caches, spec, o, lse, **tensors, scales=scales, config=candidate.config,
                 plan=candidate.plan, max_run=spec.max_seqlen_q, clears=True,
             )  # fmt: skip
         return o

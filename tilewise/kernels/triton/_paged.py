@@ -1,6 +1,6 @@
 """Device helpers shared by the two kernels that read a paged cache.
 
-what     the loop over cached keys, and where a row of q or o lies; `paged_attention` and
+what     the loop over cached keys, and where a row of q or o lies; `paged_rows` and
          `paged_decode` differ only in who computes which rows and keys
 grid     none: these functions are inlined
 rows     a program owns TILE_M rows of one sequence and one key head. Row r is new token r // GROUP
@@ -47,11 +47,14 @@ def attend_keys(
     TILE_D: tl.constexpr, TILE_DV: tl.constexpr, TILE_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    tree_row_ptr=None, first_new=0, TREE: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
 
     q (TILE_M, TILE_D); pos (TILE_M,) is the last key each row sees. With MASKED a tile may reach
-    past key_lo ... key_hi - 1 or past a row's own keys; without, every row sees all of it.
+    past key_lo ... key_hi - 1 or past a row's own keys; without, every row sees all of it. With
+    TREE too, pos is only a row's place: it sees key first_new + j where byte j from its own
+    tree_row_ptr (TILE_M,) on is not 0, and all keys before first_new.
     """
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, TILE_D)
@@ -92,9 +95,18 @@ def attend_keys(
         if HAS_SOFTCAP:
             s = softcap_log2 * tanh(s / softcap_log2)
         if HAS_ALIBI:
-            s -= slope[:, None] * (pos[:, None] - key[None, :]).to(tl.float32)
+            distance = (pos[:, None] - key[None, :]).to(tl.float32)
+            if TREE:
+                distance = tl.abs(distance)
+            s -= slope[:, None] * distance
         if MASKED:
-            visible = owned[None, :] & (key[None, :] <= pos[:, None])
+            if TREE:
+                is_new = owned & (key >= first_new)
+                seen = tl.load(tree_row_ptr[:, None] + (key - first_new)[None, :],
+                               mask=is_new[None, :], other=1)  # fmt: skip
+                visible = owned[None, :] & (seen != 0)
+            else:
+                visible = owned[None, :] & (key[None, :] <= pos[:, None])
             if WINDOW_LEFT >= 0:
                 visible &= key[None, :] >= pos[:, None] - WINDOW_LEFT
             s = tl.where(visible, s, float("-inf"))
