@@ -68,6 +68,7 @@ _LOAD, _QUERIES = "attention_fwd*:load_tiles", "attention_fwd*:_load_queries"
 _TILES, _ATTEND = "attention_fwd*:compute_tiles", "attention_fwd*:_attend"
 _STEP, _ISSUE = "attention_fwd*:_step", "attention_fwd*:_begin_scores"
 _OUT, _SHARED = "attention_fwd*:_store_columns", "attention_fwd*:_allocate"
+_DRAW, _DROP = "attention_fwd_drawer:draw_tiles", "attention_fwd_drawer:drop_drawn"
 _PV = "    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
 _FREE_V = "    mbarrier.arrive(shared.v_empty.index(before), count=1)\n"
 _QK = "    s = warpgroup_mma_wait(1, deps=(s,))\n"
@@ -180,6 +181,33 @@ FORWARD = {
     ),
     "o_overwritten_while_it_is_copied": _without(_OUT, "tma.store_wait(0)", "full"),
     "an_end_before_o_has_left": _without(_TILES, "    tma.store_wait(0)", "full"),
+    # The drawer.
+    "bits_drawn_before_their_place_is_free": _without(
+        _DRAW, "mbarrier.wait(shared.bits_empty.index(slot), ((step // tile.slots) & 1) ^ 1)",
+        "dropout",
+    ),
+    "the_wrong_phase_of_free_bits": Mutation(
+        _DRAW, "((step // tile.slots) & 1) ^ 1", "(step // tile.slots) & 1", "dropout"
+    ),
+    "bits_used_before_they_are_drawn": _without(
+        _DROP, "mbarrier.wait(shared.bits_full.index(slot), (step // tile.slots) & 1)", "dropout"
+    ),
+    "bits_freed_by_one_warpgroup": Mutation(
+        _SHARED, "bits_empty.index(slot), count=GROUPS", "bits_empty.index(slot), count=1",
+        "dropout",
+    ),
+    "bits_of_the_other_warpgroup": Mutation(
+        _DROP, "slot * tile.warpgroups + GROUP", "slot * tile.warpgroups + 1 - GROUP", "dropout"
+    ),
+    "a_number_that_the_drawer_does_not_give_back": Mutation(
+        _SHARED, "count=2 if tile.slots and tile.dynamic and group == 0 else 1", "count=1",
+        "dropout",
+    ),
+    "a_drawer_that_misses_a_phase": Mutation(
+        _DRAW,
+        "            mbarrier.wait(shared.q_full.index(0), turn & 1)\n            mbarrier.arrive(",
+        "            mbarrier.arrive(", "dropout_of_few_keys",
+    ),
     # What is visible.
     "one_block_too_few_is_masked": Mutation(
         "_blocks:walk_of", "free_begin = gl.maximum(end -", "free_begin = gl.maximum(end - 1 -",

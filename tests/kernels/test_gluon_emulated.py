@@ -17,8 +17,10 @@ pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, assert_right, make_problem
 from tests.kernels.gluon_problem import assert_forward_right, backward, forward, refusals
+from tilewise import masks
 from tilewise.kernels.gluon import attention_fwd_launch
 from tilewise.kernels.gluon.attention_fwd import Tile
+from tilewise.kernels.spec import MaskTensors
 
 CASES = {
     "every_tile_whole": Call(256, 256, dims=(128, 128), dtype=BRAIN),
@@ -93,7 +95,7 @@ LONG_CASES = {
         130, 140, (2, 2), (256, 256), 4, BRAIN, CAUSAL, seqlens_k=(0, 1, 77, 140)
     ),
     "packed_dropout": Call(
-        heads=(4, 2), dtype=BRAIN, lengths=((130, 130), (64, 64), (40, 150)), dropout_p=0.2
+        heads=(4, 2), dtype=BRAIN, lengths=((130, 130), (64, 64), (40, 150)), dropout_p=0.7
     ),
     "packed_alibi_and_softcap": Call(
         heads=(4, 2), dtype=BRAIN, lengths=((130, 130), (64, 64), (40, 150)), alibi="heads",
@@ -178,6 +180,21 @@ class TestTiles:
     ) -> None:
         call = Call(200, 500, (1, 1), (128, 128), 1, BRAIN)
         self.judge(monkeypatch, call, ping_pong=ping_pong, q_in_registers=q_in_registers)
+
+
+class TestMasks:
+    @pytest.mark.parametrize("window", [CAUSAL, (300, 20)])
+    def test_a_rule_hides_keys_of_full_tiles_at_its_edges_only(
+        self, window: tuple[int, int]
+    ) -> None:
+        """Of seven tiles of keys the rule hides some, cuts some and leaves some whole."""
+        call = Call(200, 896, (1, 1), mask=(1, 1), mask_tile=(128, 128), window=window, dtype=BRAIN)
+        problem = make_problem(call, "cpu")
+        problem.visible = torch.ones(1, 1, 200, 896, dtype=torch.bool)
+        problem.visible[..., 600:610] = False
+        mask = masks.dense(problem.visible, tile=call.mask_tile)
+        problem.mask = MaskTensors(*mask.tensors())
+        assert_forward_right(problem, forward(problem))
 
 
 class TestOrder:

@@ -36,6 +36,10 @@ QUICK = {
 CALLS = {
     "full": Call(256, 500, (2, 2), (128, 128), 1, BRAIN),  # two tiles a CTA, four blocks each
     "causal": Call(330, 400, (2, 1), (128, 128), 1, BRAIN, CAUSAL),
+    "dropout": Call(330, 400, (2, 1), (128, 128), 1, BRAIN, CAUSAL, dropout_p=0.3),
+    "dropout_of_few_keys": Call(
+        700, 60, (2, 1), (128, 128), 1, BRAIN, (800, 700), dropout_p=0.3
+    ),
     "narrow": Call(300, 400, (2, 1), (64, 64), 1, BRAIN),  # the first to come stores dq
     # A sequence whose neighbours hold NaN.
     "nan": Call(

@@ -9,7 +9,8 @@ Numerics: integers.
 Without a block mask the walk goes from right to left: steps [0, free_begin) meet the diagonal or
 the end of the keys, [free_begin, free_end) are seen whole by every row, those from left_begin on
 meet the left edge of a window: [free_end, steps), and in a narrow window some of the first too.
-With a mask, [0, free_begin) are its partial tiles and the others its full ones.
+With a mask, [0, free_begin) are its partial tiles and the others its full ones, of which those to
+free_end are seen whole by every row; a rule hides keys of the rest.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Walk(NamedTuple):
     last: object  # the block of step 0, without a block mask
     partial: object  # where the partial and the full entries of a block mask start
     full: object
+    full_end: object
+    first_full: object  # the full entry that comes first
 
 
 @gluon.jit
@@ -68,20 +71,33 @@ def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
     if not (variant.packed or variant.lengths):  # past the end of a tensor all is zero
         edge = gl.where(seen_end == limit, NO_EDGE, seen_end)
     if variant.mask_keys > 0:
-        partial, partial_end, full, full_end = _entries_of(
+        partial, partial_end, full, last_full = _entries_of(
             rows, work, mask, seen_begin, seen_end, tile, variant
         )
         count: gl.constexpr = variant.mask_keys // tile.keys
-        free = (partial_end - partial) * count
-        steps = free + (full_end - full) * count
-        return Walk(gl.maximum(steps, 1), free, steps, 0, seen_begin, edge, end, partial, full)
+        free_begin = (partial_end - partial) * count
+        steps = free_begin + (last_full - full) * count
+        first_full = full
+        free_end = steps
+        if variant.ruled:
+            if variant.left:
+                whole = gl.cdiv(full_begin, variant.mask_keys)
+                first_full = _first_from(mask.entries, full, last_full, whole)
+            whole_end = full_end // variant.mask_keys
+            free = _first_from(mask.entries, first_full, last_full, whole_end) - first_full
+            free_end = free_begin + free * count
+        return Walk(
+            gl.maximum(steps, 1), free_begin, free_end, 0, seen_begin, edge, end,
+            partial, full, last_full, first_full,
+        )  # fmt: skip
     else:
         free_begin = gl.maximum(end - gl.maximum(full_end // tile.keys, begin), 1)
         left_begin = end - gl.minimum(gl.cdiv(full_begin, tile.keys), end)
         free_end = gl.maximum(left_begin, free_begin)
         return Walk(
-            end - begin, free_begin, free_end, left_begin, seen_begin, edge, end - 1, end, end
-        )
+            end - begin, free_begin, free_end, left_begin, seen_begin, edge, end - 1,
+            end, end, end, end,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -89,13 +105,12 @@ def block_of_step(walk, step, mask, tile: gl.constexpr, variant: gl.constexpr):
     """Return (block, bit tile or -1 for all bits): the keys of step `step`."""
     if variant.mask_keys > 0:
         count: gl.constexpr = variant.mask_keys // tile.keys
-        entry = gl.where(
-            step < walk.free_begin,
-            walk.partial + step // count,
-            walk.full + (step - walk.free_begin) // count,
-        )
+        entry = walk.first_full + (step - walk.free_begin) // count
+        if variant.left:  # those before the first one come last
+            entry = gl.where(entry < walk.full_end, entry, entry - (walk.full_end - walk.full))
+        entry = gl.where(step < walk.free_begin, walk.partial + step // count, entry)
         # A tile that sees nothing has no entry; its one step is block 0, and no bit is set.
-        real = walk.free_end > 0
+        real = (walk.free_begin > 0) | (walk.full_end > walk.full)
         at = mask.entries + entry.to(gl.int64) * 2
         block = gl.load(at, mask=real, other=0) * count + step % count
         return block, gl.load(at + 1, mask=real, other=-2)

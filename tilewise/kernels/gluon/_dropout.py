@@ -90,6 +90,75 @@ def random_words(draw, first_row, first_key, n: gl.constexpr, layout: gl.constex
 
 
 @gluon.jit
+def dropped_bits(words, draw, MOST: gl.constexpr):
+    """Return which of 64 rows and n <= 128 keys are dropped, as int32 (64, 4): a word a thread.
+
+    words: of `random_words`. Of the pair of keys 32 block + 8 word + 2 call, the word [row, call]
+    has bit 31 - 4 block - word for the second and the bit 16 below it for the first.
+    MOST: more than half are dropped. Of half as many values, a comparison is the sign of 16 bits.
+    """
+    most = draw.limit >> 16  # the largest value that is dropped
+    # MOST: the sign of most + 2**15 - max(value, most); else of that - min(value, most + 1).
+    added = most + 0x8000
+    bound = most
+    if not MOST:
+        bound = most + 1
+    name: gl.constexpr = "max.u16x2" if MOST else "min.u16x2"
+    twice = gl.full_like(words, 0) + (bound | (bound << 16))
+    clamped = gl.inline_asm_elementwise(
+        f"{name} $0, $1, $2;", "=r,r,r", [words, twice], dtype=gl.uint32, is_pure=True, pack=1
+    )
+    signs = ((added + (added << 16)) - clamped) & 0x80008000
+    blocks: gl.constexpr = words.shape[1]
+    calls: gl.constexpr = words.type.layout
+    block = gl.arange(0, blocks, _only(1, calls))
+    word = gl.arange(0, 4, _only(2, calls))
+    place = _spread(block * 4, 1) + _spread(word, 2)
+    return gl.sum(gl.sum(signs >> place.to(gl.uint32), 2), 1).to(gl.int32, bitcast=True)
+
+
+@gluon.constexpr_function
+def _only(axis, layout):
+    """Return the layout of one axis of four."""
+    for other in (3, 2, 1, 0):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _spread(x, axis: gl.constexpr):
+    """Return x (n,) as four dims, 1 but for `axis`."""
+    for other in gl.static_range(4):
+        if other != axis:
+            x = gl.expand_dims(x, other)
+    return x
+
+
+@gluon.jit
+def drop_pairs(pairs, dropped):
+    """Set dropped probabilities to 0 in packed pairs (64, n / 2), by the bits of `dropped_bits`."""
+    half: gl.constexpr = pairs.shape[1]
+    layout: gl.constexpr = pairs.type.layout
+    four = pairs.reshape([64, half // 16, 4, 4])
+    calls: gl.constexpr = four.type.layout
+    block = gl.arange(0, half // 16, _only(1, calls))
+    word = gl.arange(0, 4, _only(2, calls))
+    place = _spread(block * 4, 1) + _spread(word, 2)
+    words = gl.convert_layout(
+        dropped, gl.SliceLayout(1, gl.SliceLayout(2, calls)), assert_trivial=True
+    )
+    words = gl.expand_dims(gl.expand_dims(words, 1), 2) << (place % 8)
+    # The signs of bytes 3 and 1, or of 2 and 0, spread over the 16 bits of each half.
+    signs = gl.where(place < 8, 0xBB99, 0xAA88)
+    hidden = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [words, signs], dtype=gl.int32, is_pure=True, pack=1
+    )
+    four = four & (hidden ^ -1)
+    return gl.convert_layout(four.reshape([64, half]), layout, assert_trivial=True)
+
+
+@gluon.jit
 def drop(p, words, draw):
     """Set dropped probabilities of p (64, n) to 0, by its random words."""
     n: gl.constexpr = p.shape[1]

@@ -61,7 +61,7 @@ def gather(task, index, tile: gl.constexpr, variant: gl.constexpr, BITS: gl.cons
         row = first_row % variant.mask_rows
         bits = load_bits(start, number, row, first_word, S, KEYS, WORDS)
     words = number
-    if variant.dropout:
+    if variant.dropout and tile.slots == 0:
         words = random_words(task.draw, first_row, first_key, KEYS, S)
     return Block(first_key, number, bits, words)
 
@@ -71,7 +71,7 @@ def probabilities(
     s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
     EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Return p, dropped where it must be, m, l and alpha of one block of products s.
+    """Return p, dropped where no drawer does it, m, l and alpha of one block of products s.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit
@@ -93,7 +93,8 @@ def probabilities(
     p, m, l, alpha = fold(
         s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias
     )
-    if variant.dropout:  # after the sum: dropout does not change what the others are divided by
+    # After the sum: dropout does not change what the others are divided by.
+    if variant.dropout and tile.slots == 0:
         p = drop(p, block.words, task.draw)
     if variant.mask_keys > 0 and MASKED:
         _clear_values(block, task, step, tile, variant, BITS)

@@ -15,6 +15,8 @@ GROUP_ROWS = 64  # of a warpgroup's products
 # Widths of q and k that lie between are two products: of 96 channels 64 and 32.
 _SPLITS = ((64, 32), (128, 64))
 _LONG = 4096  # queries
+_SLOTS = 4  # of bits that are drawn ahead, 2 KiB each
+_WIDEST_DRAWN = 128  # wider heads leave no shared memory
 
 
 class _Row(NamedTuple):
@@ -93,6 +95,9 @@ def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
         narrow = min(narrow, spec.mask_tile[1])
     if narrow < keys:
         keys, stages = narrow, stages * keys // narrow
+    slots = 0
+    if spec.dropout_threshold > 0 and row.warpgroups == 2 and max(width, dv) <= _WIDEST_DRAWN:
+        slots = _SLOTS
     dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
     return Tile(
         warpgroups=row.warpgroups,
@@ -110,9 +115,11 @@ def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
         q_in_registers=row.q_in_registers,
         release_together=row.release_together,
         next_early=row.next_early,
+        slots=slots,
         # Of 64 Ki registers: 168 a thread with three warpgroups, 128 with four, then shared out.
-        registers=240 if row.warpgroups == 2 else 160,
+        registers=(200 if slots else 240) if row.warpgroups == 2 else 160,
         loader_registers=24 if row.warpgroups == 2 else 32,
+        drawer_registers=88,
     )
 
 

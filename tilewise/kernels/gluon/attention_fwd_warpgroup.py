@@ -41,6 +41,7 @@ from tilewise.kernels.gluon._warpgroup import (
     unpack,
 )
 from tilewise.kernels.gluon.attention_fwd_block import Task, gather, probabilities
+from tilewise.kernels.gluon.attention_fwd_drawer import drop_drawn
 from tilewise.kernels.gluon.attention_fwd_store import store_rows
 
 TURN_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton leaves alone
@@ -74,7 +75,7 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
         first_row = rows.first_row + GROUP * 64
         head = head_of(rows, first_row, work, extras, ROWS, variant)
         draw = None
-        if variant.dropout:
+        if variant.dropout and tile.slots == 0:
             number_of_head = rows.b * work.num_q_heads + rows.h
             draw = draw_of(output.philox, output.drop_limit, number_of_head)
         mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
@@ -102,7 +103,6 @@ def _attend(task, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.con
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
     BITS: gl.constexpr = variant.mask_keys > 0
     EDGE: gl.constexpr = "right" if variant.ruled else "none"  # of the first run of blocks
-    FREE: gl.constexpr = EDGE if BITS else "none"  # of the second
     walk, shared = task.walk, task.shared
     q = shared.q.index(GROUP).reshape([64, tile.d])
     if tile.q_in_registers:
@@ -126,15 +126,21 @@ def _attend(task, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.con
             end = walk.seen_end - walk.last * tile.keys
             mbarrier.wait(shared.v_full.index(stage), (step // tile.stages) & 1)
             clear_hidden(shared.v.index(stage), 0, end, None, -1, False)
-    state = State(acc, pack(p, shared.v.dtype), m, l)
+    pairs = pack(p, shared.v.dtype)
+    if tile.slots > 0:
+        pairs = drop_drawn(pairs, shared, step, tile, GROUP)
+    state = State(acc, pairs, m, l)
     if variant.right or BITS:
         for index in range(1, walk.free_begin):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, BITS)
     for index in range(gl.maximum(walk.free_begin, 1), walk.free_end):
-        state = _step(state, q, task, index, step + index, tile, variant, GROUP, FREE, False)
+        state = _step(state, q, task, index, step + index, tile, variant, GROUP, "none", False)
     if variant.left and not BITS:
         for index in range(walk.free_end, walk.steps):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, "left", False)
+    if variant.ruled and BITS:
+        for index in range(gl.maximum(walk.free_end, 1), walk.steps):
+            state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, False)
     acc, p, m, l = state
     if not tile.q_in_registers:
         mbarrier.arrive(shared.q_empty.index(GROUP), count=1)
@@ -185,7 +191,10 @@ def _step(
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
     if not variant.bounded:
         acc = scale_rows(acc, alpha)
-    return State(acc, pack(p, shared.v.dtype), m, l)
+    pairs = pack(p, shared.v.dtype)
+    if tile.slots > 0:
+        pairs = drop_drawn(pairs, shared, step, tile, GROUP)
+    return State(acc, pairs, m, l)
 
 
 @gluon.jit
