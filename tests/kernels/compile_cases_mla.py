@@ -37,6 +37,15 @@ _MLA: dict[str, tuple[dict[str, object], bool, bool]] = {
     "rank-96": ({"head_dim": 96 + 32, "v_head_dim": 96, "num_q_heads": 16}, True, True),
     "fp16": ({"dtype": torch.float16, "cache_dtype": torch.float16}, True, True),
     "fp32": (_F32, False, True),
+    # Their sums are made by mma.sync everywhere, 32 rows at a time.
+    "fp8-16-heads": ({"cache_dtype": torch.float8_e4m3fn, "num_q_heads": 16}, True, False),
+    "int8-8bit": ({"cache_dtype": torch.int8}, True, True),
+    "fp8-8bit-prompts": (_PROMPTS | {"cache_dtype": torch.float8_e4m3fn}, True, True),
+    "fp8-8bit-fp16": (
+        {"cache_dtype": torch.float8_e4m3fn, "dtype": torch.float16, "num_q_heads": 16},
+        False,
+        True,
+    ),
     "mixed-dtypes": ({"cache_dtype": torch.float16, "num_q_heads": 16}, False, True),
 }
 
@@ -65,6 +74,9 @@ def launch_mla(spec: PagedSpec) -> None:
     from tilewise.kernels.triton import mla_decode
 
     rows = (spec.num_tokens, spec.num_q_heads)
+    scale = None
+    if spec.cache_dtype.itemsize == 1:
+        scale = meta(4096, spec.block_size, 2, dtype=torch.float32)
     mla_decode.launch(
         meta(*rows, spec.v_head_dim, dtype=spec.dtype),
         meta(*rows, spec.head_dim - spec.v_head_dim, dtype=spec.dtype),
@@ -73,6 +85,7 @@ def launch_mla(spec: PagedSpec) -> None:
         block_table=meta(spec.num_seqs, spec.max_blocks, dtype=torch.int32),
         seqlens_k=meta(spec.num_seqs, dtype=torch.int32),
         cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
+        latent_scale=scale,
     )
 
 
@@ -89,5 +102,7 @@ def mla_cases() -> Iterator[Case]:
                 products=(hot or name == "block-16") and (arch == 80 or "16-heads" not in name),
                 hot=hot,
                 slow=slow or (arch != 90 and name != "128-heads"),
-                mma="mma.sync" if "20-heads" in name or "32-heads" in name else None,
+                mma="mma.sync"
+                if any(x in name for x in ("20-heads", "32-heads", "8bit"))
+                else None,
             )

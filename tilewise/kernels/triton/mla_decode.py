@@ -36,7 +36,14 @@ from tilewise.kernels.triton._paged import (
     key_tile_range,
     normalise,
 )
-from tilewise.kernels.triton._quantise import FLOAT, as_bytes, cache_kind, factor, widen
+from tilewise.kernels.triton._quantise import (
+    FLOAT,
+    as_bytes,
+    cache_kind,
+    factor,
+    widen,
+    widen_once,
+)
 from tilewise.kernels.triton._tile import LOG2E
 from tilewise.kernels.triton.paged_attention import _find_tile
 from tilewise.kernels.triton.paged_decode import (
@@ -58,7 +65,7 @@ def _attend_latents(
     q, q_rope, acc, l, m, pos, cache_ptr, scale_ptr, block_row_ptr, stride_b, stride_p,
     stride_sb, stride_sp, first, last, key_hi, scale_log2,
     RANK: tl.constexpr, ROPE_DIM: tl.constexpr, TILE_R: tl.constexpr, TILE_DR: tl.constexpr,
-    TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, WIDENS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1, below key_hi, into acc, l and m of the rows.
 
@@ -83,9 +90,12 @@ def _attend_latents(
             z_scale = _load_scales(scales, owned, True) * factor(KIND)
             rope_scale = _load_scales(scales + 1, owned, True) * factor(KIND)
         block = _load_blocks(block_row_ptr, tile + 1, last, 0, key_hi, TILE_N, BLOCK_SIZE)
-        z = widen(_load_rows(row, offs_r, owned, RANK, TILE_R, True), q.dtype, KIND)
+        z = _load_rows(row, offs_r, owned, RANK, TILE_R, True)
         k_rope = _load_rows(row + RANK, offs_dr, owned, ROPE_DIM, TILE_DR, True)
-        k_rope = widen(k_rope, q.dtype, KIND)
+        if WIDENS_ONCE:
+            z, k_rope = widen_once(z, KIND), widen_once(k_rope, KIND)
+        else:
+            z, k_rope = widen(z, q.dtype, KIND), widen(k_rope, q.dtype, KIND)
         s = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
         if KIND == FLOAT:
             s = tl.dot(q, tl.trans(z), s, input_precision="ieee") * scale_log2
@@ -121,7 +131,7 @@ def _latent_kernel(
     num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, min_run, scale_log2,
     NUM_HEADS: tl.constexpr, TILE_H: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
     TILE_R: tl.constexpr, TILE_DR: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
-    LONG: tl.constexpr, FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
+    WIDENS_ONCE: tl.constexpr, LONG: tl.constexpr, FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
@@ -180,7 +190,8 @@ def _latent_kernel(
         q, q_rope, acc, l, m, pos, cache_ptr, scale_ptr,
         block_table_ptr + seq.to(tl.int64) * stride_table, stride_b, stride_p,
         stride_sb, stride_sp, split * num_tiles // num_splits, last, key_hi, scale_log2,
-        RANK, ROPE_DIM, TILE_R, TILE_DR, TILE_N, BLOCK_SIZE, KIND)  # fmt: skip
+        RANK, ROPE_DIM, TILE_R, TILE_DR, TILE_N, BLOCK_SIZE, KIND,
+        WIDENS_ONCE)  # fmt: skip
     o, lse = normalise(acc, l, m)
 
     inside = in_run[:, None] & (offs_r[None, :] < RANK)
@@ -342,6 +353,13 @@ def _scale_arguments(latent_scale: Tensor | None, like: Tensor) -> tuple[Any, ..
 
 def _constants(spec: PagedSpec, config: TileConfig, latent_cache: Tensor) -> dict[str, int]:
     """What both launches compile in."""
+    widens_once = (
+        spec.dtype == torch.bfloat16
+        and spec.cache_dtype in BYTE_DTYPES
+        and config.tile_m < 64  # so few rows take no product of Blackwell's own
+        and not device.interpreting()
+    )
+    arch = 90 if widens_once else device.arch_of(latent_cache.device)
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
     return {
         "NUM_HEADS": spec.num_q_heads,
@@ -351,7 +369,8 @@ def _constants(spec: PagedSpec, config: TileConfig, latent_cache: Tensor) -> dic
         "TILE_R": padded_head_dim(rank),
         "TILE_DR": padded_head_dim(rope_dim),
         "BLOCK_SIZE": spec.block_size,
-        "KIND": cache_kind(spec.cache_dtype, device.arch_of(latent_cache.device)),
+        "KIND": cache_kind(spec.cache_dtype, arch),
+        "WIDENS_ONCE": widens_once,
         "TILE_B": TILE_B,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
