@@ -1,7 +1,7 @@
 """Eight-bit keys and values in Triton: what the kernels that write and read them share.
 
-what     widen: stored numbers to the type of a product, and widen_once, to bfloat16; narrow: float32
-         to stored numbers; the rule is that of `reference.quantise`
+what     widen and widen_once: stored numbers to the type of a product; narrow: float32 to stored
+         numbers; the rule is that of `reference.quantise`
 grid     none: these functions are inlined
 program  works on tiles in registers
 traffic  none
@@ -27,8 +27,8 @@ from tilewise.kernels.spec import scale_per_slot
 FLOAT, INT8, E4M3, E4M3_BITS = (tl.constexpr(kind) for kind in range(4))
 _INT8_LIMIT, _E4M3_LIMIT = tl.constexpr(127.0), tl.constexpr(448.0)
 # Four bytes to four bfloat16, in 8 instructions or 10: the hardware's own conversions go through
-# float32, at a quarter of the speed. With its mantissa 0x43 << 8 | u is 128 + u for u < 128, of which
-# 128 is taken away again, or 256 where the sign bit is set.
+# float32, at a quarter of the speed. 0x43 << 8 | u is 128 + u for u < 128, of which 128 is taken
+# away again, or 256 where the sign bit is set.
 _INT8_TO_BF16 = tl.constexpr("""{
 .reg .b32 x<2>, y<2>, one;
 mov.b32 one, 0x3F803F80;

@@ -131,7 +131,8 @@ def _latent_kernel(
     num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, min_run, scale_log2,
     NUM_HEADS: tl.constexpr, TILE_H: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
     TILE_R: tl.constexpr, TILE_DR: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
-    WIDENS_ONCE: tl.constexpr, LONG: tl.constexpr, FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
+    WIDENS_ONCE: tl.constexpr,
+    LONG: tl.constexpr, FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
