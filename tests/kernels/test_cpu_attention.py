@@ -356,3 +356,16 @@ def test_refuses_what_it_cannot_run() -> None:
     assert cpu.why_not(gpu) == "device must be cpu, got cuda"
     odd = AttentionSpec("cpu", torch.int32, 1, 1, 1, 1, 1, 8, 8)
     assert "dtype" in str(cpu.why_not(odd))
+
+
+@pytest.mark.parametrize("step", [0.3, 3.0, 100.0])
+def test_logits_that_grow_from_key_to_key_stay_in_range(step: float) -> None:
+    """Maxima rise again and again, by little and by more than float32's exponents span."""
+    q, k, v = make_qkv(1, 40, 300, 1, 1, 32, dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = 4.0, step * torch.arange(300).view(1, 300, 1)
+    for options in ({}, {"causal": True}):
+        spec = spec_of([q, k, v], options, {})
+        o, lse = cpu.launch_fwd(q, k, v, spec)
+        truth = standard.attention(q.double(), k.double(), v.double(), **options, return_lse=True)
+        assert (o.double() - truth[0]).abs().max() < 2.0**-7 * v.abs().max()
+        assert torch.allclose(lse.double(), truth[1], rtol=1e-6, atol=1e-5)

@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.amx import ROWS
-from tilewise.kernels.cpu.threads import inner
+from tilewise.kernels.cpu.threads import inlined, inner
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # that hold all bits of a number
 SIDE = 32  # rows and columns of a block, elements of one step along K
@@ -102,6 +102,18 @@ def _step(typingctx, a, ai, lda, b, bi, ldb):
 
     index = types.int64
     return types.void(a, index, index, b, index, index), codegen
+
+
+@inlined
+def multiply_block(c, ci, ldc, a, ai, lda, b, bi, ldb, steps, keeps):
+    """One 32 x 32 block of c = a b, or c += a b if `keeps`; see `multiply_tiles`."""
+    if keeps:
+        _load_sums(c, ci, ldc)
+    else:
+        _clear()
+    for step in range(steps):
+        _step(a, ai + step * SIDE, lda, b, bi + step * ROWS * ldb, ldb)
+    _store_sums(c, ci, ldc)
 
 
 @inner

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu import amx, backward_amx, simd
+from tilewise.kernels.cpu import amx, backward_amx, forward_amx, simd
 from tilewise.kernels.cpu.amx_tiles import PARTS
 from tilewise.kernels.cpu.backward import attention_backward
 from tilewise.kernels.cpu.forward import MAX_TILES, attention_forward
@@ -205,7 +205,9 @@ def run_forward(problem: Problem, lse: Tensor) -> None:
     tasks = -(-num_tiles // tiles) * sizes.num_kv_heads
     starts[:, TASK] = np.cumsum(tasks) - tasks
     num_tasks = int(tasks.sum())
-    run_tasks(attention_forward, num_tasks, *problem, lse.view(-1).numpy(), tiles)
+    multiplies_tiles = problem.arrays.packed_like.dtype == np.uint16 and amx.HAS_AMX
+    forward = forward_amx.attention_forward if multiplies_tiles else attention_forward
+    run_tasks(forward, num_tasks, *problem, lse.view(-1).numpy(), tiles)
 
 
 def lse_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:

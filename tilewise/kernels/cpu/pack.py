@@ -28,12 +28,27 @@ def _order(lanes):
     return ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
 
 
+def emit_transpose(builder, rows):
+    """Transpose as many vectors as they have lanes.
+
+    log2(lanes) rounds; the round of distance d exchanges bit d of the row with bit d of the lane.
+    """
+    rows, lanes, distance = list(rows), len(rows), 1
+    while distance < lanes:
+        low = [lane if not lane & distance else lanes + lane - distance for lane in range(lanes)]
+        high = [lane + distance if not lane & distance else lanes + lane for lane in range(lanes)]
+        for row in range(lanes):
+            if not row & distance:
+                a, b = rows[row], rows[row + distance]
+                rows[row] = builder.shuffle_vector(a, b, _order(low))
+                rows[row + distance] = builder.shuffle_vector(a, b, _order(high))
+        distance *= 2
+    return rows
+
+
 @intrinsic
 def transpose_block(typingctx, source, si, source_row, target, ti, target_row):
-    """Transpose LANES x LANES words; a word is a float or a pair of bfloat16.
-
-    log2(LANES) rounds; the round of distance d exchanges bit d of the row with bit d of the lane.
-    """
+    """Transpose LANES x LANES words; a word is a float or a pair of bfloat16."""
 
     def codegen(context, builder, sig, args):
         source_, si_, source_row_, target_, ti_, target_row_ = args
@@ -48,22 +63,8 @@ def transpose_block(typingctx, source, si, source_row, target, ti, target_row):
             )
             for row in range(lanes)
         ]
-        distance = 1
-        while distance < lanes:
-            low = [
-                lane if not lane & distance else lanes + lane - distance for lane in range(lanes)
-            ]
-            high = [
-                lane + distance if not lane & distance else lanes + lane for lane in range(lanes)
-            ]
-            for row in range(lanes):
-                if not row & distance:
-                    a, b = rows[row], rows[row + distance]
-                    rows[row] = builder.shuffle_vector(a, b, _order(low))
-                    rows[row + distance] = builder.shuffle_vector(a, b, _order(high))
-            distance *= 2
         write = simd.pointer_to(context, builder, target, target_, ti_)
-        for row, value in enumerate(rows):
+        for row, value in enumerate(emit_transpose(builder, rows)):
             pointer = builder.gep(write, [builder.mul(target_row_, _i64(row))])
             simd.store_vector(builder, value, pointer, align)
         return context.get_dummy_value()

@@ -210,6 +210,29 @@ def store_pair(typingctx, array, index, even, odd):
 
 
 @intrinsic
+def store_line(typingctx, array, index, low, high, total):
+    """Store a cache line of 32 bfloat16, `low` first; return total plus what was stored, in lanes.
+
+    Lane i adds numbers 2 i and 2 i + 1. What is stored by halves cannot be forwarded to a load of
+    the whole line. For float arrays nothing happens, see `store_pair`.
+    """
+
+    def codegen(context, builder, sig, args):
+        array_, index_, low_, high_, total_ = args
+        if array.dtype != types.uint16 or not HAS_BF16_DOT:
+            return total_
+        name = "x86.avx512bf16.cvtne2ps2bf16.512"
+        line = call_llvm(builder, name, ir.VectorType(_i16, 32), [high_, low_])
+        store_vector(builder, line, pointer_to(context, builder, array, array_, index_), 2)
+        words = ir.VectorType(_i32, 16)
+        ones = constant(words, 0x3F803F80)
+        name, words_ = "x86.avx512bf16.dpbf16ps.512", builder.bitcast(line, words)
+        return call_llvm(builder, name, total_.type, [total_, words_, ones])
+
+    return total(array, types.int64, low, high, total), codegen
+
+
+@intrinsic
 def splat(typingctx, array, number):
     """`number` in every lane, as the float type of `array`."""
     dtype = float_of(array)
@@ -305,9 +328,28 @@ def absolute(typingctx, a):
 
 
 @intrinsic
+def ceil(typingctx, a):
+    def emit(builder, x):
+        return call_llvm(builder, f"ceil.{suffix_of(x.type)}", x.type, [x])
+
+    return a(a), _elementwise(emit)
+
+
+@intrinsic
 def select(typingctx, mask, a, b):
     """a where `mask` holds, else b."""
     return a(mask, a, a), _elementwise(lambda builder, m, x, y: builder.select(m, x, y))
+
+
+@intrinsic
+def holds_everywhere(typingctx, mask):
+    """Whether a mask holds in every lane."""
+
+    def emit(builder, m):
+        bits = builder.bitcast(m, ir.IntType(m.type.count))
+        return builder.icmp_unsigned("==", bits, ir.Constant(bits.type, -1))
+
+    return types.boolean(mask), _elementwise(emit)
 
 
 @intrinsic
@@ -335,14 +377,14 @@ def at_least(typingctx, a, b):
     return Mask(a.dtype)(a, a), _elementwise(lambda builder, x, y: builder.fcmp_ordered(">=", x, y))
 
 
-def _chebyshev(function, low, high, degree) -> list[float]:
+def chebyshev(function, low, high, degree) -> list[float]:
     """Coefficients, constant first, of the interpolation of `function` at Chebyshev nodes."""
     fit = np.polynomial.Chebyshev.interpolate(function, degree, domain=[low, high])
     return fit.convert(kind=np.polynomial.Polynomial).coef.tolist()
 
 
 # Interpolation errors, relative: 4e-9 (float32 rounds at 6e-8) and 3e-17 (float64 at 1.1e-16).
-_EXP2 = {32: _chebyshev(np.exp2, -0.5, 0.5, 6), 64: _chebyshev(np.exp2, -0.5, 0.5, 12)}
+_EXP2 = {32: chebyshev(np.exp2, -0.5, 0.5, 6), 64: chebyshev(np.exp2, -0.5, 0.5, 12)}
 _TANH_LIMIT = 0.55  # below it 1 - exp(-2x) cancels, so tanh(x) / x is a polynomial in x^2
 
 
@@ -352,12 +394,13 @@ def _tanh_ratio(square):
 
 
 _TANH = {
-    32: _chebyshev(_tanh_ratio, 0.0, _TANH_LIMIT**2, 5),
-    64: _chebyshev(_tanh_ratio, 0.0, _TANH_LIMIT**2, 11),
+    32: chebyshev(_tanh_ratio, 0.0, _TANH_LIMIT**2, 5),
+    64: chebyshev(_tanh_ratio, 0.0, _TANH_LIMIT**2, 11),
 }
 
 
-def _horner(builder, x, coefficients):
+def horner(builder, x, coefficients):
+    """Emit the polynomial of these coefficients, constant first, at x."""
     result = constant(x.type, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         result = fuse(builder, result, x, constant(x.type, coefficient))
@@ -374,7 +417,7 @@ def _emit_exp2(builder, x):
     underflows = builder.fcmp_ordered("<", x, constant(kind, smallest))
     shifted = builder.fadd(x, magic)
     fraction = builder.fsub(x, builder.fsub(shifted, magic))
-    power = _horner(builder, fraction, _EXP2[64 if is_double else 32])
+    power = horner(builder, fraction, _EXP2[64 if is_double else 32])
     exponent = builder.shl(builder.bitcast(shifted, word), constant(word, mantissa))
     result = builder.bitcast(builder.add(builder.bitcast(power, word), exponent), kind)
     return builder.select(underflows, constant(kind, 0.0), result)
@@ -387,7 +430,7 @@ def _emit_tanh(builder, x):
     decay = _emit_exp2(builder, builder.fmul(magnitude, constant(kind, -2.0 / math.log(2.0))))
     large = builder.fdiv(builder.fsub(one, decay), builder.fadd(one, decay))
     large = call_llvm(builder, f"copysign.{suffix_of(kind)}", kind, [large, x])
-    ratio = _horner(builder, builder.fmul(x, x), _TANH[64 if kind.element == _f64 else 32])
+    ratio = horner(builder, builder.fmul(x, x), _TANH[64 if kind.element == _f64 else 32])
     is_small = builder.fcmp_ordered("<", magnitude, constant(kind, _TANH_LIMIT))
     return builder.select(is_small, builder.fmul(x, ratio), large)
 
