@@ -190,6 +190,8 @@ def test_mla_decode_reads_a_latent_once_for_all_heads():
     )
     assert one_key_head.flops == cost.flops
     assert one_key_head.bytes_read - cost.bytes_read == 128 * 4096 * 512 * 2  # values are keys
+    narrow = mla_decode_cost([9], num_q_heads=2, latent_dim=512, rope_dim=64, cache_itemsize=1)
+    assert narrow.bytes_read == 9 * (576 + 2 * 4) + 2 * 576 * 2
 
 
 def test_costs_of_the_copying_ops_by_hand():

@@ -329,13 +329,15 @@ def mla_decode_cost(
     rope_dim: int,
     seqlens_q: Sequence[int] | None = None,
     itemsize: int = 2,
+    cache_itemsize: int | None = None,
 ) -> Cost:
     """Cost attention over a paged cache of latents, whose keys are its values too.
 
     Each token costs R + Dr elements once, for all heads; each pair 2 (R + Dr) + 2 R FLOPs a head.
 
     Args:
-        seqlens_k, seqlens_q, itemsize: as for `paged_attention_cost`.
+        seqlens_k, seqlens_q, itemsize, cache_itemsize: as for `paged_attention_cost`; 8-bit latents
+            are read with two float32 scales.
         num_q_heads: Hq.
         latent_dim, rope_dim: R and Dr.
     """
@@ -344,8 +346,10 @@ def mla_decode_cost(
     for new, length in zip(seqlens_q, seqlens_k, strict=True):
         pairs += visible_pairs(new, length, window_right=0)
         keys += length if new else 0
+    cache_itemsize = itemsize if cache_itemsize is None else cache_itemsize
     tokens, width = sum(seqlens_q), latent_dim + rope_dim
-    read = (keys + tokens * num_q_heads) * width * itemsize
+    read = keys * (width * cache_itemsize + (8 if cache_itemsize == 1 else 0))
+    read += tokens * num_q_heads * width * itemsize
     written = tokens * num_q_heads * latent_dim * itemsize
     return Cost(2 * pairs * num_q_heads * (width + latent_dim), read, written)
 

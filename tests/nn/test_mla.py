@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewise.cache.spec import LatentLayer
 from tilewise.nn import (
     AttentionContext,
     MultiheadLatentAttention,
@@ -96,11 +97,16 @@ def test_dense_path_and_its_gradients_are_within_the_budget(case):
 
 
 def paged(
-    attention: MultiheadLatentAttention, x: Tensor, counts: list[int], *, invariant: bool = False
+    attention: MultiheadLatentAttention,
+    x: Tensor,
+    counts: list[int],
+    *,
+    invariant: bool = False,
+    kv: LatentLayer | None = None,
 ) -> Tensor:
     """Feed the rows of one sequence in steps of `counts`, over a cache of blocks of four."""
     rope = rope_of(x.shape[0])
-    kv = torch.full((9, 4, 20), float("nan"))
+    kv = torch.full((9, 4, 20), float("nan")) if kv is None else kv
     blocks = torch.tensor([[3, 0, 4, 8, 1, 2]], dtype=torch.int32)
     rows, first = [], 0
     for count in counts:
@@ -179,6 +185,23 @@ def test_a_mixed_step_expands_prompts_and_absorbs_single_tokens(monkeypatch):
         absorbed = attention(x, step_rope, ctx=ctx, kv=kv)
     torch.testing.assert_close(mixed, absorbed)
     torch.testing.assert_close(mixed[1:10], attention(x[None, 1:10], rope)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=lambda d: str(d)[6:])
+def test_steps_over_an_8_bit_cache_absorbed_and_expanded_agree(dtype, monkeypatch):
+    """On what the cache holds the two forms differ by roundings; from the exact by its own."""
+    attention, x, results = make("compressed_queries"), torch.randn(23, E), []
+    with torch.no_grad():
+        exact = attention(x[None], rope_of(23))[0]
+    for expanding_run in (1, 99):
+        monkeypatch.setattr(MultiheadLatentAttention, "expanding_run", expanding_run)
+        cache = torch.full((9, 4, 20), -1, dtype=torch.int8).view(dtype)
+        results.append(
+            paged(attention, x, [9, 1, 5, 8], kv=(cache, torch.full((9, 4, 2), float("nan"))))
+        )
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    error = float((results[0] - exact).square().mean() / exact.square().mean()) ** 0.5
+    assert 1e-4 < error < (0.03 if dtype == torch.int8 else 0.12)
 
 
 def test_batch_invariant_steps_are_absorbed(monkeypatch):

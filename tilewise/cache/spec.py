@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["QUANTISED_DTYPES", "CacheSpec", "KVLayer", "KVSpec", "kv_layer"]
+__all__ = ["QUANTISED_DTYPES", "CacheSpec", "KVLayer", "KVSpec", "LatentLayer", "kv_layer"]
 
 # Caches of these dtypes hold a float32 scale beside each token's channels of a head.
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 # One layer's cache: k_cache, v_cache and, of an 8-bit one, k_scale and v_scale.
 KVLayer = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
+# One layer's latents: latent_cache and, of an 8-bit one, latent_scale.
+LatentLayer = Tensor | tuple[Tensor, Tensor]
 
 
 def kv_layer(tensors: Sequence[Tensor]) -> KVLayer:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.cache.spec import LatentLayer
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.layers import RMSNorm
 
@@ -84,7 +85,7 @@ class MultiheadLatentAttention(nn.Module):
         rope: tuple[Tensor, Tensor],
         *,
         ctx: AttentionContext | None = None,
-        kv: Tensor | None = None,
+        kv: LatentLayer | None = None,
     ) -> Tensor:
         """Attend within each sequence of a dense batch, or over a paged cache of latents.
 
@@ -96,7 +97,8 @@ class MultiheadLatentAttention(nn.Module):
             x: (B, S, E) dense and differentiable; (T, E) packed when ctx and kv are given.
             rope: cos and sin, float32, as apply_rope takes them for Dr channels.
             ctx: where the rows of x belong; the new latents are written first.
-            kv: this layer's latent cache, (num_blocks, block_size, R + Dr).
+            kv: this layer's latent cache, (num_blocks, block_size, R + Dr); an 8-bit one with its
+                scales, (num_blocks, block_size, 2) float32, as a pair.
 
         Returns:
             Same shape as x.
@@ -123,7 +125,8 @@ class MultiheadLatentAttention(nn.Module):
             )
             y: Tensor = self.o_proj(o.flatten(-2))
             return y
-        ops.write_latent_cache(latent, k_rope, kv, ctx.slot_mapping)
+        cache, scale = _with_scale(kv)
+        ops.write_latent_cache(latent, k_rope, cache, ctx.slot_mapping, latent_scale=scale)
         expanded = self._expanded_sequences(ctx)
         if expanded is None or len(expanded) == 0:
             return self._absorbed(c_q, rope, ctx, kv)
@@ -194,7 +197,7 @@ class MultiheadLatentAttention(nn.Module):
         return q_nope, ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
 
     def _absorbed(
-        self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: Tensor
+        self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: LatentLayer
     ) -> Tensor:
         """Attend from (T, m) to the cached latents themselves."""
         w_uk, w_uv = self._up_projections()
@@ -206,15 +209,17 @@ class MultiheadLatentAttention(nn.Module):
             q_rope = torch.einsum("tm,hdm->thd", c_q, weight)
             q_rope = ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
             q_latent = torch.einsum("tm,hmr->thr", c_q, self.e)
+        cache, scale = _with_scale(kv)
         o = ops.mla_decode(
             q_latent.contiguous(),
             q_rope,
-            kv,
+            cache,
             block_table=ctx.block_table,
             seqlens_k=ctx.seqlens_k,
             cu_seqlens_q=ctx.cu_seqlens_q,
             max_seqlen_q=ctx.max_seqlen_q,
             softmax_scale=self.softmax_scale,
+            latent_scale=scale,
             batch_invariant=ctx.batch_invariant,
         )
         if self.f is not None:
@@ -223,13 +228,14 @@ class MultiheadLatentAttention(nn.Module):
         return y
 
     def _expanded(
-        self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: Tensor
+        self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: LatentLayer
     ) -> Tensor:
         """Attend from (T, m) to keys and values made of the cached latents."""
         w_uk, w_uv = self._up_projections()
+        cache, scale = _with_scale(kv)
         o = ops.mla_prefill(
             torch.cat(self._queries(c_q, rope), dim=-1),
-            kv,
+            cache,
             w_uk,
             w_uv,
             block_table=ctx.block_table,
@@ -237,6 +243,7 @@ class MultiheadLatentAttention(nn.Module):
             cu_seqlens_q=ctx.cu_seqlens_q,
             max_seqlen_q=ctx.max_seqlen_q,
             softmax_scale=self.softmax_scale,
+            latent_scale=scale,
         )
         assert isinstance(o, Tensor)
         y: Tensor = self.o_proj(o.flatten(-2))
@@ -252,6 +259,11 @@ class MultiheadLatentAttention(nn.Module):
             runs = ctx.cu_seqlens_q.diff().tolist()
             return [b for b, run in enumerate(runs) if run >= self.expanding_run]
         return list(range(num_seqs)) if num_tokens == num_seqs * longest else None
+
+
+def _with_scale(kv: LatentLayer) -> tuple[Tensor, Tensor | None]:
+    """Return latent_cache, and latent_scale of an 8-bit one."""
+    return kv if isinstance(kv, tuple) else (kv, None)
 
 
 def _subset(ctx: AttentionContext, chosen: Tensor) -> tuple[Tensor, AttentionContext]:

@@ -196,7 +196,8 @@ def _explain_mla(
         latent_dim=spec.v_head_dim,
         rope_dim=spec.head_dim - spec.v_head_dim,
         seqlens_q=options.cu_seqlens_q.diff().tolist(),
-        itemsize=spec.cache_dtype.itemsize,
+        itemsize=spec.dtype.itemsize,
+        cache_itemsize=spec.cache_dtype.itemsize,
     )
     return Explanation(op_name, backend, refusals, tiles, cost_of, _seconds(cost_of, q_latent))
 
