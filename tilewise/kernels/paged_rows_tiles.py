@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import (
     PROGRAMS_PER_SM,
+    SMALL_TILE_ROWS,
     TileConfig,
     paged_rows_config,
     paged_split_config,
 )
 
 MIN_SPLIT_KEYS = 256  # a split writes and reads its rows in float32: for 128 rows, 256 keys' bytes
-SPLIT_CONFIG_ROWS = 64  # rows of a key head up to which the smaller tiles of short runs serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RowsPlan:
 def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
     """Tiles for a call's longest run; with batch_invariant a function of the widths alone."""
     run = max(1, spec.max_seqlen_q)
-    if not spec.batch_invariant and run * spec.group_size <= SPLIT_CONFIG_ROWS:
+    if not spec.batch_invariant and run * spec.group_size <= SMALL_TILE_ROWS:
         return paged_split_config(spec, run, arch)
     return paged_rows_config(spec, arch)
 
@@ -61,7 +61,7 @@ def plan_rows(
     if spec.window_left >= 0:
         span = min(span, spec.window_left + run + config.tile_n)
     key_tiles = max(1, -(-span // config.tile_n))
-    per_sm = PROGRAMS_PER_SM if config.tile_m <= SPLIT_CONFIG_ROWS else 1
+    per_sm = PROGRAMS_PER_SM if config.tile_m <= SMALL_TILE_ROWS else 1
     target = max(1, sm_count * per_sm // spec.num_kv_heads)
     split_tiles = max(1, MIN_SPLIT_KEYS // config.tile_n)
     # At least so many tiles of rows there are; half a wave of them can be cut in two.

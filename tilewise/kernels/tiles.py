@@ -67,6 +67,7 @@ class PagedWork:
 
 
 MAX_SPLIT_RUN = 8  # new tokens: speculative drafts; longer runs reuse keys enough without splits
+SMALL_TILE_ROWS = 64  # rows of a key head that one tile of the split kernel holds
 MIN_SPLIT_KEYS = 128  # 1,024 keys alone: 10.2 us with 128, 12.0 with 256 (H200, 2026-11-20)
 INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
 PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
@@ -159,11 +160,14 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     rows_config: TileConfig | None = paged_rows_config(spec, arch)
     assert rows_config is not None
     programs = -(-longest * spec.group_size // rows_config.tile_m) * spec.num_kv_heads
+    # 16 new tokens after 8,192, 32/8 heads: 27 us here, 28 there; 64 after 32,768: 204 and 113
+    # (H200, 2026-11-22). Both kernels split keys.
+    is_small = longest * spec.group_size <= SMALL_TILE_ROWS
     if longest == 1:
         split_run, rows_config = 1, None
     elif spec.batch_invariant:
         split_run = 1
-    elif longest <= MAX_SPLIT_RUN or programs * spec.num_seqs * 2 <= sm_count:
+    elif longest <= MAX_SPLIT_RUN or (is_small and programs * spec.num_seqs * 2 <= sm_count):
         split_run, rows_config = longest, None
     else:
         split_run = 0 if spec.num_tokens == spec.num_seqs * longest else 1
