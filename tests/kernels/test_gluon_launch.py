@@ -11,7 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilewise.kernels.gluon import _descriptors, _launch
+from tests.kernels.attention_problem import BRAIN, CAUSAL, Call, make_problem
+from tilewise.kernels import device
+from tilewise.kernels.gluon import (
+    _descriptors,
+    _launch,
+    _repeat,
+    attention_fwd_launch,
+    attention_fwd_repeat,
+)
 
 _SIZES = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float}
 
@@ -174,3 +182,84 @@ def test_a_descriptor_does_not_keep_its_tensor_alive():
     _descriptors.descriptor(x, 64, 64)
     del x
     assert watched() is None
+
+
+def test_a_repeated_launch_takes_new_addresses_and_keeps_the_rest(driver):
+    types = ["b8", *["u32"] * 4, *["u64"] * 4, "u64", "u32", "f32", "u64", "u64"]
+    kernel = Kernel([*types, *SCRATCH], ("tensordesc", *KINDS))
+    driver.types = types
+    x = torch.zeros(2, 128, 3, 64, dtype=torch.bfloat16)
+    given, _ = arguments(number=-8)
+    given = (_descriptors.descriptor(x, 64, 64), *given)
+    assert _launch.launch(kernel, 9, *given) is None
+    prepared = _launch.launch(kernel, 9, *given)
+    repeat = _repeat.Repeat(prepared, 9, given)
+    repeat.start((16, 32, 48), (4096,))
+    (first, again) = driver.seen
+    assert again[:4] == first[:4]
+    shape_and_strides = first[4][1:9]
+    assert again[4] == [4096, *shape_and_strides, 16, -8, 0.5, 32, 48]
+    _launch.launch(kernel, 9, *given)
+    assert driver.seen[2] == first  # whose parameters lie elsewhere
+
+
+class TestForwardPass:
+    """A call of attention whose spec and strides were seen before."""
+
+    @pytest.fixture
+    def launches(self, monkeypatch):
+        """Count launches; what repeats them keeps the addresses that it is given."""
+        seen = []
+
+        class Again:
+            device = 0
+
+            def __init__(self, prepared, grid, arguments):
+                del prepared, grid, arguments
+
+            def start(self, addresses, maps):
+                seen.append((addresses, len(maps)))
+
+        def launch(*arguments, **constants):
+            del arguments, constants
+            seen.append("anew")
+            return "prepared"
+
+        monkeypatch.setattr(attention_fwd_launch, "launch", launch)
+        monkeypatch.setattr(attention_fwd_launch, "Repeat", Again)
+        monkeypatch.setattr(attention_fwd_repeat, "map_address", id)
+        monkeypatch.setattr(attention_fwd_repeat, "_calls", {})
+        monkeypatch.setattr(device, "sm_count_of", lambda _: 132)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        return seen
+
+    def run(self, problem, **changes):
+        tensors = problem.tensors | changes
+        return attention_fwd_launch.launch_fwd(
+            problem.q, problem.k, problem.v, problem.spec, **tensors
+        )
+
+    def test_other_tensors_of_the_same_call_are_not_looked_at_again(self, launches):
+        call = Call(70, 80, (4, 2), (64, 64), 2, BRAIN, CAUSAL, alibi="heads")
+        first, second = (make_problem(call, "cpu") for _ in range(2))
+        self.run(first)
+        o, lse = self.run(second)
+        assert launches[0] == "anew"
+        ((addresses, maps),) = launches[1:]
+        assert maps == 6
+        slopes = second.alibi_slopes.data_ptr()
+        assert (*addresses[:2], addresses[3]) == (o.data_ptr(), lse.data_ptr(), slopes)
+        assert (o.shape, lse.shape) == ((2, 70, 4, 64), (2, 4, 70))
+
+    def test_what_differs_is_launched_anew(self, launches):
+        problem = make_problem(
+            Call(70, 80, (4, 2), (64, 64), 2, BRAIN, CAUSAL, alibi="heads"), "cpu"
+        )
+        self.run(problem)
+        slopes = problem.alibi_slopes
+        self.run(problem, alibi_slopes=slopes.expand(2, 4).contiguous())  # of sequences
+        self.run(problem, alibi_slopes=slopes.repeat_interleave(2)[::2])  # not contiguous
+        self.run(problem, alibi_slopes=torch.cat([slopes, slopes])[1:5])  # not aligned
+        problem.k = problem.k.transpose(1, 2).contiguous().transpose(1, 2)  # other strides
+        self.run(problem)
+        assert launches == ["anew"] * 5

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.flop_counter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise import masks, ops
+from tilewise.ops import _gradient
 from tilewise.ops._attention_op import AttentionOptions
 from tilewise.testing import make_paged_cache, make_qkv
 
@@ -171,3 +174,47 @@ def test_autocast_computes_in_the_low_precision_dtype():
     assert o.dtype == torch.bfloat16
     o.sum().backward()
     assert q.grad.dtype == torch.float32
+
+
+class TestPastTheDispatcher:
+    """A short call on a GPU skips the dispatcher, but only where nobody would notice."""
+
+    @pytest.fixture(autouse=True)
+    def on_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+
+    @staticmethod
+    def unwatched(*args) -> bool:
+        return _gradient._unwatched(args)
+
+    def test_where_nobody_watches(self):
+        x, leaf = torch.zeros(2), torch.zeros(2, requires_grad=True)
+        assert self.unwatched(x, None, 3, x)
+        with torch.no_grad():
+            assert self.unwatched(x, leaf)
+
+    def test_not_where_a_gradient_or_a_tangent_is_wanted(self):
+        x = torch.zeros(2)
+        assert not self.unwatched(x, torch.zeros(2, requires_grad=True))
+        with torch.autograd.forward_ad.dual_level():
+            assert not self.unwatched(x)
+
+    def test_not_under_a_transform_a_mode_or_a_profiler(self):
+        seen = []
+        torch.func.vmap(lambda x: seen.append(self.unwatched(x)) or x)(torch.zeros(2, 2))
+        x = torch.zeros(2)
+        for watch in (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.utils.flop_counter.FlopCounterMode(display=False),
+            torch.overrides.BaseTorchFunctionMode(),
+            torch.profiler.profile(),
+        ):
+            with watch:
+                seen.append(self.unwatched(x))
+        assert seen == [False] * 5
+
+    def test_not_on_subclasses_of_tensors(self):
+        class Mine(torch.Tensor):
+            pass
+
+        assert not self.unwatched(torch.zeros(2), torch.zeros(2).as_subclass(Mine))

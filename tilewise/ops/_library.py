@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("tilewise", "DEF")
+_kernels: dict[str, Callable[..., Any]] = {}
 
 
 def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -25,9 +26,15 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     """
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.split("(", 1)[0]
-    LIBRARY.impl(name, _where_its_tensors_are(kernel), "CompositeExplicitAutograd")
+    _kernels[name] = _where_its_tensors_are(kernel)
+    LIBRARY.impl(name, _kernels[name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.tilewise, name).default
+
+
+def kernel_of(name: str) -> Callable[..., Any]:
+    """Return what the op `name` runs below the dispatcher on real tensors."""
+    return _kernels[name]
 
 
 def _where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:

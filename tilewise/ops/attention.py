@@ -6,11 +6,14 @@ from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
+import tilewise.ops._attention_gradient
 import tilewise.ops._attention_vmap  # noqa: F401, to register its rules
 from tilewise.masks import BlockMask
 from tilewise.ops._attention_args import Window, prepare_dense, prepare_packed
-from tilewise.ops._attention_gradient import attention_fwd
+from tilewise.ops._gradient import lean
 from tilewise.ops.dropout import Seed
+
+attention_fwd = lean("attention_fwd")
 
 
 class _Shared(TypedDict, total=False):

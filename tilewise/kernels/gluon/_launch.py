@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descrip
 
 from tilewise.kernels.gluon._descriptors import driver, found_kind, parameters_of
 
-__all__ = ["launch"]
+__all__ = ["Prepared", "launch"]
 
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_REMEMBERED = 1024
@@ -31,7 +31,9 @@ _remembered: dict[tuple[object, ...], _Calls] = {}
 _lock = threading.Lock()
 
 
-def launch(kernel: Any, grid: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: int, *arguments: Any, num_warps: int = 4, **constants: Any
+) -> Prepared | None:
     """Run `kernel` on `grid` CTAs, on the current stream of the current device.
 
     Args:
@@ -41,6 +43,9 @@ def launch(kernel: Any, grid: int, *arguments: Any, num_warps: int = 4, **consta
             do_not_specialize: inside a tuple Triton compiles anew for each kind of value.
         num_warps: of the default partition; the workers' warps come on top.
         constants: its constexpr parameters, by name.
+
+    Returns:
+        what was launched, for `_repeat.Repeat`; None where Triton's launcher did it.
     """
     leaves: list[Any] = []
     for argument in arguments:
@@ -63,6 +68,8 @@ def launch(kernel: Any, grid: int, *arguments: Any, num_warps: int = 4, **consta
         compiled = kernel[(grid,)](*arguments, num_warps=num_warps, **constants)
         if kind not in calls.prepared:
             calls.prepared[kind] = _prepare(compiled, arguments)
+        return None
+    return prepared
 
 
 def _refuse_numbers_in_tuples(arguments: tuple[Any, ...]) -> None:
@@ -89,7 +96,7 @@ class _Calls:
         numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, int | float | Tensor)]
         # A second place makes it return a tuple of one number, too; `values` cuts it off.
         self._numbers = operator.itemgetter(*numbers, 0, 0)
-        self.prepared: dict[tuple[object, ...], _Prepared | None] = {}
+        self.prepared: dict[tuple[object, ...], Prepared | None] = {}
 
     def kind_of(self, leaves: list[Any]) -> tuple[object, ...]:
         """Return what Triton compiles anew for; tensors become their addresses in `leaves`."""
@@ -107,12 +114,13 @@ class _Calls:
         return values
 
 
-class _Prepared:
+class Prepared:
     """A compiled kernel and the memory of its parameters.
 
     Attributes:
-        form: of the numbers and addresses among them, for `struct`.
+        device: the index of the device that it was loaded on.
         places: the first parameter of each descriptor, and how many it has.
+        positions: of each number or address the parameter, and where it lies among all of them.
     """
 
     def __init__(
@@ -121,40 +129,57 @@ class _Prepared:
         self._function = ctypes.c_void_p(compiled.function)
         self._threads = 32 * compiled.metadata.num_warps
         self._shared = compiled.metadata.shared
-        self._device = device
-        self._pack = struct.Struct(form).pack_into
-        self._numbers = ctypes.create_string_buffer(max(1, struct.calcsize(form)))
+        self.device = device
+        self._form = struct.Struct(form)
+        self._numbers = ctypes.create_string_buffer(max(1, self._form.size))
         self._scratch = ctypes.c_void_p(0)
-        self._places = places
-        end = max([*order, *(place.stop - 1 for place in places), -1]) + 1
-        self._pointers = (ctypes.c_void_p * (end + _SCRATCH_POINTERS))()
-        at = ctypes.addressof(self._numbers)
-        for position, letter in zip(order, form[1:], strict=True):
-            self._pointers[position] = at
-            at += struct.calcsize("=" + letter)
-        for position in range(end, end + _SCRATCH_POINTERS):
-            self._pointers[position] = ctypes.addressof(self._scratch)
+        self.places = places
+        self.positions = [
+            (position, struct.calcsize(form[: 1 + index])) for index, position in enumerate(order)
+        ]
+        self._end = max([*order, *(place.stop - 1 for place in places), -1]) + 1
+        self._pointers = self.new_pointers()
+        start = ctypes.addressof(self._numbers)
+        for position, offset in self.positions:
+            self._pointers[position] = start + offset
+
+    def new_pointers(self) -> Any:
+        """Return pointers to all parameters; those to numbers and descriptors are to be set."""
+        pointers = (ctypes.c_void_p * (self._end + _SCRATCH_POINTERS))()
+        for position in range(self._end, self._end + _SCRATCH_POINTERS):
+            pointers[position] = ctypes.addressof(self._scratch)
+        return pointers
+
+    def new_numbers(self, values: list[Any]) -> Any:
+        """Return memory that holds these numbers and addresses."""
+        memory = ctypes.create_string_buffer(max(1, self._form.size))
+        self._form.pack_into(memory, 0, *values)
+        return memory
 
     def start(self, grid: int, leaves: list[Any], calls: _Calls) -> bool:
         """Launch with these arguments; False when a number does not fit its parameter."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         with _lock:
             try:
-                self._pack(self._numbers, 0, *calls.values(leaves))
+                self._form.pack_into(self._numbers, 0, *calls.values(leaves))
             except struct.error:
                 return False
-            for place, index in zip(self._places, calls.descriptors, strict=True):
+            for place, index in zip(self.places, calls.descriptors, strict=True):
                 self._pointers[place] = parameters_of(leaves[index])
-            status = driver().cuLaunchKernel(
-                self._function, grid, 1, 1, self._threads, 1, 1, self._shared,
-                ctypes.c_void_p(stream), self._pointers, None,
-            )  # fmt: skip
-        if status != 0:
-            raise RuntimeError(f"cuLaunchKernel failed with CUDA error {status}")
+            self.submit(grid, stream, self._pointers)
         return True
 
+    def submit(self, grid: int, stream: int, pointers: Any) -> None:
+        """Start the kernel; pointers: to its parameters, which the driver copies."""
+        status = driver().cuLaunchKernel(
+            self._function, grid, 1, 1, self._threads, 1, 1, self._shared,
+            ctypes.c_void_p(stream), pointers, None,
+        )  # fmt: skip
+        if status != 0:
+            raise RuntimeError(f"cuLaunchKernel failed with CUDA error {status}")
 
-def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Prepared | None:
+
+def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> Prepared | None:
     """Match the kernel's parameters with its arguments, or return None when they do not match."""
     leaves = [
         leaf
@@ -188,7 +213,7 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Prepared | None:
         return None
     if _parameter_types(compiled.asm["ptx"]) != [*types, *["u64"] * _SCRATCH_POINTERS]:
         return None
-    return _Prepared(compiled, form, order, places, torch.cuda.current_device())
+    return Prepared(compiled, form, order, places, torch.cuda.current_device())
 
 
 def _is_on_gpu(leaves: list[Any]) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon._descriptors import addressable, descriptor
 from tilewise.kernels.gluon._launch import launch
+from tilewise.kernels.gluon._repeat import Repeat
 from tilewise.kernels.gluon._tiles import PLAN_FIELDS
-from tilewise.kernels.gluon.attention_fwd import Tensors, Tile, Variant, attention_fwd_kernel
+from tilewise.kernels.gluon.attention_fwd import Tensors, Tile, attention_fwd_kernel
+from tilewise.kernels.gluon.attention_fwd_choice import choice
+from tilewise.kernels.gluon.attention_fwd_repeat import Remembered, key_of, recall, remember
 from tilewise.kernels.gluon.attention_fwd_tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.attention_plan import (
     CLEAR_ROWS,
@@ -28,16 +32,9 @@ from tilewise.kernels.triton._mask import mask_reach_kernel
 __all__ = ["launch_fwd", "tile_config_fwd", "why_not_fwd"]
 
 _MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
-_CHANNELS = 8  # 16 bytes: what strides and widths of o are counted in
-# K and V of the heads whose tiles are computed side by side: 16 MiB of Hopper's 50 MB L2 was the
-# best of 4 to 64 (H200, causal, 16,384 tokens, 2026-11-20).
-_SECTION_BYTES = 16 << 20
 # Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
 # there.
 _WIDEST_SOFTCAP = 1024.0
-# Of capped logits with the exponents of bfloat16: exp(-2 * 40) is 2**-116, no denormal, so that
-# the cap may stand for the maximum of a row.
-_WIDEST_BOUND = 40.0
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
@@ -80,6 +77,14 @@ def launch_fwd(
     Returns:
         o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
     """
+    key = None
+    vectors = (seqlens_k, alibi_slopes, sinks, philox)
+    if tile is None and bias is None and mask is None and not spec.is_varlen:
+        key = key_of(q, k, v, spec, vectors)
+        remembered = recall(key)
+        results = None if remembered is None else remembered.run(q, k, v, vectors)
+        if results is not None:
+            return results
     rows = q.shape[0] if spec.is_varlen else q.shape[1]
     heads = spec.num_q_heads
     o = torch.empty((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype, device=q.device)
@@ -90,9 +95,10 @@ def launch_fwd(
     bias_strides, bias_pairs = _bias_strides(bias)
     bias_rows = bias_strides[2] != 0
     tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
-    variant, numbers = _choice(spec, tile, bias_rows, bias_pairs)
+    variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
     # Named, because a descriptor does not keep the memory of a copy alive.
-    q, k, v = (addressable(_some(x)) for x in (q, k, v))
+    given = (q, k, v)
+    q, k, v = (addressable(_some(x)) for x in given)
     with device_of(q):
         tensors, upper_bound = _tensors_of(
             o, lse, spec, tile,
@@ -101,68 +107,44 @@ def launch_fwd(
         )  # fmt: skip
         num_heads = heads if spec.is_varlen else spec.batch * heads
         num_tiles = upper_bound * num_heads
-        launch(
-            attention_fwd_kernel, min(num_tiles, device.sm_count_of(q.device)),
-            *_split_descriptors(q, GROUP_ROWS, tile), *_split_descriptors(k, tile.keys, tile),
-            descriptor(v, tile.keys, tile.dv), descriptor(o, GROUP_ROWS, tile.o_columns),
+        descriptors = functools.partial(_descriptors_of, tile=tile)
+        grid = min(num_tiles, device.sm_count_of(q.device))
+        arguments = (
+            *itertools.chain(*descriptors(q, k, v, o)),
             o, lse, _counter(q.device), tensors, num_tiles, upper_bound, num_heads, *numbers,
             0 if spec.is_varlen else heads * rows, rows,
             _alibi_stride(alibi_slopes), *_mask_strides(mask), *bias_strides,
-            tile=tile, variant=variant,
         )  # fmt: skip
+        prepared = launch(attention_fwd_kernel, grid, *arguments, tile=tile, variant=variant)
+        in_place = all(new is old for new, old in zip((q, k, v), given, strict=True))
+        if key is not None and prepared is not None and in_place and _all_aligned(tensors):
+            repeat = Repeat(prepared, grid, arguments)
+            remember(key, Remembered(repeat, o, lse, _counter, descriptors))
     return o, lse
 
 
-def _split_descriptors(x: Tensor, rows: int, tile: Tile) -> tuple[Any, Any]:
+def _all_aligned(tensors: Tensors) -> bool:
+    """Whether all start at multiples of 16 bytes, as remembered launches want them."""
+    return all(x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor))
+
+
+def _descriptors_of(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, tile: Tile
+) -> tuple[tuple[TensorDescriptor, ...], ...]:
+    """Return the descriptors that the kernel takes, in order."""
+    return (
+        _split_descriptors(q, GROUP_ROWS, tile),
+        _split_descriptors(k, tile.keys, tile),
+        (descriptor(v, tile.keys, tile.dv), descriptor(o, GROUP_ROWS, tile.o_columns)),
+    )
+
+
+def _split_descriptors(
+    x: Tensor, rows: int, tile: Tile
+) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return the descriptors of q or k for its first channels and for the rest, if there is one."""
     first = descriptor(x, rows, tile.d)
     return first, descriptor(x, rows, tile.d_rest) if tile.d_rest > 0 else first
-
-
-@functools.lru_cache(maxsize=1024)
-def _choice(
-    spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool
-) -> tuple[Variant, tuple[float, ...]]:
-    """Return the code and the kernel's numbers of `spec`."""
-    heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
-    numbers = (
-        _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
-        heads * width, width, _drop_limit(spec), spec.dropout_scale,
-    )  # fmt: skip
-    return _variant_of(spec, tile, bias_rows, bias_pairs), numbers
-
-
-def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool) -> Variant:
-    """Return which code `spec` needs; a window that hides nothing is compiled away."""
-    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
-    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
-    lengths = spec.is_varlen or spec.has_seqlens_k
-    mask_rows, mask_keys = spec.mask_tile or (0, 0)
-    tail = mask_keys == 0 and spec.max_seqlen_k % tile.keys != 0
-    softcap = "none"
-    if spec.softcap > 0:  # bfloat16 has 8 bits, tanh of the special function unit 11, float16 11
-        softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
-    unshifted = not (spec.has_alibi or spec.has_bias)
-    return Variant(
-        left=left,
-        right=right,
-        ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
-        factored=unshifted and (spec.softcap > 0 or spec.softmax_scale > 0),
-        bounded=unshifted and softcap == "fast" and spec.softcap <= _WIDEST_BOUND,
-        softcap=softcap,
-        alibi=spec.has_alibi,
-        bias=spec.has_bias,
-        bias_rows=bias_rows,
-        bias_pairs=bias_pairs,
-        mask_rows=mask_rows,
-        mask_keys=mask_keys,
-        dropout=spec.dropout_threshold > 0,
-        drops_most=spec.dropout_threshold > 1 << 15,
-        sinks=spec.has_sinks,
-        packed=spec.is_varlen,
-        lengths=spec.has_seqlens_k,
-    )
 
 
 def _tensors_of(
@@ -256,20 +238,6 @@ def _some(x: Tensor) -> Tensor:
     if x.numel() > 0:
         return x
     return x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:]))
-
-
-def _heads_per_section(spec: AttentionSpec) -> int:
-    """Return how many query heads are computed side by side; groups stay whole."""
-    row_bytes = (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
-    key_heads = max(2, _SECTION_BYTES // max(1, spec.max_seqlen_k * row_bytes))
-    num_heads = spec.num_q_heads * (1 if spec.is_varlen else spec.batch)
-    return min(num_heads, key_heads * spec.group_size)
-
-
-def _drop_limit(spec: AttentionSpec) -> int:
-    """Return 65,536 * threshold - 1 as the int32 of the same bits (see `_dropout.Draw`)."""
-    limit = (spec.dropout_threshold << 16) - 1
-    return limit - (1 << 32) if limit >= 1 << 31 else limit
 
 
 def _alibi_stride(slopes: Tensor | None) -> int:

@@ -1,0 +1,80 @@
+"""What a call of the Hopper forward pass is compiled and told: a pure function of its spec."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tilewise.kernels.gluon.attention_fwd import Tile, Variant
+from tilewise.kernels.spec import AttentionSpec
+
+__all__ = ["choice"]
+
+_CHANNELS = 8  # 16 bytes: what strides and widths of o are counted in
+# K and V of the heads whose tiles are computed side by side: 16 MiB of Hopper's 50 MB L2 was the
+# best of 4 to 64 (H200, causal, 16,384 tokens, 2026-11-20).
+_SECTION_BYTES = 16 << 20
+# Of capped logits with the exponents of bfloat16: exp(-2 * 40) is 2**-116, no denormal, so that
+# the cap may stand for the maximum of a row.
+_WIDEST_BOUND = 40.0
+
+
+@functools.lru_cache(maxsize=1024)
+def choice(
+    spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool
+) -> tuple[Variant, tuple[float, ...]]:
+    """Return the code and the kernel's numbers of `spec`."""
+    heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
+    numbers = (
+        _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
+        heads * width, width, _drop_limit(spec), spec.dropout_scale,
+    )  # fmt: skip
+    return _variant_of(spec, tile, bias_rows, bias_pairs), numbers
+
+
+def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool) -> Variant:
+    """Return which code `spec` needs; a window that hides nothing is compiled away."""
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    lengths = spec.is_varlen or spec.has_seqlens_k
+    mask_rows, mask_keys = spec.mask_tile or (0, 0)
+    tail = mask_keys == 0 and spec.max_seqlen_k % tile.keys != 0
+    softcap = "none"
+    if spec.softcap > 0:  # bfloat16 has 8 bits, tanh of the special function unit 11, float16 11
+        softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    unshifted = not (spec.has_alibi or spec.has_bias)
+    return Variant(
+        left=left,
+        right=right,
+        ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
+        factored=unshifted and (spec.softcap > 0 or spec.softmax_scale > 0),
+        bounded=unshifted and softcap == "fast" and spec.softcap <= _WIDEST_BOUND,
+        softcap=softcap,
+        alibi=spec.has_alibi,
+        bias=spec.has_bias,
+        bias_rows=bias_rows,
+        bias_pairs=bias_pairs,
+        mask_rows=mask_rows,
+        mask_keys=mask_keys,
+        dropout=spec.dropout_threshold > 0,
+        drops_most=spec.dropout_threshold > 1 << 15,
+        sinks=spec.has_sinks,
+        packed=spec.is_varlen,
+        lengths=spec.has_seqlens_k,
+    )
+
+
+def _heads_per_section(spec: AttentionSpec) -> int:
+    """Return how many query heads are computed side by side; groups stay whole."""
+    row_bytes = (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
+    key_heads = max(2, _SECTION_BYTES // max(1, spec.max_seqlen_k * row_bytes))
+    num_heads = spec.num_q_heads * (1 if spec.is_varlen else spec.batch)
+    return min(num_heads, key_heads * spec.group_size)
+
+
+def _drop_limit(spec: AttentionSpec) -> int:
+    """Return 65,536 * threshold - 1 as the int32 of the same bits (see `_dropout.Draw`)."""
+    limit = (spec.dropout_threshold << 16) - 1
+    return limit - (1 << 32) if limit >= 1 << 31 else limit
