@@ -99,7 +99,7 @@ def extras_of(
         given |= {"alibi": alibi_slopes.contiguous(), "alibi_batch": batch}
     if bias is not None:
         names = ("bias_batch", "bias_head", "bias_row", "bias_key")
-        given |= {"bias": bias, **dict(zip(names, _bias_strides(bias), strict=True))}
+        given |= {"bias": bias, **dict(zip(names, bias_strides(bias), strict=True))}
     if mask is not None:
         # A copy where needed: the kernels index bits, spans and entries without strides.
         given |= {f"mask_{name}": tensor.contiguous() for name, tensor in mask._asdict().items()}
@@ -114,7 +114,7 @@ def extras_of(
     return Extras(**given)
 
 
-def _bias_strides(bias: Tensor) -> tuple[int, int, int, int]:
+def bias_strides(bias: Tensor) -> tuple[int, int, int, int]:
     """Return the strides of a bias that broadcasts to four dims, 0 where it is broadcast."""
     steps = [step if size > 1 else 0 for size, step in zip(bias.shape, bias.stride(), strict=True)]
     batch, head, row, key = (0,) * (4 - bias.dim()) + tuple(steps)

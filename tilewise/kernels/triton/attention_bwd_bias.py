@@ -16,54 +16,17 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
-from tilewise.kernels.triton._mask import entries_between, entries_of_tile, visible_bits
+from tilewise.kernels.triton._mask import kind_of_tile
+from tilewise.kernels.triton._pairs import products, score_pairs
 from tilewise.kernels.triton._tile import (
     Scores,
     bias_start,
     head_base,
     keys_of_rows,
-    load_bias,
-    logits_log2,
     sequence,
     slope_start,
     span_of_tile,
-    visible,
 )
-
-
-@triton.jit
-def _product(
-    a_base, b_base, a_strides, b_strides, rows_a, rows_b, length_a, length_b,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, unit: tl.constexpr,
-):  # fmt: skip
-    """Return the products of two tiles of rows, summed over WIDTH channels."""
-    channels = tl.arange(0, CHUNK)
-    a_ptrs = a_base + (rows_a.to(tl.int64) * a_strides[1] * unit)[:, None] + channels[None, :]
-    b_ptrs = b_base + (rows_b.to(tl.int64) * b_strides[1] * unit)[:, None] + channels[None, :]
-    product = tl.zeros([rows_a.shape[0], rows_b.shape[0]], tl.float32)
-    for start in range(0, WIDTH, CHUNK):
-        inside = channels[None, :] < WIDTH - start
-        a = tl.load(a_ptrs, mask=(rows_a < length_a)[:, None] & inside, other=0.0)
-        b = tl.load(b_ptrs, mask=(rows_b < length_b)[:, None] & inside, other=0.0)
-        product = tl.dot(a, tl.trans(b), product, input_precision="ieee")
-        a_ptrs += CHUNK
-        b_ptrs += CHUNK
-    return product
-
-
-@triton.jit
-def _kind_of_tile(extras, b, h, row, col, variant: tl.constexpr):
-    """Return the bit tile in which a compute tile lies, -1 for a full tile, -2 for an empty one."""
-    first, full_last, last = entries_of_tile(
-        extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
-        row // variant.mask_q,
-    )  # fmt: skip
-    entries, tile = extras.mask_row_entries, col // variant.mask_k
-    full, full_end = entries_between(entries, first, full_last, tile, tile + 1)
-    partial, partial_end = entries_between(entries, full_last, last, tile, tile + 1)
-    at = entries + partial.to(tl.int64) * 2 + 1
-    number = tl.load(at, mask=partial < partial_end, other=-2)
-    return tl.where(full < full_end, -1, number)
 
 
 @triton.jit(
@@ -90,6 +53,8 @@ def attention_bwd_bias_kernel(
     # The sequences and heads that share this plane are pairs; a part takes each num_parts-th.
     pair_batch, pair_heads = batch // bias_batch, num_q_heads // bias_heads
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    q_step, k_step = strides.q[1] * dims.unit, strides.k[1] * dims.unit
+    do_step, v_step = strides.do[1] * dims.unit, strides.v[1] * dims.unit
     for pair in range(part, pair_batch * pair_heads, num_parts):
         b = plane // bias_heads * pair_batch + pair // pair_heads
         h = plane % bias_heads * pair_heads + pair % pair_heads
@@ -137,31 +102,21 @@ def attention_bwd_bias_kernel(
                 cols = col + tl.arange(0, TILE_N)
                 kind = first_row * 0 - 1
                 if variant.mask_q > 0:
-                    kind = _kind_of_tile(extras, b, h, row, col, variant)
+                    kind = kind_of_tile(extras, b, h, row, col, variant)
                 if kind >= -1:
-                    qk = _product(
-                        q_base, k_base, strides.q, strides.k, rows, cols, length_q, length_k,
-                        dims.d + dims.rest, CHUNK, dims.unit,
+                    qk = products(
+                        q_base, k_base, q_step, k_step, rows, cols, length_q, length_k,
+                        dims.d + dims.rest, CHUNK,
                     )  # fmt: skip
-                    dp = _product(
-                        do_base, v_base, strides.do, strides.v, rows, cols, length_q, length_k,
-                        dims.dv, CHUNK, dims.unit,
+                    dp = products(
+                        do_base, v_base, do_step, v_step, rows, cols, length_q, length_k, dims.dv,
+                        CHUNK,
                     )  # fmt: skip
-                    distance = (rows + (length_k - length_q))[:, None] - cols[None, :]
-                    bias = load_bias(
-                        scores, tl.minimum(rows, length_q - 1), cols, cols < length_k, variant,
-                        False, True,
+                    s, _capped, seen = score_pairs(
+                        qk, row, col, length_q, length_k, key_begin, key_end, kind, scores, extras,
+                        variant,
                     )  # fmt: skip
-                    s, _capped = logits_log2(qk, distance, bias, scores, variant)
-                    seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
-                    seen = seen & (rows < length_q)[:, None]
                     p = tl.exp2(s - lse_log2[:, None])
-                    if variant.mask_q > 0:
-                        allowed = visible_bits(
-                            extras.mask_bits, tl.maximum(kind, 0), row % variant.mask_q,
-                            col % variant.mask_k, variant, TILE_M, TILE_N, False,
-                        )  # fmt: skip
-                        seen = seen & (allowed | (kind < 0))
                     if variant.dropout:
                         keep = kept(draw, row, col, TILE_M, TILE_N, False)
                         dp = tl.where(keep, dp * draw.scale, 0.0)

@@ -114,10 +114,10 @@ def _fold_tile(
     if variant.dropout:
         dp = tl.where(keep, dp * draw.scale, 0.0)
     ds = p * (dp - delta[None, :])
-    if BITS:  # 0 * NaN, where the values of a key that nobody sees are not numbers
-        ds = tl.where(allowed, ds, 0.0)
     if variant.softcap:
         ds *= 1.0 - capped * capped
+    if BITS:  # 0 * NaN, where a key that nobody sees, or its value, is not of numbers
+        ds = tl.where(allowed, ds, 0.0)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     if dims.rest > 0:
         dk_rest = tl.dot(ds.to(q.dtype), q_rest, dk_rest, input_precision="ieee")

@@ -102,10 +102,10 @@ def _fold_tile(
         keep = kept(draw, queries.first_row, first_col, dp.shape[0], dp.shape[1], False)
         dp = tl.where(keep, dp * draw.scale, 0.0)
     ds = tl.exp2(s) * (dp - queries.delta[:, None])
-    if BITS:  # 0 * NaN, where the value of a key that others see is not a number
-        ds = tl.where(seen, ds, 0.0)
     if variant.softcap:
         ds *= 1.0 - capped * capped
+    if BITS:  # 0 * NaN, where the value of a key that others see is not a number
+        ds = tl.where(seen, ds, 0.0)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     if dims.rest > 0:
         dq_rest = tl.dot(ds.to(k.dtype), k_rest, dq_rest, input_precision="ieee")
