@@ -1,6 +1,8 @@
 """Launch attention over a paged cache on the CPU: decoding, prefill chunks and mixtures.
 
-What      one packed call; a sequence with one new row decodes, one with more is a prefill chunk.
+What      one packed call; a sequence with one new row decodes, one with more is a prefill chunk,
+          and so are all with a tree mask. Shared prefixes are calls of their own without a mask,
+          whose queries are the rows of all sequences of a group, and merged by lse.
 Grid      decode.py for single rows, whose cost is reading the cache; forward.py for chunks, whose
           cost is arithmetic: it gathers each tile of keys once and multiplies.
 One call  at most one parallel region of each kind.
@@ -14,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu import merge, simd
 from tilewise.kernels.cpu.attention import run_forward
 from tilewise.kernels.cpu.decode import decode_attention, place_sequences, plan_decode
 from tilewise.kernels.cpu.problem import (
+    LSE,
+    NO_MASK,
     NUM_STARTS,
     Q_LEN,
     Arrays,
@@ -32,7 +36,7 @@ from tilewise.kernels.cpu.problem import (
 from tilewise.kernels.cpu.quantise import BYTE_CODES
 from tilewise.kernels.cpu.rows import DTYPE_CODES, F32, why_not_dtype
 from tilewise.kernels.cpu.threads import run_tasks
-from tilewise.kernels.spec import PagedSpec, scale_per_slot
+from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel, scale_per_slot
 
 _CACHE_LIKE = {
     torch.float32: np.empty(0, np.float32),
@@ -49,8 +53,6 @@ def why_not(spec: PagedSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
-    if spec.has_tree or spec.has_shared:
-        return "tree masks and shared prefixes are not written for it yet"
     if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
         return f"cache dtype must be float64 with float64 q only, got {spec.cache_dtype}"
     if spec.head_dim % 2 or spec.v_head_dim % 2:
@@ -73,6 +75,8 @@ def launch(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    shared: SharedKeys | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from each sequence's new rows to its cached keys, causally.
 
@@ -84,6 +88,8 @@ def launch(
         cu_seqlens_q: int32 (B + 1,).
         alibi_slopes, sinks: (Hq,).
         k_scale, v_scale: (N, P, Hk) or (Hk,) float32 of an 8-bit cache.
+        tree_mask: bool (T, W), in place of causality among a sequence's new rows.
+        shared: leading keys that are read once for a group of sequences.
 
     Returns:
         o (T, Hq, Dv) of q's dtype; lse (Hq, T), float32, float64 for float64.
@@ -92,6 +98,17 @@ def launch(
     """
     q = q.detach()
     q = q if q.stride(-1) == 1 else q.contiguous()
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if shared is not None:
+        skipped = shared.skipped
+        o, lse = launch(
+            q, k_cache, v_cache, spec, block_table=_shifted(block_table, skipped, spec.block_size),
+            seqlens_k=seqlens_k - skipped, cu_seqlens_q=cu_seqlens_q, sinks=sinks,
+            tree_mask=tree_mask, **scales,
+        )  # fmt: skip
+        for level in shared.levels:
+            _add_level(o, lse, q, k_cache, v_cache, spec, level, scales)
+        return o, lse
     assert k_cache.stride(-1) == v_cache.stride(-1) == 1, "cache rows are contiguous"
     o = torch.empty((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=float_type(q.dtype))
@@ -108,11 +125,18 @@ def launch(
         starts, edges, seqlens_k.contiguous().numpy(), q.data_ptr(), _row_bytes(q), o.data_ptr(),
         _row_bytes(o), k_cache.data_ptr(), v_cache.data_ptr(),
     )  # fmt: skip
+    if tree_mask is not None:
+        single, several = 0, single + several
+        mask = tree_mask.contiguous().view(torch.uint8)
+        problem = problem._replace(mask=NO_MASK._replace(
+            tree=mask.view(-1).numpy(), tree_row=mask.shape[1], tree_starts=starts[:, LSE].copy()
+        ))  # fmt: skip
     if single > 0:
         part = problem if single == len(starts) else _subset(problem, starts[:, Q_LEN] == 1)
         _decode(part, lse, k_cache.dtype)
     if several > 0:
-        part = problem if several == len(starts) else _subset(problem, starts[:, Q_LEN] > 1)
+        fewest = 2 if tree_mask is None else 1
+        part = problem if several == len(starts) else _subset(problem, starts[:, Q_LEN] >= fewest)
         if part.sizes.k_scale != 0:
             # 8-bit rows are widened on their way to the tile, to whatever its product multiplies.
             packed = np.empty(0, packed_type(q.dtype, simd.HAS_BF16_DOT))
@@ -160,10 +184,38 @@ def _with_scales(problem: Problem, cache: Tensor, k_scale: Tensor, v_scale: Tens
 
 def _subset(problem: Problem, chosen: np.ndarray) -> Problem:
     """The same call with only the chosen sequences."""
-    arrays = problem.arrays
+    arrays, mask = problem.arrays, problem.mask
+    if mask.tree_row > 0:
+        mask = mask._replace(tree_starts=mask.tree_starts[chosen])
     return problem._replace(
-        arrays=arrays._replace(starts=arrays.starts[chosen], table=arrays.table[chosen])
+        arrays=arrays._replace(starts=arrays.starts[chosen], table=arrays.table[chosen]), mask=mask
     )
+
+
+def _shifted(block_table: Tensor, skipped: Tensor, block_size: int) -> Tensor:
+    """Return the table without the blocks that hold the first `skipped` tokens of a sequence."""
+    first = (skipped // block_size).long()
+    columns = first[:, None] + torch.arange(block_table.shape[1])
+    return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
+
+
+def _add_level(
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    spec: PagedSpec,
+    level: SharedLevel,
+    scales: dict[str, Tensor | None],
+) -> None:
+    """Merge what the groups of a level share into their rows of o and lse."""
+    rows = level.rows.long()
+    own_o, own_lse = launch(
+        q[rows], k_cache, v_cache, spec.of_level(level), block_table=level.block_table,
+        seqlens_k=level.seqlens_k, cu_seqlens_q=level.cu_seqlens_q, **scales,
+    )  # fmt: skip
+    o[rows], lse[:, rows] = merge.launch(o[rows], lse[:, rows], own_o, own_lse)
 
 
 def _describe(
@@ -187,7 +239,7 @@ def _describe(
         head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim,
         window_left=spec.window_left,
-        window_right=0,
+        window_right=0 if spec.causal and not spec.has_tree else -1,
         q_code=DTYPE_CODES[q.dtype],
         k_code=_CODES[k_cache.dtype],
         k_size=size,

@@ -138,6 +138,8 @@ class Mask(NamedTuple):
         num_rows, num_columns: tiles of queries and of keys.
         batch_step, head_step: from list to list of the next sequence and query head, in units of
             num_rows or num_columns lists; 0 where shared.
+        tree, tree_row, tree_starts: a tree mask of paged attention, flat bytes, the length of its
+            rows, and the row of each sequence's first query; row lengths of 0 without one.
     """
 
     shift_q: int
@@ -151,6 +153,9 @@ class Mask(NamedTuple):
     row_entries: np.ndarray
     columns: np.ndarray
     column_entries: np.ndarray
+    tree: np.ndarray = np.empty(0, np.uint8)
+    tree_row: int = 0
+    tree_starts: np.ndarray = np.empty(0, np.int64)
 
 
 _NO_TILES = np.empty(0, np.int32)

@@ -52,6 +52,7 @@ class View(NamedTuple):
         first_tile, first_column: mask tile of queries, and of keys, at the table's start.
         members: heads of a group with masks of their own, 1 where they share one.
         used: whether a tile of TILE_N keys has any kind but EMPTY; filled by `view_rows`.
+        tree: where the tree mask of the sequence begins, -1 without one.
     """
 
     kinds: np.ndarray
@@ -60,6 +61,7 @@ class View(NamedTuple):
     members: int
     width: int
     used: np.ndarray
+    tree: int
 
 
 @intrinsic
@@ -86,8 +88,8 @@ def new_seen(words_like, index_like):
 
 
 @inner
-def _no_view(mask):
-    return View(mask.bits, 0, 0, 0, 0, mask.bits)
+def _no_view(mask, tree):
+    return View(mask.bits, 0, 0, 0, 0, mask.bits, tree)
 
 
 @inner
@@ -102,8 +104,9 @@ def _fill(kinds, base, step, spans, entries, place, first):
 @inner
 def view_rows(sizes, mask, sequence, kv_head, first_row, num_rows):
     """What flat rows first_row ... first_row + num_rows of a key head see by the mask."""
+    tree = mask.tree_starts[sequence] * mask.tree_row if mask.tree_row > 0 else -1
     if mask.shift_q == 0:
-        return _no_view(mask)
+        return _no_view(mask, tree)
     first = first_row // sizes.group >> mask.shift_q
     tiles = ((first_row + num_rows - 1) // sizes.group >> mask.shift_q) - first + 1
     members, width = sizes.group if mask.head_step > 0 else 1, mask.num_columns
@@ -118,14 +121,14 @@ def view_rows(sizes, mask, sequence, kv_head, first_row, num_rows):
             _fill(kinds, base, 1, mask.rows, mask.row_entries, place, 0)
             for entry in range(mask.rows[3 * place], mask.rows[3 * place + 2]):
                 used[(mask.row_entries[2 * entry] << mask.shift_k) // TILE_N] = 1
-    return View(kinds, first, 0, members, width, used)
+    return View(kinds, first, 0, members, width, used, tree)
 
 
 @inner
 def view_columns(sizes, mask, sequence, kv_head, first_key, num_keys):
     """Which rows of a key head see keys first_key ... first_key + num_keys by the mask."""
     if mask.shift_q == 0:
-        return _no_view(mask)
+        return _no_view(mask, -1)
     first = first_key >> mask.shift_k
     width = min((first_key + num_keys - 1 >> mask.shift_k) + 1, mask.num_columns) - first
     members = sizes.group if mask.head_step > 0 else 1
@@ -137,7 +140,7 @@ def view_columns(sizes, mask, sequence, kv_head, first_key, num_keys):
             place = head * mask.num_columns + first + column
             base = member * width + column
             _fill(kinds, base, members * width, mask.columns, mask.column_entries, place, 0)
-    return View(kinds, 0, first, members, width, mask.bits)
+    return View(kinds, 0, first, members, width, mask.bits, -1)
 
 
 @inner
@@ -206,6 +209,19 @@ def _mask_word(mask, view, query, member, key):
 
 
 @inner
+def _tree_word(mask, view, query, first_new, num_new):
+    """32 bits of the tree mask: those before new key 0 are set, those past the last one are not."""
+    if first_new + WORD <= 0:
+        return types.int64(-1)
+    word = types.int64(0)
+    line = view.tree + query * mask.tree_row + first_new
+    for bit in range(min(WORD, num_new - first_new)):
+        if first_new + bit < 0 or mask.tree[line + bit] != 0:
+            word |= types.int64(1) << bit
+    return word
+
+
+@inner
 def _range_word(low, high):
     """32 bits of which those from low to high - 1 are set."""
     low, high = max(low, 0), min(high, WORD)
@@ -228,6 +244,9 @@ def _see_rows(sizes, mask, view, seen, offset, k_len, first_row, rows, key):
                 bits = _range_word(low - word * WORD, high - word * WORD)
                 if bits != 0 and mask.shift_q > 0:
                     bits &= _mask_word(mask, view, query, member, key + word * WORD)
+                if bits != 0 and view.tree >= 0:
+                    first_new = key + word * WORD - offset
+                    bits &= _tree_word(mask, view, query, first_new, k_len - offset)
                 seen.words[row * WORDS + word] = bits
                 if bits != 0:
                     begin, end = min(begin, word * WORD), max(end, word * WORD + WORD)
@@ -260,6 +279,8 @@ def see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
         if kind == EMPTY:
             return False
         is_whole = is_whole and kind == FULL
+    if view.tree >= 0:
+        is_whole = is_whole and key + TILE_N <= offset
     if not is_whole:
         seen.is_whole[0] = 0
         return _see_rows(sizes, mask, view, seen, offset, k_len, first_row, rows, key)
