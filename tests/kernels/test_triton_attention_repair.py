@@ -29,6 +29,7 @@ from tilewise.kernels.triton import attention_repair
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
 
+Marks = dict[str, Tensor]  # which elements of each result are not finite
 ON_CPU = pytest.param(
     "cpu",
     "triton",
@@ -87,7 +88,7 @@ def run(problem: Problem, backend: str, *, repairs: bool = True) -> dict[str, Te
     return {"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
-def spoilt(problem: Problem, name: str, b: int, place: int, h: int, channel: int) -> dict:
+def spoilt(problem: Problem, name: str, b: int, place: int, h: int, channel: int) -> Marks:
     """Return which elements depend on one element of q, k, v or do, by the book."""
     p, group = problem, problem.spec.group_size
     visible = standard.visible_keys(
@@ -118,7 +119,7 @@ def spoilt(problem: Problem, name: str, b: int, place: int, h: int, channel: int
     return marks
 
 
-def assert_contained(problem: Problem, results: dict[str, Tensor], marks: dict) -> None:
+def assert_contained(problem: Problem, results: dict[str, Tensor], marks: Marks) -> None:
     """Hold results to `marks` where they are not finite, and to float64 everywhere else.
 
     The problem is now one without the bad value.
@@ -203,6 +204,6 @@ class TestContainment:
 
 def test_calls_whose_tiles_see_the_same_keys_need_no_repair() -> None:
     for call in (Call(100, 200), Call(100, 200, window=(300, -1)), Call(1, 200, window=CAUSAL)):
-        assert not attention_repair.hides_pairs(make_problem(call, "cpu").spec)
+        assert not attention_repair.needs_repair(make_problem(call, "cpu").spec)
     for call in (Call(100, 200, window=CAUSAL), Call(100, 200, window=(30, -1))):
-        assert attention_repair.hides_pairs(make_problem(call, "cpu").spec)
+        assert attention_repair.needs_repair(make_problem(call, "cpu").spec)

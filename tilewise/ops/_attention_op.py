@@ -120,13 +120,14 @@ def make_spec(
 def _chosen(spec: AttentionSpec, backend: str | None) -> tuple[ModuleType, ModuleType | None]:
     """Return the kernels of a call, and what keeps NaN of hidden keys out of their results.
 
-    Kernels that multiply whole tiles need it. On Hopper it cost 3 to 8 us a forward pass and 9 to
-    29 us a backward pass (H200, 2026-11-22), so calls with no more than a diagonal go without.
+    Only kernels that multiply whole tiles need such a repair.
     """
     name = _dispatch.choose("attention", spec, backend)
-    needs_repair = name == "triton" or (name == "gluon" and spec.mask_tile is not None)
-    repair = _dispatch.kernel_module("attention_repair", "triton") if needs_repair else None
-    return _dispatch.kernel_module("attention", name), repair
+    kernels = _dispatch.kernel_module("attention", name)
+    if name not in ("triton", "gluon"):
+        return kernels, None
+    repair = _dispatch.kernel_module("attention_repair", name)
+    return kernels, repair if repair.needs_repair(spec) else None
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -10,6 +10,7 @@ rows of a tile see the same keys need none of this.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -17,14 +18,13 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.attention_tiles import Part, candidates
-from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.triton._geometry import bias_strides, variant_of
 from tilewise.kernels.triton._tile import Extras
 from tilewise.kernels.triton.attention_repair_bwd import attention_repair_bwd_kernel
 from tilewise.kernels.triton.attention_repair_fwd import Given, attention_repair_fwd_kernel
 
-__all__ = ["hides_pairs", "repair_bwd", "repair_fwd"]
+__all__ = ["needs_repair", "repair_bwd", "repair_fwd"]
 
 _WIDEST_STEP = 64  # rows of a warpgroup on Hopper
 _VECTOR_BYTES = 16  # the widest load of one thread
@@ -33,7 +33,11 @@ _REGISTERS = 128  # so that many programs look at once; what repairs may spill
 _SCANNED = 4096  # elements that a program looks at
 
 
-def hides_pairs(spec: AttentionSpec) -> bool:
+def _start(kernel: Any, grid: int, *arguments: object, **constants: object) -> None:
+    kernel[(grid,)](*arguments, **constants)
+
+
+def needs_repair(spec: AttentionSpec) -> bool:
     """Say whether rows of one tile may see different keys."""
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
@@ -56,10 +60,15 @@ def repair_fwd(
     sinks: Tensor | None = None,
     philox: Tensor | None = None,
     mask: MaskTensors | None = None,
+    start: Callable[..., object] = _start,
 ) -> None:
-    """Repair o, in place, of a forward pass with these arguments; see the module's docstring."""
+    """Repair o, in place, of a forward pass with these arguments; see the module's docstring.
+
+    Args:
+        start: launches (kernel, grid, *arguments, **constants).
+    """
     del sinks  # lse holds them
-    if not hides_pairs(spec) or o.numel() == 0 or k.numel() == 0:
+    if not needs_repair(spec) or o.numel() == 0 or k.numel() == 0:
         return
     unit, strides = _places(spec, q, k, v, o)
     has_rows = None if bias is None else bias_strides(bias)[2] != 0
@@ -67,7 +76,7 @@ def repair_fwd(
     given, steps = _given(
         spec, cu_seqlens_q, cu_seqlens_k, seqlens_k, bias, alibi_slopes, philox, mask
     )
-    launch(
+    start(
         attention_repair_fwd_kernel, grid, q, k, v, o, lse, given, *numbers, *steps,
         *_lse_strides(lse), *strides, **constants,
     )  # fmt: skip
@@ -94,10 +103,11 @@ def repair_bwd(
     sinks: Tensor | None = None,
     philox: Tensor | None = None,
     mask: MaskTensors | None = None,
+    start: Callable[..., object] = _start,
 ) -> None:
     """Repair dq, dk and dv, in place, of a backward pass with these arguments."""
     del sinks
-    if not hides_pairs(spec) or q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+    if not needs_repair(spec) or q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return
     if do.stride(-1) != 1:
         do = do.contiguous()
@@ -108,7 +118,7 @@ def repair_bwd(
     given, steps = _given(
         spec, cu_seqlens_q, cu_seqlens_k, seqlens_k, bias, alibi_slopes, philox, mask
     )
-    launch(
+    start(
         attention_repair_bwd_kernel, grid, q, k, v, o, do, dq, dk, dv, lse,
         None if dlse is None else dlse.contiguous(), given, *numbers, *steps,
         *_lse_strides(lse), *strides, **constants,
