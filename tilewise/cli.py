@@ -229,7 +229,9 @@ def _generate(options: argparse.Namespace) -> None:
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "bench", "measure this machine, beside its peers", _bench)
     parser.add_argument(
-        "what", choices=("ops", "attention", "hopper", "engine"), help="what to measure"
+        "what",
+        choices=("ops", "attention", "hopper", "mla", "cascade", "engine"),
+        help="what to measure",
     )
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; try ops --help"
