@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tilewise.ops.mla import mla_decode, write_latent_cache
     from tilewise.ops.mla_expanded import mla_attention, mla_prefill
     from tilewise.ops.paged import paged_attention
+    from tilewise.ops.paged_plan import PagedPlan, plan_paged_attention
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
     from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
@@ -46,6 +47,7 @@ __all__ = [
     "CacheFullError",
     "CheckpointError",
     "Explanation",
+    "PagedPlan",
     "Precompiled",
     "RequestError",
     "RequestOutput",
@@ -65,6 +67,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "paged_attention",
+    "plan_paged_attention",
     "precompile",
     "quantize_heads",
     "rope_write_kv_cache",
@@ -81,6 +84,7 @@ _LAZY = {
     "BlockMask": "tilewise.masks",
     "BlockTransfer": "tilewise.ops",
     "Explanation": "tilewise.ops",
+    "PagedPlan": "tilewise.ops",
     "Precompiled": "tilewise.ops",
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
@@ -97,6 +101,7 @@ _LAZY = {
     "mla_decode": "tilewise.ops",
     "mla_prefill": "tilewise.ops",
     "paged_attention": "tilewise.ops",
+    "plan_paged_attention": "tilewise.ops",
     "precompile": "tilewise.ops",
     "quantize_heads": "tilewise.ops",
     "rope_write_kv_cache": "tilewise.ops",

@@ -41,6 +41,8 @@ class SplitPlan:
         num_pairs: pairs launched, an upper bound; a program without a pair leaves at once.
         fixed: a split's size does not depend on the other sequences.
         alone: no sequence can have a second split, so nothing is merged.
+        weighed: split_tiles is chosen on the device by a model of waves, target_pairs being what
+            runs at a time; only for kernels that read a plan.
     """
 
     target_pairs: int
@@ -48,6 +50,7 @@ class SplitPlan:
     num_pairs: int
     fixed: bool
     alone: bool
+    weighed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,15 @@ class PagedWork:
 
 MAX_SPLIT_RUN = 8  # new tokens: speculative drafts; longer runs reuse keys enough without splits
 SMALL_TILE_ROWS = 64  # rows of a key head that one tile of the split kernel holds
-MIN_SPLIT_KEYS = 128  # 1,024 keys alone: 10.2 us with 128, 12.0 with 256 (H200, 2026-11-20)
+MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-11-22)
+LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
 INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
 PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
+# Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
+# split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
+RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
+# Of gluon.paged_decode: 64 x 4,096 keys took 150 us, with (3, 3, 256) 158 (H200, 2026-11-22).
+BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
 
 
@@ -131,24 +140,50 @@ def plan_splits(
     *,
     programs_per_sm: int = PROGRAMS_PER_SM,
     min_split_keys: int = MIN_SPLIT_KEYS,
+    waves: int = 1,
 ) -> SplitPlan:
-    """Bound the splits of a call from what the host knows: the width of the block table."""
+    """Bound the splits of a call from what the host knows: the width of the block table.
+
+    With more than one wave, programs_per_sm is how many run at a time and splits are weighed.
+    """
     span = spec.max_blocks * spec.block_size
     if spec.window_left >= 0:
         span = min(span, spec.window_left + run + config.tile_n)  # + a first tile cut by the window
     most_tiles = max(1, -(-span // config.tile_n))
     keys = INVARIANT_SPLIT_KEYS if spec.batch_invariant else min_split_keys
     split_tiles = max(1, keys // config.tile_n)
-    if most_tiles <= split_tiles:
+    if most_tiles <= max(split_tiles, LONE_KEYS // config.tile_n):
         return SplitPlan(1, most_tiles, spec.num_seqs, fixed=True, alone=True)
     num_pairs = spec.num_seqs * -(-most_tiles // split_tiles)
     if spec.batch_invariant:
         return SplitPlan(1, split_tiles, num_pairs, fixed=True, alone=False)
     programs_per_pair = spec.num_kv_heads * -(-run * spec.group_size // config.tile_m)
+    if waves > 1:
+        target = max(1, sm_count * programs_per_sm // programs_per_pair)
+        num_pairs = min(num_pairs, waves * target + spec.num_seqs)
+        return SplitPlan(target, split_tiles, num_pairs, fixed=False, alone=False, weighed=True)
     target = -(-sm_count * programs_per_sm // programs_per_pair)
     return SplitPlan(
         target, split_tiles, min(num_pairs, target + spec.num_seqs), fixed=False, alone=False
     )
+
+
+def planned_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:
+    """Choose the splits of the split kernel where a plan tells its programs what they read."""
+    return plan_splits(
+        spec, config, run, sm_count, programs_per_sm=RESIDENT_PROGRAMS, waves=PLANNED_WAVES
+    )
+
+
+def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
+    """Choose (stages of the ring, splits) of Hopper's kernel over 8-bit caches."""
+    config = TileConfig(16, 64, 4, BYTE_STAGES)
+    plan = plan_splits(
+        spec, config, max(1, spec.max_seqlen_q), sm_count,
+        programs_per_sm=BYTE_PROGRAMS_PER_SM, min_split_keys=BYTE_MIN_SPLIT_KEYS,
+        waves=PLANNED_WAVES,
+    )  # fmt: skip
+    return BYTE_STAGES, plan
 
 
 def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:

@@ -9,6 +9,7 @@ from tilewise.ops.merge import merge_states
 from tilewise.ops.mla import mla_decode, write_latent_cache
 from tilewise.ops.mla_expanded import mla_attention, mla_prefill
 from tilewise.ops.paged import paged_attention
+from tilewise.ops.paged_plan import PagedPlan, plan_paged_attention
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
 from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
@@ -18,6 +19,7 @@ from tilewise.ops.tree import tree_mask_from_parents
 __all__ = [
     "BlockTransfer",
     "Explanation",
+    "PagedPlan",
     "Precompiled",
     "SharedPrefixes",
     "apply_rope",
@@ -32,6 +34,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "paged_attention",
+    "plan_paged_attention",
     "precompile",
     "quantize_heads",
     "rope_write_kv_cache",

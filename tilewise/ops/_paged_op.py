@@ -31,6 +31,7 @@ class PagedOptions(NamedTuple):
     softcap: float
     batch_invariant: bool
     backend: str | None
+    plan: Tensor | None = None
 
     def tensors(self) -> dict[str, Any]:
         """The tensors by name, as launchers take them, those of a feature only where it is used."""
@@ -47,6 +48,8 @@ class PagedOptions(NamedTuple):
             tensors["tree_mask"] = self.tree_mask
         if self.shared:
             tensors["shared"] = _restore_shared(self.shared, self.shared_rows)
+        if self.plan is not None and len(self.plan) > 0:
+            tensors["plan"] = self.plan
         return tensors
 
 
@@ -111,7 +114,7 @@ paged_attention = register(
     "Tensor seqlens_k, Tensor cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? tree_mask, Tensor[] shared, SymInt[] shared_rows, "
     "SymInt max_seqlen_q, int window_left, float softmax_scale, float softcap, "
-    "bool batch_invariant, str? backend) -> (Tensor, Tensor)",
+    "bool batch_invariant, str? backend, Tensor? plan=None) -> (Tensor, Tensor)",
     _paged_kernel,
     _paged_fake,
 )

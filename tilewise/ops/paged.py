@@ -6,8 +6,9 @@ from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from tilewise.ops import _paged_op
+from tilewise.ops import _dispatch, _paged_op
 from tilewise.ops._paged_args import prepare_paged
+from tilewise.ops.paged_plan import PagedPlan
 from tilewise.ops.shared_prefixes import SharedPrefixes
 
 
@@ -28,6 +29,7 @@ class _Paged(_Required, total=False):
     v_scale: Tensor | None
     tree_mask: Tensor | None
     shared: SharedPrefixes | None
+    plan: PagedPlan | None
     batch_invariant: bool
     backend: str | None
 
@@ -72,6 +74,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     shared: SharedPrefixes | None = None,
+    plan: PagedPlan | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -105,6 +108,9 @@ def paged_attention(
         shared: what `shared_prefixes` found: keys that a group of sequences shares are read once
             for all of its queries and merged by lse; the result is the same up to rounding. Not
             with window, alibi_slopes or batch_invariant.
+        plan: from `plan_paged_attention` for these lengths and shapes; made once a step, it saves
+            every layer what it would find out about the lengths. It changes speed, and on a GPU
+            how keys are split and so the rounding; a CPU has no use for it.
         batch_invariant: a sequence's bits do not depend on what else is in the batch.
         return_lse: also return lse (Hq, T), float32, natural log, the sink included.
         backend: "cpu", "triton" or "reference"; None chooses. A name is obeyed or refused.
@@ -143,5 +149,9 @@ def paged_attention(
         batch_invariant=batch_invariant,
         backend=backend,
     )
+    if plan is not None:
+        spec = _paged_op.make_spec(q, k_cache, v_cache, options)
+        plan.check_fits(spec, _dispatch.choose("paged_attention", spec, backend))
+        options = options._replace(plan=plan.records)
     o, lse = _paged_op.paged_attention(q, k_cache, v_cache, *options)
     return (o, lse) if return_lse else o

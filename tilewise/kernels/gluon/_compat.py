@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["partition_barrier", "tma_add", "tma_load", "tma_store"]
+__all__ = ["partition_barrier", "reinterpret", "tma_add", "tma_load", "tma_store"]
 
 if hasattr(tma, "async_load"):
     tma_load, tma_store = tma.async_load, tma.async_store
@@ -30,3 +30,10 @@ else:
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         add = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
+    """Return shared memory with another type, shape and layout of the same bytes."""
+    view = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)

@@ -120,6 +120,19 @@ def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
     return found
 
 
+def scale_descriptor(tensor: Tensor, rows: int, heads: int) -> TensorDescriptor:
+    """Return the descriptor of (rows, heads) tiles of float32 (num_blocks, block_size, Hk)."""
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, heads)
+    found = _recent.get(key)
+    if found is None:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+        base = _Base(tensor.data_ptr(), tensor.dtype)
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        found = TensorDescriptor(base, shape, strides, [1, rows, heads], layout)
+        _remember(key, found)
+    return found
+
+
 def found_kind(found: TensorDescriptor) -> tuple[object, ...]:
     """Return what of a descriptor changes the code of a kernel: its dtype and its tile."""
     kept = found.__dict__.get("kind")

@@ -17,9 +17,11 @@ from torch import Tensor
 from tilewise.kernels import device, tiles
 from tilewise.kernels.paged_rows_tiles import extend_config, plan_rows
 from tilewise.kernels.spec import PagedSpec, SharedKeys
+from tilewise.kernels.tiles import PagedWork, SplitPlan
 from tilewise.kernels.triton import paged_decode
 from tilewise.kernels.triton._paged_items import find_tile as _find_tile  # noqa: F401
 from tilewise.kernels.triton._quantise import Scales, as_bytes
+from tilewise.kernels.triton.paged_plan import launch_plan
 from tilewise.kernels.triton.paged_rows import launch_rows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,11 +61,13 @@ def launch(
     v_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     shared: SharedKeys | None = None,
+    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o (T, Hq, Dv) in the dtype of q and lse (Hq, T) float32.
 
     Rows past cu_seqlens_q[B] get o = 0 and lse = -inf. No synchronisation: what depends on the
     lengths is decided on the device, so that a captured CUDA graph can be replayed with others.
+    plan: records of `fill_plan` for the short runs of these lengths; else programs find their keys.
     """
     shape = (spec.num_tokens, spec.num_q_heads, spec.v_head_dim)
     o = torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -84,27 +88,53 @@ def launch(
     if tree_mask is None and shared is None:
         work = tiles.paged_work(spec, arch, sm_count)
         if work.split_run > 0:
+            splits = work.split_plan if plan is None else _planned(spec, work, sm_count)
             paged_decode.launch_decode(
                 q, k_cache, v_cache, spec, o, lse, **tensors, config=work.split_config,
-                plan=work.split_plan, max_run=work.split_run, clears=work.rows_config is None,
+                plan=splits, max_run=work.split_run, clears=work.rows_config is None,
+                records=plan,
             )  # fmt: skip
         if work.rows_config is not None:
-            plan = plan_rows(spec, work.rows_config, sm_count)
             launch_rows(
-                q, k_cache, v_cache, spec, o, lse, plan, **tensors, split_run=work.split_run
-            )
+                q, k_cache, v_cache, spec, o, lse, plan_rows(spec, work.rows_config, sm_count),
+                **tensors, split_run=work.split_run,
+            )  # fmt: skip
         return o, lse
-    plan = plan_rows(spec, extend_config(spec, arch), sm_count)
+    rows_plan = plan_rows(spec, extend_config(spec, arch), sm_count)
     skipped = None if shared is None else shared.skipped
     launch_rows(
-        q, k_cache, v_cache, spec, o, lse, plan, **tensors, tree_mask=tree_mask, skipped=skipped
-    )
+        q, k_cache, v_cache, spec, o, lse, rows_plan, **tensors, tree_mask=tree_mask,
+        skipped=skipped,
+    )  # fmt: skip
     for level in () if shared is None else shared.levels:
         group_spec = spec.of_level(level)
-        plan = plan_rows(group_spec, extend_config(group_spec, arch), sm_count, adds=True)
+        rows_plan = plan_rows(group_spec, extend_config(group_spec, arch), sm_count, adds=True)
         launch_rows(
-            q, k_cache, v_cache, group_spec, o, lse, plan, block_table=level.block_table,
+            q, k_cache, v_cache, group_spec, o, lse, rows_plan, block_table=level.block_table,
             seqlens_k=level.seqlens_k, cu_seqlens_q=level.cu_seqlens_q, scales=scales,
             rows=level.rows, adds=True,
         )  # fmt: skip
     return o, lse
+
+
+def _planned(spec: PagedSpec, work: PagedWork, sm_count: int) -> SplitPlan:
+    return tiles.planned_splits(spec, work.split_config, work.split_run, sm_count)
+
+
+def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
+    """Return how many records a plan of `spec` has; 0 where no kernel would read them."""
+    if spec.has_tree or spec.has_shared or spec.num_tokens == 0:
+        return 0
+    sm_count = device.sm_count_of(where)
+    work = tiles.paged_work(spec, device.arch_of(where), sm_count)
+    return _planned(spec, work, sm_count).num_pairs if work.split_run > 0 else 0
+
+
+def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
+    """Write the records of these lengths, as many as `plan_pairs` says."""
+    sm_count = device.sm_count_of(records.device)
+    work = tiles.paged_work(spec, device.arch_of(records.device), sm_count)
+    launch_plan(
+        seqlens_k, cu_seqlens_q, records, plan=_planned(spec, work, sm_count),
+        tile_n=work.split_config.tile_n, max_run=work.split_run, window_left=spec.window_left,
+    )  # fmt: skip

@@ -4,15 +4,14 @@ what     flash-decoding (Dao et al. 2023) over a block table: partial o and lse 
          sequence's keys, then one merge by log-sum-exp
 grid     split kernel: (pairs * Hk, tiles of rows), a pair being (sequence, split), heads fastest so
          that neighbours read neighbouring bytes; merge kernel: (B * run, Hq)
-program  reads every sequence's length, deals the keys out in splits of equal size, finds the pair
-         it owns, folds its keys; a sequence with one split is written straight to o and lse
+program  reads the record of its pair from a plan or makes it (see `paged_plan`), folds its keys; a
+         sequence with one split is written straight to o and lse
 traffic  K and V once (once per tile of rows), q once per split; partials 4 * (Dv + 1) bytes per
          row and split, which is under 1 % of the keys for splits of 512 keys or more
 numerics as in `_paged`; partial o float32 and normalised; weights of the merge are exp2(lse - max)
 
-The number of splits follows from the lengths on the device, within bounds that the host knows: no
-synchronisation, and a captured CUDA graph stays right when lengths change. With batch_invariant
-the size of a split is a constant, so how a sequence is cut depends on its own length alone.
+With batch_invariant the size of a split is a constant, so how a sequence is cut depends on its own
+length alone.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -29,75 +28,28 @@ from tilewise.kernels.triton._paged import (
     add_sink,
     attend_keys,
     clear_padding_rows,
-    key_tile_range,
     normalise,
 )
 from tilewise.kernels.triton._quantise import FLOAT, Scales
 from tilewise.kernels.triton._tile import LN2, LOG2E
+from tilewise.kernels.triton.paged_plan import (  # noqa: F401  (_find_split: for mla_decode)
+    FIELDS,
+    TILE_B,
+    _find_split,
+    plan_record,
+)
 
-TILE_B = 128  # sequences whose lengths are scanned at once: one for each thread of 4 warps
 MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
 FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
-
-
-@triton.jit
-def _run_tiles(
-    seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run,
-    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Return the key tiles of each sequence of `seq`: at least 1 when it has a row, else 0."""
-    inside = seq < num_seqs
-    seqlen_k = tl.load(seqlens_k_ptr + seq, mask=inside, other=0)
-    start = tl.load(cu_seqlens_q_ptr + seq, mask=inside, other=0)
-    stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0)
-    num_rows = stop - start
-    _, num_tiles = key_tile_range(seqlen_k, num_rows, WINDOW_LEFT, TILE_N)
-    num_tiles = tl.maximum(num_tiles, 1)
-    return tl.where((num_rows > 0) & (num_rows <= max_run), num_tiles, 0)
-
-
-@triton.jit
-def _find_split(
-    seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
-    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
-):  # fmt: skip
-    """Return (sequence, its first pair, tiles per split) of a pair; sequence = B past the last one.
-
-    Tiles per split is split_tiles, or without FIXED as many more as keep all pairs within
-    target_pairs + B: sum of ceil(tiles_b / t) <= sum of tiles_b / t + B.
-    """
-    if not FIXED:
-        total = 0
-        for base in range(0, num_seqs, TILE_B):
-            seq = base + tl.arange(0, TILE_B)
-            total += tl.sum(
-                _run_tiles(
-                    seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run, WINDOW_LEFT, TILE_N
-                )
-            )
-        split_tiles = tl.maximum(split_tiles, (total + target_pairs - 1) // target_pairs)
-    found = 0
-    pairs_before = 0
-    first_pair = 0
-    for base in range(0, num_seqs, TILE_B):
-        seq = base + tl.arange(0, TILE_B)
-        tiles = _run_tiles(
-            seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run, WINDOW_LEFT, TILE_N
-        )
-        ends = pairs_before + tl.cumsum((tiles + split_tiles - 1) // split_tiles, 0)
-        passed = (ends <= pair) & (seq < num_seqs)
-        found += tl.sum(passed.to(tl.int32))
-        first_pair = tl.maximum(first_pair, tl.max(tl.where(passed, ends, 0)))
-        pairs_before = tl.max(ends)
-    return found, first_pair, split_tiles
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
                                "num_pairs"])  # fmt: skip
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
-    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr, k_scale_ptr,
-    v_scale_ptr, stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, bounds_ptr, records_ptr,
+    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr,
+    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
     stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
     stride_ot, stride_oh, stride_lh, stride_table,
     num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, scale_log2, softcap_log2,
@@ -106,8 +58,8 @@ def _split_kernel(
     BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     KIND: tl.constexpr,
-    FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
-    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr, HAS_PLAN: tl.constexpr,
+    FIELDS: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % NUM_KV_HEADS
     pair = tl.program_id(0) // NUM_KV_HEADS
@@ -115,20 +67,26 @@ def _split_kernel(
         used = tl.load(cu_seqlens_q_ptr + num_seqs)
         clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
                            num_tokens, head, GROUP, TILE_G, V_HEAD_DIM, TILE_DV)  # fmt: skip
-    seq, first_pair, split_tiles = _find_split(
-        seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
-        WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
-    if seq >= num_seqs:
+    if HAS_PLAN:
+        record_ptr = records_ptr + pair * FIELDS
+        seq = tl.load(record_ptr)
+        start = tl.load(record_ptr + 1)
+        run = tl.load(record_ptr + 2)
+        seqlen_k = tl.load(record_ptr + 3)
+        first = tl.load(record_ptr + 4)
+        last = tl.load(record_ptr + 5)
+        first_pair = tl.load(record_ptr + 6)
+        num_splits = tl.load(record_ptr + 7)
+    else:
+        seq, start, run, seqlen_k, first, last, first_pair, num_splits = plan_record(
+            seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
+            WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
+    if num_splits == 0:
         return
-    start = tl.load(cu_seqlens_q_ptr + seq)
-    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
-    seqlen_k = tl.load(seqlens_k_ptr + seq)
-    first_tile, num_tiles = key_tile_range(seqlen_k, run, WINDOW_LEFT, TILE_N)
-    num_splits = (tl.maximum(num_tiles, 1) + split_tiles - 1) // split_tiles
     split = pair - first_pair
     if not ALONE and (split == 0) and (tl.program_id(0) % NUM_KV_HEADS == 0):
-        tl.store(plan_ptr + 2 * seq, first_pair)
-        tl.store(plan_ptr + 2 * seq + 1, num_splits)
+        tl.store(bounds_ptr + 2 * seq, first_pair)
+        tl.store(bounds_ptr + 2 * seq + 1, num_splits)
 
     row = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     token = row // GROUP
@@ -158,9 +116,7 @@ def _split_kernel(
         k_scale_ptr + head * stride_ksh, v_scale_ptr + head * stride_vsh,
         block_table_ptr + seq.to(tl.int64) * stride_table,
         stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
-        first_tile + split * num_tiles // num_splits,
-        first_tile + (split + 1) * num_tiles // num_splits,
-        key_lo, seqlen_k, scale_log2, softcap_log2,
+        first, last, key_lo, seqlen_k, scale_log2, softcap_log2,
         HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
         SAME_STRIDES, WINDOW_LEFT,
         HAS_SOFTCAP, HAS_ALIBI, KIND, True)  # fmt: skip
@@ -182,7 +138,7 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["max_run"])
 def _merge_kernel(
-    part_o_ptr, part_lse_ptr, plan_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
+    part_o_ptr, part_lse_ptr, bounds_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
     stride_ot, stride_oh, stride_lh, max_run,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     TILE_DV: tl.constexpr, MERGE_TILE: tl.constexpr,
@@ -194,8 +150,8 @@ def _merge_kernel(
     run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
     if (token >= run) | (run > max_run):
         return
-    first_pair = tl.load(plan_ptr + 2 * seq)
-    num_splits = tl.load(plan_ptr + 2 * seq + 1)
+    first_pair = tl.load(bounds_ptr + 2 * seq)
+    num_splits = tl.load(bounds_ptr + 2 * seq + 1)
     if num_splits == 1:
         return
     row = token * GROUP + q_head % GROUP
@@ -247,6 +203,7 @@ def launch_decode(
     plan: SplitPlan,
     max_run: int,
     clears: bool,
+    records: Tensor | None = None,
 ) -> None:
     """Write rows of o and lse of every sequence that has 1 ... max_run new tokens.
 
@@ -254,18 +211,20 @@ def launch_decode(
         o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place; other rows are left alone.
         plan: from `tiles.plan_splits` for this spec, config and max_run.
         clears: also write the rows past the last sequence (o = 0, lse = -inf).
+        records: of `paged_plan.launch_plan`, for this plan; None makes them in every program.
     """
     group = spec.group_size
+    rows = max_run * group
     num_heads = spec.num_kv_heads * plan.num_pairs
-    parts = plan.num_pairs * spec.num_kv_heads * max_run * group
-    if plan.alone:
-        part_o, part_lse, bounds = o, lse, seqlens_k  # never touched
-    else:
+    parts = plan.num_pairs * spec.num_kv_heads * rows
+    part_o, part_lse, bounds = o, lse, seqlens_k  # where they are never touched
+    if not plan.alone:
         part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
         bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=q.device)
-    _split_kernel[(num_heads, triton.cdiv(max_run * group, config.tile_m))](
+    _split_kernel[(num_heads, triton.cdiv(rows, config.tile_m))](
         q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
+        records if records is not None else seqlens_k,
         block_table, seqlens_k, cu_seqlens_q,
         alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
         *scales.arguments,
@@ -279,19 +238,34 @@ def launch_decode(
         BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
         WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
         HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
-        FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears, TILE_B=TILE_B,
+        FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears, HAS_PLAN=records is not None,
+        FIELDS=FIELDS, TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if plan.alone:
         return
+    launch_merge(part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run)
+
+
+def launch_merge(
+    part_o: Tensor,
+    part_lse: Tensor,
+    bounds: Tensor,
+    cu_seqlens_q: Tensor,
+    spec: PagedSpec,
+    o: Tensor,
+    lse: Tensor,
+    max_run: int,
+) -> None:
+    """Merge the splits of every sequence that has more than one into its rows of o and lse."""
     rows = spec.num_seqs * max_run * spec.num_q_heads
     # The tile is the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
     _merge_kernel[(spec.num_seqs * max_run, spec.num_q_heads)](
         part_o, part_lse, bounds, cu_seqlens_q, o, lse,
         o.stride(0), o.stride(1), lse.stride(0), max_run,
-        NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, V_HEAD_DIM=spec.v_head_dim,
+        NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
         TILE_DV=padded_head_dim(spec.v_head_dim), MERGE_TILE=MERGE_TILE * num_warps,
         num_warps=num_warps,
     )  # fmt: skip
