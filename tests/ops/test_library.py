@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.utils.flop_counter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise import masks, ops
-from tilewise.ops import _gradient
+from tilewise.ops import _gradient, _library
 from tilewise.ops._attention_op import AttentionOptions
 from tilewise.testing import make_paged_cache, make_qkv
 
@@ -218,3 +220,87 @@ class TestPastTheDispatcher:
             pass
 
         assert not self.unwatched(torch.zeros(2), torch.zeros(2).as_subclass(Mine))
+
+
+class _OnAnotherGpu:
+    """Stands in for a tensor of the second GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+
+def test_kernels_run_with_the_gpu_of_their_tensors_current(monkeypatch):
+    current = [0]
+
+    @contextlib.contextmanager
+    def made_current(device):
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    kernel = _library._where_its_tensors_are(lambda first, second: (current[-1], second))
+    assert kernel(_OnAnotherGpu(), 5) == (1, 5)
+    assert kernel(torch.ones(1), 5) == (0, 5)
+    assert current == [0]
+
+
+def test_every_op_says_by_its_first_argument_where_it_runs():
+    for name in _library._kernels:
+        schema = getattr(torch.ops.tilewise, name).default._schema
+        assert str(schema.arguments[0].type) == "Tensor", name
+
+
+def _results_on(device: str) -> dict[str, torch.Tensor]:
+    """Run an op of each kind on tensors of `device`; the same numbers everywhere."""
+    torch.manual_seed(3)
+    k_cache, v_cache, table, lengths = make_paged_cache([5, 19], 4, 2, 64)
+    # What is written below lies in the first slots of the first sequence.
+    slots = table[0, 0].long() * 4 + torch.arange(3)
+    rows = torch.randn(3, 2, 64)
+    q = torch.randn(3, 4, 64)
+    angles = torch.randn(3, 32)
+    lse_a, lse_b = torch.randn(2, 4, 3)
+    latent, rope = torch.randn(3, 4, 512), torch.randn(3, 4, 64)
+    latent_cache = torch.randn(8, 16, 576)
+    blocks = torch.arange(8, dtype=torch.int32).view(2, 4)
+    cu_seqlens = torch.tensor([0, 1, 3], dtype=torch.int32)
+    leaves = [torch.randn(1, 150, 2, 64) for _ in range(3)]
+    mask = masks.dense(torch.rand(150, 150) < 0.5, tile=128)
+    (
+        k_cache, v_cache, table, lengths, slots, rows, q, angles, lse_a, lse_b, latent, rope,
+        latent_cache, blocks, cu_seqlens,
+    ) = (
+        x.to(device) for x in (
+            k_cache, v_cache, table, lengths, slots, rows, q, angles, lse_a, lse_b, latent, rope,
+            latent_cache, blocks, cu_seqlens,
+        )
+    )  # fmt: skip
+    leaves = [x.to(device).requires_grad_() for x in leaves]
+    ops.write_kv_cache(rows, rows, k_cache, v_cache, slots)
+    packing = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 2}
+    o, lse = ops.paged_attention(
+        q, k_cache, v_cache, block_table=table, seqlens_k=lengths, return_lse=True, **packing
+    )
+    o_rotated = ops.apply_rope(o, angles.cos(), angles.sin())
+    merged, merged_lse = ops.merge_states(o, lse_a, o_rotated, lse_b)
+    decoded = ops.mla_decode(
+        latent, rope, latent_cache, block_table=blocks, seqlens_k=lengths, softmax_scale=0.05,
+        **packing,
+    )  # fmt: skip
+    dense = ops.attention(*leaves, mask=mask.to(device), window=(70, 5))
+    dense.sum().backward()
+    found = {"o": o, "lse": lse, "rotated": o_rotated, "merged": merged, "merged_lse": merged_lse}
+    found |= {"decoded": decoded, "dense": dense.detach()}
+    return found | {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ops_take_tensors_of_another_gpu_than_the_current_one():
+    found, want = _results_on("cuda:1"), _results_on("cpu")
+    assert torch.cuda.current_device() == 0
+    for name, result in found.items():
+        assert result.device == torch.device("cuda", 1), name
+        torch.testing.assert_close(result.cpu(), want[name], rtol=1e-3, atol=1e-3, msg=name)

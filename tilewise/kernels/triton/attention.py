@@ -19,7 +19,6 @@ from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.tiles import WIDE_SHARED_MEMORY, TileConfig
 from tilewise.kernels.triton._geometry import (
     dense,
-    device_of,
     extras_of,
     head_dims,
     key_heads_per_section,
@@ -119,14 +118,13 @@ def launch_fwd(
         return o, lse
     sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
     extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
-    with device_of(q):
-        extras = _with_reach(extras, tile)
-        attention_fwd_kernel[(num_tiles * num_heads,)](
-            q, k, v, o, lse, dense(sinks), sequences, strides,
-            num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
-            dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    extras = _with_reach(extras, tile)
+    attention_fwd_kernel[(num_tiles * num_heads,)](
+        q, k, v, o, lse, dense(sinks), sequences, strides,
+        num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
+        dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return o, lse
 
 
@@ -169,13 +167,12 @@ def launch_bwd(
         "sequences": Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k)),
         "extras": extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox),
     }
-    with device_of(q):
-        lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
-        dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, tile=tile_dkdv, **given)
-        dq = launch_dq(do, q, k, v, lse_log2, delta, spec, tile=tile_dq, **given)
-        dbias = None
-        if bias is not None and spec.needs_dbias:
-            dbias = launch_dbias(do, q, k, v, lse_log2, delta, bias, spec, **given)
+    lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
+    dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, tile=tile_dkdv, **given)
+    dq = launch_dq(do, q, k, v, lse_log2, delta, spec, tile=tile_dq, **given)
+    dbias = None
+    if bias is not None and spec.needs_dbias:
+        dbias = launch_dbias(do, q, k, v, lse_log2, delta, bias, spec, **given)
     dsinks = None
     if sinks is not None:
         p_sink = torch.exp(sinks.unsqueeze(-1) - lse.masked_fill(lse == -math.inf, math.inf))
