@@ -80,3 +80,14 @@ def test_slots_and_positions_follow_the_definition():
                 slots.append(r.block_ids[p // block_size] * block_size + p % block_size)
         assert inputs.positions.tolist() == positions
         assert inputs.ctx.slot_mapping.tolist() == slots
+
+
+def test_prefixes_are_shared_where_they_save_enough():
+    """Two sequences with eight blocks of four tokens in common save 32 keys."""
+    common = tuple(range(8))
+    batch = Batch((run([5], 35, (*common, 20)), run([6], 33, (*common, 21)), run([7], 3, [30])))
+    shared = build_inputs(batch, 4, CPU, sharing_tokens=32).ctx.shared
+    assert shared.skipped.tolist() == [32, 32, 0]
+    assert shared.levels[0].rows.tolist() == [0, 1]
+    assert build_inputs(batch, 4, CPU, sharing_tokens=33).ctx.shared is None
+    assert build_inputs(batch, 4, CPU).ctx.shared is None

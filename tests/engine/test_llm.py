@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
+from tilewise.engine import inputs
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import SamplingParams
 from tilewise.errors import CheckpointError, RequestError
+from tilewise.ops import shared_prefixes
 
 STEPS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
@@ -509,3 +511,24 @@ def test_the_packaged_model_says_what_it_says_in_transformers():
     assert output.outputs[0].token_ids == wanted
     assert output.outputs[0].text == llm.tokenizer.decode(wanted)
     assert output.outputs[0].text.startswith((",", " "))
+
+
+def test_prompts_that_share_a_prefix_get_the_tokens_of_each_alone(directory, monkeypatch):
+    """A CPU shares nothing by itself; here it must, from the first saved key on."""
+    draw = random.Random(1)
+    system = [draw.randrange(3, VOCAB) for _ in range(48)]
+    prompts = [system + [draw.randrange(3, VOCAB) for _ in range(n)] for n in (3, 9, 1, 14)]
+    llm = make(directory)
+    want = [tokens_of(llm.generate(as_ids([prompt]), GREEDY))[0] for prompt in prompts]
+    assert llm.engine.runner.sharing_tokens is None
+    llm.engine.runner.sharing_tokens = 1
+    found = []
+
+    def find(*args, **kwargs):
+        found.append(shared_prefixes(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(inputs, "shared_prefixes", find)
+    assert tokens_of(llm.generate(as_ids(prompts), GREEDY)) == want
+    assert sum(shared is not None for shared in found) >= STEPS - 1
+    assert_idle(llm)

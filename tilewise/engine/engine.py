@@ -97,7 +97,12 @@ class Engine:
         if batch is None:
             return []
         try:
-            inputs = build_inputs(batch, self.runner.block_size, self.runner.device)
+            inputs = build_inputs(
+                batch,
+                self.runner.block_size,
+                self.runner.device,
+                sharing_tokens=self.runner.sharing_tokens,
+            )
             logits = self.runner.forward(inputs)
             samples = self.sampler(logits, batch)
         except BaseException:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.nn.context import AttentionContext
+from tilewise.ops import shared_prefixes
 
 __all__ = ["ModelInputs", "build_inputs"]
 
@@ -40,7 +41,9 @@ class ModelInputs:
     block_copies: Tensor
 
 
-def build_inputs(batch: Batch, block_size: int, device: torch.device) -> ModelInputs:
+def build_inputs(
+    batch: Batch, block_size: int, device: torch.device, *, sharing_tokens: int | None = None
+) -> ModelInputs:
     """Lay out `batch` as packed tensors on `device`.
 
     Row r at position p of a sequence writes slot ``block_ids[p // block_size] * block_size +
@@ -51,6 +54,8 @@ def build_inputs(batch: Batch, block_size: int, device: torch.device) -> ModelIn
         batch: at least one sequence, each with at least one token and enough blocks.
         block_size: tokens per cache block.
         device: of the model and its cache.
+        sharing_tokens: keys that reading shared prefixes once must save, for it to be done; None
+            never does it.
     """
     sequences = batch.sequences
     lengths = _int64([len(s.token_ids) for s in sequences])
@@ -73,6 +78,12 @@ def build_inputs(batch: Batch, block_size: int, device: torch.device) -> ModelIn
         block_table.astype(np.int32).ravel(),
     )
     ids, positions_, slots_, rows, copies, cu, seqlens, table = _send(parts, device)
+    shared = None
+    if sharing_tokens is not None:
+        *_, edges, ends, _ = parts
+        shared = shared_prefixes(block_table, ends, edges, block_size=block_size, device=device)
+        if shared is not None and shared.saved_tokens < sharing_tokens:
+            shared = None
     return ModelInputs(
         ids=ids,
         positions=positions_,
@@ -82,6 +93,7 @@ def build_inputs(batch: Batch, block_size: int, device: torch.device) -> ModelIn
             seqlens_k=seqlens,
             block_table=table.view(block_table.shape),
             slot_mapping=slots_,
+            shared=shared,
         ),
         logits_rows=rows,
         block_copies=copies.view(-1, 2),

@@ -21,6 +21,10 @@ __all__ = ["CausalModel", "ModelRunner", "threads_for"]
 # EPYC 9004 (2026-11). Threads meet after each of some forty products in a step; with less to do in
 # between they mostly wait, and on a busy machine for one that does not run: then 4 ms become 300.
 WORK_PER_THREAD = 2**26
+# Bytes of keys and values of one layer that reading shared prefixes once must save. 512 MiB take a
+# GPU's attention 90 us or more (374 us for 2.2 GB, partly from L2, on an H200, 2026-11-22), several
+# times what the launches of the passes take the host.
+SHARING_BYTES = 512 << 20
 
 
 def threads_for(num_multiplications: int, available: int) -> int:
@@ -59,6 +63,8 @@ class ModelRunner:
     Attributes:
         block_size: tokens per cache block.
         device: of the model and the cache.
+        sharing_tokens: what `build_inputs` takes. None on a CPU, where a sequence's bits do not
+            depend on its neighbours, as they would on whom it shares a prefix with.
     """
 
     def __init__(
@@ -69,6 +75,10 @@ class ModelRunner:
         self.storage = storage
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
+        self.sharing_tokens: int | None = None
+        if self.device.type == "cuda":
+            layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
+            self.sharing_tokens = SHARING_BYTES // layer_bytes
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs) -> Tensor:

@@ -137,6 +137,7 @@ class Attention(nn.Module):
             max_seqlen_q=ctx.max_seqlen_q,
             softmax_scale=self.softmax_scale,
             window=self.window,
+            shared=ctx.shared if self.window is None else None,
             batch_invariant=ctx.batch_invariant,
             k_scale=k_scale,
             v_scale=v_scale,

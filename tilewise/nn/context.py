@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tilewise.ops import SharedPrefixes
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
@@ -18,6 +20,7 @@ class AttentionContext:
         block_table: (B, max_blocks) int32 cache block ids, in order of position.
         slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
         batch_invariant: a sequence's bits must not depend on its neighbours.
+        shared: leading blocks that layers without a window read once for several sequences.
     """
 
     cu_seqlens_q: Tensor
@@ -26,3 +29,4 @@ class AttentionContext:
     block_table: Tensor
     slot_mapping: Tensor
     batch_invariant: bool = False
+    shared: SharedPrefixes | None = None

@@ -139,12 +139,12 @@ def _find_groups(table: _Ints, limits: _Ints, min_blocks: int, max_levels: int) 
     if len(candidates) < 2:
         return []
     width = int(limits[candidates].max())
-    rows = np.where(np.arange(width) < limits[candidates, None], table[candidates, :width], -1)
-    # Big-endian bytes compare like the numbers, so that sequences with a prefix in common end up
-    # side by side.
-    places = sorted(range(len(rows)), key=list(map(bytes, rows.astype(">u4"))).__getitem__)
-    order = candidates[places]
-    differs = rows[places[1:]] != rows[places[:-1]]
+    rows = table[candidates, :width].astype(np.int32)
+    rows[np.arange(width) >= limits[candidates, None]] = -1
+    # In whatever order bytes compare, sequences with a prefix in common end up side by side.
+    places = sorted(range(len(rows)), key=[row.tobytes() for row in rows].__getitem__)
+    order, rows = candidates[places], rows[places]
+    differs = rows[1:] != rows[:-1]
     alike = np.where(differs.any(1), differs.argmax(1), width)
     alike = np.minimum(alike, np.minimum(limits[order[1:]], limits[order[:-1]]))
 
