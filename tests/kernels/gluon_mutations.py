@@ -68,7 +68,6 @@ _LOAD, _QUERIES = "attention_fwd*:load_tiles", "attention_fwd*:_load_queries"
 _TILES, _ATTEND = "attention_fwd*:compute_tiles", "attention_fwd*:_attend"
 _STEP, _ISSUE = "attention_fwd*:_step", "attention_fwd*:_begin_scores"
 _OUT, _SHARED = "attention_fwd*:_store_columns", "attention_fwd*:_allocate"
-_DRAW, _DROP = "attention_fwd_drawer:draw_tiles", "attention_fwd_drawer:drop_drawn"
 _PV = "    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
 _FREE_V = "    mbarrier.arrive(shared.v_empty.index(before), count=1)\n"
 _QK = "    s = warpgroup_mma_wait(1, deps=(s,))\n"
@@ -181,33 +180,6 @@ FORWARD = {
     ),
     "o_overwritten_while_it_is_copied": _without(_OUT, "tma.store_wait(0)", "full"),
     "an_end_before_o_has_left": _without(_TILES, "    tma.store_wait(0)", "full"),
-    # The drawer.
-    "bits_drawn_before_their_place_is_free": _without(
-        _DRAW, "mbarrier.wait(shared.bits_empty.index(slot), ((step // tile.slots) & 1) ^ 1)",
-        "dropout",
-    ),
-    "the_wrong_phase_of_free_bits": Mutation(
-        _DRAW, "((step // tile.slots) & 1) ^ 1", "(step // tile.slots) & 1", "dropout"
-    ),
-    "bits_used_before_they_are_drawn": _without(
-        _DROP, "mbarrier.wait(shared.bits_full.index(slot), (step // tile.slots) & 1)", "dropout"
-    ),
-    "bits_freed_by_one_warpgroup": Mutation(
-        _SHARED, "bits_empty.index(slot), count=GROUPS", "bits_empty.index(slot), count=1",
-        "dropout",
-    ),
-    "bits_of_the_other_warpgroup": Mutation(
-        _DROP, "slot * tile.warpgroups + GROUP", "slot * tile.warpgroups + 1 - GROUP", "dropout"
-    ),
-    "a_number_that_the_drawer_does_not_give_back": Mutation(
-        _SHARED, "count=2 if tile.slots and tile.dynamic and group == 0 else 1", "count=1",
-        "dropout",
-    ),
-    "a_drawer_that_misses_a_phase": Mutation(
-        _DRAW,
-        "            mbarrier.wait(shared.q_full.index(0), turn & 1)\n            mbarrier.arrive(",
-        "            mbarrier.arrive(", "dropout_of_few_keys",
-    ),
     # What is visible.
     "one_block_too_few_is_masked": Mutation(
         "_blocks:walk_of", "free_begin = gl.maximum(end -", "free_begin = gl.maximum(end - 1 -",
@@ -222,7 +194,8 @@ FORWARD = {
     ),
 }  # fmt: skip
 
-_MOVE, _SEND = "*bwd*:load_tiles", "*bwd*:send_dq"
+_MOVE, _SEND = "*bwd*:_load_step", "*bwd*:send_dq"
+_CHORES = "attention_bwd_chores:"
 _FOLD, _CONSUME = "*bwd*:_step", "*bwd*:consume"
 _LEAVE, _STORE = "*bwd*:_leave_dq", "*bwd*:store_keys"
 _KERNEL = "attention_bwd:attention_bwd_kernel"
@@ -255,34 +228,57 @@ BACKWARD = {
         "tma_load(do_desc, [b, head, row + TILE_M, 0]", "causal",
     ),
     "dq_sent_before_it_is_there": Mutation(
-        _SEND, _SYNC + "            if stores", "            if stores", "narrow"
+        _SEND, _SYNC + "            if turn", "            if turn", "ordered"
     ),
     "dq_freed_while_it_is_sent": Mutation(
-        _SEND, "            tma.store_wait(0)\n", "            pass\n", "narrow"
+        _SEND, "            tma.store_wait(0)\n", "            pass\n", "ordered"
     ),
     "dq_not_freed": Mutation(
-        _SEND, _FREE_DQ + "            if variant", "            if variant", "narrow"
+        _SEND, _FREE_DQ + "            if LATE", "            if LATE", "ordered"
     ),
     "dq_added_to_what_nobody_stored": Mutation(
-        _SEND, "tma_store(dq_desc", "tma_add(dq_desc", "narrow"
+        _SEND, "tma_store(dq_desc", "tma_add(dq_desc", "ordered"
     ),
     "dq_stored_over_what_others_added": Mutation(
-        _SEND, "            if stores:", "            if not stores:", "narrow"
+        _SEND, "            if turn == 0:", "            if turn != 0:", "ordered"
     ),
-    "dq_added_before_its_turn": Mutation(
-        _SEND, "while found == CLAIMED:", "while False:", "narrow"
+    "dq_added_before_its_turn": Mutation(_SEND, "while found < turn:", "while False:", "ordered"),
+    "dq_told_of_before_it_is_written": Mutation(
+        _SEND, "wait_for_copies()\n                gl.atomic_add(turns_ptr + at_tile",
+        "gl.atomic_add(turns_ptr + at_tile", "ordered",
     ),
-    "a_tile_of_dq_that_two_claim": Mutation(
-        _SEND, "stores = found == UNTOUCHED", "stores = found != CLAIMED", "narrow"
+    "dq_told_of_late_but_before_it_is_written": Mutation(
+        _SEND, "wait_for_copies()\n                gl.atomic_add(turns_ptr + before",
+        "gl.atomic_add(turns_ptr + before", "ordered_causal",
     ),
-    "dq_called_stored_before_it_is_written": Mutation(
-        _SEND, "wait_for_copies()\n                gl.atomic_xchg", "gl.atomic_xchg", "narrow"
-    ),
-    "dq_never_called_stored": _without(
-        _SEND, 'gl.atomic_xchg(state, STORED, sem="release")', "narrow"
+    "dq_never_told_of": _without(
+        _SEND, 'gl.atomic_add(turns_ptr + at_tile, 1, sem="release")', "ordered"
     ),
     "added_dq_freed_while_it_is_sent": Mutation(
         _SEND, "tma.store_wait(0)  # the buffer has been read", "pass", "causal"
+    ),
+    # What CTAs do for one another.
+    "row_terms_loaded_before_they_are_there": _without(
+        _MOVE, "wait_for_chores(work.index, shape, chores)", "chores"
+    ),
+    "dq_added_before_it_is_zero": _without(
+        _SEND, "wait_for_chores(work.index, shape, chores)", "chores"
+    ),
+    "dq_rounded_before_it_is_complete": Mutation(
+        _CHORES + "do_chores", "                shape.num_tiles\n", "                0\n", "chores"
+    ),
+    "dq_called_complete_before_it_is_written": Mutation(
+        _SEND, "    wait_for_copies()\n    if LATE and", "    if LATE and", "chores"
+    ),
+    "row_terms_of_a_tile_that_is_not_there": _without(
+        _CHORES + "_prepare", "mbarrier.wait(full.index(stage), (part // STAGES) & 1)", "chores"
+    ),
+    "dq_of_a_tile_that_is_not_there": _without(
+        _CHORES + "_finish", "mbarrier.wait(full.index(STAGES + stage), (part // STAGES) & 1)",
+        "chores",
+    ),
+    "chores_that_nobody_is_told_of": _without(
+        _CHORES + "_report_rows", 'gl.atomic_add(chores.counts + index, 1, sem="release")', "chores"
     ),
     # Barriers.
     "q_freed_by_one_warpgroup": Mutation(

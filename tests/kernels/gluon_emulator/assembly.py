@@ -77,28 +77,19 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "add.s32": np.add,
     "mul.lo.u32": np.multiply,
     "mul.hi.u32": lambda a, b: ((a.astype(np.uint64) * b) >> np.uint64(32)).astype(np.uint32),
-    "min.u16x2": lambda a, b: _in_halves(np.minimum, a, b),
-    "max.u16x2": lambda a, b: _in_halves(np.maximum, a, b),
     "prmt.b32": lambda a, b, select: _permuted(a, b, select),
 }
 
 
-def _in_halves(function: Callable[..., np.ndarray], a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Apply a function to the upper and to the lower 16 bits."""
-    a, b = a.astype(np.uint32), b.astype(np.uint32)
-    low = function(a & 0xFFFF, b & 0xFFFF)
-    return low | (function(a >> 16, b >> 16) << 16)
-
-
 def _permuted(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
-    """Pick each of four bytes, or the sign of one, from the eight of b and a."""
+    """Pick each of four bytes from the eight of b and a; selectors are constants here."""
     both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
     result = np.zeros(a.shape, np.uint32)
     for byte in range(4):
-        nibble = np.asarray(select).astype(np.uint32) >> (4 * byte)
-        found = (both >> (8 * (nibble & 7)).astype(np.uint64)).astype(np.uint32) & 255
-        signs = np.where(found > 127, np.uint32(255), np.uint32(0))
-        result |= np.where(nibble & 8, signs, found) << (8 * byte)
+        nibble = int(np.asarray(select).flat[0]) >> (4 * byte) & 0xF
+        if nibble > 7:
+            raise NotEmulated("prmt with a sign")
+        result |= ((both >> np.uint64(8 * nibble)) & np.uint64(255)).astype(np.uint32) << (8 * byte)
     return result
 
 

@@ -41,7 +41,7 @@ class Head(NamedTuple):
     diagonal: object  # int32 (64,): the key that stands where the row does
     row: object  # int32 (64,), counted from the start of the sequence, no further than its end
     first_row: object  # of the 64
-    slope_log2: object
+    slope_log2: object  # of the factor that the softmax adds, if variant.slanted
     bias: object  # where the bias of the head starts, in elements
     length_k: object
 
@@ -61,6 +61,8 @@ def head_of(rows, first_row, work, extras, layout: gl.constexpr, variant: gl.con
     if variant.alibi:
         slope = gl.load(extras.alibi + rows.b * extras.alibi_batch + rows.h)
         slope_log2 = slope * LOG2E
+        if variant.slanted:
+            slope_log2 = slope_log2 / factor_log2(extras, variant)
     bias = rows.b.to(gl.int64) * 0
     if variant.bias:
         at_head = rows.h.to(gl.int64) * extras.bias_head
@@ -99,9 +101,44 @@ def logits(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constex
     if variant.bias:
         bias = _load_bias(s, head, extras, first_key, MASKED, variant)
         s = gl.fma(bias.to(gl.float32), gl.full_like(s, LOG2E), s)
-    if variant.alibi:
+    if variant.slanted:
+        s = _add_slant(s, head)
+    elif variant.alibi:
         s = _add_alibi(s, head, first_key)
     return s
+
+
+@gluon.jit
+def _add_slant(s, head):
+    """Add what ALiBi adds to s (64, n) from the first key of each thread to its others.
+
+    Where no row sees a key behind its own, a distance is a difference, and the rest of it is one
+    number for each thread of a row (see `slant_of`).
+    """
+    n: gl.constexpr = s.shape[1]
+    whole: gl.constexpr = s.type.layout
+    four = s.reshape([64, n // 8, 4, 2])
+    layout: gl.constexpr = four.type.layout
+    eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    eight = gl.arange(0, n // 8, eights) * 8
+    eight = gl.expand_dims(gl.expand_dims(gl.expand_dims(eight, 0), 2), 3)
+    second = gl.arange(0, 2, pair)
+    second = gl.expand_dims(gl.expand_dims(gl.expand_dims(second, 0), 1), 2)
+    ahead = (eight + second).to(gl.float32)
+    four = gl.fma(ahead, gl.full_like(four, 0.0) + head.slope_log2, four)
+    return gl.convert_layout(four.reshape([64, n]), whole, assert_trivial=True)
+
+
+@gluon.jit
+def slant_of(s, head, first_key):
+    """Return what ALiBi adds to the first key of each thread of a row of s (64, n): (64, 4)."""
+    four = s.reshape([64, s.shape[1] // 8, 4, 2])  # no instruction
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, four.type.layout))
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    key = first_key + 2 * gl.arange(0, 4, gl.SliceLayout(0, layout))
+    diagonal = gl.expand_dims(gl.convert_layout(head.diagonal, rows), 1)
+    return (gl.expand_dims(key, 0) - diagonal).to(gl.float32) * head.slope_log2
 
 
 @gluon.jit

@@ -2,8 +2,7 @@
 
 What: o = softmax(s) v and lse, with s = softmax_scale * q k^T, capped, biased, masked, dropped.
 Grid: one CTA a multiprocessor, or fewer where there are fewer tiles; CTAs stay (see `_tiles`).
-One CTA: `tile.warpgroups` warpgroups of 64 queries each, a warp that loads for them, and, where
-      dropout has room for it, four warps that draw for them.
+One CTA: `tile.warpgroups` warpgroups of 64 queries each, and a warp that loads for them.
 Traffic: q is read and o, lse are written once; k and v once per query tile (mostly from L2).
 Numerics: products in the input type with float32 sums; m, l, acc float32; exponentials in base 2.
 Rows that see nothing give o = 0, lse = -inf.
@@ -20,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilewise.kernels.gluon._blocks import Mask
 from tilewise.kernels.gluon._logits import Extras, factor_log2
 from tilewise.kernels.gluon._tiles import Work
-from tilewise.kernels.gluon.attention_fwd_drawer import draw_tiles
 from tilewise.kernels.gluon.attention_fwd_loader import load_tiles
 from tilewise.kernels.gluon.attention_fwd_store import Output
 from tilewise.kernels.gluon.attention_fwd_warpgroup import compute_tiles
@@ -42,10 +40,8 @@ class Tile(NamedTuple):
     q_in_registers: bool  # q is an operand in registers; frees its shared memory at once
     release_together: bool  # K and V of a step are given back at once, with one barrier
     next_early: bool  # the loader asks for the next tile before it loads this one
-    slots: int  # steps that are drawn ahead for dropout; 0 where warpgroups draw for themselves
     registers: int  # of a thread that computes
     loader_registers: int
-    drawer_registers: int
 
 
 class Variant(NamedTuple):
@@ -58,13 +54,13 @@ class Variant(NamedTuple):
     bounded: bool  # every logit is at most `factor`, so no maximum is needed
     softcap: str  # "none", "fast" (tanh of the special function unit) or "exact"
     alibi: bool
+    slanted: bool  # ALiBi where no row sees a key behind its own, and the logits are factored
     bias: bool
     bias_rows: bool  # the bias differs from query to query, not only from key to key
     bias_pairs: bool  # its keys are neighbours and its other strides count pairs of them
     mask_rows: int  # rows and keys of a tile of the block mask, 0 without one
     mask_keys: int
     dropout: bool
-    drops_most: bool  # more than half of the probabilities
     sinks: bool
     packed: bool  # sequences lie one after the other in one batch
     lengths: bool  # dense sequences have a number of keys of their own
@@ -102,9 +98,6 @@ class Shared(NamedTuple):
     v_full: object
     v_empty: object
     o: object
-    bits: object  # which probabilities are dropped; like the barriers of k without a drawer
-    bits_full: object
-    bits_empty: object
 
 
 @gluon.jit
@@ -132,30 +125,15 @@ def _allocate(q, q_rest, k, k_rest, v, o, tile: gl.constexpr):
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for group in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(group), count=1)
-        # The drawer reads the number of a tile that is dealt out, too.
-        mbarrier.init(
-            q_empty.index(group), count=2 if tile.slots and tile.dynamic and group == 0 else 1
-        )
+        mbarrier.init(q_empty.index(group), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
-    bits = number
-    bits_full = k_full
-    bits_empty = k_empty
-    if tile.slots > 0:
-        SLOTS: gl.constexpr = tile.slots
-        ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        bits = gl.allocate_shared_memory(gl.int32, [SLOTS * GROUPS, 64, 4], ROWS)
-        bits_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-        bits_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-        for slot in gl.static_range(SLOTS):
-            mbarrier.init(bits_full.index(slot), count=1)
-            mbarrier.init(bits_empty.index(slot), count=GROUPS)
     return Shared(
         q_tiles, q_rests, q_full, q_empty, number, k_tiles, k_rests, k_full, k_empty,
-        v_tiles, v_full, v_empty, o_tiles, bits, bits_full, bits_empty,
+        v_tiles, v_full, v_empty, o_tiles,
     )  # fmt: skip
 
 
@@ -200,19 +178,7 @@ def attention_fwd_kernel(
     shared = _allocate(q, q_rest, k, k_rest, v, o, tile)
     loads = (q, q_rest, k, k_rest, v, counter, work, mask, shared)
     sums = (output, work, mask, extras, factor, shared)
-    draws = (output, work, mask, shared)
-    if tile.slots > 0:
-        gl.warp_specialize(
-            [
-                (compute_tiles, (sums, tile, variant, 0)),
-                (compute_tiles, (sums, tile, variant, 1)),
-                (draw_tiles, (draws, tile, variant)),
-                (load_tiles, (loads, tile, variant)),
-            ],
-            [4, 4, 1],
-            [tile.registers, tile.drawer_registers, tile.loader_registers],
-        )
-    elif tile.warpgroups == 2:
+    if tile.warpgroups == 2:
         gl.warp_specialize(
             [
                 (compute_tiles, (sums, tile, variant, 0)),

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon._blocks import block_of_step
 from tilewise.kernels.gluon._dropout import drop, random_words
-from tilewise.kernels.gluon._logits import hide, hide_by_bits, load_bits, logits
+from tilewise.kernels.gluon._logits import hide, hide_by_bits, load_bits, logits, slant_of
 from tilewise.kernels.gluon._softmax import fold
 from tilewise.kernels.gluon._values import clear_hidden, reached
 from tilewise.kernels.gluon._warpgroup import sum_layout
@@ -61,7 +61,7 @@ def gather(task, index, tile: gl.constexpr, variant: gl.constexpr, BITS: gl.cons
         row = first_row % variant.mask_rows
         bits = load_bits(start, number, row, first_word, S, KEYS, WORDS)
     words = number
-    if variant.dropout and tile.slots == 0:
+    if variant.dropout:
         words = random_words(task.draw, first_row, first_key, KEYS, S)
     return Block(first_key, number, bits, words)
 
@@ -71,7 +71,7 @@ def probabilities(
     s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
     EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Return p, dropped where no drawer does it, m, l and alpha of one block of products s.
+    """Return p, dropped where it must be, m, l and alpha of one block of products s.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit
@@ -79,7 +79,10 @@ def probabilities(
     """
     MASKED: gl.constexpr = EDGE != "none" or BITS
     head = task.head
-    if not variant.factored or variant.softcap != "none":
+    added = None
+    if variant.slanted:
+        added = slant_of(s, head, block.first_key)
+    if not variant.factored or variant.softcap != "none" or variant.slanted:
         s = logits(s, head, task.extras, block.first_key, MASKED, variant)
     if EDGE == "right":
         s = hide(s, head, block.first_key, False, True)
@@ -91,10 +94,9 @@ def probabilities(
     if BITS:
         s = hide_by_bits(s, block.bits)
     p, m, l, alpha = fold(
-        s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias
+        s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias, added
     )
-    # After the sum: dropout does not change what the others are divided by.
-    if variant.dropout and tile.slots == 0:
+    if variant.dropout:  # after the sum: dropout does not change what the others are divided by
         p = drop(p, block.words, task.draw)
     if variant.mask_keys > 0 and MASKED:
         _clear_values(block, task, step, tile, variant, BITS)

@@ -18,6 +18,7 @@ _SECTION_BYTES = 16 << 20
 # Of capped logits with the exponents of bfloat16: exp(-2 * 40) is 2**-116, no denormal, so that
 # the cap may stand for the maximum of a row.
 _WIDEST_BOUND = 40.0
+_LEAST_FACTOR = 2.0**-40  # that slopes of ALiBi are divided by: they must stay finite
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,22 +45,27 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
     softcap = "none"
     if spec.softcap > 0:  # bfloat16 has 8 bits, tanh of the special function unit 11, float16 11
         softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
-    unshifted = not (spec.has_alibi or spec.has_bias)
+    scaled = not spec.has_bias and (spec.softcap > 0 or spec.softmax_scale > 0)
+    factor = spec.softcap or spec.softmax_scale
+    slanted = spec.has_alibi and scaled and spec.window_right == 0 and factor > _LEAST_FACTOR
     return Variant(
         left=left,
         right=right,
         ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
-        factored=unshifted and (spec.softcap > 0 or spec.softmax_scale > 0),
-        bounded=unshifted and softcap == "fast" and spec.softcap <= _WIDEST_BOUND,
+        factored=scaled and (slanted or not spec.has_alibi),
+        bounded=scaled
+        and not spec.has_alibi
+        and softcap == "fast"
+        and spec.softcap <= _WIDEST_BOUND,
         softcap=softcap,
         alibi=spec.has_alibi,
+        slanted=slanted,
         bias=spec.has_bias,
         bias_rows=bias_rows,
         bias_pairs=bias_pairs,
         mask_rows=mask_rows,
         mask_keys=mask_keys,
         dropout=spec.dropout_threshold > 0,
-        drops_most=spec.dropout_threshold > 1 << 15,
         sinks=spec.has_sinks,
         packed=spec.is_varlen,
         lengths=spec.has_seqlens_k,

@@ -41,7 +41,6 @@ from tilewise.kernels.gluon._warpgroup import (
     unpack,
 )
 from tilewise.kernels.gluon.attention_fwd_block import Task, gather, probabilities
-from tilewise.kernels.gluon.attention_fwd_drawer import drop_drawn
 from tilewise.kernels.gluon.attention_fwd_store import store_rows
 
 TURN_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton leaves alone
@@ -75,7 +74,7 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
         first_row = rows.first_row + GROUP * 64
         head = head_of(rows, first_row, work, extras, ROWS, variant)
         draw = None
-        if variant.dropout and tile.slots == 0:
+        if variant.dropout:
             number_of_head = rows.b * work.num_q_heads + rows.h
             draw = draw_of(output.philox, output.drop_limit, number_of_head)
         mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
@@ -126,10 +125,7 @@ def _attend(task, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.con
             end = walk.seen_end - walk.last * tile.keys
             mbarrier.wait(shared.v_full.index(stage), (step // tile.stages) & 1)
             clear_hidden(shared.v.index(stage), 0, end, None, -1, False)
-    pairs = pack(p, shared.v.dtype)
-    if tile.slots > 0:
-        pairs = drop_drawn(pairs, shared, step, tile, GROUP)
-    state = State(acc, pairs, m, l)
+    state = State(acc, pack(p, shared.v.dtype), m, l)
     if variant.right or BITS:
         for index in range(1, walk.free_begin):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, BITS)
@@ -191,10 +187,7 @@ def _step(
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
     if not variant.bounded:
         acc = scale_rows(acc, alpha)
-    pairs = pack(p, shared.v.dtype)
-    if tile.slots > 0:
-        pairs = drop_drawn(pairs, shared, step, tile, GROUP)
-    return State(acc, pairs, m, l)
+    return State(acc, pack(p, shared.v.dtype), m, l)
 
 
 @gluon.jit
