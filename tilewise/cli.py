@@ -230,7 +230,17 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = _add_command(commands, "bench", "measure this machine, beside its peers", _bench)
     parser.add_argument(
         "what",
-        choices=("ops", "attention", "hopper", "mla", "latents", "cascade", "engine", "waste"),
+        choices=(
+            "ops",
+            "attention",
+            "hopper",
+            "mla",
+            "latents",
+            "cascade",
+            "paged",
+            "engine",
+            "waste",
+        ),
         help="what to measure",
     )
     parser.add_argument(

@@ -16,8 +16,14 @@ import triton
 from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
-from tilewise.kernels.gluon import attention_bwd_launch, attention_fp8, attention_fwd_launch
-from tilewise.kernels.spec import AttentionSpec
+from tests.kernels.compile_cases_mla import mla_spec
+from tilewise.kernels.gluon import (
+    attention_bwd_launch,
+    attention_fp8,
+    attention_fwd_launch,
+    mla_decode,
+)
+from tilewise.kernels.spec import AttentionSpec, PagedSpec
 
 ARCH = 90  # compiled for any other, LLVM aborts the process
 
@@ -87,6 +93,20 @@ def launch_fp8(spec: AttentionSpec) -> None:
     counter = meta(1, dtype=torch.int32)
     with mock.patch.object(attention_fp8, "_counter", return_value=counter):
         attention_fp8.launch_fwd(q, k, v, spec, scales=None, seqlens_k=tensors["seqlens_k"])
+
+
+def launch_latents(spec: PagedSpec) -> None:
+    """Call the launcher of attention over latents."""
+    rows = (spec.num_tokens, spec.num_q_heads)
+    mla_decode.launch(
+        meta(*rows, spec.v_head_dim, dtype=spec.dtype),
+        meta(*rows, spec.head_dim - spec.v_head_dim, dtype=spec.dtype),
+        meta(4096, spec.block_size, spec.head_dim, dtype=spec.cache_dtype),
+        spec,
+        block_table=meta(spec.num_seqs, spec.max_blocks, dtype=torch.int32),
+        seqlens_k=meta(spec.num_seqs, dtype=torch.int32),
+        cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
+    )
 
 
 _SHORT = {"max_seqlen_q": 1024, "max_seqlen_k": 1024}
@@ -200,4 +220,22 @@ def fp8_cases() -> Iterator[GluonCase]:
             yield _case(f"fp8-d{head_dim}-{name}", launch_fp8, spec)
 
 
-CASES: list[GluonCase] = [*attention_cases(), *fp8_cases()]
+def latent_cases() -> Iterator[GluonCase]:
+    """Yield decoding from latents: one new token and several, both dtypes, wide blocks."""
+    half = {"dtype": torch.float16, "cache_dtype": torch.float16}
+    drafts = {"max_seqlen_q": 2, "num_tokens": 32}
+    for name, changes in {
+        "128-heads": {},
+        "drafts": drafts,
+        "block-128-fp16": half | drafts | {"block_size": 128},
+    }.items():
+        spec = mla_spec(changes)
+        yield GluonCase(
+            f"sm_{ARCH}-gluon-mla-{name}",
+            ARCH,
+            lambda spec=spec: launch_latents(spec),  # type: ignore[misc]
+            slow=name != "128-heads",
+        )
+
+
+CASES: list[GluonCase] = [*attention_cases(), *fp8_cases(), *latent_cases()]

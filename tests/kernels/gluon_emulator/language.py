@@ -391,6 +391,7 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "tma_add": copies.add,
     "async_atomic_add": copies.add,
     "store_wait": copies.store_wait,
+    "prefetch": lambda pointers, nbytes: None,
     "fence_async_shared": shared.fence_async_shared,
     "warpgroup_mma": products.warpgroup_mma,
     "warpgroup_mma_init": products.warpgroup_mma_init,

@@ -1,0 +1,39 @@
+"""What the logits' warpgroup tells the others of an item, through shared memory.
+
+What: eight integers an item, in two slots that take turns. Only one warpgroup finds its way through
+      lengths and shares; the others, whose registers are full of sums, read what they need when
+      they need it.
+Grid: none, inlined into the partitions of `mla_decode_kernel`.
+One call: one integer.
+Traffic: shared memory.
+Numerics: integers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+FIELDS = gl.constexpr(8)
+TILES = gl.constexpr(0)  # of the item; 0: there is no other
+FIRST = gl.constexpr(1)  # its first tile within the sequence
+SEQUENCE = gl.constexpr(2)
+LENGTH = gl.constexpr(3)  # tokens of the sequence
+ROW = gl.constexpr(4)  # the first of all rows, new tokens times heads
+COUNT = gl.constexpr(5)  # rows that are the sequence's
+PART = gl.constexpr(6)  # where the item's rows go among the parts; -1: they go to o
+
+
+@gluon.jit
+def write(shared, slot, field: gl.constexpr, value):
+    """Set one integer of an item."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    memory = shared.item.index(slot * FIELDS + field)
+    memory.store(gl.full([1], 0, gl.int32, lane) + value)
+
+
+@gluon.jit
+def read(shared, slot, field: gl.constexpr):
+    """Return one integer of an item."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(shared.item.index(slot * FIELDS + field).load(lane), 0)

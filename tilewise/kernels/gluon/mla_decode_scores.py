@@ -1,0 +1,253 @@
+"""The logits of attention over latents: one warpgroup, 64 rows, tile after tile.
+
+What: s = q z^T of 64 rows and 64 keys, p = exp(s - m), and the running m and l of every row.
+Grid: the first partition of every CTA of `mla_decode_kernel`.
+One CTA: q of an item goes through a stage of the ring into registers, all but its rope channels.
+      Step j issues the logits of tile j + 1 once p of tile j has left the registers; that p is
+      handed on while they run, so that the products with values fill the time of the softmax.
+Traffic: q once an item; p (64, 64) and one factor a row through shared memory.
+Numerics: see `_softmax`.
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon._compat import partition_barrier, tma_load
+from tilewise.kernels.gluon._softmax import finish, fold, partial_sums
+from tilewise.kernels.gluon._warpgroup import keep_columns, operand_layout, sum_layout
+from tilewise.kernels.gluon.mla_decode_item import (
+    COUNT,
+    FIRST,
+    LENGTH,
+    PART,
+    ROW,
+    SEQUENCE,
+    TILES,
+    write,
+)
+from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS, item_of
+from tilewise.kernels.gluon.mla_decode_tiles import (
+    LEFT,
+    MIDDLE,
+    ROPE,
+    TAIL,
+    load_part,
+    place_of,
+    shift_of,
+)
+
+
+@gluon.jit
+def score_items(loads, step, share, output, factor, shared, variant: gl.constexpr):
+    """Score all items of a share.
+
+    loads: see `mla_decode_tiles`.
+    """
+    tile = share.first
+    sequence = share.sequence
+    start = share.start
+    at = share.first * 0  # tiles so far: the place in the ring
+    turn = at  # items so far
+    while tile < share.last:
+        item = item_of(step, share, tile, sequence, start)
+        if (item.tiles > 0) & (item.rows > 0):
+            _score_item(item, at, turn, loads, step, share, output, factor, shared, variant)
+            at += item.tiles
+            turn += 1
+        tile += item.tiles
+        start += item.all_tiles
+        sequence += 1
+    _wait_slot(turn, shared)
+    write(shared, turn % 2, TILES, at * 0)
+    mbarrier.arrive(shared.item_full.index(turn % 2), count=1)
+
+
+@gluon.jit
+def _score_item(item, at, turn, loads, step, share, output, factor, shared, variant: gl.constexpr):
+    """Load q and the first tiles, then score tile after tile."""
+    S: gl.constexpr = sum_layout(KEYS)
+    slot = turn % 2
+    _wait_slot(turn, shared)
+    write(shared, slot, TILES, item.tiles)
+    write(shared, slot, FIRST, item.first)
+    write(shared, slot, SEQUENCE, item.sequence)
+    write(shared, slot, LENGTH, item.length)
+    write(shared, slot, ROW, item.first_row)
+    write(shared, slot, COUNT, item.rows)
+    part = item.number * step.row_tiles + share.row_tile
+    write(shared, slot, PART, gl.where(item.parts == 1, -1, part))
+    mbarrier.arrive(shared.item_full.index(slot), count=1)
+    q_left, q_middle = _begin(item, at, turn, loads, shared, variant)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    l = partial_sums(gl.zeros([ROWS, KEYS], gl.float32, S))
+    s = _issue(q_left, q_middle, at, shared)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    for index in range(item.tiles - 1):
+        if variant.several:
+            s = _hide(s, item, index, step, share, False)
+        m, l = _fold_tile(s, m, l, at + index, factor, shared)
+        s = _issue(q_left, q_middle, at + index + 1, shared)
+        s = warpgroup_mma_wait(variant.publish, deps=(s,))
+        mbarrier.arrive(shared.p_full.index((at + index) % 3), count=1)
+        if (index > 0) & (index + 2 < item.tiles):
+            _load_rope(item, index + 2, at, loads, shared, variant)
+        s = warpgroup_mma_wait(0, deps=(s,))
+    last = item.tiles - 1
+    s = _hide(s, item, last, step, share, True)
+    m, l = _fold_tile(s, m, l, at + last, factor, shared)
+    mbarrier.arrive(shared.p_full.index((at + last) % 3), count=1)
+
+    lse, scale = finish(m, l, factor, 0.0, True, False)
+    shared.scale.index(slot).store(scale)
+    mbarrier.arrive(shared.scale_full.index(slot), count=1)
+    _store_lse(lse, item, step, share, output)
+
+
+@gluon.jit
+def _begin(item, at, turn, loads, shared, variant: gl.constexpr):
+    """Start to load three tiles; return q, which goes through the stage of the third first."""
+    for index in gl.static_range(2):
+        if index < item.tiles:
+            _wait_empty(at + index, shared)
+            _load_tile(item, index, at, loads, shared, variant)
+    stage = (at + 2) % 3
+    _wait_empty(at + 2, shared)  # then all of the item before has been taken
+    full = shared.q_full.index(0)
+    nbytes: gl.constexpr = (
+        loads.q_left.block_type.nbytes
+        + 2 * loads.q_middle.block_type.nbytes
+        + loads.q_rope.block_type.nbytes
+    )
+    mbarrier.expect(full, nbytes)
+    tma_load(loads.q_left, [0, 0, item.first_row, LEFT], full, shared.left.index(stage))
+    tma_load(loads.q_middle, [0, 0, item.first_row, MIDDLE], full, shared.middle.index(stage))
+    tma_load(loads.q_middle, [0, 0, item.first_row, TAIL], full, shared.q_tail)
+    tma_load(loads.q_rope, [0, 0, item.first_row, 0], full, shared.q_rope)
+    for index in gl.static_range(2):
+        if index < item.tiles:
+            tail = (at + index) % 2
+            place = _place_of(item, index, variant)
+            load_part(
+                loads.middle, place, TAIL, shared.tail_full.index(tail), shared.tail.index(tail)
+            )
+    mbarrier.wait(full, turn & 1)
+    OPERAND: gl.constexpr = operand_layout(KEYS)
+    q_left = shared.left.index(stage).reshape([ROWS, 256]).load(OPERAND)
+    q_middle = shared.middle.index(stage).reshape([ROWS, 128]).load(OPERAND)
+    fence_async_shared()
+    partition_barrier()  # all have read what the next tile overwrites
+    if item.tiles > 2:
+        _load_tile(item, 2, at, loads, shared, variant)
+    return q_left, q_middle
+
+
+@gluon.jit
+def _wait_slot(turn, shared):
+    """Wait until what was told of the item before the last has been read."""
+    mbarrier.wait(shared.item_empty.index(turn % 2), (turn // 2 & 1) ^ 1)
+
+
+@gluon.jit
+def _place_of(item, index, variant: gl.constexpr):
+    """Return where tile `index` of an item lies in the cache."""
+    return place_of(item.table, item.length, item.first + index, item.length > 0, variant.block)
+
+
+@gluon.jit
+def _wait_empty(at, shared):
+    """Wait until the tile before that in the stage of place `at` has been taken."""
+    mbarrier.wait(shared.empty.index(at % 3), (at // 3 & 1) ^ 1)
+
+
+@gluon.jit
+def _load_tile(item, index, at, loads, shared, variant: gl.constexpr):
+    """Start to load tile `index` of an item, all but its tail; its stage is empty."""
+    place = _place_of(item, index, variant)
+    stage = (at + index) % 3
+    load_part(loads.left, place, LEFT, shared.left_full.index(stage), shared.left.index(stage))
+    full = shared.middle_full.index(stage)
+    load_part(loads.middle, place, MIDDLE, full, shared.middle.index(stage))
+    load_part(loads.rope, place, ROPE, shared.rope_full.index(stage), shared.rope.index(stage))
+
+
+@gluon.jit
+def _load_rope(item, index, at, loads, shared, variant: gl.constexpr):
+    """Start to load the rope channels of a tile whose other channels the sums of o load."""
+    place = _place_of(item, index, variant)
+    _wait_empty(at + index, shared)
+    stage = (at + index) % 3
+    load_part(loads.rope, place, ROPE, shared.rope_full.index(stage), shared.rope.index(stage))
+
+
+@gluon.jit
+def _issue(q_left, q_middle, at, shared):
+    """Issue four products, the logits of the tile at place `at`."""
+    stage = at % 3
+    phase = at // 3 & 1
+    zero = gl.zeros([ROWS, KEYS], gl.float32, sum_layout(KEYS))
+    mbarrier.wait(shared.left_full.index(stage), phase)
+    left = shared.left.index(stage).reshape([KEYS, 256]).permute((1, 0))
+    s = warpgroup_mma(q_left, left, zero, use_acc=False, is_async=True)
+    mbarrier.wait(shared.middle_full.index(stage), phase)
+    middle = shared.middle.index(stage).reshape([KEYS, 128]).permute((1, 0))
+    s = warpgroup_mma(q_middle, middle, s, is_async=True)
+    mbarrier.wait(shared.rope_full.index(stage), phase)
+    rope = shared.rope.index(stage).reshape([KEYS, 64]).permute((1, 0))
+    s = warpgroup_mma(shared.q_rope.reshape([ROWS, 64]), rope, s, is_async=True)
+    mbarrier.wait(shared.tail_full.index(at % 2), at // 2 & 1)
+    tail = shared.tail.index(at % 2).reshape([KEYS, 128]).permute((1, 0))
+    return warpgroup_mma(shared.q_tail.reshape([ROWS, 128]), tail, s, is_async=True)
+
+
+@gluon.jit
+def _fold_tile(s, m, l, at, factor, shared):
+    """Fold logits into m and l; p and alpha go to shared memory, but are not announced yet."""
+    stage = at % 3
+    p, m, l, alpha = fold(s, m, l, factor, True, False, True)
+    shared.alpha.index(stage).store(alpha)
+    rope = shared.rope.index(stage).reshape([ROWS, KEYS])
+    rope.store(p.to(shared.rope.dtype))
+    fence_async_shared()
+    return m, l
+
+
+@gluon.jit
+def _hide(s, item, index, step, share, LAST: gl.constexpr):
+    """Hide the keys of tile `index` of an item that a row does not see, and none that is none."""
+    tile = item.first + index
+    # The first row of a run sees fewest keys.
+    if LAST or ((tile + 1) * KEYS > item.length - item.run + 1):
+        shift = shift_of(tile, item.length)
+        row = share.row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+        token = gl.minimum(row // step.heads, item.run - 1)
+        end = item.length - item.run + token + 1 - tile * KEYS + shift
+        s = keep_columns(s, end * 0 + shift, end, True, True)
+    return s
+
+
+@gluon.jit
+def _store_lse(lse, item, step, share, output):
+    """Store lse of an item's rows, in the end or as a part; say where the parts are."""
+    row = gl.arange(0, ROWS, lse.type.layout)
+    if item.parts == 1:
+        index = item.first_row + row
+        token = index // step.heads
+        head = index - token * step.heads
+        at = output.lse + head.to(gl.int64) * output.tokens + token
+        gl.store(at, lse, mask=row < item.rows)
+    else:
+        part = item.number * step.row_tiles + share.row_tile
+        gl.store(output.part_lse + part.to(gl.int64) * ROWS + row, lse)
+    if (share.row_tile == 0) & (item.first == 0):
+        entry = output.plan + item.sequence.to(gl.int64) * 2
+        gl.store(entry, item.number)
+        gl.store(entry + 1, item.parts)

@@ -1,0 +1,147 @@
+"""What a CTA of attention over latents computes: an equal share of all tiles of keys.
+
+What: the tiles of all sequences in a row, cut into shares of equal size, one for each CTA.
+Grid: none, inlined into `mla_decode_kernel`; every CTA finds its own share.
+One call: a share, or the part of it that one sequence has (an item).
+Traffic: the lengths of all sequences, twice a CTA.
+Numerics: integers.
+
+A share may begin and end within a sequence. Items are numbered sequence + share: from one item to
+the next, one of the two grows. So the items of a sequence are neighbours, and there are at most as
+many as sequences and shares together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+KEYS = gl.constexpr(64)  # of a tile
+ROWS = gl.constexpr(64)  # new tokens times heads
+CHUNK = gl.constexpr(64)  # sequences whose tiles are added up at once
+# A share may grow by a 16th where then its ends meet those of equally long sequences: nothing has
+# to be merged. Merging two parts of all sequences took longer (see docs/mla.md).
+SLACK = gl.constexpr(16)
+
+
+class Step(NamedTuple):
+    """The lengths of a step, as the kernel takes them."""
+
+    cache: object  # (blocks, slots, 576)
+    cache_block: object  # elements from block to block
+    cache_slot: object
+    block_table: object  # int32 (B, max_blocks)
+    table_row: object
+    seqlens_k: object  # int32 (B,)
+    cu_seqlens_q: object  # int32 (B + 1,)
+    batch: object
+    heads: object
+    row_tiles: object  # tiles of rows of the longest run
+
+
+class Share(NamedTuple):
+    """Tiles [first, last) of all; `start` is where those of `sequence`, its first, begin."""
+
+    number: object
+    row_tile: object  # the CTA computes these rows of every run
+    size: object  # tiles of every share but the last
+    first: object
+    last: object
+    sequence: object
+    start: object
+
+
+class Item(NamedTuple):
+    """Tiles [first, first + tiles) of one sequence and one tile of its rows."""
+
+    sequence: object
+    first_row: object  # of all rows, new tokens times heads
+    rows: object  # of the sequence that are this tile's, at most ROWS; 0 or less: nothing to do
+    run: object
+    length: object
+    table: object
+    first: object
+    tiles: object
+    number: object  # among the partial results
+    parts: object  # items that the sequence has
+    all_tiles: object
+
+
+@gluon.jit
+def _tiles_of(step, b):
+    """Return how many tiles sequences have: at least one where they have a row, else none."""
+    inside = b < step.batch
+    begin = gl.load(step.cu_seqlens_q + b, mask=inside, other=0)
+    end = gl.load(step.cu_seqlens_q + b + 1, mask=inside, other=0)
+    length = gl.load(step.seqlens_k + b, mask=inside, other=0)
+    return gl.where(end > begin, gl.maximum(gl.cdiv(length, KEYS), 1), 0)
+
+
+@gluon.jit
+def share_of(step, least_tiles):
+    """Return the Share of this CTA.
+
+    least_tiles: a share has at least so many, so that little work is not cut to nothing.
+    """
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    SQUARE: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
+    number = gl.program_id(0) // step.row_tiles
+    row_tile = gl.program_id(0) - number * step.row_tiles
+    shares = gl.num_programs(0) // step.row_tiles
+    total = number * 0
+    longest = number * 0 + 1
+    for base in range(0, step.batch, CHUNK):
+        tiles = _tiles_of(step, base + gl.arange(0, CHUNK, LINE))
+        total += gl.sum(tiles, 0)
+        longest = gl.maximum(longest, gl.max(tiles, 0))
+    size = gl.maximum(gl.cdiv(total, shares), least_tiles)
+    even = gl.where(
+        size >= longest,
+        gl.cdiv(size, longest) * longest,
+        gl.cdiv(longest, gl.maximum(longest // size, 1)),
+    )
+    size = gl.where(even <= size + size // SLACK, even, size)
+    first = gl.minimum(number * size, total)
+
+    sequence = number * 0
+    start = number * 0
+    before = number * 0
+    for base in range(0, step.batch, CHUNK):
+        column = gl.arange(0, CHUNK, gl.SliceLayout(0, SQUARE))
+        row = gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE))
+        tiles = gl.expand_dims(_tiles_of(step, base + column), 0)
+        until = gl.expand_dims(row, 1) >= gl.expand_dims(column, 0)
+        ends = before + gl.sum(gl.where(until, tiles, 0), 1)
+        passed = ends <= first
+        sequence += gl.sum(gl.where(passed, 1, 0), 0)
+        start = gl.maximum(start, gl.max(gl.where(passed, ends, 0), 0))
+        before = gl.max(ends, 0)
+    last = gl.minimum(first + size, total)
+    return Share(number, row_tile, size, first, last, sequence, start)
+
+
+@gluon.jit
+def item_of(step, share, tile, sequence, start):
+    """Return the Item of `sequence`, whose tiles begin at `start`, from tile `tile` of all on."""
+    begin = gl.load(step.cu_seqlens_q + sequence)
+    run = gl.load(step.cu_seqlens_q + sequence + 1) - begin
+    length = gl.load(step.seqlens_k + sequence)
+    tiles = gl.where(run > 0, gl.maximum(gl.cdiv(length, KEYS), 1), 0)
+    first_part = start // share.size
+    parts = (start + tiles - 1) // share.size - first_part + 1
+    row = share.row_tile * ROWS
+    return Item(
+        sequence,
+        begin * step.heads + row,
+        gl.minimum(run * step.heads - row, ROWS),
+        run,
+        length,
+        step.block_table + sequence.to(gl.int64) * step.table_row,
+        tile - start,
+        gl.minimum(share.last, start + tiles) - tile,
+        sequence + share.number,
+        parts,
+        tiles,
+    )

@@ -1,0 +1,176 @@
+"""The sums of attention over latents: one warpgroup owns 256 of the 512 columns of o.
+
+What: o = (sum of p v) / l of 64 rows; v is half of the channels that the logits were made of.
+Grid: two partitions of every CTA of `mla_decode_kernel`.
+One CTA: waits for p of a tile, rescales what it has, multiplies, and loads its half of the tile
+      that comes into the same stage, three tiles on: no loader is needed.
+Traffic: half of every latent, but for the first three tiles of an item; o once.
+Numerics: float32 sums, o rounded once.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon._warpgroup import scale_rows, sum_layout
+from tilewise.kernels.gluon.mla_decode_item import (
+    COUNT,
+    FIRST,
+    LENGTH,
+    PART,
+    ROW,
+    SEQUENCE,
+    TILES,
+    read,
+)
+from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS
+from tilewise.kernels.gluon.mla_decode_tiles import (
+    LEFT,
+    MIDDLE,
+    TAIL,
+    load_part,
+    place_of,
+    prefetch_last,
+)
+
+
+@gluon.jit
+def add_items(loads, step, output, shared, variant: gl.constexpr, SIDE: gl.constexpr):
+    """Sum up one half of o of all items that the logits announce; SIDE: 0 is left, 1 is right."""
+    at = gl.program_id(0) * 0  # tiles so far: the place in the ring
+    turn = at  # items so far
+    mbarrier.wait(shared.item_full.index(0), 0)
+    tiles = read(shared, 0, TILES)
+    while tiles > 0:
+        _add_item(tiles, at, turn % 2, turn // 2 & 1, loads, step, output, shared, variant, SIDE)
+        at += tiles
+        turn += 1
+        mbarrier.wait(shared.item_full.index(turn % 2), turn // 2 & 1)
+        tiles = read(shared, turn % 2, TILES)
+
+
+@gluon.jit
+def _add_item(
+    tiles, at, slot, phase, loads, step, output, shared, variant: gl.constexpr, SIDE: gl.constexpr
+):  # fmt: skip
+    """Sum up tile after tile, then store."""
+    table = step.block_table + read(shared, slot, SEQUENCE).to(gl.int64) * step.table_row
+    length = read(shared, slot, LENGTH)
+    first = read(shared, slot, FIRST)
+    if SIDE == 0:
+        o = gl.zeros([ROWS, 256], gl.float32, sum_layout(256))
+        row_tile = gl.program_id(0) % step.row_tiles
+        AHEAD: gl.constexpr = variant.prefetch + 2
+        if variant.prefetch > 0:
+            for index in gl.static_range(2, AHEAD):
+                if index < tiles:
+                    prefetch_last(step, table, first + index, row_tile, variant)
+        for index in range(tiles):
+            place = place_of(table, length, first + index + 3, index + 3 < tiles, variant.block)
+            o = _begin_left(o, at + index, loads, shared)
+            if variant.prefetch > 0:  # noqa: SIM102 (constexpr)
+                if index + AHEAD < tiles:
+                    prefetch_last(step, table, first + index + AHEAD, row_tile, variant)
+            o = _end_left(o, at + index, index + 3 < tiles, place, loads, shared)
+        scale, part, row, rows = _end(slot, phase, shared, o)
+        _store(scale_rows(o, scale), part, row, rows, output, LEFT)
+    else:
+        o = gl.zeros([ROWS, 128], gl.float32, sum_layout(128))
+        o_tail = gl.zeros([ROWS, 128], gl.float32, sum_layout(128))
+        for index in range(tiles):
+            next_tail = index + 2 < tiles
+            tail = place_of(table, length, first + index + 2, next_tail, variant.block)
+            place = place_of(table, length, first + index + 3, index + 3 < tiles, variant.block)
+            o, o_tail = _add_right(
+                o, o_tail, at + index, index + 3 < tiles, place, next_tail, tail, loads, shared
+            )
+        scale, part, row, rows = _end(slot, phase, shared, o)
+        _store(scale_rows(o, scale), part, row, rows, output, MIDDLE)
+        _store(scale_rows(o_tail, scale), part, row, rows, output, TAIL)
+
+
+@gluon.jit
+def _begin_left(o, at, loads, shared):
+    """Start to add the left half of the tile at place `at`."""
+    stage = at % 3
+    mbarrier.wait(shared.p_full.index(stage), at // 3 & 1)
+    alpha = shared.alpha.index(stage).load(gl.SliceLayout(1, o.type.layout))
+    o = scale_rows(o, alpha)
+    mbarrier.wait(shared.left_full.index(stage), at // 3 & 1)
+    p = shared.rope.index(stage).reshape([ROWS, KEYS])
+    return warpgroup_mma(p, shared.left.index(stage).reshape([KEYS, 256]), o, is_async=True)
+
+
+@gluon.jit
+def _end_left(o, at, exists, place, loads, shared):
+    """Finish adding, then load the left half of the tile three on."""
+    stage = at % 3
+    o = warpgroup_mma_wait(0, deps=(o,))
+    mbarrier.arrive(shared.empty.index(stage), count=1)
+    if exists:
+        left = shared.left.index(stage)
+        load_part(loads.left, place, LEFT, shared.left_full.index(stage), left)
+    return o
+
+
+@gluon.jit
+def _add_right(o, o_tail, at, exists, place, next_tail, tail_place, loads, shared):
+    """Add the right half, then load the middle of the tile three on and the tail two on."""
+    stage = at % 3
+    tail_stage = at % 2
+    mbarrier.wait(shared.p_full.index(stage), at // 3 & 1)
+    alpha = shared.alpha.index(stage).load(gl.SliceLayout(1, o.type.layout))
+    o = scale_rows(o, alpha)
+    o_tail = scale_rows(o_tail, alpha)
+    mbarrier.wait(shared.middle_full.index(stage), at // 3 & 1)
+    mbarrier.wait(shared.tail_full.index(tail_stage), at // 2 & 1)
+    p = shared.rope.index(stage).reshape([ROWS, KEYS])
+    middle, tail = shared.middle.index(stage), shared.tail.index(tail_stage)
+    o_tail = warpgroup_mma(p, tail.reshape([KEYS, 128]), o_tail, is_async=True)
+    o = warpgroup_mma(p, middle.reshape([KEYS, 128]), o, is_async=True)
+    o, o_tail = warpgroup_mma_wait(0, deps=(o, o_tail))
+    mbarrier.arrive(shared.empty.index(stage), count=1)
+    if next_tail:
+        load_part(loads.middle, tail_place, TAIL, shared.tail_full.index(tail_stage), tail)
+    if exists:
+        load_part(loads.middle, place, MIDDLE, shared.middle_full.index(stage), middle)
+    return o, o_tail
+
+
+@gluon.jit
+def _end(slot, phase, shared, o):
+    """Return what rows of o are multiplied by, their part, the first of them, and how many."""
+    mbarrier.wait(shared.scale_full.index(slot), phase)
+    scale = shared.scale.index(slot).load(gl.SliceLayout(1, o.type.layout))
+    part, row, rows = read(shared, slot, PART), read(shared, slot, ROW), read(shared, slot, COUNT)
+    mbarrier.arrive(shared.item_empty.index(slot), count=1)
+    return scale, part, row, rows
+
+
+@gluon.jit
+def _store(o, part, first_row, rows, output, first_column: gl.constexpr):
+    """Store columns of o (64, 512) from `first_column` on, in the end or as a part."""
+    EIGHTS: gl.constexpr = o.shape[1] // 8
+    # Eight columns at a time: what a thread adds to its first address are then constants.
+    o3 = o.reshape([ROWS, EIGHTS, 8])
+    L3: gl.constexpr = o3.type.layout
+    L2: gl.constexpr = gl.SliceLayout(1, L3)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, L2)), 1)
+    column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, L2)), 0)
+    eights = gl.arange(0, EIGHTS, gl.SliceLayout(0, gl.SliceLayout(2, L3))) * 8
+    eights = gl.expand_dims(gl.expand_dims(eights, 0), 2)
+    within = row * 512 + column
+    if part < 0:
+        start = output.o + first_row.to(gl.int64) * 512 + first_column
+        at = start + gl.expand_dims(within, 1) + eights
+        inside = gl.expand_dims(row < rows, 1)
+        gl.store(at, o3.to(output.o.dtype.element_ty), mask=inside)
+    else:
+        part_start = output.part_o + part.to(gl.int64) * (ROWS * 512) + first_column
+        gl.store(part_start + gl.expand_dims(within, 1) + eights, o3)
