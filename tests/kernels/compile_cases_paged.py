@@ -122,6 +122,70 @@ def _one_group(spec: PagedSpec) -> SharedKeys:
     return SharedKeys(meta(spec.num_seqs, dtype=torch.int32), (level,))
 
 
+def launch_byte_decode(spec: PagedSpec, *, head_scales: bool = False) -> None:
+    """Call the launcher of Hopper's kernel over 8-bit caches."""
+    from tilewise.kernels.gluon import paged_attention
+
+    slots = (4096, spec.block_size, spec.num_kv_heads)
+    scale = meta(*(slots[2:] if head_scales else slots), dtype=torch.float32)
+    cache = meta(*slots, spec.head_dim, dtype=spec.cache_dtype)
+    paged_attention.launch(
+        meta(spec.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
+        cache,
+        cache,
+        spec,
+        block_table=meta(spec.num_seqs, spec.max_blocks, dtype=torch.int32),
+        seqlens_k=meta(spec.num_seqs, dtype=torch.int32),
+        cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
+        sinks=meta(spec.num_q_heads, dtype=torch.float32) if spec.has_sinks else None,
+        k_scale=scale,
+        v_scale=scale,
+    )
+
+
+# name -> (changes of the spec, a scale for each head only, compiled only if slow)
+_BYTES: dict[str, tuple[dict[str, object], bool, bool]] = {
+    "e4m3": ({"cache_dtype": torch.float8_e4m3fn}, False, False),
+    "int8": ({"cache_dtype": torch.int8}, False, True),
+    "int8-heads": ({"cache_dtype": torch.int8}, True, True),
+    "e4m3-d64-block-256": (
+        {
+            "cache_dtype": torch.float8_e4m3fn,
+            "head_dim": 64,
+            "v_head_dim": 64,
+            "block_size": 256,
+        },
+        False,
+        True,
+    ),
+    "int8-16-rows": ({"cache_dtype": torch.int8, "num_q_heads": 128}, False, True),
+    "e4m3-everything": (
+        {
+            "cache_dtype": torch.float8_e4m3fn,
+            "dtype": torch.float16,
+            "block_size": 8,
+            "window_left": 1000,
+            "has_sinks": True,
+        },
+        False,
+        True,
+    ),
+}
+
+
+def byte_decode_cases() -> Iterator[Case]:
+    """Yield Hopper's kernel over 8-bit caches, which multiplies by mma.sync there."""
+    for name, (changes, head_scales, slow) in _BYTES.items():
+        spec = paged_spec(_DECODE | changes)
+        yield Case(
+            f"sm_90-gluon-decode-{name}",
+            90,
+            lambda spec=spec, heads=head_scales: launch_byte_decode(spec, head_scales=heads),  # type: ignore[misc]
+            products=False,
+            slow=slow,
+        )
+
+
 def launch_elementwise(head_dim: int, dtype: torch.dtype) -> None:
     """Call every launcher that only moves or weighs elements."""
     from tilewise.kernels.triton import cache_ops, merge, rope, rope_write
@@ -176,4 +240,4 @@ def paged_cases() -> Iterator[Case]:
             )
 
 
-CASES = [*paged_cases(), *mla_cases()]
+CASES = [*paged_cases(), *byte_decode_cases(), *mla_cases()]

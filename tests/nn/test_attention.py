@@ -144,6 +144,26 @@ def test_batch_invariance_is_asked_of_the_kernel(monkeypatch):
     assert asked == [False, True]
 
 
+def test_layers_of_one_kind_share_the_plan_of_a_step():
+    blocks = torch.arange(4, dtype=torch.int32).view(1, 4)
+    ends = torch.tensor([9], dtype=torch.int32)
+    ctx = AttentionContext(torch.arange(2).int(), 1, ends, blocks, torch.tensor([8]))
+    q, cache = torch.randn(1, 4, D), torch.randn(4, 4, 2, D)
+    options = {
+        "block_table": blocks,
+        "seqlens_k": ends,
+        "cu_seqlens_q": ctx.cu_seqlens_q,
+        "max_seqlen_q": 1,
+    }
+
+    def plan(case):
+        return make(case)._plan(q, cache, cache, ctx, options)
+
+    assert plan("scale") is plan("scale")
+    assert plan("scale") is not plan("window")
+    assert len(ctx.plans) == 2
+
+
 def test_context_and_cache_come_together():
     cache = (torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="ctx and kv must come together, got only kv"):

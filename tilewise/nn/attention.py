@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.layers import RMSNorm
+from tilewise.ops import PagedPlan
 
 __all__ = ["Attention"]
 
@@ -127,21 +130,36 @@ class Attention(nn.Module):
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-        return ops.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_table=ctx.block_table,
-            seqlens_k=ctx.seqlens_k,
-            cu_seqlens_q=ctx.cu_seqlens_q,
-            max_seqlen_q=ctx.max_seqlen_q,
-            softmax_scale=self.softmax_scale,
-            window=self.window,
-            shared=ctx.shared if self.window is None else None,
-            batch_invariant=ctx.batch_invariant,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        options: dict[str, Any] = {
+            "block_table": ctx.block_table,
+            "seqlens_k": ctx.seqlens_k,
+            "cu_seqlens_q": ctx.cu_seqlens_q,
+            "max_seqlen_q": ctx.max_seqlen_q,
+            "softmax_scale": self.softmax_scale,
+            "window": self.window,
+            "shared": ctx.shared if self.window is None else None,
+            "batch_invariant": ctx.batch_invariant,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        }
+        plan = self._plan(q, k_cache, v_cache, ctx, options) if q.is_cuda else None
+        o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, **options)
+        return o
+
+    def _plan(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        ctx: AttentionContext,
+        options: dict[str, Any],
+    ) -> PagedPlan:
+        """Return the plan of this step for layers like this one; the first of them makes it."""
+        kind = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, self.window)
+        plan = ctx.plans.get(kind)
+        if plan is None:
+            plan = ctx.plans[kind] = ops.plan_paged_attention(q, k_cache, v_cache, **options)
+        return plan
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return (..., Hq + 2 Hk, D): query, key and value heads."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tilewise.ops import SharedPrefixes
+from tilewise.ops import PagedPlan, SharedPrefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class AttentionContext:
         slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
         batch_invariant: a sequence's bits must not depend on its neighbours.
         shared: leading blocks that layers without a window read once for several sequences.
+        plans: what the layers of a step share, made by the first of each kind on a GPU: for the
+            shapes and the window of a call, which program reads which keys.
     """
 
     cu_seqlens_q: Tensor
@@ -30,3 +32,6 @@ class AttentionContext:
     slot_mapping: Tensor
     batch_invariant: bool = False
     shared: SharedPrefixes | None = None
+    plans: dict[tuple[object, ...], PagedPlan] = field(
+        default_factory=dict, compare=False, repr=False
+    )

@@ -57,8 +57,6 @@ def why_not_decode(spec: PagedSpec) -> str | None:
         return f"Hk must be a multiple of {HEADS.value}, got {spec.num_kv_heads}"
     if spec.softcap > 0 or spec.has_alibi:
         return "softcap and alibi_slopes are not in this kernel"
-    if spec.has_tree or spec.has_shared:
-        return "tree masks and shared prefixes are not in this kernel"
     if spec.has_tree or spec.has_shared or not spec.causal:
         return "tree_mask and shared are not in this kernel"
     if spec.batch_invariant and spec.max_seqlen_q > 1:
