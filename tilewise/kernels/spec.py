@@ -206,6 +206,11 @@ class ElementSpec:
     dtype: torch.dtype
 
 
+def dequantised(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x8 (B, S, H, D) * scale (B, H), multiplied in float32 and rounded to `dtype`."""
+    return (x8.float() * scale.float()[:, None, :, None]).to(dtype)
+
+
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:
     """View the scales of an 8-bit cache as (num_blocks, block_size, Hk), whichever they are."""
     return scale.expand(cache.shape[:3])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu import attention
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, dequantised
 
 __all__ = ["QUANTIZES", "launch_fwd", "why_not"]
 
@@ -39,10 +39,7 @@ def launch_fwd(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
-    wide = [
-        x.float() * scale.float()[:, None, :, None]
-        for x, scale in zip((q, k, v), scales, strict=True)
-    ]
     exact = replace(spec, dtype=torch.float32)
+    wide = (dequantised(x, s, exact.dtype) for x, s in zip((q, k, v), scales, strict=True))
     o, lse = attention.launch_fwd(*wide, exact, seqlens_k=seqlens_k)
     return o.to(dtype), lse

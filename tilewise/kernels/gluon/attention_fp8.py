@@ -35,8 +35,6 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Say why this kernel cannot run `spec`, or return None when it can."""
-    if not device.has_triton():
-        return "triton is not installed"
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     # Without a GPU at hand the answer is for Hopper, as that of the other backends is.

@@ -44,7 +44,7 @@ def why_not_quantize(x: Tensor, rotated: bool) -> str | None:
     head_dim = x.shape[-1]
     if x.device.type != "cuda":
         return f"device must be cuda, got {x.device.type}"
-    if not device.has_triton() or device.arch_of(x.device) != _HOPPER:
+    if device.arch_of(x.device) != _HOPPER:
         return "these kernels are compiled for sm_90 only"
     if x.dtype not in _DTYPES:
         return f"dtype must be float16 or bfloat16, got {x.dtype}"

@@ -46,8 +46,6 @@ _ROWS_TILE = 64  # rows per program of the row terms: bandwidth-bound, any power
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when they can."""
-    if not device.has_triton():
-        return "triton is not installed"
     if spec.device_type not in ("cpu", "cuda"):
         return f"device must be cuda, got {spec.device_type}"
     if spec.device_type == "cpu" and not device.interpreting():

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, dequantised
 from tilewise.kernels.triton import attention
 
 __all__ = ["QUANTIZES", "launch_fwd", "why_not"]
@@ -39,8 +39,5 @@ def launch_fwd(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
-    narrow = [
-        (x.float() * scale.float()[:, None, :, None]).to(dtype)
-        for x, scale in zip((q, k, v), scales, strict=True)
-    ]
+    narrow = (dequantised(x, s, dtype) for x, s in zip((q, k, v), scales, strict=True))
     return attention.launch_fwd(*narrow, replace(spec, dtype=dtype), seqlens_k=seqlens_k)
