@@ -64,6 +64,18 @@ def test_decode_costs_the_bytes_of_its_keys_and_values():
     assert told.cost.bytes_read == 27 * 2 * (64 + 64) * 4 + 2 * 4 * 64 * 4
 
 
+def test_what_a_group_shares_is_read_once():
+    k_cache, v_cache, table, lengths = make_paged_cache([20, 19, 21], 4, 2, 64)
+    table[:, :4] = table[0, :4]
+    cu = torch.arange(4, dtype=torch.int32)
+    arguments = {"block_table": table, "seqlens_k": lengths, "cu_seqlens_q": cu, "max_seqlen_q": 1}
+    shared = ops.shared_prefixes(table, lengths, cu, block_size=4, min_blocks=4)
+    tensors = (torch.randn(3, 4, 64), k_cache, v_cache)
+    apart = ops.explain("paged_attention", *tensors, **arguments)
+    together = ops.explain("paged_attention", *tensors, **arguments, shared=shared)
+    assert apart.cost.bytes_read - together.cost.bytes_read == 2 * 16 * 2 * (64 + 64) * 4
+
+
 def test_a_call_that_nobody_can_run_says_why():
     q, k, v = make_qkv(1, 8, 8, 2, 2, 64)
     told = ops.explain("attention", q.to("meta"), k.to("meta"), v.to("meta"), backend="triton")

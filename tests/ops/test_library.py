@@ -103,6 +103,16 @@ def test_paged_ops_are_opcheck_clean():
         None,
     )
     torch.library.opcheck(torch.ops.tilewise.paged_attention.default, arguments)
+    lengths = torch.tensor([4], dtype=torch.int32)  # both share the first block
+    level = [table[:1, :1], lengths, cu[[0, 2]], torch.arange(3, dtype=torch.int32)]
+    table[1, 0] = table[0, 0]
+    shared = [torch.full((2,), 4, dtype=torch.int32), *level]
+    tree_mask = torch.ones(3, 2).tril().bool()
+    torch.library.opcheck(
+        torch.ops.tilewise.paged_attention.default,
+        (*arguments[:10], tree_mask, shared, [3], *arguments[13:]),
+        test_utils=("test_schema", "test_faketensor"),
+    )
     k_cache, v_cache = torch.zeros(5, 4, 2, 16), torch.zeros(5, 4, 2, 16)
     rows = torch.randn(3, 2, 16)
     torch.library.opcheck(

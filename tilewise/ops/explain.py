@@ -173,6 +173,11 @@ def _explain_paged(
         itemsize=spec.dtype.itemsize,
         cache_itemsize=spec.cache_dtype.itemsize,
     )
+    shared = kwargs.get("shared")
+    if shared is not None:
+        channels = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
+        saved = shared.saved_tokens * channels * spec.cache_dtype.itemsize
+        work = cost.Cost(work.flops, work.bytes_read - saved, work.bytes_written)
     return Explanation(op_name, backend, refusals, {}, work, _seconds(work, q))
 
 
