@@ -87,7 +87,7 @@ def mla_decode(
             z and k_rope of each token are multiplied by, as write_latent_cache wrote them.
         batch_invariant: a sequence's bits do not depend on what else is in the batch.
         return_lse: also return lse (Hq, T), float32, natural log.
-        backend: "cpu", "triton" or "reference"; None chooses. A name is obeyed or refused.
+        backend: "cpu", "triton", "gluon" or "reference"; None chooses. A name is obeyed or refused.
 
     Returns:
         o (T, Hq, R) in the dtype of the queries, for w_uv to project up; with return_lse also lse.
