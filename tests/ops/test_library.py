@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.flop_counter
@@ -197,11 +198,13 @@ class TestPastTheDispatcher:
 
     @staticmethod
     def unwatched(*args) -> bool:
-        return _gradient._unwatched(args)
+        types = [*["Optional[Tensor]"] * 2, "float", "int", "bool", "Optional[str]"]
+        rest = (None, 1.0, 3, True, None)[len(args) - 1 :]
+        return _gradient._unwatched((*args, *rest), [_gradient._UNCHANGED[t] for t in types])
 
     def test_where_nobody_watches(self):
         x, leaf = torch.zeros(2), torch.zeros(2, requires_grad=True)
-        assert self.unwatched(x, None, 3, x)
+        assert self.unwatched(x, x)
         with torch.no_grad():
             assert self.unwatched(x, leaf)
 
@@ -230,6 +233,13 @@ class TestPastTheDispatcher:
             pass
 
         assert not self.unwatched(torch.zeros(2), torch.zeros(2).as_subclass(Mine))
+
+    def test_not_where_the_dispatcher_would_convert(self):
+        x = torch.zeros(2)
+        assert self.unwatched(x, None, 2.0, 3, False, "triton")
+        assert not self.unwatched(x, None, 2)
+        assert not self.unwatched(x, None, 2.0, True)
+        assert not self.unwatched(x, None, 2.0, np.int64(3))
 
 
 class _OnAnotherGpu:

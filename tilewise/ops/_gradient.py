@@ -13,7 +13,7 @@ takes over and forward mode is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,16 @@ except ImportError:  # a later torch
 
 Formula = Callable[..., Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
+# What the dispatcher would pass on as it is, by the type of a schema; it converts the rest.
+_UNCHANGED: dict[str, tuple[type, ...]] = {
+    "Tensor": _PLAIN,
+    "Optional[Tensor]": (*_PLAIN, type(None)),
+    "int": (int,),
+    "SymInt": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "Optional[str]": (str, type(None)),
+}
 
 
 def transforms_active() -> bool:
@@ -65,15 +75,19 @@ def lean(name: str) -> Callable[..., Any]:
     much as all else of a short call on a GPU.
     """
     op, kernel = getattr(torch.ops.tilewise, name).default, kernel_of(name)
+    types = [_UNCHANGED[str(argument.type)] for argument in op._schema.arguments]
 
     def call(*args: Any) -> Any:
-        return kernel(*args) if _unwatched(args) else op(*args)
+        return kernel(*args) if _unwatched(args, types) else op(*args)
 
     return call
 
 
-def _unwatched(args: tuple[Any, ...]) -> bool:
-    """Whether no gradient, transform, mode, trace or profile needs to see an op."""
+def _unwatched(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool:
+    """Whether no gradient, transform, mode, trace or profile needs to see an op.
+
+    types: what each argument may be; tensors of a subclass and numbers to convert are seen, too.
+    """
     if torch.compiler.is_compiling() or not FORWARD_MODE or not args[0].is_cuda:
         return False
     if torch.is_grad_enabled() and _any_requires_grad(*args):
@@ -82,7 +96,7 @@ def _unwatched(args: tuple[Any, ...]) -> bool:
         return False
     if _profiler_enabled() or _get_tracing_state() or forward_ad._current_level >= 0:
         return False
-    return all(type(x) in _PLAIN for x in args if isinstance(x, Tensor))
+    return all(type(x) in kinds for x, kinds in zip(args, types, strict=True))
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
