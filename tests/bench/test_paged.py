@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,3 +52,21 @@ def test_every_block_size_reads_the_same_keys() -> None:
     cases = [case for table, case in paged.cases_of(("blocks",))]
     assert {case.lengths for case in cases} == {(4096,) * 64}
     assert [case.block_size for case in cases] == [4096, 1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+def test_the_plot_is_drawn_from_the_rows_of_a_result(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = Path(__file__).resolve().parents[2] / "docs" / "decode_plots.py"
+    spec = importlib.util.spec_from_file_location("decode_plots", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    row = {"table": "decode", "case": "one", "peer": "tilewise", "asked": "3 TB/s", "TB/s": 2.0}
+    rows = [row | {"us": 1.0}, row | {"peer": "fa3", "error": "refused"}]
+    for size in (4096, 16, 1):
+        rows.append({"table": "blocks", "peer": "tilewise", "block_size": size, "us": 1.0})
+    document = {"rows": rows, "ceilings": {"read_bytes": 4e12}}
+    (tmp_path / "result.json").write_text(json.dumps(document))
+    module.draw(tmp_path / "result.json", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
