@@ -122,10 +122,14 @@ def _prefetch_keys(sizes, arrays, sequence, kv_head, first, last):
 
 
 @inner
-def _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld):
+def _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld, acc_row):
     """Query rows to scratch; maxima and sums of rows that have seen their sink alone."""
     like, starts, group = arrays.like, arrays.starts, sizes.group
+    padded = (num_rows + TILE_M - 1) // TILE_M * TILE_M
     rows.m[:] = LOWEST
+    rows.l[: 2 * padded * LANES] = 0
+    rows.acc[: padded * acc_row] = 0
+    rows.parity[:] = 0
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
         address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
@@ -158,28 +162,37 @@ def _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row,
 
 
 @inner
-def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, first_tile,
-                  tiles):  # fmt: skip
-    """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+def _new_scratch(sizes, arrays, mask, tiles):
+    """Scratch of tasks of up to `tiles` tiles, zero where padding must stay zero."""
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
-    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
-    group, area = sizes.group, tiles * TILE_M
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
-    acc_row = ldv + ACC_PAD
-    first_row = first_tile * TILE_M
-    num_rows = min(area, q_len * group - first_row)
-    owned = (
-        Rows(zero_scratch(area * ld, packed), zero_scratch(area * acc_row, like),
-             scratch(area, like), zero_scratch(4 * area * LANES, like),
-             zero_scratch(tiles * STRIPS, starts[0])),
+    area = tiles * TILE_M
+    return (
+        Rows(zero_scratch(area * ld, packed), scratch(area * (ldv + ACC_PAD), like),
+             scratch(area, like), scratch(4 * area * LANES, like),
+             scratch(tiles * STRIPS, starts[0])),
         _Keys(zero_scratch(LANES * max(ld, ldv), packed), scratch(TILE_N * ld, packed),
               scratch(TILE_N * ldv, packed)),
         new_scores(like, packed, mask.bits),
         new_sight(tiles, mask.bits, starts[0]),
     )  # fmt: skip
+
+
+@inner
+def _forward_task(sizes, rule, arrays, mask, dropout, lse, spare, sequence, kv_head, first_tile,
+                  tiles):  # fmt: skip
+    """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    rows, keys, scores, sight = spare
+    starts = arrays.starts
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
+    group = sizes.group
+    ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
+    acc_row = ldv + ACC_PAD
+    first_row = first_tile * TILE_M
+    num_rows = min(tiles * TILE_M, q_len * group - first_row)
     owned_view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
-    (rows, keys, scores, sight), view = borrowed(owned), borrowed(owned_view)
-    _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld)
+    view = borrowed(owned_view)
+    _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld, acc_row)
     key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
     end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
     key = next_tile(mask, view, key, end_key)
@@ -205,7 +218,6 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, fi
                 )  # fmt: skip
         key = following
     _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row, num_rows, acc_row)
-    keep_alive(owned)
     keep_alive(owned_view)
 
 
@@ -221,12 +233,13 @@ def attention_forward(sizes, rule, arrays, mask, dropout, lse, tiles, counter, n
     """
     arrays, mask, lse = borrowed(arrays), borrowed(mask), borrowed(lse)
     starts = arrays.starts
+    owned = _new_scratch(sizes, arrays, mask, tiles)
+    spare = borrowed(owned)
     amx.configure()
     while True:
         task = next_task(counter)
         if task >= num_tasks:
-            amx.release()
-            return
+            break
         sequence = 0
         while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= task:
             sequence += 1
@@ -235,6 +248,8 @@ def attention_forward(sizes, rule, arrays, mask, dropout, lse, tiles, counter, n
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
         _forward_task(
-            sizes, rule, arrays, mask, dropout, lse, sequence, task % sizes.num_kv_heads, first,
-            min(tiles, num_tiles - first),
+            sizes, rule, arrays, mask, dropout, lse, spare, sequence, task % sizes.num_kv_heads,
+            first, min(tiles, num_tiles - first),
         )  # fmt: skip
+    amx.release()
+    keep_alive(owned)
