@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, assert_right, make_problem
 from tests.kernels.gluon_problem import assert_forward_right, backward, forward, refusals
 from tilewise import masks
-from tilewise.kernels.gluon import attention_fwd_launch
+from tilewise.kernels.gluon import attention_bwd_plan, attention_fwd_launch
 from tilewise.kernels.gluon.attention_fwd import Tile
 from tilewise.kernels.spec import MaskTensors
 
@@ -239,6 +239,49 @@ class TestOrder:
                 assert key == "dq" or torch.equal(again[key], value), key
 
 
+CHORES = {
+    "full": Call(130, 200, (3, 3), (64, 64), 1, BRAIN),
+    "causal": Call(150, 200, (3, 3), (128, 128), 1, BRAIN, CAUSAL, sinks=True),
+    "packed": Call(
+        heads=(4, 2), dims=(96, 80), dtype=HALF, window=CAUSAL,
+        lengths=((130, 130), (0, 50), (64, 64), (7, 0), (40, 150)),
+    ),
+    "full_groups": Call(200, 200, (6, 3), (128, 128), 2, BRAIN),
+    "window": Call(200, 300, (3, 3), (64, 64), 2, BRAIN, (100, 0)),
+}  # fmt: skip
+
+
+class TestChores:
+    """Row terms and dq of heads that CTAs of other heads make, on calls too small to have them."""
+
+    @staticmethod
+    def judge(
+        monkeypatch: pytest.MonkeyPatch, call: Call, seed: int, deterministic: bool = False
+    ) -> None:
+        monkeypatch.setattr(attention_bwd_plan, "L2_BYTES", 1)
+        monkeypatch.setattr(attention_bwd_plan, "_FEW_WAVES", 0)
+        problem = make_problem(call, "cpu")
+        problem.spec = replace(problem.spec, deterministic=deterministic)
+        heads = problem.spec.batch * problem.spec.num_kv_heads
+        assert attention_bwd_plan.chores_of(problem.spec, 1, 2, 1).behind < heads
+        results = forward(problem)
+        results |= backward(problem, **results, seed=seed, num_sms=1, resident=1 + seed)
+        assert_right(problem, results)
+
+    @pytest.mark.parametrize("name", ["full", "causal"])
+    def test_chores_match_float64(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.judge(monkeypatch, CHORES[name], seed=1)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("name", CHORES)
+    def test_every_schedule_gives_the_same(
+        self, name: str, seed: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.judge(monkeypatch, CHORES[name], seed, deterministic)
+
+
 class TestMemory:
     """Strides, poison and shapes without elements."""
 
@@ -304,6 +347,26 @@ class TestMemory:
         }.items():
             for part in (slice(0, rows[0]), slice(rows[1], None)):
                 torch.testing.assert_close(results[name][part], truth[name][part], msg=name)
+
+    def test_rows_of_no_sequence_have_no_gradient(self) -> None:
+        problem = make_problem(Call(dtype=BRAIN, lengths=((40, 60), (9, 5))), "cpu")
+        results = forward(problem)
+        alone = backward(problem, **results)
+
+        def padded(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[:3] * math.nan, x, x[:5] * math.nan])
+
+        for name in ("q", "k", "v", "do"):
+            setattr(problem, name, padded(getattr(problem, name)))
+        o, lse = padded(results["o"]), padded(results["lse"].T).T
+        problem.dlse = padded(problem.dlse.T).T
+        problem.cu_seqlens_q += 3
+        problem.cu_seqlens_k += 3
+        gradients = backward(problem, o, lse)
+        for name, gradient in gradients.items():
+            assert not gradient[:3].any(), name
+            assert not gradient[-5:].any(), name
+            torch.testing.assert_close(gradient[3:-5], alone[name], msg=name)
 
     @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 40), (40, 0)])
     def test_empty_sequences(self, seqlen_q: int, seqlen_k: int) -> None:

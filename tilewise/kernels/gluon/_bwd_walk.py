@@ -45,6 +45,7 @@ class BwdVariant(NamedTuple):
     order: str  # of the sums of dq: "any", "first" (who comes first stores), "all" (reproducible)
     ring: bool  # the CTAs of a head, which see all tiles, start at different ones
     last_first: bool  # the last tiles of keys are launched first
+    chores: str  # of other heads: "none", "together", or "apart", those of later heads first
 
 
 class Sequences(NamedTuple):
@@ -72,11 +73,31 @@ class Shape(NamedTuple):
     heads_per_section: object
     ring_size: object  # CTAs of a head that may start at different tiles of queries
     rows_per_plane: object  # of the row terms and of dq
+    queries_per_plane: object  # of lse and its gradient
+    heads_per_key: object  # that share one head of k and v but not its gradients
+    heads_ahead: object  # how far ahead of a CTA its chores are, see attention_bwd_chores
+    heads_behind: object  # and how far behind
+    chore_blocks: object  # the first CTAs of a head, which do the chores of another
+    chore_rows: object  # of one of them
+
+
+class Place(NamedTuple):
+    """One tile of one head of one sequence; made inside a kernel."""
+
+    index: object  # of the head among those of all sequences, as they are launched
+    b: object
+    head: object
+    start_q: object  # first row of the sequence in q, k and the padded row terms
+    start_k: object
+    start_row: object
+    length_q: object
+    length_k: object
 
 
 class Work(NamedTuple):
     """What one CTA does; made inside a kernel. Tiles are tiles of queries of one head."""
 
+    index: object  # of Place
     b: object
     head: object  # of keys
     first_key: object
@@ -92,42 +113,57 @@ class Work(NamedTuple):
     start: object  # where the walk starts in a ring of tiles, see `ring_of_cta`
     partial_entries: object  # of a block mask, whose entries take the place of tiles
     full_entries: object
+    partial_end: object  # places from 0 are those of partial entries, then come the full ones
 
 
 @gluon.jit
-def work_of_cta(shape, scores, places, variant: gl.constexpr):
-    """Return the work of this CTA: sections of heads, in them tiles of keys, in them the heads."""
-    TILE_M: gl.constexpr = variant.tile_m
-    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE_M
-    KEYS: gl.constexpr = variant.tile_n
+def head_of_cta(shape, num_heads):
+    """Return (tile, head) of this CTA: sections of heads, in them tiles, in them the heads."""
     pid = gl.program_id(0)
     per_section = shape.num_tiles * shape.heads_per_section
     first_head = pid // per_section * shape.heads_per_section
-    size = gl.minimum(shape.heads_per_section, shape.batch * shape.num_kv_heads - first_head)
+    size = gl.minimum(shape.heads_per_section, shape.batch * num_heads - first_head)
     within = pid % per_section
-    block = within // size
-    if variant.last_first:
-        block = shape.num_tiles - 1 - block
-    first_key = block * KEYS
-    head = first_head + within % size
+    return within // size, first_head + within % size
+
+
+@gluon.jit
+def place_of_head(index, num_heads, shape, variant: gl.constexpr):
+    """Return the Place of head `index` of all sequences."""
     start_q = 0
     start_k = 0
     start_row = 0
     length_q = shape.seqlen_q
     length_k = shape.seqlen_k
     if variant.packed:
-        b = head % shape.batch
-        head = head // shape.batch
+        b = index % shape.batch
+        head = index // shape.batch
         start_q = gl.load(shape.cu_q + b)
         start_k = gl.load(shape.cu_k + b)
         length_q = gl.load(shape.cu_q + b + 1) - start_q
         length_k = gl.load(shape.cu_k + b + 1) - start_k
         start_row = padded_start(start_q, b)
     else:
-        b = head // shape.num_kv_heads
-        head = head % shape.num_kv_heads
+        b = index // num_heads
+        head = index % num_heads
         if variant.ragged:
             length_k = gl.load(shape.seqlens_k + b)
+    return Place(index, b, head, start_q, start_k, start_row, length_q, length_k)
+
+
+@gluon.jit
+def work_of_cta(shape, scores, places, variant: gl.constexpr):
+    """Return the work of this CTA."""
+    TILE_M: gl.constexpr = variant.tile_m
+    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE_M
+    KEYS: gl.constexpr = variant.tile_n
+    block, index = head_of_cta(shape, shape.num_kv_heads)
+    if variant.last_first:
+        block = shape.num_tiles - 1 - block
+    first_key = block * KEYS
+    place = place_of_head(index, shape.num_kv_heads, shape, variant)
+    length_q = place.length_q
+    length_k = place.length_k
     diagonal = first_key - (length_k - length_q)  # the query whose diagonal key comes first
     last = gl.minimum(first_key + KEYS, length_k) - 1 - first_key
     begin = 0
@@ -152,19 +188,33 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr):
     full_end = gl.maximum(full_begin, full_end)
     partial_entries = 0
     full_entries = 0
+    partial_end = 0
     if variant.mask:
-        at = scores.mask_spans + b.to(gl.int64) * places.mask_batch
-        at += (head * shape.group_size * places.mask_head + first_key // MASK_TILE) * 3
+        at = scores.mask_spans + place.b.to(gl.int64) * places.mask_batch
+        at += (place.head * shape.group_size * places.mask_head + first_key // MASK_TILE) * 3
         full_entries = gl.load(at)
         partial_entries = gl.load(at + 1)
-        last_entry = gl.load(at + 2)
+        last_partial = gl.load(at + 2)
+        last_full = partial_entries
+        free_begin = full_entries
+        free_end = last_full
+        if variant.ruled:  # what the rule hides is cut off, and what it cuts needs a mask
+            first = begin // TILES_PER_ENTRY
+            last = gl.where(end > begin, gl.cdiv(end, TILES_PER_ENTRY), first)
+            free = gl.cdiv(full_begin, TILES_PER_ENTRY)
+            last_free = gl.maximum(full_end // TILES_PER_ENTRY, free)
+            entries = scores.mask_entries
+            partial_entries = _first_from(entries, partial_entries, last_partial, first)
+            last_partial = _first_from(entries, partial_entries, last_partial, last)
+            full_entries = _first_from(entries, full_entries, last_full, first)
+            last_full = _first_from(entries, full_entries, last_full, last)
+            free_begin = _first_from(entries, full_entries, last_full, free)
+            free_end = _first_from(entries, free_begin, last_full, last_free)
         begin = 0
-        full_end = (last_entry - full_entries) * TILES_PER_ENTRY
-        full_begin = (last_entry - partial_entries) * TILES_PER_ENTRY
-        if variant.ruled:
-            full_end = gl.where(end > 0, full_end, 0)
-            full_begin = full_end
-        end = full_end
+        partial_end = (last_partial - partial_entries) * TILES_PER_ENTRY
+        full_begin = partial_end + (free_begin - full_entries) * TILES_PER_ENTRY
+        full_end = partial_end + (free_end - full_entries) * TILES_PER_ENTRY
+        end = partial_end + (last_full - full_entries) * TILES_PER_ENTRY
     start = 0
     if variant.ring:
         _size, stride, _block, at, _members = ring_of_cta(
@@ -172,9 +222,29 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr):
         )
         start = at * stride
     return Work(
-        b, head, first_key, length_q, length_k, start_q, start_k, start_row,
-        begin, full_begin, full_end, end, start, partial_entries, full_entries,
+        index, place.b, place.head, first_key, length_q, length_k, place.start_q, place.start_k,
+        place.start_row, begin, full_begin, full_end, end, start, partial_entries, full_entries,
+        partial_end,
     )  # fmt: skip
+
+
+@gluon.jit
+def _first_from(entries, begin, end, tile):
+    """Return the first of the ascending entries [begin, end) that is the tile or comes after it."""
+    if begin < end:
+        # No two are alike, so they ascend by 1 at least: in a list without gaps nothing is left.
+        first = gl.load(entries + begin.to(gl.int64) * 2)
+        last = gl.load(entries + (end - 1).to(gl.int64) * 2)
+        low = gl.minimum(gl.maximum(end - 1 - (last - tile), begin), end)
+        end = gl.minimum(gl.maximum(begin + (tile - first), begin), end)
+        begin = low
+        while begin < end:
+            middle = begin + (end - begin) // 2
+            if gl.load(entries + middle.to(gl.int64) * 2) < tile:
+                begin = middle + 1
+            else:
+                end = middle
+    return begin
 
 
 @gluon.jit
@@ -232,12 +302,9 @@ def tile_of_masked_step(work, step):
 def entry_of_tile(work, tile, scores, variant: gl.constexpr):
     """Return (tile of queries, bit tile or -1) of a place in the list of a block mask."""
     TILES_PER_ENTRY: gl.constexpr = MASK_TILE // variant.tile_m
-    if variant.ruled:
-        entry = work.full_entries + tile // TILES_PER_ENTRY
-    else:
-        full = work.full_entries + (tile - work.full_begin) // TILES_PER_ENTRY
-        partial = work.partial_entries + tile // TILES_PER_ENTRY
-        entry = gl.where(tile < work.full_begin, partial, full)
+    full = work.full_entries + (tile - work.partial_end) // TILES_PER_ENTRY
+    partial = work.partial_entries + tile // TILES_PER_ENTRY
+    entry = gl.where(tile < work.partial_end, partial, full)
     at = scores.mask_entries + entry.to(gl.int64) * 2
     return gl.load(at) * TILES_PER_ENTRY + tile % TILES_PER_ENTRY, gl.load(at + 1)
 

@@ -111,6 +111,16 @@ def wait_for_copies():
 
 
 @gluon.jit
+def fence_async(WARPS: gl.constexpr):
+    """Order what this partition reads and writes in global memory with its and others' copies."""
+    thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def pack(p, dtype: gl.constexpr):
     """Round float32 (64, n) to pairs of 16-bit columns in int32 (64, n / 2).
 

@@ -23,11 +23,13 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.gluon._bwd_scores import Places
 from tilewise.kernels.gluon._bwd_walk import Shape
+from tilewise.kernels.gluon.attention_bwd_chores import do_chores, part_rows
 from tilewise.kernels.gluon.attention_bwd_consumer import consume
 from tilewise.kernels.gluon.attention_bwd_moves import barriers, load_tiles, send_dq
 
 CONSUMER_REGISTERS = gl.constexpr(240)
 MOVER_REGISTERS = gl.constexpr(24)
+CHORE_WARPS = gl.constexpr(2)
 
 
 class Buffers(NamedTuple):
@@ -59,14 +61,17 @@ class Barriers(NamedTuple):
     do_not_specialize=[
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
         "window_right", "num_tiles", "heads_per_section", "ring_size", "rows_per_plane",
-        "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key", "mask_batch", "mask_head",
-        "drop_limit",
+        "queries_per_plane", "heads_per_key", "heads_ahead", "heads_behind", "chore_blocks",
+        "chore_rows", "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key",
+        "mask_batch", "mask_head", "drop_limit",
     ]
 )  # fmt: skip
 def attention_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, dk_ptr,
-    dv_ptr, turns_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left,
-    window_right, num_tiles, heads_per_section, ring_size, rows_per_plane, scores,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, o_part_desc,
+    do_part_desc, sum_part_desc, dk_ptr, dv_ptr, turns_ptr, sequences, chores, batch, num_kv_heads,
+    group_size, seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+    ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
+    chore_blocks, chore_rows, scores,
     alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
     variant: gl.constexpr,
 ):  # fmt: skip
@@ -74,7 +79,8 @@ def attention_bwd_kernel(
     shape = Shape(
         sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
-        ring_size, rows_per_plane,
+        ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
+        chore_blocks, chore_rows,
     )  # fmt: skip
     places = Places(
         alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
@@ -97,35 +103,40 @@ def attention_bwd_kernel(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
         barriers(1, 1), barriers(2, 2), barriers(2, 2),
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (
-                consume,
-                (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, 0),
-            ),
-            (
-                consume,
-                (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, 1),
-            ),
-            (
-                load_tiles,
-                (
-                    q_desc,
-                    k_desc,
-                    v_desc,
-                    do_desc,
-                    lse_desc,
-                    delta_desc,
-                    shape,
-                    scores,
-                    places,
-                    bufs,
-                    bars,
-                    variant,
-                ),
-            ),
-            (send_dq, (dq_desc, turns_ptr, shape, scores, places, bufs, bars, variant)),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
-    )
+    if variant.chores != "none":
+        ROWS: gl.constexpr = part_rows(D)
+        o_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_part_desc.layout)
+        do_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], do_part_desc.layout)
+        sum_layout: gl.constexpr = sum_part_desc.layout
+        sum_part = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, D], sum_layout)
+        parts_full = barriers(4, 1)
+        gl.warp_specialize(
+            [
+                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                           variant, 0)),
+                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                           variant, 1)),
+                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
+                              places, chores, bufs, bars, variant)),
+                (send_dq, (dq_desc, turns_ptr, shape, scores, places, chores, bufs, bars, variant)),
+                (do_chores, (o_part_desc, do_part_desc, sum_part_desc, turns_ptr, shape, scores,
+                             chores, (o_part, do_part, sum_part), parts_full, variant,
+                             CHORE_WARPS)),
+            ],
+            [4, 1, 1, CHORE_WARPS],
+            [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                           variant, 0)),
+                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                           variant, 1)),
+                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
+                              places, chores, bufs, bars, variant)),
+                (send_dq, (dq_desc, turns_ptr, shape, scores, places, chores, bufs, bars, variant)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
+        )  # fmt: skip

@@ -65,11 +65,12 @@ def load_for_dkdv(
     b = work.b
     if variant.packed:
         b = 0
+    key_head = work.head // shape.heads_per_key
     first_key = work.start_k + work.first_key
     for step in range(0, steps):
         if step == 0:
             mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
-            tma_load(k_desc, [b, work.head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
+            tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         head, plane = row_plane(work, g, shape, variant)
         row = work.start_q + tile * TILE_M
@@ -83,7 +84,7 @@ def load_for_dkdv(
         tma_load(delta_desc, [plane, padded_row], full, bufs.delta.index(stage))
         if step == 0:
             mbarrier.expect(bars.kv_full.index(1), v_desc.block_type.nbytes)
-            tma_load(v_desc, [b, work.head, first_key, 0], bars.kv_full.index(1), bufs.v.index(0))
+            tma_load(v_desc, [b, key_head, first_key, 0], bars.kv_full.index(1), bufs.v.index(0))
         mbarrier.wait(bars.do_empty.index(stage), turn)
         full = bars.do_full.index(stage)
         mbarrier.expect(full, do_desc.block_type.nbytes + lse_desc.block_type.nbytes)
@@ -94,19 +95,21 @@ def load_for_dkdv(
 @gluon.jit(
     do_not_specialize=[
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
-        "window_right", "num_tiles", "heads_per_section", "rows_per_plane", "alibi_batch",
+        "window_right", "num_tiles", "heads_per_section", "rows_per_plane", "heads_per_key",
+        "alibi_batch",
     ]
 )  # fmt: skip
 def attention_bwd_dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, dk_ptr, dv_ptr,
     sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
-    num_tiles, heads_per_section, rows_per_plane, scores, alibi_batch, variant: gl.constexpr,
+    num_tiles, heads_per_section, rows_per_plane, heads_per_key, scores, alibi_batch,
+    variant: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dk and dv; see the module's docstring."""
     shape = Shape(
         sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
-        0, rows_per_plane,
+        0, rows_per_plane, 0, heads_per_key, 0, 0, 0, 0,
     )  # fmt: skip
     places = Places(alibi_batch, 0, 0, 0, 0, 0, 0, 0)
     D: gl.constexpr = variant.d

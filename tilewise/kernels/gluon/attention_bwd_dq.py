@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon._bwd_scores import Places
 from tilewise.kernels.gluon._bwd_tiles import clear_keys
-from tilewise.kernels.gluon._bwd_walk import Shape, padded_start
+from tilewise.kernels.gluon._bwd_walk import Shape, head_of_cta, place_of_head
 from tilewise.kernels.gluon._compat import tma_load, tma_store
 from tilewise.kernels.gluon._warpgroup import (
     LOG2E,
@@ -65,40 +65,20 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def rows_of_cta(shape, variant: gl.constexpr):
-    """Return the rows of this CTA: sections of heads, in them tiles, in them the heads."""
+    """Return the rows of this CTA."""
     TILE_N: gl.constexpr = variant.tile_n
     num_heads = shape.num_kv_heads * shape.group_size
-    pid = gl.program_id(0)
-    per_section = shape.num_tiles * shape.heads_per_section
-    first_head = pid // per_section * shape.heads_per_section
-    size = gl.minimum(shape.heads_per_section, shape.batch * num_heads - first_head)
-    within = pid % per_section
-    tile = within // size
-    head = first_head + within % size
+    tile, index = head_of_cta(shape, num_heads)
     if variant.right:
         tile = shape.num_tiles - 1 - tile
     first_row = tile * ROWS
-    start_q = 0
-    start_k = 0
-    length_q = shape.seqlen_q
-    length_k = shape.seqlen_k
+    place = place_of_head(index, num_heads, shape, variant)
+    length_q = place.length_q
+    length_k = place.length_k
+    plane = index
     if variant.packed:
-        b = head % shape.batch
-        head = head // shape.batch
-        start_q = gl.load(shape.cu_q + b)
-        start_k = gl.load(shape.cu_k + b)
-        length_q = gl.load(shape.cu_q + b + 1) - start_q
-        length_k = gl.load(shape.cu_k + b + 1) - start_k
-        plane = head
-        padded = padded_start(start_q, b) + first_row
-    else:
-        b = head // num_heads
-        plane = head
-        head = head % num_heads
-        padded = first_row
-        if variant.ragged:
-            length_k = gl.load(shape.seqlens_k + b)
-    row_terms = plane.to(gl.int64) * shape.rows_per_plane + padded
+        plane = place.head
+    row_terms = plane.to(gl.int64) * shape.rows_per_plane + place.start_row + first_row
     diagonal = first_row + length_k - length_q
     last = gl.minimum(first_row + ROWS, length_q) - 1 - first_row
     begin = 0
@@ -117,7 +97,7 @@ def rows_of_cta(shape, variant: gl.constexpr):
     full_begin = gl.minimum(full_begin, end)
     full_end = gl.maximum(full_limit // TILE_N, full_begin)
     return Rows(
-        b, head, first_row, length_q, length_k, start_q, start_k, row_terms,
+        place.b, place.head, first_row, length_q, length_k, place.start_q, place.start_k, row_terms,
         begin, full_begin, full_end, end,
     )  # fmt: skip
 
@@ -283,7 +263,7 @@ def attention_bwd_dq_kernel(
     shape = Shape(
         sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
-        0, rows_per_plane,
+        0, rows_per_plane, 0, 1, 0, 0, 0, 0,
     )  # fmt: skip
     places = Places(alibi_batch, 0, 0, 0, 0, 0, 0, 0)
     D: gl.constexpr = variant.d

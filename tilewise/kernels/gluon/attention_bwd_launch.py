@@ -12,11 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilewise.kernels import device
 from tilewise.kernels.gluon._bwd_scores import BwdScores
 from tilewise.kernels.gluon._bwd_walk import Sequences
 from tilewise.kernels.gluon._descriptors import addressable
 from tilewise.kernels.gluon.attention_bwd_plan import (
     is_apart,
+    splits_groups,
     variant_of,
     why_not_bwd,
 )
@@ -27,6 +29,8 @@ from tilewise.kernels.gluon.attention_bwd_steps import (
     launch_dkdv,
     launch_dq,
     launch_main,
+    sum_groups,
+    zero_gaps,
 )
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.triton import attention as portable
@@ -70,38 +74,37 @@ def launch_bwd(
     """
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return _nothing_seen(q, k, v, dlse, bias, sinks, spec)
-    if mask is not None and mask.columns.shape[1] > 1 and spec.group_size > 1:
-        # Heads of a group that see different tiles cannot share the walk of a tile of keys.
-        alone = replace(spec, num_kv_heads=spec.num_q_heads)
-        k_alone, v_alone = (x.repeat_interleave(spec.group_size, dim=-2) for x in (k, v))
-        dq, dk, dv, dbias, dsinks = launch_bwd(
-            do, dlse, q, k_alone, v_alone, o, lse, alone, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes,
-            sinks=sinks, philox=philox, mask=mask,
-        )  # fmt: skip
-        dk, dv = (_sum_of_group(x, spec) for x in (dk, dv))
-        return dq, dk, dv, dbias, dsinks
     q, k, v, do, o = (addressable(x) for x in (q, k, v, do, o))
     sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
     extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
-    allocate = torch.zeros if spec.is_varlen else torch.empty
-    dq, dk, dv = (allocate(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    given, group_size = spec, 1
+    mask_heads = 1 if mask is None else mask.columns.shape[1]
+    if splits_groups(spec, mask_heads, device.sm_count_of(q.device)):
+        spec, group_size = replace(spec, num_kv_heads=spec.num_q_heads), spec.group_size
+    dq, dk, dv = (
+        torch.empty((*x.shape[:-2], heads, x.shape[-1]), dtype=x.dtype, device=x.device)
+        for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
+    )
     variant = variant_of(spec)
     dbias = None
     with device_of(q):
-        rows = launch_before(o, do, lse, dlse, spec, sequences, variant)
+        if spec.is_varlen:
+            zero_gaps(dq, dk, dv, spec, sequences)
+        rows = launch_before(q, o, do, lse, dlse, spec, sequences, variant)
         scores, places = scores_of(spec, extras)
         if is_apart(spec):
             launch_dkdv(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
-            launch_dq(do, q, k, v, dq, rows, spec, sequences, scores, places, variant)
+            launch_dq(do, q, k, v, dq, rows, given, sequences, scores, places, variant)
         else:
-            launch_main(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
+            launch_main(do, q, k, v, o, dq, dk, dv, rows, spec, sequences, scores, places, variant)
             launch_after(rows, dq, spec, sequences, variant)
+        if group_size > 1:
+            dk, dv = sum_groups(dk, group_size), sum_groups(dv, group_size)
         if bias is not None and spec.needs_dbias:
             # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
-            row_terms = portable.launch_rows(o, do, lse, dlse, spec)
-            given = {"sequences": portable.Sequences(*sequences), "extras": extras}
-            dbias = portable.launch_dbias(do, q, k, v, *row_terms, bias, spec, **given)
+            row_terms = portable.launch_rows(o, do, lse, dlse, given)
+            beside = {"sequences": portable.Sequences(*sequences), "extras": extras}
+            dbias = portable.launch_dbias(do, q, k, v, *row_terms, bias, given, **beside)
     dsinks = None if sinks is None else _sink_gradient(sinks, rows)
     return dq, dk, dv, dbias, dsinks
 
@@ -139,12 +142,6 @@ def _nothing_seen(
         dsinks = torch.zeros_like(sinks) if dlse is None else dlse.sum(dim=axes)
     dbias = torch.zeros_like(bias) if bias is not None and spec.needs_dbias else None
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, dsinks
-
-
-def _sum_of_group(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return the gradient of key heads, given that of each query head's own copy."""
-    parts = x.unflatten(-2, (spec.num_kv_heads, spec.group_size))
-    return parts.sum(dim=-2, dtype=torch.float32).to(x.dtype)
 
 
 def _sink_gradient(sinks: Tensor, rows: Rows) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -14,6 +16,9 @@ UNIT = 8  # elements; TMA wants strides in multiples of 16 bytes
 KEYS = 128  # of a tile
 APART_KEYS = 64  # where dq has a kernel of its own
 L2_BYTES = 16 << 20  # what CTAs that run together share; of 50 MB, of which half is near
+ROW_TILE = 128  # rows of packed sequences start on multiples of it in buffers
+_MOST_QUERIES_A_KEY = 4
+_FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 
@@ -63,13 +68,9 @@ def order_of(spec: AttentionSpec) -> tuple[str, bool]:
     """
     if is_apart(spec) or (spec.mask_tile and spec.is_varlen):
         return "any", False  # lists of a mask may visit tiles past the end of a sequence
-    has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
     if not spec.deterministic:
-        # Not zeroing beats not waiting by 2 to 4 % here, elsewhere it loses 1 to 8 % (H200, bf16,
-        # 16,384 tokens, hidden 2,048, N 1,024 to 16,384; 2026-11-20).
-        is_narrow = max(spec.head_dim, spec.v_head_dim) <= 64
-        return "first" if is_narrow and not has_diagonal else "any", False
-    return "all", has_diagonal
+        return "any", False
+    return "all", 0 <= spec.window_right < spec.max_seqlen_q - 1
 
 
 def variant_of(spec: AttentionSpec) -> BwdVariant:
@@ -83,7 +84,7 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
     order, last_first = order_of(spec)
     softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
     hides = left or right or lengths_vary
-    ring = order != "any" and not (hides or spec.mask_tile)
+    ring = (order != "any" or d == 64) and not (hides or spec.mask_tile or apart)
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
         tile_m=128 if d == 64 and not apart else 64,
@@ -108,7 +109,15 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
         order=order,
         ring=ring,
         last_first=last_first,
+        chores=_chores_of_code(spec, d),
     )
+
+
+def _chores_of_code(spec: AttentionSpec, d: int) -> str:
+    """Return the chores of `BwdVariant`."""
+    if is_apart(spec) or spec.dropout_threshold > 0:
+        return "none"
+    return "apart" if d == 128 and 0 <= spec.window_right < spec.max_seqlen_q - 1 else "together"
 
 
 def heads_per_section(q: Tensor, spec: AttentionSpec, num_tiles: int, d: int) -> int:
@@ -133,3 +142,46 @@ def ring_size(x: Tensor, spec: AttentionSpec) -> int:
     1 where sums are reproducible: in a ring somebody waits for a CTA that was launched later.
     """
     return 1 if spec.deterministic else device.sm_count_of(x.device) // 2
+
+
+class ChorePlan(NamedTuple):
+    """Which heads have their row terms and the last step of dq from CTAs of other heads.
+
+    Heads are those of all sequences whose gradients are made, in the order of their launch. A CTA
+    waits for the chores of one that is `ahead` heads before it: as many as a section at least, so
+    that they were launched before, and as many as run at a time, so that it seldom waits.
+    """
+
+    ahead: int
+    behind: int
+    blocks: int  # the CTAs of a head that do chores
+    rows: int  # each of them
+
+
+def chores_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) -> ChorePlan:
+    """Return the chores of a call whose heads are launched in sections."""
+    heads = spec.batch * spec.num_kv_heads
+    ahead = max(section, triton.cdiv(num_sms, num_tiles))
+    behind = max(section, triton.cdiv(2 * num_sms, num_tiles))
+    # With a diagonal the first tiles of keys have most to do: they do the chores, too.
+    blocks = triton.cdiv(num_tiles, 2) if spec.window_right >= 0 > spec.window_left else num_tiles
+    tiles_of_rows = triton.cdiv(spec.max_seqlen_q, ROW_TILE)
+    if spec.max_seqlen_q > _MOST_QUERIES_A_KEY * spec.max_seqlen_k:
+        ahead = behind = heads  # few CTAs with long chores
+    rows = triton.cdiv(tiles_of_rows, blocks) * ROW_TILE
+    return ChorePlan(min(ahead, heads), min(behind, heads), blocks, rows)
+
+
+def splits_groups(spec: AttentionSpec, mask_heads: int, num_sms: int) -> bool:
+    """Say whether the query heads of a group make dk and dv apart, to be added up at the end.
+
+    They do where CTAs that walk all of a group see different tiles of a mask, or are too few: of
+    uneven length and no more than a few waves, or the last of those waves would be rather empty.
+    """
+    if spec.group_size == 1 or mask_heads > 1:
+        return spec.group_size > 1
+    ctas = spec.batch * spec.num_kv_heads * triton.cdiv(spec.max_seqlen_k, KEYS)
+    hides = max(spec.window_left, spec.window_right) >= 0 or spec.mask_tile is not None
+    if hides or spec.is_varlen or spec.has_seqlens_k:
+        return ctas < _FEW_WAVES * num_sms
+    return triton.cdiv(ctas, num_sms) * num_sms > _FULL_WAVES * ctas

@@ -9,17 +9,22 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewise.kernels import device
 from tilewise.kernels.gluon._bwd_scores import BwdScores
 from tilewise.kernels.gluon._bwd_walk import BwdVariant, Sequences
 from tilewise.kernels.gluon._descriptors import descriptor, row_descriptor
 from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.gluon.attention_bwd import attention_bwd_kernel
+from tilewise.kernels.gluon.attention_bwd_chores import Chores, part_rows
 from tilewise.kernels.gluon.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from tilewise.kernels.gluon.attention_bwd_dq import attention_bwd_dq_kernel
 from tilewise.kernels.gluon.attention_bwd_plan import (
     KEYS,
     L2_BYTES,
+    ROW_TILE,
     UNIT,
+    ChorePlan,
+    chores_of,
     heads_per_section,
     is_apart,
     ring_size,
@@ -27,12 +32,15 @@ from tilewise.kernels.gluon.attention_bwd_plan import (
 from tilewise.kernels.gluon.attention_bwd_rows import (
     attention_bwd_after_kernel,
     attention_bwd_before_kernel,
+    attention_bwd_gaps_kernel,
+    attention_bwd_group_kernel,
 )
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.triton._geometry import dense
 
-_PADDING = 128  # rows of packed sequences start on multiples of it in buffers
 _ELEMENTS = 4096  # of a tile of the kernels before and after
+_RUN = 1024  # rows of lse of a program
+_GAP_PROGRAMS = 64  # gaps are rare, and short
 _ROWS_WARPS = 4  # of their programs
 _ROWS = 128  # of a tile of dq where it has a kernel of its own
 _SLOTS = 3  # of its ring of k and v
@@ -45,9 +53,14 @@ class Rows(NamedTuple):
     delta: Tensor
     dq_sum: Tensor | None  # (planes, rows, d)
     turns: Tensor | None  # int32 (planes, rows / tile_m): CTAs that have added to a tile of dq
+    counts: Tensor | None  # int32, see attention_bwd_chores.Chores
+    dlse: Tensor | None  # float32, contiguous
+    plan: ChorePlan
+    section: int  # heads whose CTAs are launched together
 
 
 def launch_before(
+    q: Tensor,
     o: Tensor,
     do: Tensor,
     lse: Tensor,
@@ -56,49 +69,85 @@ def launch_before(
     sequences: Sequences,
     variant: BwdVariant,
 ) -> Rows:
-    """Return the row terms and the sum of dq, which is zero where adding starts at once."""
+    """Return the row terms and the sum of dq, of the first heads at least."""
     planes, count = _planes(o, spec)
     lse_log2, delta = torch.empty((2, planes, count), dtype=torch.float32, device=o.device)
     if spec.is_varlen and (spec.has_sinks or spec.mask_tile):
         # Gaps between sequences: torch sums them for sinks, and lists of a mask may visit them.
         lse_log2.fill_(math.inf)
         delta.zero_()
-    dq_sum = turns = None
+    heads = spec.batch * spec.num_kv_heads
+    num_tiles = triton.cdiv(spec.max_seqlen_k, variant.tile_n)
+    section = heads_per_section(q, spec, num_tiles, variant.d)
+    dq_sum = turns = counts = None
+    plan = ChorePlan(heads, heads, 0, 0)
     if not is_apart(spec):
         dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
+        counts = torch.empty(2 * spec.batch * spec.num_q_heads, dtype=torch.int32, device=o.device)
+        if variant.chores != "none":
+            plan = chores_of(spec, section, num_tiles, device.sm_count_of(o.device))
     if variant.order != "any":
         shape = (planes, count // variant.tile_m)
         turns = torch.empty(shape, dtype=torch.int32, device=o.device)
     lse, dlse = lse.contiguous(), dense(dlse)
     d = triton.next_power_of_2(spec.v_head_dim)
-    tile = min(_ELEMENTS // d, _PADDING)
+    tile = min(_ELEMENTS // d, ROW_TILE)
+    heads_before = plan.ahead * spec.group_size
+    tile_programs = triton.cdiv(_padded(spec.max_seqlen_q), tile) * heads_before
+    runs = triton.cdiv(_padded(spec.max_seqlen_q), _RUN) * spec.batch * spec.num_q_heads
     lse_batch, lse_head = (0, lse.stride(0)) if spec.is_varlen else lse.stride()[:2]
     launch(
         attention_bwd_before_kernel,
-        triton.cdiv(_padded(spec.max_seqlen_q), tile) * spec.batch * spec.num_q_heads,
-        o, do, lse, dlse, lse_log2, delta, dq_sum if turns is None else None, turns,
-        sequences.cu_q, spec.batch, spec.num_q_heads, spec.max_seqlen_q, count,
-        *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
+        tile_programs + runs,
+        o, do, lse, dlse, lse_log2, delta, dq_sum if turns is None else None, turns, counts,
+        sequences.cu_q, heads_before, tile_programs, spec.batch, spec.num_q_heads, spec.group_size,
+        spec.max_seqlen_q, count, *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
         WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=UNIT, TILE_M=variant.tile_m,
-        TILE=tile, num_warps=_ROWS_WARPS,
+        TILE=tile, RUN=_RUN, num_warps=_ROWS_WARPS,
     )  # fmt: skip
-    return Rows(lse_log2, delta, dq_sum, turns)
+    return Rows(lse_log2, delta, dq_sum, turns, counts, dlse, plan, section)
 
 
 def launch_after(
     rows: Rows, dq: Tensor, spec: AttentionSpec, sequences: Sequences, variant: BwdVariant
 ) -> None:
-    """Round the sum of dq."""
+    """Round the sum of dq of the last heads."""
     assert rows.dq_sum is not None
     tile = _ELEMENTS // variant.d
+    heads_after = rows.plan.behind * spec.group_size
     launch(
         attention_bwd_after_kernel,
-        triton.cdiv(spec.max_seqlen_q, tile) * spec.batch * spec.num_q_heads,
-        rows.dq_sum, rows.turns, dq, sequences.cu_q, spec.batch, spec.num_q_heads,
-        spec.max_seqlen_q, rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
+        triton.cdiv(spec.max_seqlen_q, tile) * heads_after,
+        rows.dq_sum, rows.turns, dq, sequences.cu_q, spec.batch * spec.num_q_heads - heads_after,
+        heads_after, spec.batch, spec.num_q_heads, spec.group_size, spec.max_seqlen_q,
+        rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
         WIDTH=spec.head_dim, D=variant.d, UNIT=UNIT, TILE_M=variant.tile_m, TILE=tile,
         num_warps=_ROWS_WARPS,
     )  # fmt: skip
+
+
+def zero_gaps(
+    dq: Tensor, dk: Tensor, dv: Tensor, spec: AttentionSpec, sequences: Sequences
+) -> None:
+    """Zero the rows of packed gradients that no sequence has; they may be any."""
+    widths = (x.shape[-2] * x.shape[-1] for x in (dq, dk, dv))
+    launch(
+        attention_bwd_gaps_kernel, _GAP_PROGRAMS, dq, dk, dv, sequences.cu_q, sequences.cu_k,
+        spec.batch, dq.shape[0], dk.shape[0], *widths, TILE=_ELEMENTS, num_warps=_ROWS_WARPS,
+    )  # fmt: skip
+
+
+def sum_groups(x: Tensor, group_size: int) -> Tensor:
+    """Return the gradient of key heads (..., Hk, D), given that of each query head (..., Hq, D)."""
+    heads, width = x.shape[-2] // group_size, x.shape[-1]
+    total = torch.empty((*x.shape[:-2], heads, width), dtype=x.dtype, device=x.device)
+    count, d = total.numel() // width, triton.next_power_of_2(width)
+    tile = _ELEMENTS // d
+    launch(
+        attention_bwd_group_kernel, triton.cdiv(count, tile), x, total, count, group_size,
+        WIDTH=width, D=d, TILE=tile, num_warps=_ROWS_WARPS,
+    )  # fmt: skip
+    return total
 
 
 def launch_main(
@@ -106,6 +155,8 @@ def launch_main(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    o: Tensor,
+    dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     rows: Rows,
@@ -115,9 +166,10 @@ def launch_main(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Fill dk and dv, and add to the sum of dq."""
+    """Fill dk and dv, add to the sum of dq, and round that of most heads."""
     assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
+    part = part_rows(d)
     num_tiles = triton.cdiv(spec.max_seqlen_k, KEYS)
     heads = spec.batch * spec.num_kv_heads
     launch(
@@ -126,13 +178,15 @@ def launch_main(
         descriptor(q, m, d), descriptor(k, KEYS, d), descriptor(v, KEYS, d), descriptor(do, m, d),
         descriptor(rows.dq_sum.transpose(0, 1), m, d),
         descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
-        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, rows.turns,
-        sequences,
+        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
+        descriptor(o, part, d), descriptor(do, part, d),
+        descriptor(rows.dq_sum.transpose(0, 1), part, d), dk, dv, rows.turns, sequences,
+        Chores(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles,
-        heads_per_section(q, spec, num_tiles, d), ring_size(q, spec),
-        rows.dq_sum.shape[1],
-        scores, *places, variant=variant,
+        rows.section, ring_size(q, spec), rows.dq_sum.shape[1],
+        q.shape[0] if spec.is_varlen else spec.max_seqlen_q, spec.num_kv_heads // k.shape[-2],
+        *rows.plan, scores, *places, variant=variant,
     )  # fmt: skip
 
 
@@ -154,7 +208,6 @@ def launch_dkdv(
     m, n, d = variant.tile_m, variant.tile_n, variant.d
     num_tiles = triton.cdiv(spec.max_seqlen_k, n)
     heads = spec.batch * spec.num_kv_heads
-    section = heads_per_section(q, spec, num_tiles, d)
     launch(
         attention_bwd_dkdv_kernel,
         num_tiles * heads,
@@ -162,8 +215,8 @@ def launch_dkdv(
         descriptor(dk, n, d), descriptor(dv, n, d),
         row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
-        scores, places[0], variant=variant,
+        spec.window_left, spec.window_right, num_tiles, rows.section, rows.delta.shape[1],
+        spec.num_kv_heads // k.shape[-2], scores, places[0], variant=variant,
     )  # fmt: skip
 
 
@@ -201,13 +254,13 @@ def launch_dq(
 
 
 def _padded(count: int) -> int:
-    return triton.cdiv(count, _PADDING) * _PADDING
+    return triton.cdiv(count, ROW_TILE) * ROW_TILE
 
 
 def _planes(o: Tensor, spec: AttentionSpec) -> tuple[int, int]:
     """Return how many planes of row terms there are, and their rows."""
     if spec.is_varlen:
-        return spec.num_q_heads, _padded(o.shape[0] + spec.batch * _PADDING)
+        return spec.num_q_heads, _padded(o.shape[0] + spec.batch * ROW_TILE)
     return spec.batch * spec.num_q_heads, _padded(spec.max_seqlen_q)
 
 
