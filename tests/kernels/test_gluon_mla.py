@@ -16,6 +16,7 @@ from tests.kernels.gluon_mutations import Mutation
 from tests.kernels.test_triton_mla import Case, Inputs, expected, make_inputs
 from tilewise.kernels import device
 from tilewise.kernels.gluon import mla_decode
+from tilewise.kernels.tiles import TileConfig
 from tilewise.testing import accumulator_scales, assert_within_budget
 
 WIDTHS = (512, 64)
@@ -130,6 +131,11 @@ def test_refuses_what_it_cannot_do(change: dict[str, object], reason: str) -> No
     spec = replace(make_inputs(CASES["one_sequence"], "cpu").spec, device_type="cuda")
     why = mla_decode.why_not if "device_type" in change else mla_decode.why_not_on_hopper
     assert reason in str(why(replace(spec, **change)))  # type: ignore[arg-type]
+
+
+def test_tells_its_tiles() -> None:
+    spec = make_inputs(CASES["one_sequence"], "cpu").spec
+    assert mla_decode.tile_configs(spec) == {"split": TileConfig(64, 64, 12, 3)}
 
 
 def _without(place: str, line: str) -> Mutation:

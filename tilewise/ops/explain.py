@@ -188,6 +188,8 @@ def _explain_mla(
     spec = _mla_op.make_spec(q_latent, q_rope, latent_cache, options)
     backend, refusals = _backends("mla_decode", spec, options.backend)
     tiles: dict[str, TileConfig] = {}
+    if backend == "gluon":
+        tiles = _dispatch.kernel_module("mla_decode", backend).tile_configs(spec)
     if backend == "triton":
         arch, sm_count = devices.arch_of(q_latent.device), devices.sm_count_of(q_latent.device)
         work = mla_work(spec, arch, sm_count)

@@ -15,9 +15,11 @@ from tilewise.kernels.gluon._warpgroup import LOG2E
 from tilewise.kernels.gluon.mla_decode_kernel import Variant, mla_decode_kernel
 from tilewise.kernels.gluon.mla_decode_merge import COLUMNS, mla_merge_kernel
 from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS
+from tilewise.kernels.gluon.mla_decode_tiles import STAGES
 from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles import TileConfig
 
-__all__ = ["launch", "why_not"]
+__all__ = ["launch", "tile_configs", "why_not"]
 
 _RANK, _ROPE_DIM = 512, 64
 _WIDTHS = (256, 128, 64)  # of channels that are loaded at once
@@ -58,6 +60,11 @@ def why_not_on_hopper(spec: PagedSpec) -> str | None:
     if spec.softmax_scale <= 0.0:
         return f"softmax_scale must be positive, got {spec.softmax_scale}"
     return None
+
+
+def tile_configs(spec: PagedSpec) -> dict[str, TileConfig]:
+    """Return the tiles of the kernel, the same for every `spec`."""
+    return {"split": TileConfig(ROWS.value, KEYS.value, 12, STAGES.value)}
 
 
 def launch(
