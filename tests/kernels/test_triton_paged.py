@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from tilewise.kernels import tiles
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.triton import paged_attention, paged_decode
+from tilewise.kernels.triton import paged_attention, paged_decode, paged_plan
 from tilewise.reference import paged as reference
 from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
 
@@ -425,6 +425,35 @@ def test_launched_pairs_bound_the_splits_of_any_lengths() -> None:
         splits = [-(-count // split_tiles) for count in counts]
         assert sum(splits) <= plan.num_pairs
         assert not plan.alone or max(splits) == 1
+
+
+@interpreted
+@pytest.mark.parametrize("window_left", [-1, 300])
+def test_a_plan_deals_every_tile_out_once(window_left: int) -> None:
+    draw = random.Random(window_left)
+    for num_seqs in (1, 5):
+        lengths = [draw.choice([0, 1, 64, 700, draw.randrange(9000)]) for _ in range(num_seqs)]
+        spec = _spec(num_seqs=num_seqs, num_kv_heads=2, max_blocks=600, window_left=window_left)
+        config = tiles.paged_split_config(spec, 1, 90)
+        plan = tiles.planned_splits(spec, config, 1, 4)
+        assert plan.weighed
+        records = torch.full((plan.num_pairs, 8), -1, dtype=torch.int32)
+        paged_plan.launch_plan(
+            torch.tensor(lengths, dtype=torch.int32),
+            torch.arange(num_seqs + 1, dtype=torch.int32),
+            records, plan=plan, tile_n=config.tile_n, max_run=1, window_left=window_left,
+        )  # fmt: skip
+        used = [record for record in records.tolist() if record[7] > 0]
+        assert all(record[7] == 0 for record in records[len(used) :].tolist())
+        for seq, length in enumerate(lengths):
+            own = [record for record in used if record[0] == seq]
+            seen_from = max(0, length - 1 - window_left) if window_left >= 0 else 0
+            edges = [record[4] for record in own] + [own[-1][5]]
+            assert edges[0] == seen_from // config.tile_n
+            assert edges[-1] == max(edges[0], -(-length // config.tile_n))
+            assert [record[5] for record in own] == edges[1:]
+            assert {tuple(record[1:4]) for record in own} == {(seq, 1, length)}
+            assert {tuple(record[6:]) for record in own} == {(used.index(own[0]), len(own))}
 
 
 def test_plan_fills_the_device_and_leaves_short_sequences_whole() -> None:
