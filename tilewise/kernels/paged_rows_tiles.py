@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import (
@@ -46,7 +46,11 @@ def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
     run = max(1, spec.max_seqlen_q)
     if not spec.batch_invariant and run * spec.group_size <= SMALL_TILE_ROWS:
         return paged_split_config(spec, run, arch)
-    return paged_rows_config(spec, arch)
+    config = paged_rows_config(spec, arch)
+    if spec.has_tree:
+        # Half as many keys a step, and the bytes of a mask do not spill the rest of a row.
+        config = replace(config, tile_n=max(16, config.tile_n // 2))
+    return config
 
 
 def plan_rows(
