@@ -135,6 +135,16 @@ CASES = {
     "full_2k_d64": Call(2048, 2048, (8, 8), D64, 2, BRAIN),
     "full_long_keys": Call(200, 3000, (2, 2), D128, 1, BRAIN),
     "causal_2k": Call(2048, 2048, (8, 2), D128, 2, BRAIN, CAUSAL),
+    # Heads enough that CTAs do chores for one another.
+    "many_heads": Call(256, 256, (32, 32), D128, 16, BRAIN),
+    "many_heads_d64": Call(256, 300, (32, 32), D64, 16, BRAIN),
+    "many_heads_causal": Call(300, 300, (32, 32), D128, 16, BRAIN, CAUSAL),
+    "many_heads_causal_d64": Call(300, 300, (64, 32), D64, 16, HALF, CAUSAL),
+    "many_heads_window": Call(500, 500, (32, 32), (96, 80), 16, BRAIN, (100, 0)),
+    "many_heads_packed": Call(
+        heads=(64, 64), dims=D128, dtype=BRAIN, window=CAUSAL,
+        lengths=((130, 130), (0, 50), (64, 64), (7, 0), (40, 450), (513, 513)),
+    ),
     "causal_2k_d64": Call(2000, 2000, (8, 8), D64, 2, HALF, CAUSAL),
 }  # fmt: skip
 
@@ -170,7 +180,8 @@ def test_gradients_match_float64(name: str) -> None:
 REPRODUCIBLE = [
     "causal_2k", "causal_2k_d64", "full_2k", "full_2k_d64", "tails_d128", "tails_full_d128",
     "window_d128", "window_d64", "packed_d128", "packed_d64", "groups_of_3_d128", "wide_causal",
-    "packed_full", "packed_full_d64", "window_to_the_left_only", "key_lengths_d64",
+    "packed_full", "packed_full_d64", "window_to_the_left_only", "key_lengths_d64", "many_heads",
+    "many_heads_causal",
 ]  # fmt: skip
 
 

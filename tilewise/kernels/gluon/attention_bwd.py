@@ -6,9 +6,10 @@ Grid: one axis, tiles of 128 keys x (batch x key heads).
 One CTA: 128 keys of one key head; loops over the query heads of its group and the tiles of queries
       that see the keys. Two consumer warpgroups own 64 keys each and meet only in ds, which lies in
       shared memory: one may be at its exponentials while the other multiplies. A warp loads tiles
-      by TMA, another sends finished tiles of dq.
+      by TMA, another sends finished tiles of dq, two do chores of other heads (see
+      `attention_bwd_chores`).
 Traffic: k, v are read and dk, dv written once; q, do and the row terms once for each tile of keys,
-      and as often 4 bytes an element are added to dq.
+      and as often 4 bytes an element are added to dq. Chores come on top.
 Numerics: base 2, p recomputed from lse; sums float32; p and ds rounded to the input type for the
       second products. dk and dv have one owner and one order, so they are bitwise reproducible;
       so is dq where its sums wait for one another, tile by tile (`_bwd_walk.turn_of_tile`).
