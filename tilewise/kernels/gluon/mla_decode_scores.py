@@ -215,6 +215,7 @@ def _fold_tile(s, m, l, at, factor, shared):
     p, m, l, alpha = fold(s, m, l, factor, True, False, True)
     shared.alpha.index(stage).store(alpha)
     rope = shared.rope.index(stage).reshape([ROWS, KEYS])
+    partition_barrier()  # all warps' products have read the rope channels
     rope.store(p.to(shared.rope.dtype))
     fence_async_shared()
     return m, l
