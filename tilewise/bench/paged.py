@@ -32,7 +32,7 @@ ROTATED_BYTES = 640 << 20  # of caches in one graph: an order more than the larg
 GRAPH_CALLS = 8  # at least, in one graph: the replay's own launch is shared among them
 REPEATS = 15
 TOLERANCE = 1e-2  # of the norm; bfloat16 rounds to 4e-3
-CHECKED = 4  # sequences, from the end
+CHECKED = 4  # sequences: the longest and the last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ class Inputs:
             self.table[row, :count] = piece
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=where)
         self.cu_seqlens_q = torch.arange(len(counts) + 1, dtype=torch.int32, device=where)
+        longest = max(range(len(counts)), key=case.lengths.__getitem__)
+        self.checked = sorted({longest, *range(len(counts))[1 - CHECKED :]})
         size = (len(counts), case.num_q_heads, HEAD_DIM)
         self.q = torch.randn(size, device=where, dtype=torch.bfloat16)
 
@@ -97,9 +99,9 @@ class Inputs:
         return found
 
     def truth(self) -> Tensor:
-        """The last rows in float64, of the first caches."""
+        """The checked rows in float64, of the first caches."""
         rows = []
-        for sequence in range(len(self.case.lengths))[-CHECKED:]:
+        for sequence in self.checked:
             k, v = (x.double().transpose(0, 1) for x in self.contiguous(0, sequence))
             q = self.q[sequence].double().view(k.shape[0], -1, HEAD_DIM)
             rows.append(F.scaled_dot_product_attention(q, k, v).flatten(0, 1))
@@ -223,14 +225,12 @@ def _graph(call: Call, count: int, copies: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_together(calls: dict[str, Call], copies: int) -> dict[str, list[float]]:
-    """Seconds of one call each, measured in turn so that all see the same clocks."""
-    count = max(GRAPH_CALLS, copies)
-    graphs = {name: _graph(call, count, copies) for name, call in calls.items()}
+def time_together(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, list[float]]:
+    """Seconds of one of the calls of each graph, measured in turn so that all see one clock."""
     for graph in graphs.values():
         graph.replay()
     torch.cuda.synchronize()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(REPEATS):
         for name, graph in graphs.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -238,7 +238,7 @@ def time_together(calls: dict[str, Call], copies: int) -> dict[str, list[float]]
             graph.replay()
             end.record()
             end.synchronize()
-            seconds[name].append(begin.elapsed_time(end) / 1e3 / count)
+            seconds[name].append(begin.elapsed_time(end) / 1e3 / calls)
     return seconds
 
 
@@ -256,7 +256,9 @@ def measure(
     inputs = Inputs(case, rotated_bytes, where)
     truth = inputs.truth()
     rows: dict[str, Row] = {}
-    calls: dict[str, Call] = {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    copies = len(inputs.caches)
+    count = max(GRAPH_CALLS, copies)
     for peer in peers:
         row: Row = {
             "case": case.name,
@@ -269,15 +271,14 @@ def measure(
             call = PEERS[peer](inputs)
             if call is None:
                 continue
-            got = call(0)[-CHECKED:].double()
+            got = call(0)[inputs.checked].double()
             error = float((got - truth).norm() / truth.norm())
             rows[peer] = row | {"error": None if error < TOLERANCE else f"wrong by {error:.1e}"}
-            if error < TOLERANCE:
-                calls[peer] = call
+            if error < TOLERANCE and where == "cuda":
+                graphs[peer] = _graph(call, count, copies)
         except Exception as error:  # what a peer refuses is a result here
             rows[peer] = row | {"error": " ".join(f"{type(error).__name__}: {error}".split())[:160]}
-    timed = time_together(calls, len(inputs.caches)) if where == "cuda" else {}
-    for peer, seconds in timed.items():
+    for peer, seconds in (time_together(graphs, count) if graphs else {}).items():
         ordered = sorted(seconds)
         median = statistics.median(ordered)
         quarter = len(ordered) // 4
