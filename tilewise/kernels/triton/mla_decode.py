@@ -36,6 +36,7 @@ from tilewise.kernels.triton._paged import (
     key_tile_range,
     normalise,
 )
+from tilewise.kernels.triton._paged_items import find_tile
 from tilewise.kernels.triton._quantise import (
     FLOAT,
     as_bytes,
@@ -45,7 +46,6 @@ from tilewise.kernels.triton._quantise import (
     widen_once,
 )
 from tilewise.kernels.triton._tile import LOG2E
-from tilewise.kernels.triton.paged_attention import _find_tile
 from tilewise.kernels.triton.paged_decode import (
     FEW_ROWS,
     MERGE_TILE,
@@ -143,8 +143,8 @@ def _latent_kernel(
         clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
                            num_tokens, 0, NUM_HEADS, TILE_H, RANK, TILE_R)  # fmt: skip
     if LONG:
-        seq, row_tile = _find_tile(cu_seqlens_q_ptr, num_pairs - 1 - pair, num_seqs, min_run,
-                                   NUM_HEADS, TILE_M, TILE_B)  # fmt: skip
+        seq, row_tile = find_tile(cu_seqlens_q_ptr, num_pairs - 1 - pair, num_seqs, min_run,
+                                  NUM_HEADS, TILE_M, TILE_B)  # fmt: skip
     else:
         seq, first_pair, split_tiles = _find_split(
             seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,

@@ -19,7 +19,6 @@ from tilewise.kernels.paged_rows_tiles import extend_config, plan_rows
 from tilewise.kernels.spec import PagedSpec, SharedKeys
 from tilewise.kernels.tiles import PagedWork, SplitPlan
 from tilewise.kernels.triton import paged_decode
-from tilewise.kernels.triton._paged_items import find_tile as _find_tile  # noqa: F401
 from tilewise.kernels.triton._quantise import Scales, as_bytes
 from tilewise.kernels.triton.paged_plan import launch_plan
 from tilewise.kernels.triton.paged_rows import launch_rows
