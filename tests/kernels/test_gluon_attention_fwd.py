@@ -386,6 +386,8 @@ def test_long_sequences_take_the_row_of_their_own_kind(width: int) -> None:
     long = replace(spec, max_seqlen_q=16384, max_seqlen_k=16384)
     tile, long_tile = kernels.tile_config_fwd(spec), kernels.tile_config_fwd(long)
     assert long_tile.warpgroups == (3 if width == 64 else 2)
+    if width == 256:  # released together where that was measured to be faster
+        tile = tile._replace(release_together=False)
     assert width == 64 or long_tile == tile
 
 
