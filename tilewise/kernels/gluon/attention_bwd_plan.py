@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.kernels import device
@@ -21,6 +21,16 @@ _MOST_QUERIES_A_KEY = 4
 _FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up; Triton's own takes microseconds on the host."""
+    return -(-a // b)
+
+
+def power_of_2(number: int) -> int:
+    """Return the least power of two that is no less."""
+    return 1 << (number - 1).bit_length()
 
 
 def why_not_bwd(spec: AttentionSpec) -> str | None:
@@ -73,9 +83,10 @@ def order_of(spec: AttentionSpec) -> tuple[str, bool]:
     return "all", 0 <= spec.window_right < spec.max_seqlen_q - 1
 
 
+@functools.lru_cache(maxsize=256)
 def variant_of(spec: AttentionSpec) -> BwdVariant:
     """Return the code that `spec` needs; a window that hides nothing is compiled away."""
-    d = max(64, triton.next_power_of_2(max(spec.head_dim, spec.v_head_dim)))
+    d = max(64, power_of_2(max(spec.head_dim, spec.v_head_dim)))
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
@@ -158,17 +169,18 @@ class ChorePlan(NamedTuple):
     rows: int  # each of them
 
 
+@functools.lru_cache(maxsize=256)
 def chores_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) -> ChorePlan:
     """Return the chores of a call whose heads are launched in sections."""
     heads = spec.batch * spec.num_kv_heads
-    ahead = max(section, triton.cdiv(num_sms, num_tiles))
-    behind = max(section, triton.cdiv(2 * num_sms, num_tiles))
+    ahead = max(section, cdiv(num_sms, num_tiles))
+    behind = max(section, cdiv(2 * num_sms, num_tiles))
     # With a diagonal the first tiles of keys have most to do: they do the chores, too.
-    blocks = triton.cdiv(num_tiles, 2) if spec.window_right >= 0 > spec.window_left else num_tiles
-    tiles_of_rows = triton.cdiv(spec.max_seqlen_q, ROW_TILE)
+    blocks = cdiv(num_tiles, 2) if spec.window_right >= 0 > spec.window_left else num_tiles
+    tiles_of_rows = cdiv(spec.max_seqlen_q, ROW_TILE)
     if spec.max_seqlen_q > _MOST_QUERIES_A_KEY * spec.max_seqlen_k:
         ahead = behind = heads  # few CTAs with long chores
-    rows = triton.cdiv(tiles_of_rows, blocks) * ROW_TILE
+    rows = cdiv(tiles_of_rows, blocks) * ROW_TILE
     return ChorePlan(min(ahead, heads), min(behind, heads), blocks, rows)
 
 
@@ -180,8 +192,8 @@ def splits_groups(spec: AttentionSpec, mask_heads: int, num_sms: int) -> bool:
     """
     if spec.group_size == 1 or mask_heads > 1:
         return spec.group_size > 1
-    ctas = spec.batch * spec.num_kv_heads * triton.cdiv(spec.max_seqlen_k, KEYS)
+    ctas = spec.batch * spec.num_kv_heads * cdiv(spec.max_seqlen_k, KEYS)
     hides = max(spec.window_left, spec.window_right) >= 0 or spec.mask_tile is not None
     if hides or spec.is_varlen or spec.has_seqlens_k:
         return ctas < _FEW_WAVES * num_sms
-    return triton.cdiv(ctas, num_sms) * num_sms > _FULL_WAVES * ctas
+    return cdiv(ctas, num_sms) * num_sms > _FULL_WAVES * ctas

@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.kernels import device
@@ -24,9 +23,11 @@ from tilewise.kernels.gluon.attention_bwd_plan import (
     ROW_TILE,
     UNIT,
     ChorePlan,
+    cdiv,
     chores_of,
     heads_per_section,
     is_apart,
+    power_of_2,
     ring_size,
 )
 from tilewise.kernels.gluon.attention_bwd_rows import (
@@ -77,7 +78,7 @@ def launch_before(
         lse_log2.fill_(math.inf)
         delta.zero_()
     heads = spec.batch * spec.num_kv_heads
-    num_tiles = triton.cdiv(spec.max_seqlen_k, variant.tile_n)
+    num_tiles = cdiv(spec.max_seqlen_k, variant.tile_n)
     section = heads_per_section(q, spec, num_tiles, variant.d)
     dq_sum = turns = counts = None
     plan = ChorePlan(heads, heads, 0, 0)
@@ -90,11 +91,11 @@ def launch_before(
         shape = (planes, count // variant.tile_m)
         turns = torch.empty(shape, dtype=torch.int32, device=o.device)
     lse, dlse = lse.contiguous(), dense(dlse)
-    d = triton.next_power_of_2(spec.v_head_dim)
+    d = power_of_2(spec.v_head_dim)
     tile = min(_ELEMENTS // d, ROW_TILE)
     heads_before = plan.ahead * spec.group_size
-    tile_programs = triton.cdiv(_padded(spec.max_seqlen_q), tile) * heads_before
-    runs = triton.cdiv(_padded(spec.max_seqlen_q), _RUN) * spec.batch * spec.num_q_heads
+    tile_programs = cdiv(_padded(spec.max_seqlen_q), tile) * heads_before
+    runs = cdiv(_padded(spec.max_seqlen_q), _RUN) * spec.batch * spec.num_q_heads
     lse_batch, lse_head = (0, lse.stride(0)) if spec.is_varlen else lse.stride()[:2]
     launch(
         attention_bwd_before_kernel,
@@ -117,7 +118,7 @@ def launch_after(
     heads_after = rows.plan.behind * spec.group_size
     launch(
         attention_bwd_after_kernel,
-        triton.cdiv(spec.max_seqlen_q, tile) * heads_after,
+        cdiv(spec.max_seqlen_q, tile) * heads_after,
         rows.dq_sum, rows.turns, dq, sequences.cu_q, spec.batch * spec.num_q_heads - heads_after,
         heads_after, spec.batch, spec.num_q_heads, spec.group_size, spec.max_seqlen_q,
         rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
@@ -141,10 +142,10 @@ def sum_groups(x: Tensor, group_size: int) -> Tensor:
     """Return the gradient of key heads (..., Hk, D), given that of each query head (..., Hq, D)."""
     heads, width = x.shape[-2] // group_size, x.shape[-1]
     total = torch.empty((*x.shape[:-2], heads, width), dtype=x.dtype, device=x.device)
-    count, d = total.numel() // width, triton.next_power_of_2(width)
+    count, d = total.numel() // width, power_of_2(width)
     tile = _ELEMENTS // d
     launch(
-        attention_bwd_group_kernel, triton.cdiv(count, tile), x, total, count, group_size,
+        attention_bwd_group_kernel, cdiv(count, tile), x, total, count, group_size,
         WIDTH=width, D=d, TILE=tile, num_warps=_ROWS_WARPS,
     )  # fmt: skip
     return total
@@ -170,7 +171,7 @@ def launch_main(
     assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
     part = part_rows(d)
-    num_tiles = triton.cdiv(spec.max_seqlen_k, KEYS)
+    num_tiles = cdiv(spec.max_seqlen_k, KEYS)
     heads = spec.batch * spec.num_kv_heads
     launch(
         attention_bwd_kernel,
@@ -206,7 +207,7 @@ def launch_dkdv(
 ) -> None:
     """Fill dk and dv."""
     m, n, d = variant.tile_m, variant.tile_n, variant.d
-    num_tiles = triton.cdiv(spec.max_seqlen_k, n)
+    num_tiles = cdiv(spec.max_seqlen_k, n)
     heads = spec.batch * spec.num_kv_heads
     launch(
         attention_bwd_dkdv_kernel,
@@ -235,7 +236,7 @@ def launch_dq(
 ) -> None:
     """Fill dq."""
     n, d, half = variant.tile_n, variant.d, _ROWS // 2
-    num_tiles = triton.cdiv(spec.max_seqlen_q, _ROWS)
+    num_tiles = cdiv(spec.max_seqlen_q, _ROWS)
     heads = spec.batch * spec.num_q_heads
     section = 1
     if spec.is_varlen:
@@ -254,7 +255,7 @@ def launch_dq(
 
 
 def _padded(count: int) -> int:
-    return triton.cdiv(count, ROW_TILE) * ROW_TILE
+    return cdiv(count, ROW_TILE) * ROW_TILE
 
 
 def _planes(o: Tensor, spec: AttentionSpec) -> tuple[int, int]:
