@@ -7,6 +7,7 @@ depends on it by such pairs, and all the rest must be what it is without that va
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels import gluon_problem
 from tests.kernels.attention_problem import (
     BRAIN,
     CAUSAL,
@@ -198,6 +200,38 @@ class TestContainment:
         assert plain["o"][0, 128:].isnan().any()
         assert torch.equal(plain["o"][0, :128], repaired["o"][0, :128])
         assert torch.equal(plain["dv"], repaired["dv"])
+
+
+@pytest.mark.skipif(not facts.interpreting(), reason="the interpreter is off")
+class TestHopperEmulated:
+    """Hopper's kernels in the emulator, and the repair after them."""
+
+    def test_rows_that_see_a_nan_are_nan_in_lse(self) -> None:
+        """As -inf it would say that they see nothing, and hide the NaN from their gradients."""
+        problem = make_problem(Call(70, 70, (1, 1), (64, 64), 1, BRAIN, window=CAUSAL), "cpu")
+        problem.k[0, 66, 0, 5] = math.nan
+        lse = gluon_problem.forward(problem)["lse"][0, 0]
+        assert lse[66:].isnan().all()
+        assert lse[:66].isfinite().all()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("spoiler", ["k", "v", "do"])
+    @pytest.mark.parametrize("name", ["causal", "block_mask_softcap"])
+    def test_only_what_sees_a_nan_is_nan(self, name: str, spoiler: str) -> None:
+        problem = make_problem(replace(CASES[name], dims=(64, 64)), "cpu")
+        p, tensor = problem, getattr(problem, spoiler)
+        tensor[0, 66, 0, 5] = math.nan
+        results = gluon_problem.forward(p)
+        o, lse = results["o"], results["lse"]
+        attention_repair.repair_fwd(p.q, p.k, p.v, o, lse, p.spec, **p.tensors)
+        results |= gluon_problem.backward(p, o, lse)
+        gradients = (results[f"d{x}"] for x in "qkv")
+        attention_repair.repair_bwd(
+            p.do, p.dlse, p.q, p.k, p.v, o, lse, *gradients, p.spec, **p.tensors
+        )
+        marks = spoilt(p, spoiler, 0, 66, 0, 5)
+        tensor[0, 66, 0, 5] = 0.5
+        assert_contained(p, {name: results[name] for name in marks}, marks)
 
 
 def test_calls_whose_tiles_see_the_same_keys_need_no_repair() -> None:

@@ -147,6 +147,6 @@ def finish(m, l, factor_log2, sink, FACTORED: gl.constexpr, SINK: gl.constexpr):
         factor = exp2(m_log2 - shift)
         total = total * factor + exp2(sink_log2 - shift)
         m_log2 = m_new
-    seen = total > 0.0
+    seen = total != 0.0  # of NaN, too
     lse = gl.where(seen, (m_log2 + gl.log2(total)) * LN2, float("-inf"))
     return lse, gl.where(seen, factor / total, 0.0)

@@ -190,7 +190,7 @@ def add_sink(acc, l, m, sink_log2):
 @triton.jit
 def normalise(acc, l, m):
     """Return o and lse (natural log) of the running sums; 0 and -inf for a row without a key."""
-    seen = l > 0.0
+    seen = l != 0.0  # of NaN, too
     l = tl.where(seen, l, 1.0)
     lse = tl.where(seen, (m + tl.math.log2(l)) * LN2, float("-inf"))
     return acc / l[:, None], lse

@@ -45,7 +45,7 @@ def _merge_kernel(
     weight_a = tl.math.exp2((lse_a - m) * LOG2E)
     weight_b = tl.math.exp2((lse_b - m) * LOG2E)
     total = weight_a + weight_b
-    seen = total > 0.0
+    seen = total != 0.0  # of NaN, too
     total = tl.where(seen, total, 1.0)
     lse = tl.where(seen, m + tl.math.log2(total) * LN2, float("-inf"))
     tl.store(lse_ptr + b * stride_lob + h * stride_loh + s * stride_los, lse, mask=valid)

@@ -177,7 +177,7 @@ def _merge_kernel(
         acc = acc * alpha + tl.sum(o * weight[:, None], 0)
         l = l * alpha + tl.sum(weight, 0)
         m = m_new
-    seen = l > 0.0
+    seen = l != 0.0  # of NaN, too
     l = tl.where(seen, l, 1.0)
     o_row = o_ptr + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh
     tl.store(o_row + offs_dv, (acc / l).to(o_ptr.dtype.element_ty), mask=offs_dv < V_HEAD_DIM)

@@ -81,7 +81,7 @@ def _merge_kernel(
         acc = acc * alpha + tl.sum(o * weight[:, None], 0)
         l = l * alpha + tl.sum(weight, 0)
         m = m_new
-    seen = l > 0.0
+    seen = l != 0.0  # of NaN, too
     l = tl.where(seen, l, 1.0)
     tl.store(o_row + offs_dv, (acc / l).to(o_ptr.dtype.element_ty), mask=offs_dv < V_HEAD_DIM)
     tl.store(lse_at, tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf")))
