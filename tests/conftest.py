@@ -1,10 +1,19 @@
-"""Shared test set-up: fixed seeds, Triton's interpreter on a CPU, NaN-poisoned allocations."""
+"""Shared test set-up: fixed seeds, Triton's interpreter on a CPU, NaN-poisoned allocations.
+
+Processes that run tests side by side share the cores: with as many threads as there are cores in
+each, they mostly wait for one another. Tests of threads ask for their number themselves.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from importlib.util import find_spec
+
+# Must be set before torch is imported; processes that tests start inherit it.
+if (count := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
+    share = max(1, (os.cpu_count() or 1) // int(count))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
 import torch
 
