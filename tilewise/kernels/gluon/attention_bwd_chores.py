@@ -42,10 +42,12 @@ class Chores(NamedTuple):
     counts: object  # int32 (2, heads): CTAs whose chores are done, CTAs whose sums are complete
 
 
-@gluon.constexpr_function
-def part_rows(d):
+def rows_of_part(d: int) -> int:
     """Return the rows of a tile of chores: what shared memory has left."""
     return 16 if d <= 128 else 8
+
+
+part_rows = gluon.constexpr_function(rows_of_part)  # for kernels; a slow call on the host
 
 
 @gluon.constexpr_function

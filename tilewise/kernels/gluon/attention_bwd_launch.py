@@ -7,7 +7,6 @@ The contract is that of `kernels.triton.attention`: `why_not_bwd` refuses with a
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from tilewise.kernels.gluon.attention_bwd_plan import (
     splits_groups,
     variant_of,
     why_not_bwd,
+    with_groups_apart,
 )
 from tilewise.kernels.gluon.attention_bwd_steps import (
     Rows,
@@ -80,7 +80,7 @@ def launch_bwd(
     given, group_size = spec, 1
     mask_heads = 1 if mask is None else mask.columns.shape[1]
     if splits_groups(spec, mask_heads, device.sm_count_of(q.device)):
-        spec, group_size = replace(spec, num_kv_heads=spec.num_q_heads), spec.group_size
+        spec, group_size = with_groups_apart(spec), spec.group_size
     dq, dk, dv = (
         torch.empty((*x.shape[:-2], heads, x.shape[-1]), dtype=x.dtype, device=x.device)
         for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))

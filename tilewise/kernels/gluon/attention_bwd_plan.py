@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -153,6 +154,12 @@ def ring_size(x: Tensor, spec: AttentionSpec) -> int:
     1 where sums are reproducible: in a ring somebody waits for a CTA that was launched later.
     """
     return 1 if spec.deterministic else device.sm_count_of(x.device) // 2
+
+
+@functools.lru_cache(maxsize=256)
+def with_groups_apart(spec: AttentionSpec) -> AttentionSpec:
+    """Return the spec of a call in which every query head has dk and dv of its own."""
+    return replace(spec, num_kv_heads=spec.num_q_heads)
 
 
 class ChorePlan(NamedTuple):

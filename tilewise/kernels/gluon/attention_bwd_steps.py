@@ -14,7 +14,7 @@ from tilewise.kernels.gluon._bwd_walk import BwdVariant, Sequences
 from tilewise.kernels.gluon._descriptors import descriptor, row_descriptor
 from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.gluon.attention_bwd import attention_bwd_kernel
-from tilewise.kernels.gluon.attention_bwd_chores import Chores, part_rows
+from tilewise.kernels.gluon.attention_bwd_chores import Chores, rows_of_part
 from tilewise.kernels.gluon.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from tilewise.kernels.gluon.attention_bwd_dq import attention_bwd_dq_kernel
 from tilewise.kernels.gluon.attention_bwd_plan import (
@@ -170,7 +170,7 @@ def launch_main(
     """Fill dk and dv, add to the sum of dq, and round that of most heads."""
     assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
-    part = part_rows(d)
+    part = rows_of_part(d)
     num_tiles = cdiv(spec.max_seqlen_k, KEYS)
     heads = spec.batch * spec.num_kv_heads
     launch(
