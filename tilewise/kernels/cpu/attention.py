@@ -199,9 +199,10 @@ def run_forward(problem: Problem, lse: Tensor) -> None:
     """Fill o, through its addresses, and lse."""
     starts, sizes = problem.arrays.starts, problem.sizes
     num_tiles = -(-starts[:, Q_LEN] * sizes.group // TILE_M)
-    # Sharing packed keys among tiles saves packing; four tasks a thread keep threads busy.
-    per_thread = int(num_tiles.sum()) * sizes.num_kv_heads // (4 * torch.get_num_threads())
-    tiles = min(MAX_TILES, max(1, per_thread))
+    # Sharing packed keys among tiles saves packing; four tasks a thread keep several busy.
+    threads = torch.get_num_threads()
+    per_task = int(num_tiles.sum()) * sizes.num_kv_heads // (4 * threads if threads > 1 else 1)
+    tiles = min(MAX_TILES, max(1, per_task))
     tasks = -(-num_tiles // tiles) * sizes.num_kv_heads
     starts[:, TASK] = np.cumsum(tasks) - tasks
     num_tasks = int(tasks.sum())

@@ -33,7 +33,7 @@ from tilewise.kernels.cpu.gemm import MR
 from tilewise.kernels.cpu.philox import keep_row
 from tilewise.kernels.cpu.problem import K_LEN, Q_LEN, TILE_M, TILE_N
 from tilewise.kernels.cpu.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.threads import inlined, inner, scratch, zero_scratch
+from tilewise.kernels.cpu.threads import inner, scratch, zero_scratch
 from tilewise.kernels.cpu.visibility import WORD, WORDS, Seen, see_tile
 
 STRIPS = TILE_M // SIDE  # of a tile of rows
@@ -158,14 +158,14 @@ def _draw_rows(sizes, dropout, keep, sequence, kv_head, first_row, rows, key):
         keep_row(dropout, keep, row * WORDS, head, query, key)
 
 
-@inlined
+@inner
 def _score(rows, scores, k_panels, ld, strip, column, buffer):
     """32 columns of S of a strip."""
     multiply_block(scores.s, buffer * _BLOCK, SIDE, rows.q, strip * SIDE * ld, ld, k_panels,
                    column * ld, 2 * SIDE, ld // SIDE, False)  # fmt: skip
 
 
-@inlined
+@inner
 def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, column):
     """32 columns of O += P V of a strip."""
     multiply_block(
@@ -174,7 +174,7 @@ def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, colu
     )  # fmt: skip
 
 
-@inlined
+@inner
 def _exponentiate(like, scores, sight, rows, factor, is_whole, words, at, si, pi, top, count,
                   parity, area, drops):  # fmt: skip
     """`exponentiate_rows` of rows top ... of the block at si."""
@@ -200,7 +200,7 @@ def _raise(like, scores, sight, rows, factor, words, at, si, pi, columns, parity
     _lower(like, scores, rows, at)
 
 
-@inlined
+@inner
 def _lower(like, scores, rows, at):
     """Shifts of the rows of a strip; say whether any of them has seen nothing."""
     zero, seen = simd.splat(like, 0.0), simd.splat(like, -LOWEST / 2.0)
