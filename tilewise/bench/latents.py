@@ -39,9 +39,9 @@ def error_rows(
     parts = []
     for width, size in ((RANK, 1.0), (ROPE_DIM, ratio)):
         channels = torch.exp(0.7 * draw(width)) if outliers else torch.ones(width).double()
-        rows, queries = draw(TOKENS, width) * channels, draw(QUERIES, width)
-        rows *= size / rows.std()
-        parts.append((rows, queries * (spread / (queries @ rows.mT).std())))
+        keys, queries = draw(TOKENS, width) * channels, draw(QUERIES, width)
+        keys *= size / keys.std()
+        parts.append((keys, queries * (spread / (queries @ keys.mT).std())))
     (z, q_latent), (k_rope, q_rope) = parts
 
     def attend(z: Tensor, k_rope: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def error_rows(
         return 100 * float((error.square().mean() / truth.square().mean()).sqrt())
 
     narrow = [x.bfloat16().double() for x in (z, k_rope)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dtype in (torch.int8, torch.float8_e4m3fn):
         one = _kept(torch.cat([z, k_rope], -1), dtype).split((RANK, ROPE_DIM), -1)
         two = _kept(z, dtype), _kept(k_rope, dtype)
