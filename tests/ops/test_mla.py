@@ -59,6 +59,15 @@ def test_decode_keeps_the_budget(name, backend, place):
         assert_within_budget(got[index], truth[index], eager[index], name=part, scale=8.0)
 
 
+@pytest.mark.parametrize(("backend", "place"), BACKENDS)
+def test_metadata_may_have_any_strides(backend, place):
+    q, cache, w_uk, _, metadata, longest = step("chunks_beside_decode", place=place)
+    options = {"max_seqlen_q": longest, "softmax_scale": SCALE, "backend": backend}
+    want = ops.mla_decode(*absorb(q, w_uk), cache, **metadata, **options)
+    spread = {name: torch.stack([x, x - 1], dim=-1)[..., 0] for name, x in metadata.items()}
+    assert torch.equal(want, ops.mla_decode(*absorb(q, w_uk), cache, **spread, **options))
+
+
 @pytest.mark.parametrize("chunk_tokens", [CHUNK_TOKENS, 40, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_prefill_in_chunks_equals_decode(name, chunk_tokens):

@@ -57,6 +57,13 @@ class TestPagedAttention:
         for index, part in enumerate(("o", "lse")):
             assert_within_budget(got[index], truth[index], eager[index], name=part)
 
+    def test_metadata_may_have_any_strides(self, backend, place):
+        tensors, metadata, longest = _arguments("chunk_after_a_prefix", torch.float32, place)
+        options = {"max_seqlen_q": longest, "backend": backend}
+        want = ops.paged_attention(*tensors, **metadata, **options)
+        spread = {name: torch.stack([x, x - 1], dim=-1)[..., 0] for name, x in metadata.items()}
+        assert torch.equal(want, ops.paged_attention(*tensors, **spread, **options))
+
     def test_sinks_and_alibi_enter_the_softmax(self, backend, place):
         tensors, metadata, longest = _arguments("prefill_beside_decode", torch.float32, place)
         metadata["sinks"] = torch.randn(8, device=place)

@@ -45,6 +45,7 @@ class TestFinding:
         assert _find([[1, 2, 5], [1, 2, 6]], [9, 9], [1, 1], min_blocks=3) is None
         assert _find([[1, 2, 5], [1, 2, 6]], [9, 9], [1, 0]) is None
         assert _find([[1, 2]], [8], [1]) is None
+        assert _find([[], []], [0, 0], [0, 0]) is None
 
     def test_groups_within_a_group_read_what_follows(self):
         rows = [[1, 2, 3, 9], [1, 2, 3, 8], [1, 4, 5, 7], [1, 4, 5, 6], [1, 10, 11, 12]]
@@ -230,3 +231,30 @@ def test_refusals(changes, words):
         ops.paged_attention(
             *tensors, **(metadata | changes), max_seqlen_q=longest, shared=shared, backend="cpu"
         )
+
+
+def test_prefixes_of_another_batch_are_refused():
+    runs = [1, 1, 2]
+    shared = _find([[7, 8, 1], [9, 2], [7, 8, 3]], [11, 7, 10], runs)
+    for block_size, rows, words in (
+        (8, 4, "shared must be for blocks of 8 tokens, got some of 4"),
+        (4, 2, "shared must be for at most 2 rows, got 3"),
+    ):
+        k_cache, v_cache, table, lengths = make_paged_cache([11, 7, 10], block_size, 1, 16)
+        starts = torch.tensor([0, 1, 2, rows], dtype=torch.int32)
+        with pytest.raises(ValueError, match=words):
+            ops.paged_attention(
+                torch.zeros(rows, 1, 16),
+                k_cache,
+                v_cache,
+                block_table=table,
+                seqlens_k=lengths,
+                cu_seqlens_q=starts,
+                max_seqlen_q=2,
+                shared=shared,
+            )
+
+
+def test_block_ids_are_integers():
+    with pytest.raises(TypeError, match="block_table must have an integer dtype, got float32"):
+        ops.shared_prefixes(torch.zeros(1, 1), np.ones(1, int), np.arange(2), block_size=4)

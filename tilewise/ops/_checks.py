@@ -66,6 +66,11 @@ def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch
     check_device(name, tensor, device)
 
 
+def with_packed_rows(metadata: Tensor) -> Tensor:
+    """Return `metadata` with elements of its last dim side by side, as kernels read them."""
+    return metadata if metadata.stride(-1) == 1 else metadata.contiguous()
+
+
 def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
     """Raise ValueError unless query heads divide evenly over key heads."""
     if num_kv_heads < 1 or num_q_heads % num_kv_heads != 0:

@@ -84,9 +84,9 @@ def prepare_decode(
     check_step(q_latent, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
     _dispatch.check_backend_name(backend)
     return MlaOptions(
-        block_table,
-        seqlens_k,
-        cu_seqlens_q,
+        _checks.with_packed_rows(block_table),
+        _checks.with_packed_rows(seqlens_k),
+        _checks.with_packed_rows(cu_seqlens_q),
         latent_scale,
         max_seqlen_q,
         softmax_scale,

@@ -61,6 +61,7 @@ def prepare_paged(
         _check_tree_mask(tree_mask, q, max_seqlen_q)
     if shared is not None:
         _checks.check_int32("shared", shared.skipped, (num_seqs,), q.device)
+        _check_made_for(shared, k_cache.shape[1], q.shape[0])
         for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
             if value is not None:  # a pass over a group knows no distances
                 raise ValueError(f"{name} must be None with shared prefixes, got one")
@@ -68,9 +69,9 @@ def prepare_paged(
             raise ValueError("shared must be None with batch_invariant, got shared prefixes")
     _dispatch.check_backend_name(backend)
     return PagedOptions(
-        block_table=block_table,
-        seqlens_k=seqlens_k,
-        cu_seqlens_q=cu_seqlens_q,
+        block_table=_checks.with_packed_rows(block_table),
+        seqlens_k=_checks.with_packed_rows(seqlens_k),
+        cu_seqlens_q=_checks.with_packed_rows(cu_seqlens_q),
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().contiguous(),
         sinks=None if sinks is None else sinks.float().contiguous(),
         k_scale=k_scale,
@@ -97,6 +98,16 @@ def _check_tree_mask(tree_mask: Tensor, q: Tensor, max_seqlen_q: int) -> None:
             f"tree_mask must have {q.shape[0]} rows and at least {max_seqlen_q} columns, "
             f"got shape {tuple(tree_mask.shape)}"
         )
+
+
+def _check_made_for(shared: SharedPrefixes, block_size: int, num_tokens: int) -> None:
+    if shared.block_size != block_size:
+        raise ValueError(
+            f"shared must be for blocks of {block_size} tokens, got some of {shared.block_size}"
+        )
+    most = max(level.rows.shape[0] for level in shared.levels)
+    if most > num_tokens:
+        raise ValueError(f"shared must be for at most {num_tokens} rows, got {most}")
 
 
 def check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:

@@ -29,11 +29,13 @@ class SharedPrefixes:
         levels: one pass each; a group of a later level lies within one of an earlier level, or
             beside them all, and reads the blocks that follow.
         saved_tokens: keys of the batch that need not be read again, over all sequences.
+        block_size: tokens of a cache block.
     """
 
     skipped: Tensor
     levels: tuple[SharedLevel, ...]
     saved_tokens: int
+    block_size: int
 
     def keys(self) -> SharedKeys:
         """What kernels need of it."""
@@ -78,7 +80,7 @@ def shared_prefixes(
         SharedPrefixes, or None where no two sequences share min_blocks blocks.
 
     Raises:
-        ValueError: an argument breaks a rule above; the message names it.
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
 
     Source: Hydragen (Juravsky et al. 2024), section 3; cascade attention (Ye et al. 2024).
 
@@ -110,7 +112,7 @@ def shared_prefixes(
         chosen = [group for group in groups if group.level == level]
         levels.append(_make_level(chosen, table, edges, block_size, device))
     saved = sum((len(g.members) - 1) * (g.end - g.first) for g in groups) * block_size
-    return SharedPrefixes(_int32(skipped, device), tuple(levels), saved)
+    return SharedPrefixes(_int32(skipped, device), tuple(levels), saved, block_size)
 
 
 def _on_host(name: str, values: Tensor | NDArray[np.integer], layout: str) -> _Ints:
@@ -119,6 +121,8 @@ def _on_host(name: str, values: Tensor | NDArray[np.integer], layout: str) -> _I
         values = values.numpy()
     if values.ndim != layout.count(",") + 1:
         raise ValueError(f"{name} must be {layout}, got shape {values.shape}")
+    if not np.issubdtype(values.dtype, np.integer):
+        raise TypeError(f"{name} must have an integer dtype, got {values.dtype}")
     return values.astype(np.int64)
 
 
@@ -134,6 +138,8 @@ def _check_lengths(table: _Ints, lengths: _Ints, edges: _Ints) -> None:
 def _find_groups(table: _Ints, limits: _Ints, min_blocks: int, max_levels: int) -> list[_Group]:
     """Return the groups that save the most reads; limits[b] blocks of sequence b may be shared."""
     candidates = np.flatnonzero(limits >= min_blocks)
+    if len(candidates) < 2:
+        return []
     heads, counts = np.unique(table[candidates, 0], return_counts=True)
     candidates = candidates[np.isin(table[candidates, 0], heads[counts > 1])]
     if len(candidates) < 2:
