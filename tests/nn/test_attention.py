@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -162,6 +164,11 @@ def test_layers_of_one_kind_share_the_plan_of_a_step():
     assert plan("scale") is plan("scale")
     assert plan("scale") is not plan("window")
     assert len(ctx.plans) == 2
+    before = plan("scale")
+    ends += 1
+    assert plan("scale") is not before, "lengths written in place want a plan of their own"
+    assert len(ctx.plans) == 1, "stale plans are dropped"
+    assert not replace(ctx, seqlens_k=ends + 1).plans
 
 
 def test_context_and_cache_come_together():

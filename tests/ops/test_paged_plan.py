@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,3 +108,11 @@ def test_updates_of_other_batches_are_refused() -> None:
     plan = plan_paged_attention(*tensors, **options)
     with pytest.raises(ValueError, match="seqlens_k must have shape"):
         plan.update(torch.zeros(3, dtype=torch.int32), options["cu_seqlens_q"])
+
+
+def test_a_plan_of_another_device_is_refused() -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    plan = plan_paged_attention(*tensors, **options)
+    plan = replace(plan, records=plan.records.to("meta"))
+    with pytest.raises(ValueError, match="plan must be on cpu, got meta"):
+        paged_attention(*tensors, plan=plan, **options)

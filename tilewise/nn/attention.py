@@ -142,7 +142,7 @@ class Attention(nn.Module):
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
-        plan = self._plan(q, k_cache, v_cache, ctx, options) if q.is_cuda else None
+        plan = self._plan(q, k_cache, v_cache, ctx, options) if _plans_pay(q) else None
         o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, **options)
         return o
 
@@ -155,9 +155,12 @@ class Attention(nn.Module):
         options: dict[str, Any],
     ) -> PagedPlan:
         """Return the plan of this step for layers like this one; the first of them makes it."""
-        kind = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, self.window)
+        lengths = (_version(ctx.seqlens_k), _version(ctx.cu_seqlens_q))
+        kind = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, self.window, lengths)
         plan = ctx.plans.get(kind)
         if plan is None:
+            for stale in [other for other in ctx.plans if other[-1] != lengths]:
+                del ctx.plans[stale]
             plan = ctx.plans[kind] = ops.plan_paged_attention(q, k_cache, v_cache, **options)
         return plan
 
@@ -189,3 +192,18 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
         return q, k, v
+
+
+def _plans_pay(q: Tensor) -> bool:
+    """Whether layers share plans: not where lengths may change behind the back of one made before.
+
+    A graph being captured is replayed with other lengths, and one being compiled holds no plans.
+    """
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` was written to, as far as torch counts it."""
+    return 0 if x.is_inference() else x._version

@@ -33,5 +33,5 @@ class AttentionContext:
     batch_invariant: bool = False
     shared: SharedPrefixes | None = None
     plans: dict[tuple[object, ...], PagedPlan] = field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict, init=False, compare=False, repr=False
     )

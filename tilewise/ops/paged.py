@@ -6,7 +6,7 @@ from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from tilewise.ops import _dispatch, _paged_op
+from tilewise.ops import _checks, _dispatch, _paged_op
 from tilewise.ops._paged_args import prepare_paged
 from tilewise.ops.paged_plan import PagedPlan
 from tilewise.ops.shared_prefixes import SharedPrefixes
@@ -152,6 +152,7 @@ def paged_attention(
     if plan is not None:
         spec = _paged_op.make_spec(q, k_cache, v_cache, options)
         plan.check_fits(spec, _dispatch.choose("paged_attention", spec, backend))
+        _checks.check_device("plan", plan.records, q.device)
         options = options._replace(plan=plan.records)
     o, lse = _paged_op.paged_attention(q, k_cache, v_cache, *options)
     return (o, lse) if return_lse else o

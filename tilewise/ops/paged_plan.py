@@ -42,7 +42,12 @@ class PagedPlan:
         _checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), where)
         if len(self.records) > 0:
             module = _dispatch.kernel_module("paged_attention", self.backend)
-            module.fill_plan(self.records, self.spec, seqlens_k, cu_seqlens_q)
+            module.fill_plan(
+                self.records,
+                self.spec,
+                _checks.with_packed_rows(seqlens_k),
+                _checks.with_packed_rows(cu_seqlens_q),
+            )
 
     def check_fits(self, spec: PagedSpec, backend: str) -> None:
         """Raise ValueError unless a call of `spec` on `backend` may use this plan."""
