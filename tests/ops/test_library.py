@@ -238,6 +238,7 @@ class TestPastTheDispatcher:
         x = torch.zeros(2)
         assert self.unwatched(x, None, 2.0, 3, False, "triton")
         assert not self.unwatched(x, None, 2)
+        assert not self.unwatched(x, torch.zeros(2, dtype=torch.complex64).conj().imag)
         assert not self.unwatched(x, None, 2.0, True)
         assert not self.unwatched(x, None, 2.0, np.int64(3))
 

@@ -86,7 +86,8 @@ def lean(name: str) -> Callable[..., Any]:
 def _unwatched(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool:
     """Whether no gradient, transform, mode, trace or profile needs to see an op.
 
-    types: what each argument may be; tensors of a subclass and numbers to convert are seen, too.
+    types: what each argument may be; tensors of a subclass, and tensors and numbers that the
+        dispatcher would convert, are seen, too. It negates what .conj().imag only marks as negated.
     """
     if torch.compiler.is_compiling() or not FORWARD_MODE or not args[0].is_cuda:
         return False
@@ -96,7 +97,11 @@ def _unwatched(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool
         return False
     if _profiler_enabled() or _get_tracing_state() or forward_ad._current_level >= 0:
         return False
-    return all(type(x) in kinds for x, kinds in zip(args, types, strict=True))
+    for x, kinds in zip(args, types, strict=True):
+        kind = type(x)
+        if kind not in kinds or (kind in _PLAIN and x.is_neg()):
+            return False
+    return True
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
