@@ -116,3 +116,14 @@ def test_a_plan_of_another_device_is_refused() -> None:
     plan = replace(plan, records=plan.records.to("meta"))
     with pytest.raises(ValueError, match="plan must be on cpu, got meta"):
         paged_attention(*tensors, plan=plan, **options)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_calls_take_a_plan_and_refuse_that_of_others() -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    plan = plan_paged_attention(*tensors, **options)
+    compiled = torch.compile(paged_attention, fullgraph=True, backend="aot_eager")
+    got = compiled(*tensors, plan=plan, **options)
+    assert torch.equal(got, paged_attention(*tensors, **options))
+    with pytest.raises(ValueError, match="plan must be for softcap 2.0, got one for 0.0"):
+        compiled(*tensors, plan=plan, softcap=2.0, **options)

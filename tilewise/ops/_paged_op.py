@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ class PagedOptions(NamedTuple):
     batch_invariant: bool
     backend: str | None
     plan: Tensor | None = None
+    plan_for: str | None = None
 
     def tensors(self) -> dict[str, Any]:
         """The tensors by name, as launchers take them, those of a feature only where it is used."""
@@ -92,12 +95,35 @@ def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions
     )
 
 
+def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
+    """What decides how keys are dealt out: all but what a logit is worth."""
+    return replace(spec, softmax_scale=1.0, has_sinks=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def describe_plan(spec: PagedSpec, backend: str) -> str:
+    """Name every fact that calls of one plan have in common, in a form that a graph can hold."""
+    common = calls_of_a_plan(spec)
+    facts = [f"{field.name} {getattr(common, field.name)}" for field in fields(PagedSpec)]
+    return "; ".join([f"backend {backend!r}", *facts])
+
+
+def _check_plan(made_for: str, wanted: str) -> None:
+    if made_for == wanted:
+        return
+    for its, mine in zip(wanted.split("; "), made_for.split("; "), strict=True):
+        if its != mine:
+            raise ValueError(f"plan must be for {its}, got one for {mine.split(' ', 1)[1]}")
+
+
 def _paged_kernel(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any
 ) -> tuple[Tensor, Tensor]:
     options = PagedOptions(*values)
     spec = make_spec(q, k_cache, v_cache, options)
     name = _dispatch.choose("paged_attention", spec, options.backend)
+    if options.plan_for is not None:
+        _check_plan(options.plan_for, describe_plan(spec, name))
     module = _dispatch.kernel_module("paged_attention", name)
     o, lse = module.launch(q, k_cache, v_cache, spec, **options.tensors())
     return o.contiguous(), lse.contiguous()
@@ -114,7 +140,8 @@ paged_attention = register(
     "Tensor seqlens_k, Tensor cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? tree_mask, Tensor[] shared, SymInt[] shared_rows, "
     "SymInt max_seqlen_q, int window_left, float softmax_scale, float softcap, "
-    "bool batch_invariant, str? backend, Tensor? plan=None) -> (Tensor, Tensor)",
+    "bool batch_invariant, str? backend, Tensor? plan=None, str? plan_for=None) "
+    "-> (Tensor, Tensor)",
     _paged_kernel,
     _paged_fake,
 )

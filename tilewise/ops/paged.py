@@ -6,7 +6,7 @@ from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from tilewise.ops import _checks, _dispatch, _paged_op
+from tilewise.ops import _checks, _paged_op
 from tilewise.ops._paged_args import prepare_paged
 from tilewise.ops.paged_plan import PagedPlan
 from tilewise.ops.shared_prefixes import SharedPrefixes
@@ -150,9 +150,7 @@ def paged_attention(
         backend=backend,
     )
     if plan is not None:
-        spec = _paged_op.make_spec(q, k_cache, v_cache, options)
-        plan.check_fits(spec, _dispatch.choose("paged_attention", spec, backend))
         _checks.check_device("plan", plan.records, q.device)
-        options = options._replace(plan=plan.records)
+        options = options._replace(plan=plan.records, plan_for=plan.made_for)
     o, lse = _paged_op.paged_attention(q, k_cache, v_cache, *options)
     return (o, lse) if return_lse else o

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.kernels.spec import PagedSpec
 from tilewise.ops import _checks, _dispatch
 from tilewise.ops._paged_args import prepare_paged
-from tilewise.ops._paged_op import make_spec
+from tilewise.ops._paged_op import calls_of_a_plan, describe_plan, make_spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +23,13 @@ class PagedPlan:
             the kernels of the call decide nothing beforehand (long runs, and every call on a CPU).
         spec: what the calls must have in common with the one it was made for.
         backend: whose kernels read it.
+        made_for: both in words; a call that differs is refused when it runs, compiled ones too.
     """
 
     records: Tensor
     spec: PagedSpec
     backend: str
+    made_for: str
 
     def update(self, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
         """Write the plan of other lengths in place, so that captured CUDA graphs follow them.
@@ -49,21 +51,6 @@ class PagedPlan:
                 _checks.with_packed_rows(cu_seqlens_q),
             )
 
-    def check_fits(self, spec: PagedSpec, backend: str) -> None:
-        """Raise ValueError unless a call of `spec` on `backend` may use this plan."""
-        if backend != self.backend:
-            raise ValueError(f"plan must be for backend {backend!r}, got one for {self.backend!r}")
-        wanted = _common(spec)
-        for field in fields(PagedSpec):
-            mine, its = getattr(self.spec, field.name), getattr(wanted, field.name)
-            if mine != its:
-                raise ValueError(f"plan must be for {field.name} {its}, got one for {mine}")
-
-
-def _common(spec: PagedSpec) -> PagedSpec:
-    """What decides how keys are dealt out: all but what a logit is worth."""
-    return replace(spec, softmax_scale=1.0, has_sinks=False)
-
 
 def plan_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool = False, **options: Any
@@ -73,7 +60,8 @@ def plan_paged_attention(
     Calls of `paged_attention` with ``plan=`` skip what they would else find out from all lengths,
     each for itself. The result is the same up to the rounding of how keys are split; with
     batch_invariant, and on a CPU, bit for bit. No synchronisation: the plan is made on the device
-    from the lengths there, and `PagedPlan.update` makes it anew for the next step.
+    from the lengths there, and `PagedPlan.update` makes it anew for the next step. Compiled code
+    takes a plan; make and update it outside.
 
     Args:
         q, k_cache, v_cache: as in `paged_attention`; only shapes, dtypes and the device matter.
@@ -100,6 +88,6 @@ def plan_paged_attention(
     module = _dispatch.kernel_module("paged_attention", backend)
     pairs = module.plan_pairs(spec, q.device) if hasattr(module, "plan_pairs") else 0
     records = torch.zeros((pairs, 8), dtype=torch.int32, device=q.device)
-    plan = PagedPlan(records, _common(spec), backend)
+    plan = PagedPlan(records, calls_of_a_plan(spec), backend, describe_plan(spec, backend))
     plan.update(prepared.seqlens_k, prepared.cu_seqlens_q)
     return plan
