@@ -72,7 +72,9 @@ def test_what_a_group_shares_is_read_once():
     shared = ops.shared_prefixes(table, lengths, cu, block_size=4, min_blocks=4)
     tensors = (torch.randn(3, 4, 64), k_cache, v_cache)
     apart = ops.explain("paged_attention", *tensors, **arguments)
-    together = ops.explain("paged_attention", *tensors, **arguments, shared=shared)
+    plan = ops.plan_paged_attention(*tensors, **arguments, shared=shared)
+    arguments |= {"shared": shared, "plan": plan}
+    together = ops.explain("paged_attention", *tensors, **arguments)
     assert apart.cost.bytes_read - together.cost.bytes_read == 2 * 16 * 2 * (64 + 64) * 4
 
 

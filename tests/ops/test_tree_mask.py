@@ -84,6 +84,11 @@ class TestMaskFromParents:
         with pytest.raises(TypeError, match="parents must have dtype int32 or int64, got float32"):
             ops.tree_mask_from_parents(torch.zeros(2), torch.tensor([0, 2]).int(), max_seqlen_q=2)
 
+    def test_edges_hold_a_leading_zero(self):
+        nothing = torch.zeros(0, dtype=torch.int32)
+        with pytest.raises(ValueError, match="cu_seqlens_q must hold at least the leading 0"):
+            ops.tree_mask_from_parents(nothing, nothing, max_seqlen_q=2)
+
 
 @pytest.mark.parametrize(("backend", "place"), BACKENDS)
 class TestTreeMask:

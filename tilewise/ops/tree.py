@@ -41,6 +41,8 @@ def tree_mask_from_parents(parents: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_
         raise TypeError(f"parents must have dtype int32 or int64, got {got}")
     _checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
     _checks.check_int32("cu_seqlens_q", cu_seqlens_q, tuple(cu_seqlens_q.shape), parents.device)
+    if len(cu_seqlens_q) < 1:
+        raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
     if max_seqlen_q < 0:
         raise ValueError(f"max_seqlen_q must be at least 0, got {max_seqlen_q}")
     rows = torch.arange(len(parents), device=parents.device)
