@@ -304,6 +304,23 @@ def test_bits_repeat_on_any_number_of_threads() -> None:
         assert all(torch.equal(run[key], runs[0][key]) for key in run if key != "dsinks")
 
 
+def test_a_call_like_one_before_reads_and_writes_its_own_tensors() -> None:
+    case = Case(batch=2, seqlen_q=70, seqlen_k=150, alibi=True, sinks=True)
+    qkv, extra = inputs_of(case, torch.bfloat16)
+    spec = spec_of(qkv, {}, extra)
+    do, dlse = cotangents(qkv)
+    first = by_kernel(qkv, do, dlse, spec, extra)
+    kept = {key: tensor.clone() for key, tensor in first.items()}
+    others = [tensor.flip(1).contiguous() for tensor in qkv]
+    extra = {key: tensor.flip(-1).contiguous() for key, tensor in extra.items()}
+    again = by_kernel(others, do, dlse, spec, extra)
+    cpu._calls.clear()
+    want = by_kernel(others, do, dlse, spec, extra)
+    assert all(torch.equal(again[key], want[key]) for key in want)
+    assert all(torch.equal(first[key], kept[key]) for key in kept)
+    assert not torch.equal(first["o"], again["o"])
+
+
 def test_concurrent_python_threads_do_not_disturb_each_other() -> None:
     qkv, extra = inputs_of(Case(seqlen_q=200, seqlen_k=200), torch.bfloat16)
     spec = spec_of(qkv, {"causal": True}, extra)
