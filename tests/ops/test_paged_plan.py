@@ -103,6 +103,13 @@ def test_plans_of_other_calls_are_refused(changes: dict[str, Any], message: str)
         paged_attention(*tensors, plan=plan, **(options | changes))
 
 
+@pytest.mark.parametrize(("name", "kind"), [("plan", "PagedPlan"), ("shared", "SharedPrefixes")])
+def test_what_is_no_plan_and_no_prefixes_is_refused(name: str, kind: str) -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    with pytest.raises(TypeError, match=f"{name} must be of type {kind}, got Tensor"):
+        paged_attention(*tensors, **options, **{name: options["seqlens_k"]})
+
+
 def test_updates_of_other_batches_are_refused() -> None:
     tensors, options = _call([70, 20], [1, 1])
     plan = plan_paged_attention(*tensors, **options)

@@ -39,6 +39,12 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless `value` is of `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+
+
 def check_dims(name: str, tensor: Tensor, layout: str) -> None:
     """Raise ValueError unless `tensor` has as many dimensions as `layout`, e.g. "(T, Hq, D)"."""
     if tensor.dim() != layout.count(",") + 1:

@@ -60,6 +60,7 @@ def prepare_paged(
     if tree_mask is not None:
         _check_tree_mask(tree_mask, q, max_seqlen_q)
     if shared is not None:
+        _checks.check_type("shared", shared, SharedPrefixes)
         _checks.check_int32("shared", shared.skipped, (num_seqs,), q.device)
         _check_made_for(shared, k_cache.shape[1], q.shape[0])
         for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):

@@ -150,6 +150,7 @@ def paged_attention(
         backend=backend,
     )
     if plan is not None:
+        _checks.check_type("plan", plan, PagedPlan)
         _checks.check_device("plan", plan.records, q.device)
         options = options._replace(plan=plan.records, plan_for=plan.made_for)
     o, lse = _paged_op.paged_attention(q, k_cache, v_cache, *options)
