@@ -29,6 +29,7 @@ from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import SplitPlan, TileConfig, padded_head_dim
 from tilewise.kernels.triton._paged import (
     LOWEST,
+    MERGE_TILE,
     _load_blocks,
     _load_rows,
     _load_scales,
@@ -46,13 +47,8 @@ from tilewise.kernels.triton._quantise import (
     widen_once,
 )
 from tilewise.kernels.triton._tile import LOG2E
-from tilewise.kernels.triton.paged_decode import (
-    FEW_ROWS,
-    MERGE_TILE,
-    TILE_B,
-    _find_split,
-    _merge_kernel,
-)
+from tilewise.kernels.triton.paged_decode import FEW_ROWS, _merge_kernel
+from tilewise.kernels.triton.paged_plan import TILE_B, find_split
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -146,7 +142,7 @@ def _latent_kernel(
         seq, row_tile = find_tile(cu_seqlens_q_ptr, num_pairs - 1 - pair, num_seqs, min_run,
                                   NUM_HEADS, TILE_M, TILE_B)  # fmt: skip
     else:
-        seq, first_pair, split_tiles = _find_split(
+        seq, first_pair, split_tiles = find_split(
             seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
             -1, TILE_N, FIXED, TILE_B)  # fmt: skip
     if seq >= num_seqs:

@@ -25,6 +25,8 @@ from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import SplitPlan, TileConfig, padded_head_dim
 from tilewise.kernels.triton._paged import (
     LOWEST,
+    MERGE_TILE,
+    add_parts,
     add_sink,
     attend_keys,
     clear_padding_rows,
@@ -32,14 +34,8 @@ from tilewise.kernels.triton._paged import (
 )
 from tilewise.kernels.triton._quantise import FLOAT, Scales
 from tilewise.kernels.triton._tile import LN2, LOG2E
-from tilewise.kernels.triton.paged_plan import (  # noqa: F401  (_find_split: for mla_decode)
-    FIELDS,
-    TILE_B,
-    _find_split,
-    plan_record,
-)
+from tilewise.kernels.triton.paged_plan import FIELDS, TILE_B, plan_record
 
-MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
 FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
 
 
@@ -171,12 +167,7 @@ def _merge_kernel(
             mask=inside[:, None] & (offs_dv[None, :] < V_HEAD_DIM),
             other=0.0,
         )
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        weight = tl.math.exp2((lse - m_new) * LOG2E)
-        alpha = tl.math.exp2((m - m_new) * LOG2E)
-        acc = acc * alpha + tl.sum(o * weight[:, None], 0)
-        l = l * alpha + tl.sum(weight, 0)
-        m = m_new
+        acc, l, m = add_parts(acc, l, m, o, lse)
     seen = l != 0.0  # of NaN, too
     l = tl.where(seen, l, 1.0)
     o_row = o_ptr + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh

@@ -43,7 +43,7 @@ def _run_tiles(
 
 
 @triton.jit
-def _find_split(
+def find_split(
     seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
     WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def plan_record(
     tile and the end of the tiles of this split, the sequence's first pair and its number of splits,
     which is 0 where there is no such pair.
     """
-    seq, first_pair, split_tiles = _find_split(
+    seq, first_pair, split_tiles = find_split(
         seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
         WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
     exists = seq < num_seqs

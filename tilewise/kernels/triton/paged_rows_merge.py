@@ -18,10 +18,8 @@ from torch import Tensor
 from tilewise.kernels.paged_rows_tiles import RowsPlan
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import padded_head_dim
-from tilewise.kernels.triton._paged import LOWEST
-from tilewise.kernels.triton._tile import LN2, LOG2E
-
-MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
+from tilewise.kernels.triton._paged import LOWEST, MERGE_TILE, add_parts
+from tilewise.kernels.triton._tile import LN2
 
 
 @triton.jit
@@ -75,12 +73,7 @@ def _merge_kernel(
             mask=inside[:, None] & (offs_dv[None, :] < V_HEAD_DIM),
             other=0.0,
         )
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        weight = tl.math.exp2((lse - m_new) * LOG2E)
-        alpha = tl.math.exp2((m - m_new) * LOG2E)
-        acc = acc * alpha + tl.sum(o * weight[:, None], 0)
-        l = l * alpha + tl.sum(weight, 0)
-        m = m_new
+        acc, l, m = add_parts(acc, l, m, o, lse)
     seen = l != 0.0  # of NaN, too
     l = tl.where(seen, l, 1.0)
     tl.store(o_row + offs_dv, (acc / l).to(o_ptr.dtype.element_ty), mask=offs_dv < V_HEAD_DIM)
