@@ -172,7 +172,11 @@ def _graphed(call: Callable[[], Tensor]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(kept: object = call) -> None:  # the graph reads what only its call keeps alive
+        graph.replay()
+
+    return replay
 
 
 def main(argv: Sequence[str] | None = None) -> int:

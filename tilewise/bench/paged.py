@@ -257,6 +257,7 @@ def measure(
     truth = inputs.truth()
     rows: dict[str, Row] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    calls: list[Call] = []  # a graph reads plans and copies that only its call keeps alive
     copies = len(inputs.caches)
     count = max(GRAPH_CALLS, copies)
     for peer in peers:
@@ -271,6 +272,7 @@ def measure(
             call = PEERS[peer](inputs)
             if call is None:
                 continue
+            calls.append(call)
             got = call(0)[inputs.checked].double()
             error = float((got - truth).norm() / truth.norm())
             rows[peer] = row | {"error": None if error < TOLERANCE else f"wrong by {error:.1e}"}

@@ -34,6 +34,8 @@ class PagedPlan:
     def update(self, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
         """Write the plan of other lengths in place, so that captured CUDA graphs follow them.
 
+        A graph reads the plan and does not hold it: keep the plan for as long as its graphs.
+
         Args:
             seqlens_k, cu_seqlens_q: int32 (B,) and (B + 1,), as in `paged_attention`, for as many
                 sequences and runs no longer than those that the plan was made for. On the device;
