@@ -214,6 +214,27 @@ class TestHopperEmulated:
         assert lse[66:].isnan().all()
         assert lse[:66].isfinite().all()
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            Call(40, 90, (1, 1), (64, 64), 1, BRAIN, seqlens_k=(75,)),
+            Call(40, 90, (1, 1), (64, 64), 1, BRAIN, window=(20, 0)),
+        ],
+        ids=["padding", "before_every_window"],
+    )
+    def test_keys_that_nobody_sees_have_no_gradient_beside_a_nan(self, call: Call) -> None:
+        problem = make_problem(call, "cpu")
+        p = problem
+        p.q[0, 3, 0, 5] = math.nan
+        results = gluon_problem.forward(p)
+        gradients = gluon_problem.backward(p, results["o"], results["lse"])
+        visible = standard.visible_keys(p.q, p.k, window=call.window, seqlens_k=p.seqlens_k)
+        unseen = ~visible.flatten(0, -2).any(0)
+        assert unseen.any()
+        assert gradients["dk"].isnan().any()
+        for name in ("dk", "dv"):
+            assert not gradients[name][:, unseen].any(), name
+
     @pytest.mark.slow
     @pytest.mark.parametrize("spoiler", ["k", "v", "do"])
     @pytest.mark.parametrize("name", ["causal", "block_mask_softcap"])

@@ -85,6 +85,16 @@ def clear_queries(rows, work, tile, variant: gl.constexpr):
 
 
 @gluon.jit
+def _clear_unseen(x, first_key, work, shape, variant: gl.constexpr):
+    """Zero gradients of keys that no query sees: of a query that is NaN they are 0 * NaN."""
+    keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
+    unseen = keys >= work.length_k
+    if variant.left:
+        unseen = unseen | (keys < work.length_k - work.length_q - shape.window_left)
+    return gl.where(gl.expand_dims(unseen, 1), gl.full_like(x, 0.0), x)
+
+
+@gluon.jit
 def store_keys(
     x, desc, ptr, work, shape, buffer,
     variant: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr,
@@ -92,6 +102,8 @@ def store_keys(
     """Write 64 rows of dk or dv: by TMA, or row by row at the end of a packed sequence."""
     D: gl.constexpr = variant.d
     row = work.first_key + PART * 64
+    if variant.ragged or variant.left:
+        x = _clear_unseen(x, row, work, shape, variant)
     batch = work.b
     whole = row >= 0
     if variant.packed:
