@@ -35,6 +35,7 @@ bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results
 	$(BIN)/python docs/plots.py
 	$(BIN)/python docs/hopper_plots.py
+	$(BIN)/python docs/decode_plots.py
 	$(BIN)/python docs/memory_plot.py
 
 clean:

@@ -40,7 +40,7 @@ def _draw_speed(axes: Any, rows: list[dict[str, Any]], ceiling: float) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("TB/s of keys and values (dashed: the fastest read)")
     axes.set_title("decode, bfloat16, D 128, block 16", fontsize=10)
-    axes.legend(fontsize=7, loc="lower left")
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=len(peers))
 
 
 def _draw_overhead(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -60,6 +60,7 @@ def _draw_overhead(axes: Any, rows: list[dict[str, Any]]) -> None:
         axes.plot(sizes, overheads, marker="o", color=colour, label=label)
     axes.axhline(5, color="black", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("tokens of a block")
     axes.set_ylabel("% over contiguous keys, same kernel")
     axes.set_title("what paging costs: 64 x 4,096 keys, 32/8 heads", fontsize=10)
