@@ -40,6 +40,14 @@ def key_and_offset(philox):
 
 
 @triton.jit
+def draw_of_head(extras, head):
+    """Return what decides dropout in head number b Hq + h."""
+    low, high, offset = key_and_offset(extras.philox)
+    number = head.to(tl.uint32)
+    return Draw(low, high, number, offset, extras.threshold, extras.keep_scale)
+
+
+@triton.jit
 def _kept_of_calls(draw, rows, calls):
     """Return for each (row, call), broadcast, the eight comparisons as bits of an int32."""
     row_words, call_words = tl.broadcast(rows.to(tl.uint32), calls.to(tl.uint32))

@@ -31,16 +31,19 @@ def entries_between(entries, begin, end, first_tile, end_tile):
 @triton.jit
 def kind_of_tile(extras, b, h, row, col, variant: tl.constexpr):
     """Return the bit tile in which a compute tile lies, -1 for a full tile, -2 for an empty one."""
-    first, full_last, last = entries_of_tile(
-        extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
-        row // variant.mask_q,
-    )  # fmt: skip
-    entries, tile = extras.mask_row_entries, col // variant.mask_k
-    full, full_end = entries_between(entries, first, full_last, tile, tile + 1)
-    partial, partial_end = entries_between(entries, full_last, last, tile, tile + 1)
-    at = entries + partial.to(tl.int64) * 2 + 1
-    number = tl.load(at, mask=partial < partial_end, other=-2)
-    return tl.where(full < full_end, -1, number)
+    kind = row * 0 - 1
+    if variant.mask_q > 0:
+        first, full_last, last = entries_of_tile(
+            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+            row // variant.mask_q,
+        )  # fmt: skip
+        entries, tile = extras.mask_row_entries, col // variant.mask_k
+        full, full_end = entries_between(entries, first, full_last, tile, tile + 1)
+        partial, partial_end = entries_between(entries, full_last, last, tile, tile + 1)
+        at = entries + partial.to(tl.int64) * 2 + 1
+        number = tl.load(at, mask=partial < partial_end, other=-2)
+        kind = tl.where(full < full_end, -1, number)
+    return kind
 
 
 @triton.jit

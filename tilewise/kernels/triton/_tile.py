@@ -289,6 +289,18 @@ def bias_start(extras, b, h):
 
 
 @triton.jit
+def scores_of_head(extras, b, h, softmax_scale, softcap, variant: tl.constexpr):
+    """Return how products of query head h of sequence b become logits."""
+    slope = 0.0
+    if variant.alibi:
+        slope = tl.load(slope_start(extras, b, h))
+    bias = None
+    if variant.bias:
+        bias = bias_start(extras, b, h)
+    return Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+
+
+@triton.jit
 def load_bias(scores, rows, keys, loaded, variant: tl.constexpr, KEYS_FIRST: tl.constexpr,
               MASKED: tl.constexpr):  # fmt: skip
     """Return the float32 bias of (rows, keys), or transposed; 0 where `loaded`, of axis 1, is not.

@@ -15,16 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
+from tilewise.kernels.triton._dropout import draw_of_head, kept
 from tilewise.kernels.triton._mask import kind_of_tile
 from tilewise.kernels.triton._pairs import products, score_pairs
 from tilewise.kernels.triton._tile import (
-    Scores,
-    bias_start,
     head_base,
     keys_of_rows,
+    scores_of_head,
     sequence,
-    slope_start,
     span_of_tile,
 )
 
@@ -66,22 +64,10 @@ def attention_bwd_bias_kernel(
         v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
         lse_base = head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1)
         delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
-        slope = 0.0
-        if variant.alibi:
-            slope = tl.load(slope_start(extras, b, h))
-        start = bias_start(extras, b, h)
-        scores = Scores(softmax_scale, softcap, slope, start, extras.bias_row, extras.bias_key)
+        scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
         draw = None
         if variant.dropout:
-            low, high, offset = key_and_offset(extras.philox)
-            draw = Draw(
-                low,
-                high,
-                (b * num_q_heads + h).to(tl.uint32),
-                offset,
-                extras.threshold,
-                extras.keep_scale,
-            )
+            draw = draw_of_head(extras, b * num_q_heads + h)
         last_row, last_col = length_q, length_k
         if not SHARED_ROWS:
             last_row = tl.minimum(first_row + TILE_M, length_q)
@@ -100,9 +86,7 @@ def attention_bwd_bias_kernel(
             )  # fmt: skip
             for col in range(tl.maximum(begin, first_col), tl.minimum(end, last_col), TILE_N):
                 cols = col + tl.arange(0, TILE_N)
-                kind = first_row * 0 - 1
-                if variant.mask_q > 0:
-                    kind = kind_of_tile(extras, b, h, row, col, variant)
+                kind = kind_of_tile(extras, b, h, row, col, variant)
                 if kind >= -1:
                     qk = products(
                         q_base, k_base, q_step, k_step, rows, cols, length_q, length_k,

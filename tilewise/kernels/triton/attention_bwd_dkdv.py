@@ -15,12 +15,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
+from tilewise.kernels.triton._dropout import draw_of_head, kept
 from tilewise.kernels.triton._mask import entries_between, entries_of_tile, visible_bits
 from tilewise.kernels.triton._tile import (
     LOG2E,
-    Scores,
-    bias_start,
     head_base,
     load_bias,
     load_rows,
@@ -29,8 +27,8 @@ from tilewise.kernels.triton._tile import (
     row_pointers,
     row_start,
     row_step,
+    scores_of_head,
     sequence,
-    slope_start,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -244,24 +242,10 @@ def attention_bwd_dkdv_kernel(
             head_base(delta_ptr, b, first_q, h, strides.rows, 1),
             strides.q[1], strides.do[1], length_q,
         )  # fmt: skip
-        slope = 0.0
-        if variant.alibi:
-            slope = tl.load(slope_start(extras, b, h))
-        bias = None
-        if variant.bias:
-            bias = bias_start(extras, b, h)
-        scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+        scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
         draw = None
         if variant.dropout:
-            low, high, offset = key_and_offset(extras.philox)
-            draw = Draw(
-                low,
-                high,
-                (b * num_q_heads + h).to(tl.uint32),
-                offset,
-                extras.threshold,
-                extras.keep_scale,
-            )
+            draw = draw_of_head(extras, b * num_q_heads + h)
         if variant.mask_q > 0:
             first, full_last, last = entries_of_tile(
                 extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
+from tilewise.kernels.triton._dropout import draw_of_head, kept
 from tilewise.kernels.triton._mask import (
     entries_between,
     entries_of_tile,
@@ -23,8 +23,6 @@ from tilewise.kernels.triton._mask import (
 )
 from tilewise.kernels.triton._tile import (
     LOG2E,
-    Scores,
-    bias_start,
     head_base,
     keys_of_rows,
     load_bias,
@@ -34,8 +32,8 @@ from tilewise.kernels.triton._tile import (
     row_pointers,
     row_start,
     row_step,
+    scores_of_head,
     sequence,
-    slope_start,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -213,17 +211,10 @@ def attention_bwd_dq_kernel(
     delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
     lse_log2 = tl.load(lse_base + rows, mask=stored, other=float("inf"))
     delta = tl.load(delta_base + rows, mask=stored, other=0.0)
-    slope = 0.0
-    if variant.alibi:
-        slope = tl.load(slope_start(extras, b, h))
-    bias = None
-    if variant.bias:
-        bias = bias_start(extras, b, h)
-    scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+    scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
     draw = None
     if variant.dropout:
-        low, high, offset = key_and_offset(extras.philox)
-        draw = Draw(low, high, (head).to(tl.uint32), offset, extras.threshold, extras.keep_scale)
+        draw = draw_of_head(extras, head)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(
         first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,

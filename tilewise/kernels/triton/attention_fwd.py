@@ -16,7 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
+from tilewise.kernels.triton._dropout import draw_of_head, kept
 from tilewise.kernels.triton._mask import (
     entries_between,
     entries_of_tile,
@@ -26,8 +26,6 @@ from tilewise.kernels.triton._mask import (
 from tilewise.kernels.triton._tile import (
     LN2,
     LOG2E,
-    Scores,
-    bias_start,
     head_base,
     keys_of_rows,
     load_bias,
@@ -35,8 +33,8 @@ from tilewise.kernels.triton._tile import (
     logits_log2,
     row_pointers,
     row_step,
+    scores_of_head,
     sequence,
-    slope_start,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -225,17 +223,10 @@ def attention_fwd_kernel(
         m = tl.zeros([TILE_M], tl.float32) + tl.load(sinks_ptr + h) * LOG2E
         l = tl.where(m > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
-    slope = 0.0
-    if variant.alibi:
-        slope = tl.load(slope_start(extras, b, h))
-    bias = None
-    if variant.bias:
-        bias = bias_start(extras, b, h)
-    scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+    scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
     draw = None
     if variant.dropout:
-        low, high, offset = key_and_offset(extras.philox)
-        draw = Draw(low, high, (head).to(tl.uint32), offset, extras.threshold, extras.keep_scale)
+        draw = draw_of_head(extras, head)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(
         first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,

@@ -17,17 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
+from tilewise.kernels.triton._dropout import draw_of_head, kept
 from tilewise.kernels.triton._mask import kind_of_tile
 from tilewise.kernels.triton._pairs import load_chunk, products, score_pairs
 from tilewise.kernels.triton._tile import (
     Extras,
-    Scores,
-    bias_start,
     head_base,
     keys_of_rows,
+    scores_of_head,
     sequence,
-    slope_start,
     span_of_tile,
 )
 from tilewise.kernels.triton.attention_repair_fwd import (
@@ -112,18 +110,10 @@ def _repair_dq(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of ROWS rows of a head again."""
-    slope = 0.0
-    if variant.alibi:
-        slope = tl.load(slope_start(extras, head.b, head.h))
-    bias = None
-    if variant.bias:
-        bias = bias_start(extras, head.b, head.h)
-    scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+    scores = scores_of_head(extras, head.b, head.h, softmax_scale, softcap, variant)
     draw = None
     if variant.dropout:
-        low, high, offset = key_and_offset(extras.philox)
-        number = (head.b * num_q_heads + head.h).to(tl.uint32)
-        draw = Draw(low, high, number, offset, extras.threshold, extras.keep_scale)
+        draw = draw_of_head(extras, head.b * num_q_heads + head.h)
     rows = first_row + tl.arange(0, ROWS)
     length_q, length_k = head.length_q, head.length_k
     begin, _, _, end, _ = span_of_tile(
@@ -135,9 +125,7 @@ def _repair_dq(
         above = tl.zeros([ROWS, CHUNK], tl.float32)
         below = tl.zeros([ROWS, CHUNK], tl.float32)
         for col in range(begin, end, KEYS):
-            kind = first_row * 0 - 1
-            if variant.mask_q > 0:
-                kind = kind_of_tile(extras, head.b, head.h, first_row, col, variant)
+            kind = kind_of_tile(extras, head.b, head.h, first_row, col, variant)
             if kind >= -1:
                 _p, ds, seen = _weights(
                     head, o, do, dlse, o_step, do_step, scores, draw, extras, first_row, col, kind,
@@ -188,25 +176,15 @@ def _repair_keys(
                 head.k_step, head.v_step, head.width, head.v_width, head.b, h, length_q, length_k,
                 head.window_left, head.window_right,
             )  # fmt: skip
-            slope = 0.0
-            if variant.alibi:
-                slope = tl.load(slope_start(extras, head.b, h))
-            bias = None
-            if variant.bias:
-                bias = bias_start(extras, head.b, h)
-            scores = Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+            scores = scores_of_head(extras, head.b, h, softmax_scale, softcap, variant)
             draw = None
             if variant.dropout:
-                low, high, offset = key_and_offset(extras.philox)
-                number = (head.b * num_q_heads + h).to(tl.uint32)
-                draw = Draw(low, high, number, offset, extras.threshold, extras.keep_scale)
+                draw = draw_of_head(extras, head.b * num_q_heads + h)
             x, x_step = own_do, do_step
             if of_dk:
                 x, x_step = own.q, own.q_step
             for row in range(begin, end, ROWS):
-                kind = first_col * 0 - 1
-                if variant.mask_q > 0:
-                    kind = kind_of_tile(extras, head.b, h, row, first_col, variant)
+                kind = kind_of_tile(extras, head.b, h, row, first_col, variant)
                 if kind >= -1:
                     p, ds, seen = _weights(
                         own, o + at * o_head, own_do, own_dlse, o_step, do_step, scores, draw,

@@ -18,18 +18,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton._dropout import Draw, kept, key_and_offset
+from tilewise.kernels.triton._dropout import draw_of_head, kept
 from tilewise.kernels.triton._mask import kind_of_tile
 from tilewise.kernels.triton._pairs import load_chunk, products, score_pairs
 from tilewise.kernels.triton._tile import (
     LOG2E,
     Extras,
-    Scores,
-    bias_start,
     head_base,
     keys_of_rows,
+    scores_of_head,
     sequence,
-    slope_start,
     span_of_tile,
 )
 
@@ -144,9 +142,7 @@ def _repair_tile(
         above = tl.zeros([ROWS, CHUNK], tl.float32)
         below = tl.zeros([ROWS, CHUNK], tl.float32)
         for col in range(begin, end, KEYS):
-            kind = first_row * 0 - 1
-            if variant.mask_q > 0:
-                kind = kind_of_tile(extras, head.b, head.h, first_row, col, variant)
+            kind = kind_of_tile(extras, head.b, head.h, first_row, col, variant)
             if kind >= -1:
                 cols = col + tl.arange(0, KEYS)
                 qk = products(
@@ -217,17 +213,10 @@ def attention_repair_fwd_kernel(
             q_row * UNIT, k_row * UNIT, v_row * UNIT, width * UNIT, v_width * UNIT, b, h, length_q,
             length_k, window_left, window_right,
         )  # fmt: skip
-        slope = 0.0
-        if variant.alibi:
-            slope = tl.load(slope_start(extras, b, h))
-        bias = None
-        if variant.bias:
-            bias = bias_start(extras, b, h)
-        scores = Scores(softmax_scale, softcap, slope, bias, bias_row, bias_key)
+        scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
         draw = None
         if variant.dropout:
-            low, high, offset = key_and_offset(given.philox)
-            draw = Draw(low, high, head_index.to(tl.uint32), offset, drop_threshold, keep_scale)
+            draw = draw_of_head(extras, head_index)
         for tile in range(0, TILES):
             if tl.max(tl.where(tl.arange(0, TILES) == tile, wrong, 0), 0) > 0:
                 for row in range(0, STEP, ROWS):
