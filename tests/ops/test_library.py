@@ -233,6 +233,24 @@ class TestPastTheDispatcher:
 
         assert not self.unwatched(torch.zeros(2), torch.zeros(2).as_subclass(Mine))
 
+    def test_not_where_a_backward_formula_is_mapped_over(self):
+        """autograd.grad(is_grads_batched=True) hands tensors on that have no storage."""
+
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, do):
+                return ops.attention(do, do, do)
+
+        x = torch.randn(1, 6, 2, 16, requires_grad=True)
+        dos = torch.randn(3, *x.shape)
+        (batched,) = torch.autograd.grad(Own.apply(x), x, dos, is_grads_batched=True)
+        for do, dx in zip(dos, batched, strict=True):
+            assert torch.equal(dx, ops.attention(do, do, do))
+
     def test_not_where_the_dispatcher_would_convert(self):
         x = torch.zeros(2)
         assert self.unwatched(x, None, 2.0, 3, False, "triton")

@@ -34,6 +34,7 @@ try:
         _len_torch_function_stack,
     )
     from torch._C._autograd import _profiler_enabled
+    from torch._C._functorch import is_legacy_batchedtensor
     from torch._functorch.utils import enable_single_level_autograd_function
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
@@ -87,7 +88,8 @@ def _unwatched(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool
     """Whether no gradient, transform, mode, trace or profile needs to see an op.
 
     types: what each argument may be; tensors of a subclass, and tensors and numbers that the
-        dispatcher would convert, are seen, too. It negates what .conj().imag only marks as negated.
+        dispatcher would convert, are seen, too. It negates what .conj().imag only marks as negated,
+        and maps over what autograd.grad(is_grads_batched=True) hands to a backward formula.
     """
     first = args[0]
     if torch.compiler.is_compiling() or not FORWARD_MODE or not (first.is_cuda or first.is_cpu):
@@ -100,7 +102,9 @@ def _unwatched(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool
         return False
     for x, kinds in zip(args, types, strict=True):
         kind = type(x)
-        if kind not in kinds or (kind in _PLAIN and x.is_neg()):
+        if kind not in kinds:
+            return False
+        if kind in _PLAIN and (x.is_neg() or is_legacy_batchedtensor(x)):
             return False
     return True
 
