@@ -18,6 +18,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.kernels.interpreter_speed import hasten
+
 _BF16 = np.uint16  # how the interpreter stores bfloat16
 
 # Binary and unary builder methods that must not see bit patterns.
@@ -139,3 +141,4 @@ def repair() -> None:
     builder.get_bf16 = lambda self, value: _as_bf16(self.get_fp32(value))
     _repair_dot(builder)
     _quieten()
+    hasten()

@@ -29,6 +29,27 @@ def _product(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + cells, tl.dot(tl.load(x_ptr + cells), tl.load(y_ptr + cells)))
 
 
+@triton.jit
+def _doubled_sum(x):
+    return 2 * tl.sum(x, 0)
+
+
+@triton.jit
+def _sums(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr, _doubled_sum(tl.load(x_ptr + tl.arange(0, N))))
+
+
+def test_a_launch_leaves_the_language_as_it_was() -> None:
+    """Device functions of other modules too, which see the language under another name."""
+    before = [dict(vars(module)) for module in (tl, tl.core, tl.math, tl.tensor)]
+    out = torch.empty(1)
+    _sums[(1,)](torch.arange(8.0), out, N=8)
+    assert out.item() == 56
+    for module, names in zip((tl, tl.core, tl.math, tl.tensor), before, strict=True):
+        changed = [name for name in names if vars(module)[name] is not names[name]]
+        assert not changed, module
+
+
 def test_bfloat16_arithmetic_matches_torch_bit_for_bit() -> None:
     x, y = torch.randn(2, 64).bfloat16()
     out = torch.empty(3, 64, dtype=torch.bfloat16)

@@ -1,0 +1,105 @@
+"""Work that Triton's interpreter repeats and need not: results stay the same, bit for bit.
+
+Most of the time of an interpreted kernel goes where nothing is computed. The interpreter patches
+its language anew at each call of a device function, though the launch has patched it already;
+repeats each operation on integers in int64 to find overflow, and then drops the finding, because
+asserts on the device need its option `debug`; builds a table of dtypes at every look-up of one; and
+wraps the shape of every result. Without that, attention with its gradients takes a quarter of it.
+
+`hasten()` is called once, with `interpreter.repair()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+from triton.language import core, semantic
+from triton.runtime import interpreter
+
+# Kept so: the patch looks for these modules among the globals of the function it is given.
+_LANGUAGES = (tl, core)
+
+
+def _patch_once_a_launch() -> None:
+    """Patch the language when a launch begins, for the kernel and all that it calls."""
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    running = False
+
+    def patch_lang(function: Any) -> Any:
+        nonlocal running
+        if running:
+            return None
+        running = True
+        return patch(patch_lang)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal running
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            running = False
+
+    interpreter._patch_lang = patch_lang
+    interpreter.GridExecutor.__call__ = call
+
+
+def _look_dtypes_up_by_name() -> None:
+    original, known = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = original(dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _skip_checks_without_effect() -> None:
+    """Leave out the check of overflow where its finding would be dropped."""
+    original = semantic.TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def sanitize(self: Any, lhs: Any, rhs: Any, operation: Callable[..., Any]) -> None:
+        if self.builder.options.debug:
+            original(self, lhs, rhs, operation)
+
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = sanitize
+
+
+def _make_shapes_once() -> None:
+    """Keep the shapes of types and tensors, which are wrapped and checked again at each result."""
+    new_type, known = core.block_type.__init__, {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(core._unwrap_if_constexpr(size) for size in shape)
+        if key not in known:
+            new_type(self, element_ty, shape)
+            known[key] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, written = known[key]
+        self.name = f"<{written}, {element_ty}>"
+
+    wrapped: dict[Any, Any] = {}
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in wrapped:
+            sizes = core.tuple([core.constexpr(size) for size in key])
+            wrapped[key] = sizes, core.constexpr(math.prod(key))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = wrapped[key]
+
+    core.block_type.__init__ = block_type
+    core.tensor.__init__ = tensor
+
+
+def hasten() -> None:
+    """Patch the interpreter; where Triton's version has not what is patched, leave it as it is."""
+    if hasattr(interpreter, "_LangPatchScope"):
+        _patch_once_a_launch()
+    _look_dtypes_up_by_name()
+    _skip_checks_without_effect()
+    _make_shapes_once()
