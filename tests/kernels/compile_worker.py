@@ -8,6 +8,8 @@ process when an instruction does not exist on a target. Prints one JSON object p
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -54,7 +56,7 @@ def _target_name(arch: int) -> str:
 def _ptxas_report(kernel: Any, arch: int, folder: Path) -> str:
     """Return what `ptxas -v` says of a kernel, remembered by the kernel's hash."""
     report, ptx = folder / f"{kernel.hash}.txt", folder / f"{kernel.hash}.ptx"
-    if not report.exists():
+    if not report.exists():  # its code came from Triton's cache
         ptx.write_text(kernel.asm["ptx"])
         done = subprocess.run(
             [
@@ -73,6 +75,12 @@ def _ptxas_report(kernel: Any, arch: int, folder: Path) -> str:
     return report.read_text()
 
 
+def _keep_report(kernel: Any, said: str, folder: Path) -> None:
+    """Keep what ptxas said when Triton ran it, so that it need not run twice."""
+    if "bytes spill stores" in said:
+        (folder / f"{kernel.hash}.txt").write_text(said)
+
+
 def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
     """Return registers, spills, shared memory, MMA instructions and complaints of one kernel."""
     report = _ptxas_report(kernel, arch, folder)
@@ -83,8 +91,10 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
     assert spills is not None, report
     assert registers is not None, report
     ptx = kernel.asm["ptx"]
-    instructions, labels = sass.disassemble(cubin)
-    loops = sass.innermost_loops(instructions, labels)
+    mma = [m for m in ("mma.sync", "wgmma.mma_async", "tcgen05.mma") if m in ptx]
+    # Loops and operands are those of products; the disassembler takes its time even to begin.
+    instructions, labels = sass.disassemble(cubin) if mma else ([], {})
+    loops = sass.innermost_loops(instructions, labels) if mma else []
     return {
         "kernel": kernel.name,
         "registers": int(registers[1]),
@@ -93,7 +103,7 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
         "loops": [asdict(loop) for loop in loops],
         "operands": sass.overwritten_operands(instructions),
         "shared": kernel.metadata.shared,
-        "mma": [m for m in ("mma.sync", "wgmma.mma_async", "tcgen05.mma") if m in ptx],
+        "mma": mma,
         "complaints": re.findall(r"C75\d\d.*", report),
     }
 
@@ -103,11 +113,16 @@ def main(arch: int, names: list[str], folder: Path) -> None:
     triton.runtime.driver.set_active(_StubDriver(GPUTarget("cuda", arch, 32)))
     device.arch_of = lambda _: arch
     device.sm_count_of = lambda _: 132
+    triton.knobs.nvidia.dump_ptxas_log = True
     compiled: list[Any] = []
     original = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled.append(original(self, *args, grid=grid, warmup=True, **options))
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            kernel = original(self, *args, grid=grid, warmup=True, **options)
+        _keep_report(kernel, said.getvalue(), folder)
+        compiled.append(kernel)
 
     JITFunction.run = compile_only
     modules = (compile_cases, compile_cases_paged, compile_cases_gluon)
