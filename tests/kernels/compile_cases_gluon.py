@@ -141,6 +141,15 @@ _FEATURES: dict[str, dict[str, object]] = {
         "has_sinks": True, "has_bias": True, "mask_tile": (128, 128), "dropout_p": 0.1,
     },
 }  # fmt: skip
+# Of the backward pass, where dq has a kernel of its own: name -> (head dim, changes).
+_APART: dict[str, tuple[int, dict[str, object]]] = {
+    "d256-bias": (256, {"has_bias": True}),
+    "d256-mask": (256, {"mask_tile": (128, 128)}),
+    "d256-dropout": (256, {"dropout_p": 0.1}),
+    "d256-everything": (256, _FEATURES["everything"]),
+    "d64-deterministic-mask": (64, {"deterministic": True, "mask_tile": (128, 128)}),
+    "d128-deterministic-mask": (128, {"deterministic": True, "mask_tile": (128, 128)}),
+}
 _QUICK = {"mla-128-heads", "fwd-d128-causal", "fwd-d64-short-causal", "bwd-d128-causal"}
 _FULL_REGISTERS = (
     "128 queries a step fill the registers beside dk and dv: the fastest row of plain calls "
@@ -163,6 +172,7 @@ KNOWN: dict[str, dict[str, dict[str, str]]] = {
         "bwd-d64-long-causal": {"hot spills": "one move in 759 instructions"},
         "bwd-d64-everything": {"hot spills": _ALL_AT_ONCE},
         "bwd-d128-everything": {"hot spills": _ALL_AT_ONCE},
+        "bwd-d256-everything": {"hot spills": _ALL_AT_ONCE},
     },
     "3.6": {
         "fwd-d128-dropout": {"hot spills": "two moves in 880 instructions, none from 3.7 on"},
@@ -210,6 +220,10 @@ def attention_cases() -> Iterator[GluonCase]:
                 yield _case(f"{part}-{name}", launch, spec)
             else:
                 REFUSED[f"{part}-{name}"] = reason
+    for name, (head_dim, changes) in _APART.items():
+        spec = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
+        assert attention_bwd_launch.why_not_bwd(spec) is None, name
+        yield _case(f"bwd-{name}", launch_backward, spec)
 
 
 def fp8_cases() -> Iterator[GluonCase]:

@@ -129,6 +129,39 @@ CASES = {
         heads=(4, 2), dims=(192, 128), dtype=HALF, softcap=5.0,
         lengths=((300, 130), (1, 1), (128, 256), (129, 127)),
     ),
+    "wide_bias": Call(300, 400, (4, 2), D256, 2, BRAIN, CAUSAL, bias=(2, 4, 300, 400)),
+    "wide_bias_of_odd_rows": Call(300, 333, (2, 2), D256, 2, HALF, bias=(2, 300, 333)),
+    "wide_bias_of_keys": Call(300, 400, (4, 2), (192, 128), 2, BRAIN, bias=(2, 1, 1, 400)),
+    "wide_bias_float32": Call(
+        300, 400, (4, 2), D256, 1, BRAIN, CAUSAL, bias=(4, 300, 400), bias_dtype=torch.float32
+    ),
+    "wide_dropout": Call(300, 400, (4, 2), D256, 2, BRAIN, CAUSAL, dropout_p=0.2),
+    "wide_dropout_packed": Call(
+        heads=(4, 2), dims=(192, 128), dtype=HALF, dropout_p=0.5, lengths=((330, 300), (64, 190))
+    ),
+    "wide_dropout_of_everything": Call(100, 100, (2, 2), D256, 1, BRAIN, dropout_p=1.0),
+    "wide_mask": Call(500, 700, (4, 2), D256, 2, BRAIN, mask=(1, 1), mask_tile=(128, 128)),
+    "wide_mask_causal": Call(
+        500, 700, (4, 2), (192, 128), 2, BRAIN, CAUSAL, mask=(2, 1), mask_tile=(128, 128)
+    ),
+    "wide_mask_of_heads": Call(300, 300, (4, 2), D256, 2, HALF, mask=(2, 4), mask_tile=(128, 128)),
+    "wide_mask_window": Call(
+        500, 700, (4, 2), D256, 2, BRAIN, (200, 30), mask=(1, 1), mask_tile=(128, 128),
+        seqlens_k=(700, 300),
+    ),
+    "wide_mask_packed": Call(
+        heads=(4, 2), dims=D256, dtype=BRAIN, mask=(2, 1), mask_tile=(128, 128), window=CAUSAL,
+        lengths=((330, 300), (64, 190)),
+    ),
+    "wide_mixed": Call(
+        400, 300, (4, 2), D256, 2, BRAIN, (150, 5), softcap=8.0, alibi="heads", sinks=True,
+        dropout_p=0.1, mask=(1, 1), mask_tile=(128, 128), seqlens_k=(300, 45),
+    ),
+    "wide_mixed_packed": Call(
+        heads=(4, 2), dims=(192, 128), dtype=HALF, window=(150, 5), softcap=8.0, alibi="heads",
+        dropout_p=0.1, mask=(2, 1), mask_tile=(128, 128), bias=(2, 4, 330, 300),
+        lengths=((330, 300), (64, 190)),
+    ),
     "negative_scale": Call(200, 300, (2, 2), D128, 1, BRAIN, CAUSAL, scale=-0.1),
     "zero_scale": Call(200, 300, (2, 2), D64, 1, BRAIN, CAUSAL, scale=0.0),
     "full_2k": Call(2048, 2048, (8, 2), D128, 2, BRAIN),
@@ -181,7 +214,8 @@ REPRODUCIBLE = [
     "causal_2k", "causal_2k_d64", "full_2k", "full_2k_d64", "tails_d128", "tails_full_d128",
     "window_d128", "window_d64", "packed_d128", "packed_d64", "groups_of_3_d128", "wide_causal",
     "packed_full", "packed_full_d64", "window_to_the_left_only", "key_lengths_d64", "many_heads",
-    "many_heads_causal",
+    "many_heads_causal", "mask_d128", "mask_d64", "mask_of_heads", "mask_window", "mask_packed",
+    "mixed_d128", "dropout_packed", "bias_packed", "wide_mixed", "wide_bias", "wide_mask_of_heads",
 ]  # fmt: skip
 
 

@@ -91,6 +91,29 @@ LONG_CASES = {
     ),
     "wide_dropout": Call(150, 190, (2, 1), (256, 256), 1, BRAIN, CAUSAL, dropout_p=0.3),
     "wide_bias": Call(150, 190, (1, 1), (256, 256), bias=(1, 150, 190), dtype=BRAIN),
+    "wide_bias_of_keys": Call(
+        150, 190, (2, 1), (192, 128), 2, HALF, CAUSAL, bias=(2, 1, 1, 190)
+    ),
+    "wide_mask_of_heads": Call(
+        200, 300, (4, 2), (192, 128), 2, HALF, CAUSAL, mask=(2, 4), mask_tile=(128, 128)
+    ),
+    "wide_mask_and_window": Call(
+        300, 400, (2, 1), (256, 256), 2, BRAIN, (100, 30), mask=(1, 1), mask_tile=(128, 128),
+        seqlens_k=(400, 150),
+    ),
+    "wide_packed_mask": Call(
+        heads=(2, 1), dims=(256, 256), dtype=BRAIN, mask=(3, 1), mask_tile=(128, 128),
+        window=CAUSAL, lengths=((130, 200), (64, 190), (0, 5)),
+    ),
+    "wide_dropout_of_everything": Call(100, 100, (1, 1), (256, 256), 1, BRAIN, dropout_p=1.0),
+    "wide_heads_with_every_feature": Call(
+        190, 220, (4, 2), (192, 128), 2, BRAIN, (60, 5), softcap=8.0, alibi="heads", sinks=True,
+        dropout_p=0.1, mask=(1, 1), mask_tile=(128, 128), seqlens_k=(200, 45),
+    ),
+    "wide_bias_softcap_and_dropout": Call(
+        190, 220, (2, 2), (256, 256), 2, HALF, CAUSAL, softcap=8.0, alibi="sequences",
+        dropout_p=0.1, bias=(2, 2, 190, 220),
+    ),
     "wide_key_lengths": Call(
         130, 140, (2, 2), (256, 256), 4, BRAIN, CAUSAL, seqlens_k=(0, 1, 77, 140)
     ),
@@ -110,9 +133,11 @@ LONG_CASES = {
     "zero_scale": Call(200, 200, scale=0.0, window=CAUSAL, dtype=BRAIN),
     "window_wider_than_the_sequence": Call(60, 60, window=(500, 500), dtype=BRAIN),
 }  # fmt: skip
-# The backward kernels take mask tiles of 128 keys, and of heads wider than 128 only plain calls.
-FORWARD_ONLY = {"mask", "wide_mask", "wide_dropout", "wide_bias"}
-REPRODUCIBLE = ("every_tile_whole", "grouped_heads", "causal_fewer_queries", "packed_with_a_window")
+FORWARD_ONLY = {"mask"}  # the backward kernels take mask tiles of 128 keys
+REPRODUCIBLE = (
+    "every_tile_whole", "grouped_heads", "causal_fewer_queries", "packed_with_a_window",
+    "mask_of_wide_tiles", "mask_and_window", "mask_and_dropout", "packed_dropout",
+)  # fmt: skip
 
 
 def judge(call: Call, seed: int, *, num_sms: int = 4) -> None:
@@ -205,8 +230,9 @@ class TestOrder:
         ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in REPRODUCIBLE)],
     )
     def test_gradients_are_reproducible_where_asked(self, name: str) -> None:
-        problem = make_problem(CASES[name], "cpu")
+        problem = make_problem((CASES | LONG_CASES)[name], "cpu")
         problem.spec = replace(problem.spec, deterministic=True)
+        assert refusals(problem)[1] is None
         results = forward(problem)
         first = backward(problem, **results, seed=0)
         assert_right(problem, results | first)

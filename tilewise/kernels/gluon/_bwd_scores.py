@@ -76,11 +76,36 @@ def keep_pairs(x, words, other):
     n: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout
     x3 = x.reshape([2, 32, n])
+    x3 = gl.where(_bits_of(x3, words), x3, other)
+    return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def sign_pairs(x, words):
+    """Negate x (64 keys, queries), of no sign, where a word's bit is 0; see `keep_signed`."""
+    n: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    x3 = x.reshape([2, 32, n])
+    x3 = gl.where(_bits_of(x3, words), x3, 0.0 - x3)
+    return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def keep_signed(p, dp, keep_scale):
+    """Return (p, dp) of probabilities whose sign says which of them dropout keeps.
+
+    Where p is 0 it does not matter what dp is.
+    """
+    return gl.abs(p), gl.where(p > 0.0, dp * keep_scale, 0.0)
+
+
+@gluon.jit
+def _bits_of(x3, words):
+    """Return whether bits are set, for x3 (2, 32 keys, queries); words: int32 (2, queries)."""
     l3: gl.constexpr = x3.type.layout
     bit = 1 << gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
     bit = gl.expand_dims(gl.expand_dims(bit, 0), 2)
-    x3 = gl.where((gl.expand_dims(words, 1) & bit) != 0, x3, other)
-    return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
+    return (gl.expand_dims(words, 1) & bit) != 0
 
 
 @gluon.jit

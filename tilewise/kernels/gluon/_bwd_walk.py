@@ -39,6 +39,8 @@ class BwdVariant(NamedTuple):
     softcap: str  # "none", "fast" or "exact"
     alibi: bool
     bias: bool
+    bias_rows: bool  # in the kernel for dq: see `attention_fwd.Variant`
+    bias_pairs: bool
     dropout: bool
     mask: bool  # a block mask says which tiles are visited
     ruled: bool  # beside it windows or lengths hide keys too
@@ -155,7 +157,6 @@ def place_of_head(index, num_heads, shape, variant: gl.constexpr):
 def work_of_cta(shape, scores, places, variant: gl.constexpr):
     """Return the work of this CTA."""
     TILE_M: gl.constexpr = variant.tile_m
-    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE_M
     KEYS: gl.constexpr = variant.tile_n
     block, index = head_of_cta(shape, shape.num_kv_heads)
     if variant.last_first:
@@ -190,31 +191,11 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr):
     full_entries = 0
     partial_end = 0
     if variant.mask:
-        at = scores.mask_spans + place.b.to(gl.int64) * places.mask_batch
-        at += (place.head * shape.group_size * places.mask_head + first_key // MASK_TILE) * 3
-        full_entries = gl.load(at)
-        partial_entries = gl.load(at + 1)
-        last_partial = gl.load(at + 2)
-        last_full = partial_entries
-        free_begin = full_entries
-        free_end = last_full
-        if variant.ruled:  # what the rule hides is cut off, and what it cuts needs a mask
-            first = begin // TILES_PER_ENTRY
-            last = gl.where(end > begin, gl.cdiv(end, TILES_PER_ENTRY), first)
-            free = gl.cdiv(full_begin, TILES_PER_ENTRY)
-            last_free = gl.maximum(full_end // TILES_PER_ENTRY, free)
-            entries = scores.mask_entries
-            partial_entries = _first_from(entries, partial_entries, last_partial, first)
-            last_partial = _first_from(entries, partial_entries, last_partial, last)
-            full_entries = _first_from(entries, full_entries, last_full, first)
-            last_full = _first_from(entries, full_entries, last_full, last)
-            free_begin = _first_from(entries, full_entries, last_full, free)
-            free_end = _first_from(entries, free_begin, last_full, last_free)
+        number = place.head * shape.group_size * places.mask_head + first_key // MASK_TILE
+        partial_entries, full_entries, partial_end, full_begin, full_end, end = listed_tiles(
+            place.b, number, begin, full_begin, full_end, end, scores, places, TILE_M, variant.ruled
+        )
         begin = 0
-        partial_end = (last_partial - partial_entries) * TILES_PER_ENTRY
-        full_begin = partial_end + (free_begin - full_entries) * TILES_PER_ENTRY
-        full_end = partial_end + (free_end - full_entries) * TILES_PER_ENTRY
-        end = partial_end + (last_full - full_entries) * TILES_PER_ENTRY
     start = 0
     if variant.ring:
         _size, stride, _block, at, _members = ring_of_cta(
@@ -226,6 +207,45 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr):
         place.start_row, begin, full_begin, full_end, end, start, partial_entries, full_entries,
         partial_end,
     )  # fmt: skip
+
+
+@gluon.jit
+def listed_tiles(
+    b, number, begin, full_begin, full_end, end, scores, places,
+    TILE: gl.constexpr, RULED: gl.constexpr,
+):  # fmt: skip
+    """Return what list `number` of a block mask leaves of tiles [begin, end), as places.
+
+    TILE: rows of a tile; RULED: a rule sees [begin, end), of them [full_begin, full_end) whole.
+    Returns (first partial entry, first full one, place past the partial ones, and of the places
+    from 0 to the end: first that needs no mask, first past those, the end).
+    """
+    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE
+    at = scores.mask_spans + b.to(gl.int64) * places.mask_batch
+    at += number * 3
+    full_entries = gl.load(at)
+    partial_entries = gl.load(at + 1)
+    last_partial = gl.load(at + 2)
+    last_full = partial_entries
+    free_begin = full_entries
+    free_end = last_full
+    if RULED:  # what the rule hides is cut off, and what it cuts needs a mask
+        first = begin // TILES_PER_ENTRY
+        last = gl.where(end > begin, gl.cdiv(end, TILES_PER_ENTRY), first)
+        free = gl.cdiv(full_begin, TILES_PER_ENTRY)
+        last_free = gl.maximum(full_end // TILES_PER_ENTRY, free)
+        entries = scores.mask_entries
+        partial_entries = _first_from(entries, partial_entries, last_partial, first)
+        last_partial = _first_from(entries, partial_entries, last_partial, last)
+        full_entries = _first_from(entries, full_entries, last_full, first)
+        last_full = _first_from(entries, full_entries, last_full, last)
+        free_begin = _first_from(entries, full_entries, last_full, free)
+        free_end = _first_from(entries, free_begin, last_full, last_free)
+    partial_end = (last_partial - partial_entries) * TILES_PER_ENTRY
+    full_begin = partial_end + (free_begin - full_entries) * TILES_PER_ENTRY
+    full_end = partial_end + (free_end - full_entries) * TILES_PER_ENTRY
+    end = partial_end + (last_full - full_entries) * TILES_PER_ENTRY
+    return partial_entries, full_entries, partial_end, full_begin, full_end, end
 
 
 @gluon.jit
@@ -299,9 +319,12 @@ def tile_of_masked_step(work, step):
 
 
 @gluon.jit
-def entry_of_tile(work, tile, scores, variant: gl.constexpr):
-    """Return (tile of queries, bit tile or -1) of a place in the list of a block mask."""
-    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // variant.tile_m
+def entry_of_tile(work, tile, scores, TILE: gl.constexpr):
+    """Return (tile of TILE rows, bit tile or -1) of a place in the list of a block mask.
+
+    work: whatever has places in a list, which say where a tile of the other side stands.
+    """
+    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE
     full = work.full_entries + (tile - work.partial_end) // TILES_PER_ENTRY
     partial = work.partial_entries + tile // TILES_PER_ENTRY
     entry = gl.where(tile < work.partial_end, partial, full)

@@ -99,7 +99,7 @@ def logits(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constex
     if not variant.factored:
         s = s * factor_log2(extras, variant)
     if variant.bias:
-        bias = _load_bias(s, head, extras, first_key, MASKED, variant)
+        bias = load_bias(s, head, extras, first_key, MASKED, variant)
         s = gl.fma(bias.to(gl.float32), gl.full_like(s, LOG2E), s)
     if variant.slanted:
         s = _add_slant(s, head)
@@ -142,7 +142,7 @@ def slant_of(s, head, first_key):
 
 
 @gluon.jit
-def _load_bias(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constexpr):
+def load_bias(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constexpr):
     """Return the bias of a block in its own type, (64, n) or (1, n); offsets in it fit 32 bits."""
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout

@@ -114,7 +114,7 @@ def _step(
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         head = work.head * shape.group_size + g
     if variant.mask and (PLACED or MASK == 1):
-        tile, number = entry_of_tile(work, tile, scores, variant)
+        tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
     row = tile * TILE_M
     if variant.dropout:
         plane = work.b * (shape.num_kv_heads * shape.group_size) + head
@@ -133,7 +133,7 @@ def _step(
     if MASK == 2 and EARLY:  # noqa: SIM102
         if masked:
             if variant.mask and not PLACED:
-                tile, number = entry_of_tile(work, tile, scores, variant)
+                tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
             s = hide(s, work, tile, number, PART * 2, keys, shape, scores, variant)
     lse = bufs.lse_log2.index(stage).reshape([TILE_M]).load(row_terms)
     zeros = gl.full_like(s, 0.0)
@@ -159,7 +159,7 @@ def _step(
     if MASK == 2 and not EARLY:  # noqa: SIM102
         if masked:
             if variant.mask and not PLACED:
-                tile, number = entry_of_tile(work, tile, scores, variant)
+                tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
             logits = hide(logits, work, tile, number, PART * 2, keys, shape, scores, variant)
             if CAPS and variant.packed:
                 s = hide(s, work, tile, number, PART * 2, keys, shape, scores, variant)

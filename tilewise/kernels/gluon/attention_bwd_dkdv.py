@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon._bwd_scores import Places
-from tilewise.kernels.gluon._bwd_walk import Shape, tile_of_step, work_of_cta
+from tilewise.kernels.gluon._bwd_walk import Shape, entry_of_tile, tile_of_step, work_of_cta
 from tilewise.kernels.gluon._compat import tma_load
 from tilewise.kernels.gluon.attention_bwd_dkdv_warpgroups import make_dk, make_dv
 from tilewise.kernels.gluon.attention_bwd_moves import barriers, row_plane
@@ -35,7 +35,7 @@ class Buffers(NamedTuple):
     do: object
     k: object
     v: object
-    p: object  # (64 keys, 64 queries), what dp is multiplied with
+    p: object  # (64 keys, 64 queries), what dp is multiplied with; of dropped ones -p
     lse_log2: object
     delta: object
 
@@ -72,6 +72,8 @@ def load_for_dkdv(
             mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
             tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
         g, tile = tile_of_step(work, step, shape.group_size, variant)
+        if variant.mask:
+            tile, _number = entry_of_tile(work, tile, scores, TILE_M)
         head, plane = row_plane(work, g, shape, variant)
         row = work.start_q + tile * TILE_M
         padded_row = work.start_row + tile * TILE_M
@@ -96,13 +98,15 @@ def load_for_dkdv(
     do_not_specialize=[
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
         "window_right", "num_tiles", "heads_per_section", "rows_per_plane", "heads_per_key",
-        "alibi_batch",
+        "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key", "mask_batch",
+        "mask_head", "drop_limit",
     ]
 )  # fmt: skip
 def attention_bwd_dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, dk_ptr, dv_ptr,
     sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
     num_tiles, heads_per_section, rows_per_plane, heads_per_key, scores, alibi_batch,
+    bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
     variant: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dk and dv; see the module's docstring."""
@@ -111,7 +115,9 @@ def attention_bwd_dkdv_kernel(
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
         0, rows_per_plane, 0, heads_per_key, 0, 0, 0, 0,
     )  # fmt: skip
-    places = Places(alibi_batch, 0, 0, 0, 0, 0, 0, 0)
+    places = Places(
+        alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
+    )
     D: gl.constexpr = variant.d
     STAGES: gl.constexpr = variant.stages
     dtype: gl.constexpr = q_desc.dtype

@@ -5,7 +5,8 @@ Grid: that of attention_bwd_dkdv.
 One call: one partition of a CTA. Each issues its second product, then the first one of the next
       step, and waits for the second alone; the other warpgroup multiplies meanwhile.
 Traffic: see attention_bwd_dkdv.
-Numerics: see attention_bwd_dkdv. With a softcap what goes to the other warpgroup is p * (1 - t**2).
+Numerics: see attention_bwd_dkdv. With a softcap what goes to the other warpgroup is p * (1 - t**2),
+      with dropout its negative where p is dropped: bits are drawn once.
 
 The index of k and v is computed from the step though it is always 0, as in attention_bwd_consumer.
 """
@@ -20,9 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon._bwd_scores import add_alibi
+from tilewise.kernels.gluon._bwd_scores import (
+    MASK_TILE,
+    add_alibi,
+    add_bias,
+    keep_pairs,
+    keep_signed,
+    sign_pairs,
+    words_of_dropout,
+)
 from tilewise.kernels.gluon._bwd_tiles import clear_keys, clear_queries, hide, store_keys
-from tilewise.kernels.gluon._bwd_walk import work_of_cta
+from tilewise.kernels.gluon._bwd_walk import entry_of_tile, work_of_cta
 from tilewise.kernels.gluon._warpgroup import capped_exp2, exp2, operand_layout, sum_layout
 from tilewise.kernels.gluon.attention_bwd_consumer import ALWAYS_ZERO
 
@@ -38,7 +47,9 @@ def make_dv(
     over_queries: gl.constexpr = sum_layout(64)
     row_terms: gl.constexpr = gl.SliceLayout(0, over_queries)
     operand: gl.constexpr = operand_layout(D)
-    MASKS: gl.constexpr = variant.left or variant.right or variant.tail or variant.packed
+    RULES: gl.constexpr = variant.left or variant.right or variant.tail or variant.packed
+    MASKS: gl.constexpr = RULES or variant.mask
+    PLACED: gl.constexpr = variant.alibi or variant.bias or variant.dropout
     CAPS: gl.constexpr = variant.softcap != "none"
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
@@ -55,12 +66,19 @@ def make_dv(
         s_sum = warpgroup_mma(k, first_q, zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s_sum,))
         mbarrier.arrive(bars.q_empty.index(0), count=1)
-    tile = work.begin
+    first_word = work.first_key % MASK_TILE // 32
+    place = work.begin
     head = work.head * shape.group_size
     for step in range(0, steps):
         stage = step % STAGES
         parity = step % 2
         do = bufs.do.index(stage).reshape([64, D])
+        tile, number = place, step * 0 - 1
+        if variant.mask and PLACED:
+            tile, number = entry_of_tile(work, place, scores, 64)
+        if variant.dropout:
+            plane = work.b * (shape.num_kv_heads * shape.group_size) + head
+            kept = words_of_dropout(s, plane, tile * 64, work.first_key, scores, places)
         mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
         lse = bufs.lse_log2.index(stage).reshape([64]).load(row_terms)
         minus_lse = zeros - gl.expand_dims(lse, 0)
@@ -68,22 +86,34 @@ def make_dv(
             logits = minus_lse
         else:
             logits = gl.fma(s, zeros + scores.scale_log2, minus_lse)
+        queries = tile * 64 + gl.arange(0, 64, row_terms)
+        if variant.bias:
+            last_q = gl.minimum(queries, work.length_q - 1)
+            last_k = gl.minimum(keys, work.length_k - 1)
+            logits = add_bias(
+                logits, work.b, head, last_q, last_k, tile * 64, work.first_key, scores, places
+            )  # fmt: skip
         if variant.alibi:
-            diagonals = tile * 64 + gl.arange(0, 64, row_terms) + (work.length_k - work.length_q)
+            diagonals = queries + (work.length_k - work.length_q)
             logits = add_alibi(logits, work.b, head, diagonals, keys, scores, places)
         if MASKS:  # noqa: SIM102
-            if (tile < work.full_begin) | (tile >= work.full_end):
-                logits = hide(logits, work, tile, 0, 0, keys, shape, scores, variant)
+            if (place < work.full_begin) | (place >= work.full_end):
+                if variant.mask and not PLACED:
+                    tile, number = entry_of_tile(work, place, scores, 64)
+                logits = hide(logits, work, tile, number, first_word, keys, shape, scores, variant)
                 if CAPS and variant.packed:  # NaN of another sequence would pass the tanh
-                    s = hide(s, work, tile, 0, 0, keys, shape, scores, variant)
+                    s = hide(s, work, tile, number, first_word, keys, shape, scores, variant)
                 clear_queries(do, work, tile, variant)
         if CAPS:
             ratio, factor = zeros + scores.cap_ratio, zeros + scores.cap_log2
             p, p_slope = capped_exp2(s, ratio, factor, logits, variant.softcap == "exact")
-            sent = p_slope.to(dtype)
         else:
             p = exp2(logits)
-            sent = p.to(dtype)
+            p_slope = p
+        if variant.dropout:
+            p = keep_pairs(p, kept, 0.0)
+            p_slope = sign_pairs(p_slope, kept)
+        sent = p_slope.to(dtype)
         zero = step // ALWAYS_ZERO
         mbarrier.wait(bars.p_empty.index(parity), ((step // 2) & 1) ^ 1)
         bufs.p.index(parity).store(sent)
@@ -100,10 +130,12 @@ def make_dv(
         mbarrier.arrive(bars.do_empty.index(stage), count=1)
         s = warpgroup_mma_wait(0, deps=(s_sum,))
         mbarrier.arrive(bars.q_empty.index(following), count=1, pred=more)
-        tile += 1
-        if variant.alibi:
-            head = gl.where(tile == work.end, head + 1, head)
-        tile = gl.where(tile == work.end, work.begin, tile)
+        place += 1
+        if PLACED:
+            head = gl.where(place == work.end, head + 1, head)
+        place = gl.where(place == work.end, work.begin, place)
+    if variant.dropout:
+        dv *= scores.keep_scale
     store_keys(
         dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.k, variant, 0, variant.v_width
     )  # fmt: skip
@@ -120,16 +152,20 @@ def make_dk(
     over_queries: gl.constexpr = sum_layout(64)
     row_terms: gl.constexpr = gl.SliceLayout(0, over_queries)
     operand: gl.constexpr = operand_layout(D)
+    LISTED: gl.constexpr = variant.mask and variant.packed  # else nobody asks for the tile
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     v = bufs.v.index(0).reshape([64, D])
     dk = gl.zeros([64, D], gl.float32, sum_layout(D))
     zeros = gl.zeros([64, 64], gl.float32, over_queries)
     dp = zeros
-    tile = work.begin
+    place = work.begin
+    tile = place
     if steps > 0:
         mbarrier.wait(bars.kv_full.index(1), 0)
         clear_keys(v, work.first_key, work, shape, variant)
+        if LISTED:
+            tile, _number = entry_of_tile(work, place, scores, 64)
         mbarrier.wait(bars.do_full.index(0), 0)
         first_do = bufs.do.index(0).reshape([64, D])
         clear_queries(first_do, work, tile, variant)
@@ -148,14 +184,19 @@ def make_dk(
         mbarrier.wait(bars.p_full.index(parity), (step // 2) & 1)
         p = bufs.p.index(parity).load(over_queries).to(gl.float32)
         mbarrier.arrive(bars.p_empty.index(parity), count=1)
+        if variant.dropout:
+            p, dp = keep_signed(p, dp, scores.keep_scale)
         ds = p * (dp - gl.expand_dims(delta, 0))
         zero = step // ALWAYS_ZERO
         ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
         dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
         more = step + 1 < steps
         following = (step + 1) % STAGES
-        tile += 1
-        tile = gl.where(tile == work.end, work.begin, tile)
+        place += 1
+        place = gl.where(place == work.end, work.begin, place)
+        tile = place
+        if LISTED:
+            tile, _number = entry_of_tile(work, place, scores, 64)
         mbarrier.wait(bars.do_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
         next_do = bufs.do.index(following).reshape([64, D])
         if variant.packed:  # noqa: SIM102

@@ -94,6 +94,7 @@ def launch_bwd(
         scores, places = scores_of(spec, extras)
         if is_apart(spec):
             launch_dkdv(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
+            scores, places = scores_of(spec, extras, by_rows=True)
             launch_dq(do, q, k, v, dq, rows, given, sequences, scores, places, variant)
         else:
             launch_main(do, q, k, v, o, dq, dk, dv, rows, spec, sequences, scores, places, variant)
@@ -109,18 +110,28 @@ def launch_bwd(
     return dq, dk, dv, dbias, dsinks
 
 
-def scores_of(spec: AttentionSpec, extras: Extras) -> tuple[BwdScores, tuple[int, ...]]:
-    """Return what the logits are made of, and the numbers of `_bwd_scores.Places`."""
+def scores_of(
+    spec: AttentionSpec, extras: Extras, *, by_rows: bool = False
+) -> tuple[BwdScores, tuple[int, ...]]:
+    """Return what the logits are made of, and the numbers of `_bwd_scores.Places`.
+
+    by_rows: with the mask's lists of tiles of queries, not of keys.
+    """
+    lists = extras.mask_columns, extras.mask_column_entries
+    all_tiles, tiles = extras.mask_all_column_tiles, extras.mask_column_tiles
+    if by_rows:
+        lists = extras.mask_rows, extras.mask_row_entries
+        all_tiles, tiles = extras.mask_all_row_tiles, extras.mask_row_tiles
     scale, cap = spec.softmax_scale, spec.softcap
     scores = BwdScores(
         scale, scale * _LOG2E, scale / cap if cap else 0.0, cap * _LOG2E, spec.dropout_scale,
         extras.alibi, extras.bias, extras.philox if spec.dropout_threshold else None,
-        extras.mask_bits, extras.mask_columns, extras.mask_column_entries,
+        extras.mask_bits, *lists,
     )  # fmt: skip
     limit = (spec.dropout_threshold << 16) - 1
     places = (
         extras.alibi_batch, extras.bias_batch, extras.bias_head, extras.bias_row, extras.bias_key,
-        3 * (extras.mask_all_column_tiles or 0), extras.mask_column_tiles,
+        3 * (all_tiles or 0), tiles,
         limit - (1 << 32) if limit >= 1 << 31 else limit,
     )  # fmt: skip
     return scores, tuple(place or 0 for place in places)

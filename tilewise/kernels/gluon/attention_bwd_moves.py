@@ -81,7 +81,7 @@ def _load_step(
         tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
     g, tile = tile_of_step(work, step, shape.group_size, variant)
     if variant.mask:
-        tile, _number = entry_of_tile(work, tile, scores, variant)
+        tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
     head, plane = row_plane(work, g, shape, variant)
     row = work.start_q + tile * TILE_M
     padded_row = work.start_row + tile * TILE_M
@@ -122,7 +122,7 @@ def send_dq(
     for step in range(0, steps):
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         if variant.mask:
-            tile, _number = entry_of_tile(work, tile, scores, variant)
+            tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
         _head, plane = row_plane(work, g, shape, variant)
         at = [0, plane, work.start_row + tile * variant.tile_m, 0]
         if variant.order == "any":

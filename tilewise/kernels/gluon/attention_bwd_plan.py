@@ -45,11 +45,6 @@ def why_not_bwd(spec: AttentionSpec) -> str | None:
     for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
         if width % UNIT or not 8 <= width <= 256:
             return f"{name} must be a multiple of 8 up to 256, got {width}"
-    if is_apart(spec) and (spec.has_bias or spec.mask_tile or spec.dropout_p):
-        return (
-            "heads wider than 128, and reproducible sums without a diagonal, have no bias, "
-            "block mask or dropout"
-        )
     if spec.mask_tile not in (None, (128, 128)):
         return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
     return None
@@ -115,6 +110,8 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
         softcap=softcap if spec.softcap > 0 else "none",
         alibi=spec.has_alibi,
         bias=spec.has_bias,
+        bias_rows=False,
+        bias_pairs=False,
         dropout=spec.dropout_threshold > 0,
         mask=spec.mask_tile is not None,
         ruled=spec.mask_tile is not None and hides,

@@ -36,6 +36,7 @@ from tilewise.kernels.gluon.attention_bwd_rows import (
     attention_bwd_gaps_kernel,
     attention_bwd_group_kernel,
 )
+from tilewise.kernels.gluon.attention_fwd_choice import in_pairs
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.triton._geometry import dense
 
@@ -217,7 +218,7 @@ def launch_dkdv(
         row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles, rows.section, rows.delta.shape[1],
-        spec.num_kv_heads // k.shape[-2], scores, places[0], variant=variant,
+        spec.num_kv_heads // k.shape[-2], scores, *places, variant=variant,
     )  # fmt: skip
 
 
@@ -236,6 +237,11 @@ def launch_dq(
 ) -> None:
     """Fill dq."""
     n, d, half = variant.tile_n, variant.d, _ROWS // 2
+    strides, pairs = in_pairs(*places[1:5])
+    places = (places[0], *strides, *places[5:])
+    variant = variant._replace(
+        stages=_SLOTS, bias_rows=strides[2] != 0, bias_pairs=variant.bias and pairs
+    )
     num_tiles = cdiv(spec.max_seqlen_q, _ROWS)
     heads = spec.batch * spec.num_q_heads
     section = 1
@@ -250,7 +256,7 @@ def launch_dq(
         descriptor(dq, half, d), dq, rows.lse_log2, rows.delta, sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
-        scores, places[0], variant=variant._replace(stages=_SLOTS),
+        scores, *places, variant=variant,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from tilewise.kernels.gluon.attention_fwd import Tile, Variant
 from tilewise.kernels.spec import AttentionSpec
 
-__all__ = ["choice"]
+__all__ = ["choice", "in_pairs"]
 
 _CHANNELS = 8  # 16 bytes: what strides and widths of o are counted in
 # K and V of the heads whose tiles are computed side by side: 16 MiB of Hopper's 50 MB L2 was the
@@ -33,6 +33,16 @@ def choice(
         heads * width, width, _drop_limit(spec), spec.dropout_scale,
     )  # fmt: skip
     return _variant_of(spec, tile, bias_rows, bias_pairs), numbers
+
+
+def in_pairs(batch: int, head: int, row: int, key: int) -> tuple[tuple[int, int, int, int], bool]:
+    """Return the strides of a bias, and whether they count pairs of keys.
+
+    Pairs are read at once where keys are neighbours and rows start at even places.
+    """
+    if key != 1 or batch % 2 or head % 2 or row % 2:
+        return (batch, head, row, key), False
+    return (batch // 2, head // 2, row // 2, key), True
 
 
 def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool) -> Variant:

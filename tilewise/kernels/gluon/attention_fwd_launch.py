@@ -16,7 +16,7 @@ from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.gluon._repeat import Repeat
 from tilewise.kernels.gluon._tiles import PLAN_FIELDS
 from tilewise.kernels.gluon.attention_fwd import Tensors, Tile, attention_fwd_kernel
-from tilewise.kernels.gluon.attention_fwd_choice import choice
+from tilewise.kernels.gluon.attention_fwd_choice import choice, in_pairs
 from tilewise.kernels.gluon.attention_fwd_repeat import Remembered, key_of, recall, remember
 from tilewise.kernels.gluon.attention_fwd_tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.attention_plan import (
@@ -26,7 +26,7 @@ from tilewise.kernels.gluon.attention_plan import (
     attention_plan_kernel,
 )
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
-from tilewise.kernels.triton._geometry import device_of
+from tilewise.kernels.triton._geometry import bias_strides, device_of
 from tilewise.kernels.triton._mask import mask_reach_kernel
 
 __all__ = ["launch_fwd", "tile_config_fwd", "why_not_fwd"]
@@ -92,8 +92,9 @@ def launch_fwd(
     lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if spec.batch * heads * spec.max_seqlen_q == 0 or lse.numel() == 0:
         return o.zero_(), lse.fill_(-math.inf)
-    bias_strides, bias_pairs = _bias_strides(bias)
-    bias_rows = bias_strides[2] != 0
+    strides = (0, 0, 0, 0) if bias is None else bias_strides(bias)
+    strides, bias_pairs = in_pairs(*strides)
+    bias_rows = strides[2] != 0
     tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
     variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
     # Named, because a descriptor does not keep the memory of a copy alive.
@@ -113,7 +114,7 @@ def launch_fwd(
             *itertools.chain(*descriptors(q, k, v, o)),
             o, lse, _counter(q.device), tensors, num_tiles, upper_bound, num_heads, *numbers,
             0 if spec.is_varlen else heads * rows, rows,
-            _alibi_stride(alibi_slopes), *_mask_strides(mask), *bias_strides,
+            _alibi_stride(alibi_slopes), *_mask_strides(mask), *strides,
         )  # fmt: skip
         prepared = launch(attention_fwd_kernel, grid, *arguments, tile=tile, variant=variant)
         in_place = all(new is old for new, old in zip((q, k, v), given, strict=True))
@@ -242,21 +243,6 @@ def _some(x: Tensor) -> Tensor:
 
 def _alibi_stride(slopes: Tensor | None) -> int:
     return slopes.shape[-1] if slopes is not None and slopes.dim() == 2 else 0
-
-
-def _bias_strides(bias: Tensor | None) -> tuple[tuple[int, int, int, int], bool]:
-    """Return the strides of a bias that broadcasts to four dims, and whether they count pairs.
-
-    They are 0 where it is broadcast. Pairs are read at once where keys are neighbours and rows
-    start at even places.
-    """
-    if bias is None:
-        return (0, 0, 0, 0), False
-    steps = [step if size > 1 else 0 for size, step in zip(bias.shape, bias.stride(), strict=True)]
-    batch, head, row, key = (0,) * (4 - bias.dim()) + tuple(steps)
-    if key != 1 or batch % 2 or head % 2 or row % 2:
-        return (batch, head, row, key), False
-    return (batch // 2, head // 2, row // 2, key), True
 
 
 def _mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
