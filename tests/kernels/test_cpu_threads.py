@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numba import njit
 
 from tilewise.kernels.cpu import threads
 
@@ -72,6 +73,18 @@ def test_an_error_in_a_helper_thread_reaches_the_caller() -> None:
 
     with pytest.raises(RuntimeError, match="from a task"):
         threads.run_tasks(fail, 2)
+
+
+def test_a_bare_pointer_reads_and_writes_its_array() -> None:
+    @njit
+    def swap(array):
+        pointer = threads.bare(array)
+        pointer[0], pointer[2] = pointer[2], pointer[0]
+        return pointer[1]
+
+    array = np.array([1, 2, 3])
+    assert swap(array) == 2
+    assert array.tolist() == [3, 2, 1]
 
 
 def test_the_cache_stamp_changes_with_any_file_of_the_folder() -> None:

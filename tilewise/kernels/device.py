@@ -33,6 +33,16 @@ def sm_count(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+@functools.cache
+def l2_bytes() -> int:
+    """Bytes of the CPU's L2 cache, one core's or a few cores' own; 1 MiB where nobody tells."""
+    try:
+        with open("/sys/devices/system/cpu/cpu0/cache/index2/size") as size:
+            return int(size.read().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return 1 << 20
+
+
 def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 

@@ -3,13 +3,14 @@
 What      scores of 4 query heads (or 1) against rows of keys, and sums of rows of values.
 Grid      none: called by one thread of `decode.py`.
 One call  LANES / heads keys at a time for scores: as many sums as a register has lanes, folded into
-          one register at the end. For values, heads x 4 registers of columns over all keys.
+          one register at the end. For values, columns over all keys, whose sums take at most half
+          of the registers: one that is spilled costs a load and a store for every key.
 Traffic   a row of the cache goes from memory to registers once for all its query heads. While a
           row is in use, another that the caller names is prefetched, line by line.
-Numerics  widened to float32 in registers (float64 for float64) and multiplied there; 8-bit numbers
-          without their scale, which is the caller's. A word of two bfloat16 becomes two vectors, of
-          its even and its odd elements: rows of q and of the sums are kept in that order, see
-          `position_of`.
+Numerics  widened to float32 in registers (float64 for float64) and multiplied there, see
+          `products.py` for what is not; 8-bit numbers without their scale, which is the caller's. A
+          word of two bfloat16 becomes two vectors, of its even and its odd elements: rows of q and
+          of the sums are kept in that order, see `position_of`.
 """
 
 from __future__ import annotations
@@ -20,20 +21,27 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.pack import emit_prefetch
+from tilewise.kernels.cpu.products import fold, product_of
 from tilewise.kernels.cpu.quantise import widen_e4m3, widen_int8
 
-# Keys between two softmax updates: 64 took 16 % less than 32 with the cache in L2, 3 % with int8
-# from memory (Xeon with AVX-512, 8 x 4,096 tokens, heads 32 / 8, D 128; 2026-11-20).
-CHUNK = 64
 HEADS = 4  # query heads per pass: 16 sums with AVX-512 are 4 keys x 4 heads
 _i1, _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 # Caches are told apart by the dtype of an empty array; these two hold no numbers of numba's own.
 _BYTES = (types.int8, types.uint8)  # int8, float8_e4m3fn
+LINE = 64  # bytes that a prefetch brings
+_MOST_SUMS = simd.NUM_REGISTERS // 2
 
 
 def _vectors(cache_type):
     """Registers of floats that one load from a cache fills."""
-    return 4 if cache_type.dtype in _BYTES else 2 if cache_type.dtype == types.uint16 else 1
+    if cache_type.dtype in _BYTES:
+        return min(4, _MOST_SUMS // HEADS)
+    return 2 if cache_type.dtype == types.uint16 else 1
+
+
+def _units(cache_type):
+    """Loads of a row whose columns' sums four heads keep in registers."""
+    return max(1, min(2, _MOST_SUMS // (HEADS * _vectors(cache_type))))
 
 
 def _sizes(count):
@@ -49,11 +57,22 @@ def _sizes(count):
     return elements
 
 
+lanes_in = _sizes(lambda cache_type: 1)  # elements of a register, known when compiling
 unit_of = _sizes(_vectors)  # elements that one load brings
 # Elements of which the even ones stand before the odd: a load of bfloat16 pairs, else a register.
 order_of = _sizes(lambda cache_type: 2 if cache_type.dtype == types.uint16 else 1)
-# Columns whose sums four heads keep in registers: 16 of them, or 8 where a load fills but one.
-span_of = _sizes(lambda cache_type: min(4, 2 * _vectors(cache_type)))
+# Columns whose sums four heads keep in registers.
+span_of = _sizes(lambda cache_type: _units(cache_type) * _vectors(cache_type))
+
+
+@intrinsic
+def has_bytes(typingctx, cache_like):
+    """Whether a cache holds 8-bit numbers; unlike its itemsize known when compiling."""
+
+    def codegen(context, builder, sig, args):
+        return _i1(cache_like.dtype in _BYTES)
+
+    return types.boolean(cache_like), codegen
 
 
 class _Rows:
@@ -91,28 +110,30 @@ class _Rows:
 
     def load(self, address, mask=None):
         """One unit as 1, 2 or 4 vectors of floats."""
-        builder, words = self.builder, self.load_words(address, mask)
+        words = self.load_words(address, mask)
+        return [self.part(words, index) for index in range(self.vectors)]
+
+    def part(self, words, index):
+        """Vector `index` of the floats that the words of a unit stand for."""
+        builder = self.builder
         if self.widen:
-            lanes = ir.VectorType(_i32, self.lanes)
-            parts = [range(self.lanes * i, self.lanes * (i + 1)) for i in range(self.vectors)]
-            return [
-                self.widen(
-                    builder, builder.shuffle_vector(words, words, ir.Constant(lanes, list(part)))
-                )
-                for part in parts
-            ]
+            order = range(self.lanes * index, self.lanes * (index + 1))
+            lanes = ir.Constant(ir.VectorType(_i32, self.lanes), list(order))
+            return self.widen(builder, builder.shuffle_vector(words, words, lanes))
         if self.is_bf16:
-            even = builder.shl(words, simd.constant(self.word, 16))
-            odd = builder.and_(words, simd.constant(self.word, 0xFFFF0000))
-            return [builder.bitcast(half, self.vector) for half in (even, odd)]
+            if index == 0:  # the even elements
+                half = builder.shl(words, simd.constant(self.word, 16))
+            else:
+                half = builder.and_(words, simd.constant(self.word, 0xFFFF0000))
+            return builder.bitcast(half, self.vector)
         if self.is_f16:
             half = ir.HalfType() if simd.HAS_HALF else _i16
             if not simd.HAS_HALF:  # refused by the launchers, but must compile
-                return [ir.Constant(self.vector, None)]
-            return [
-                builder.fpext(builder.bitcast(words, ir.VectorType(half, self.lanes)), self.vector)
-            ]
-        return [words]
+                return ir.Constant(self.vector, None)
+            return builder.fpext(
+                builder.bitcast(words, ir.VectorType(half, self.lanes)), self.vector
+            )
+        return words
 
     def mask(self, elements):
         """Words of a unit that hold the first `elements` elements."""
@@ -121,27 +142,6 @@ class _Rows:
         lane = ir.VectorType(_i32, count)
         bound = simd.broadcast(self.builder, self.builder.trunc(words, _i32), count)
         return self.builder.icmp_signed("<", ir.Constant(lane, list(range(count))), bound)
-
-
-def _fold(builder, sums):
-    """LANES vectors -> one whose lane i is the sum of vector i's lanes.
-
-    In the round of distance d, lane bit d starts to tell which of two vectors a lane sums.
-    """
-    lanes, distance = len(sums), 1
-    order = ir.VectorType(_i32, lanes)
-    while len(sums) > 1:
-        low = [i if not i & distance else lanes + i - distance for i in range(lanes)]
-        high = [i + distance if not i & distance else lanes + i for i in range(lanes)]
-        sums = [
-            builder.fadd(
-                builder.shuffle_vector(a, b, ir.Constant(order, low)),
-                builder.shuffle_vector(a, b, ir.Constant(order, high)),
-            )
-            for a, b in zip(sums[::2], sums[1::2], strict=True)
-        ]
-        distance *= 2
-    return sums[0]
 
 
 def _loop(builder, count, values, body, name):
@@ -175,10 +175,9 @@ def _dots(heads):
     @intrinsic
     def dots(typingctx, cache_like, scores, si, addresses, ai, shift, ahead, hi, q, qi, q_row, dim):
         """scores[si : si + LANES] = dot products, [key][head], of LANES / heads rows at
-        addresses[ai:] + shift with `heads` rows of q; uint16 q takes VDPBF16PS. Rows at
+        addresses[ai:] + shift with `heads` rows of q, see `products.product_of`. Rows at
         ahead[hi:] are prefetched."""
         dtype = simd.float_of(scores)
-        has_pairs = q.dtype == types.uint16
 
         def codegen(context, builder, sig, args):
             _, scores_, si_, addresses_, ai_, shift_, ahead_, hi_, q_, qi_, q_row_, dim_ = args
@@ -192,48 +191,47 @@ def _dots(heads):
             q_first = simd.pointer_to(context, builder, q, q_, qi_)
             q_rows = [builder.gep(q_first, [builder.mul(q_row_, _i64(h))]) for h in range(heads)]
             unit = rows.vectors * rows.lanes
+            product = product_of(builder, rows, q)
 
-            def multiply_add(a, b, c):
-                if has_pairs:
-                    name = "x86.avx512bf16.dpbf16ps.512"
-                    return simd.call_llvm(builder, name, c.type, [c, a, b])
-                return simd.fuse(builder, a, b, c)
-
-            def load_q(row, column):
-                if has_pairs:
-                    return [simd.load_vector(builder, builder.gep(row, [column]), rows.word, 2)]
-                return [
-                    simd.load_vector(
-                        builder,
-                        builder.gep(row, [builder.add(column, _i64(part * rows.lanes))]),
-                        rows.vector,
-                        4,
-                    )
-                    for part in range(rows.vectors)
-                ]
-
-            def step(index, sums, mask=None):
+            def step(index, sums, mask=None, fetches=True):
                 offset = builder.mul(index, _i64(rows.unit_bytes))
                 column = builder.mul(index, _i64(unit))
-                q_units = [load_q(row, column) for row in q_rows]
-                sums = list(sums)
+                sums, units = list(sums), []
                 for key, start in enumerate(starts):
-                    address = builder.add(start, offset)
-                    emit_prefetch(builder, builder.add(later[key], offset))
-                    if has_pairs:
-                        k_unit = [rows.load_words(address, mask)]
-                    else:
-                        k_unit = rows.load(address, mask)
-                    for head, q_unit in enumerate(q_units):
-                        at = key * heads + head
-                        for k_part, q_part in zip(k_unit, q_unit, strict=True):
-                            sums[at] = multiply_add(k_part, q_part, sums[at])
+                    if fetches:
+                        emit_prefetch(builder, builder.add(later[key], offset))
+                    units.append(rows.load_words(builder.add(start, offset), mask))
+                # One register of q at a time meets all keys, so that the sums keep theirs.
+                for part in range(product.parts):
+                    k_parts = [product.key_part(words, part) for words in units]
+                    for head, row in enumerate(q_rows):
+                        q_part = product.query_part(row, column, part)
+                        for key, k_part in enumerate(k_parts):
+                            at = key * heads + head
+                            sums[at] = product.multiply_add(k_part, q_part, sums[at])
                 return sums
 
+            def line(index, sums):
+                first = builder.mul(index, _i64(per_line))
+                for i in range(per_line):
+                    sums = step(builder.add(first, _i64(i)), sums, fetches=i == 0)
+                return sums
+
+            per_line = max(1, LINE // rows.unit_bytes)
             whole = builder.sdiv(dim_, _i64(unit))
+            lines = builder.sdiv(whole, _i64(per_line))
+            done = builder.mul(lines, _i64(per_line))
             rest = builder.sub(dim_, builder.mul(whole, _i64(unit)))
-            zeros = [ir.Constant(rows.vector, None)] * rows.lanes
-            sums = _loop(builder, whole, zeros, step, "dots")
+            sums = [ir.Constant(product.sums, None)] * rows.lanes
+            sums = _loop(builder, lines, sums, line, "dots")
+            if per_line > 1:
+                sums = _loop(
+                    builder,
+                    builder.sub(whole, done),
+                    sums,
+                    lambda i, current: step(builder.add(done, i), current),
+                    "dots.units",
+                )
             has_rest = builder.zext(builder.icmp_signed(">", rest, _i64(0)), _i64)
             mask = rows.mask(rest)
             sums = _loop(
@@ -244,7 +242,7 @@ def _dots(heads):
                 "dots.rest",
             )
             pointer = simd.pointer_to(context, builder, scores, scores_, si_)
-            simd.store_vector(builder, _fold(builder, sums), pointer, 4)
+            simd.store_vector(builder, fold(product, sums), pointer, 4)
             return context.get_dummy_value()
 
         index = types.int64
@@ -257,26 +255,26 @@ def _dots(heads):
     return dots
 
 
-def _weigh(heads, is_masked):
+def _weigh(heads, is_masked, fetches=True):
     @intrinsic
     def weigh(
-        typingctx, cache_like, acc, ci, ld, rescale, p, addresses, ai, shift, ahead, offset, keys,
-        rest,
+        typingctx, cache_like, acc, ci, ld, rescale, p, addresses, ai, shift, ahead, hi, offset,
+        keys, rest,
     ):  # fmt: skip
         """acc[head] = acc[head] * rescale[head] + sum over keys of p[key][head] * row[key], for
         span_of columns from byte `offset` of the rows at addresses[ai:] + shift; if masked, `rest`
-        columns of one unit. The same bytes of rows at ahead[0:] are prefetched."""
+        columns of one unit. If it fetches, the same bytes of rows at ahead[hi:] are."""
         dtype = simd.float_of(acc)
 
         def codegen(context, builder, sig, args):
-            _, acc_, ci_, ld_, rescale_, p_, addresses_, ai_, shift_, ahead_, offset_, *_ = args
-            keys_, rest_ = args[-2:]
+            _, acc_, ci_, ld_, rescale_, p_, addresses_, ai_, shift_, ahead_, *_ = args
+            hi_, offset_, keys_, rest_ = args[-4:]
             rows = _Rows(builder, cache_like, dtype)
-            units = 1 if is_masked or rows.vectors == 4 else 2
+            units = 1 if is_masked else _units(cache_like)
             parts = units * rows.vectors
             zero = _i64(0)
             first = simd.pointer_to(context, builder, addresses, addresses_, ai_)
-            next_ = simd.pointer_to(context, builder, ahead, ahead_, zero)
+            next_ = simd.pointer_to(context, builder, ahead, ahead_, hi_)
             weights = simd.pointer_to(context, builder, p, p_, zero)
             from_start = builder.add(shift_, offset_)
             factors = simd.pointer_to(context, builder, rescale, rescale_, zero)
@@ -294,12 +292,14 @@ def _weigh(heads, is_masked):
 
             def step(key, sums):
                 start = builder.add(builder.load(builder.gep(first, [key])), from_start)
-                later = builder.add(builder.load(builder.gep(next_, [key])), offset_)
                 values = []
                 for unit in range(units):
                     column = _i64(unit * rows.unit_bytes)
                     values += rows.load(builder.add(start, column), mask)
-                    emit_prefetch(builder, builder.add(later, column))
+                if fetches:
+                    later = builder.add(builder.load(builder.gep(next_, [key])), offset_)
+                    for column in range(0, units * rows.unit_bytes, LINE):
+                        emit_prefetch(builder, builder.add(later, _i64(column)))
                 sums = list(sums)
                 for head in range(heads):
                     at = builder.add(builder.mul(key, _i64(heads)), _i64(head))
@@ -319,7 +319,7 @@ def _weigh(heads, is_masked):
         index = types.int64
         arguments = (
             cache_like, acc, index, index, rescale, p, addresses, index, index, ahead, index, index,
-            index,
+            index, index,
         )  # fmt: skip
         return types.void(*arguments), codegen
 
@@ -385,6 +385,8 @@ def _larger(builder, x, y):
 
 dots_1, dots_4 = _dots(1), _dots(HEADS)
 weigh_1, weigh_4 = _weigh(1, False), _weigh(HEADS, False)
+# For columns in lines that the ones before have fetched.
+weigh_dry_1, weigh_dry_4 = _weigh(1, False, fetches=False), _weigh(HEADS, False, fetches=False)
 weigh_rest_1, weigh_rest_4 = _weigh(1, True), _weigh(HEADS, True)
 max_1, max_4 = _across(1, _larger), _across(HEADS, _larger)
 sum_1, sum_4 = (_across(heads, lambda b, x, y: b.fadd(x, y)) for heads in (1, HEADS))

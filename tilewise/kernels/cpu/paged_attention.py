@@ -18,7 +18,12 @@ from torch import Tensor
 
 from tilewise.kernels.cpu import merge, simd
 from tilewise.kernels.cpu.attention import run_forward
-from tilewise.kernels.cpu.decode import decode_attention, place_sequences, plan_decode
+from tilewise.kernels.cpu.decode import (
+    chunk_of,
+    decode_attention,
+    place_sequences,
+    plan_decode,
+)
 from tilewise.kernels.cpu.problem import (
     LSE,
     NO_MASK,
@@ -33,8 +38,9 @@ from tilewise.kernels.cpu.problem import (
     packed_type,
     per_head,
 )
+from tilewise.kernels.cpu.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.quantise import BYTE_CODES
-from tilewise.kernels.cpu.rows import DTYPE_CODES, F32, why_not_dtype
+from tilewise.kernels.cpu.rows import BF16, DTYPE_CODES, F16, F32, why_not_dtype
 from tilewise.kernels.cpu.threads import run_tasks
 from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel, scale_per_slot
 
@@ -159,16 +165,29 @@ def _decode(problem: Problem, lse: Tensor, cache_dtype: torch.dtype) -> None:
     heads_per_task = sizes.num_kv_heads
     while num_slots // heads_per_task < 4 * torch.get_num_threads() and heads_per_task % 2 == 0:
         heads_per_task //= 2
+    chunk = chunk_of(sizes.num_kv_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.k_size)
     group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
     real = arrays.like.dtype
     rows = num_slots * group
+    if _takes_integers(sizes, cache_dtype):
+        arrays = arrays._replace(packed_like=np.empty(0, np.uint16))
     padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
     run_tasks(
         decode_attention, num_slots // heads_per_task, sizes, problem.rule, arrays,
-        _CACHE_LIKE[cache_dtype], heads_per_task, splits, np.empty(rows * padded_dim, real),
+        _CACHE_LIKE[cache_dtype], chunk, heads_per_task, splits, np.empty(rows * padded_dim, real),
         np.empty(rows, real), np.empty(rows, real),
         np.zeros(num_sequences * sizes.num_kv_heads, np.int64), lse.view(-1).numpy(),
     )  # fmt: skip
+
+
+def _takes_integers(sizes: Sizes, cache_dtype: torch.dtype) -> bool:
+    """Whether queries are rounded to 16 bits, to be multiplied with 8-bit integers as such."""
+    return (
+        cache_dtype == torch.int8
+        and simd.HAS_INTEGER_DOT
+        and sizes.q_code in (BF16, F16)
+        and sizes.head_dim <= LONGEST_INTEGER_DOT
+    )
 
 
 def _with_scales(problem: Problem, cache: Tensor, k_scale: Tensor, v_scale: Tensor) -> Problem:

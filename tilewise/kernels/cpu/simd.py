@@ -31,6 +31,7 @@ HAS_BF16_DOT = bool(_features.get("avx512bf16"))
 HAS_TILES = HAS_BF16_DOT and bool(_features.get("amx-bf16"))
 HAS_HALF = bool(_features.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
 REGISTER_BYTES = 64 if _features.get("avx512f") else 32 if _features.get("avx2") else 16
+HAS_INTEGER_DOT = REGISTER_BYTES == 32 or bool(_features.get("avx512bw"))  # VPMADDWD at full width
 NUM_REGISTERS = 16 if REGISTER_BYTES == 32 else 32
 
 _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -80,7 +81,9 @@ def vector_ir(dtype) -> ir.VectorType:
 
 
 def pointer_to(context, builder, array_type, array, index):
-    """LLVM pointer to array[index]."""
+    """LLVM pointer to array[index]; the array may be a bare pointer, see `threads.bare`."""
+    if isinstance(array_type, types.CPointer):
+        return builder.gep(array, [index])
     data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
     return builder.gep(data, [index])
 

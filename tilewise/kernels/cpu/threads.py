@@ -136,6 +136,20 @@ def borrowed(typingctx, value):
 
 
 @intrinsic
+def bare(typingctx, array):
+    """A pointer to array[0], which vectors are loaded from and numbers indexed by like the array.
+
+    Passing on even a borrowed array calls a function that finds nothing to count; a pointer costs
+    nothing. The array must outlive it, see `keep_alive`.
+    """
+
+    def codegen(context, builder, sig, args):
+        return cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
+
+    return types.CPointer(array.dtype)(array), codegen
+
+
+@intrinsic
 def keep_alive(typingctx, owner):
     """Hold the memory of `owner`, an array or a tuple of them, until here."""
 

@@ -1,0 +1,225 @@
+"""Decoding on a CPU: chunks of every size, 8-bit keys multiplied as integers, facts it goes by."""
+
+from __future__ import annotations
+
+import io
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+from torch import Tensor
+
+from tests.kernels.quantised_cache import quantised
+from tilewise import ops
+from tilewise.kernels import device
+from tilewise.kernels.cpu import decode, paged_attention, simd
+from tilewise.kernels.cpu.products import LONGEST_INTEGER_DOT
+from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
+from tilewise.reference import paged as reference
+from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
+
+NARROW = [d for d in (torch.bfloat16, torch.float16) if why_not_dtype(d) is None]
+by_dtype = pytest.mark.parametrize("dtype", NARROW, ids=lambda d: str(d)[6:])
+needs_integers = pytest.mark.skipif(
+    not simd.HAS_INTEGER_DOT, reason="this CPU multiplies no pairs of integers"
+)
+# name: (key lengths, block size, (Hq, Hk), (D, Dv), options)
+CASES: dict[str, tuple[list[int], int, tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "groups of 4": ([1, 70, 600], 16, (8, 2), (128, 128), {}),
+    "heads alone": ([33, 5], 16, (3, 3), (64, 64), {}),
+    "groups of 7": ([19, 534], 16, (7, 1), (80, 24), {}),
+    "head dim 8": ([19, 34], 3, (4, 1), (8, 8), {}),
+    "head dim 200": ([40], 16, (4, 1), (200, 72), {}),
+    "longer than integers may be": ([40], 16, (4, 1), (LONGEST_INTEGER_DOT + 8, 16), {}),
+    "window and softcap": ([700, 20], 16, (4, 2), (64, 64), {"window": 600, "softcap": 4.0}),
+}
+
+
+def _call(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    """q, an int8 cache and the other arguments of a call."""
+    lengths, block_size, (num_q_heads, num_kv_heads), (dim, v_dim), options = CASES[name]
+    caches = make_paged_cache(lengths, block_size, num_kv_heads, dim, v_head_dim=v_dim)
+    k_cache, v_cache, table, seqlens_k = caches
+    (k_cache, k_scale), (v_cache, v_scale) = (
+        quantised(cache, torch.int8, fixed=False) for cache in (k_cache, v_cache)
+    )
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(len(lengths), num_q_heads, dim, generator=generator).to(dtype)
+    edges = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    metadata = {"block_table": table, "seqlens_k": seqlens_k, "cu_seqlens_q": edges}
+    return [q, k_cache, v_cache], metadata | options | {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def _run(tensors: list[Tensor], metadata: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return ops.paged_attention(*tensors, **metadata, max_seqlen_q=1, return_lse=True, backend="cpu")
+
+
+@by_dtype
+@pytest.mark.parametrize("name", CASES)
+def test_rounded_queries_keep_the_budget(name: str, dtype: torch.dtype) -> None:
+    tensors, metadata = _call(name, dtype)
+    truth = reference.paged_attention(
+        tensors[0].double(), *tensors[1:], **metadata, return_lse=True
+    )
+    eager = reference.paged_attention(*tensors, **metadata, return_lse=True)
+    wide = [
+        (cache.double() * metadata[scale].unsqueeze(-1)).nan_to_num()
+        for cache, scale in zip(tensors[1:], ("k_scale", "v_scale"), strict=True)
+    ]
+    scales = accumulator_scales(tensors[0], *wide, wide[1], tensors[0].shape[2] ** -0.5)
+    for part, *results in zip(("o", "lse"), _run(tensors, metadata), truth, eager, strict=True):
+        assert_within_budget(*results, name=part, scale=scales.get(part, 0.0))
+
+
+@needs_integers
+@by_dtype
+@pytest.mark.parametrize("name", ["groups of 4", "heads alone", "groups of 7", "head dim 8"])
+def test_a_query_in_integers_is_2_to_the_minus_16_of_its_largest_element_off(
+    name: str, dtype: torch.dtype
+) -> None:
+    tensors, metadata = _call(name, dtype)
+    _, lse = _run(tensors, metadata)
+    _, exact = _run([tensors[0].float(), *tensors[1:]], metadata)
+    assert not torch.equal(lse, exact), "nothing was rounded"
+    q, k = tensors[0].double(), tensors[1].double() * metadata["k_scale"].double().unsqueeze(-1)
+    longest = k.nan_to_num().abs().sum(-1).max()
+    bound = q.abs().amax(-1).T * longest * q.shape[-1] ** -0.5 * 2.0**-16
+    assert bool(((lse - exact).abs() <= bound + 1e-5).all())
+
+
+@needs_integers
+def test_only_narrow_queries_of_int8_caches_are_rounded() -> None:
+    for name, dtype, cache_dtype, expected in (
+        ("groups of 4", torch.bfloat16, torch.int8, True),
+        ("groups of 4", torch.float32, torch.int8, False),
+        ("groups of 4", torch.bfloat16, torch.float8_e4m3fn, False),
+        ("longer than integers may be", torch.bfloat16, torch.int8, False),
+    ):
+        head_dim = CASES[name][3][0]
+        sizes = SimpleNamespace(head_dim=head_dim, q_code=DTYPE_CODES[dtype])
+        assert paged_attention._takes_integers(sizes, cache_dtype) == expected
+
+
+def _one_key(head_dim: int, value: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """One sequence of one key whose elements are all `value`, queries of ones."""
+    k_cache = torch.full((1, 16, 1, head_dim), value, dtype=torch.int8)
+    scale = torch.ones(1, 16, 1)
+    metadata = {
+        "block_table": torch.zeros(1, 1, dtype=torch.int32),
+        "seqlens_k": torch.ones(1, dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
+        "softmax_scale": 1.0, "k_scale": scale, "v_scale": scale,
+    }  # fmt: skip
+    return [torch.ones(1, 4, head_dim, dtype=torch.bfloat16), k_cache, k_cache], metadata
+
+
+@pytest.mark.parametrize("value", [-128, 127])
+def test_the_largest_sum_of_integers_does_not_overflow(value: int) -> None:
+    o, lse = _run(*_one_key(LONGEST_INTEGER_DOT, value))
+    torch.testing.assert_close(
+        lse, torch.full_like(lse, LONGEST_INTEGER_DOT * value), rtol=1e-6, atol=0
+    )
+    assert torch.equal(o, torch.full_like(o, value))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, 1e-30, 1e30])
+def test_queries_of_any_size_have_logits(value: float) -> None:
+    tensors, metadata = _one_key(64, 3)
+    tensors[0] *= value
+    _, lse = _run(tensors, metadata)
+    want = tensors[0].double().sum(-1).T * 3
+    torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-33)
+
+
+@by_dtype
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_query_that_is_not_finite_spoils_its_own_head_alone(
+    value: float, dtype: torch.dtype
+) -> None:
+    tensors, metadata = _call("groups of 4", dtype)
+    want, _ = _run(tensors, metadata)
+    tensors[0][2, 5, 7] = value
+    o, lse = _run(tensors, metadata)
+    assert bool(o[2, 5].isnan().all())
+    assert bool(lse[5, 2].isnan())
+    spoiled = torch.zeros(o.shape[:2], dtype=torch.bool)
+    spoiled[2, 5] = True
+    assert torch.equal(o[~spoiled], want[~spoiled])
+
+
+def test_bits_of_integers_do_not_depend_on_threads() -> None:
+    tensors, metadata = _call("groups of 4", torch.bfloat16)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(_run(tensors, metadata))
+    finally:
+        torch.set_num_threads(before)
+    for o, lse in results[1:]:
+        assert torch.equal(o, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("dims", [(64, 64), (48, 80)], ids=["rows in turn", "rows of two sizes"])
+def test_chunks_of_every_size_agree_with_float64(
+    chunk: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "chunk_of", lambda key_bytes: chunk)
+    k_cache, v_cache, table, lengths = make_paged_cache(
+        [1, 63, 64, 65, 1100], 16, 2, dims[0], v_head_dim=dims[1], dtype=torch.bfloat16
+    )
+    q = torch.randn(5, 8, dims[0], generator=torch.Generator().manual_seed(3)).bfloat16()
+    metadata = {"block_table": table, "seqlens_k": lengths}
+    metadata["cu_seqlens_q"] = torch.arange(6, dtype=torch.int32)
+    tensors = [q, k_cache, v_cache]
+    truth = reference.paged_attention(*(t.double() for t in tensors), **metadata)
+    eager = reference.paged_attention(*tensors, **metadata)
+    assert_within_budget(_run(tensors, metadata)[0], truth, eager, name="o")
+
+
+@pytest.mark.parametrize(
+    ("l2", "key_bytes", "chunk"),
+    [
+        (512 << 10, 8 * 128 * 4, 16),
+        (512 << 10, 8 * 128 * 2, 32),
+        (2 << 20, 8 * 128 * 4, 64),
+        (1280 << 10, 8 * 128 * 4, 32),
+        (512 << 10, 128 * 256 * 4, decode.FEWEST),
+        (64 << 20, 256, decode.CHUNK),
+    ],
+)
+def test_a_chunk_and_the_next_fill_a_quarter_of_the_cache(
+    l2: int, key_bytes: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "l2_bytes", lambda: l2)
+    assert decode.chunk_of(key_bytes) == chunk
+
+
+@pytest.mark.parametrize(("told", "expected"), [("1280K\n", 1280 << 10), ("much", 1 << 20)])
+def test_the_size_of_the_cache_is_what_linux_tells(
+    told: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.open", lambda *args: io.StringIO(told))
+    assert device.l2_bytes.__wrapped__() == expected
+
+
+def test_without_linux_the_cache_has_a_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert device.l2_bytes.__wrapped__() == 1 << 20
+
+
+def test_rounding_to_integers_is_to_the_nearest() -> None:
+    row = np.array([1.0, -1.0, 0.5, 0.0, 1e-9], np.float32)
+    q = np.zeros(7, np.uint16)
+    unit = njit(lambda *args: decode._round_row(*args))(row, len(row), q, 1)
+    assert q.view(np.int16).tolist() == [0, 32767, -32767, 16384, 0, 0, 0]
+    assert unit == pytest.approx(1 / 32767)
