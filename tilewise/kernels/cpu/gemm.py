@@ -173,6 +173,15 @@ def multiply_add(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scal
         _add_2(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
 
 
+@inlined
+def multiply_add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si):
+    """`multiply_add` of a b whose words along K lie b_word elements apart, not in panels."""
+    if columns <= simd.REGISTER_BYTES // c.itemsize:
+        _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
+    else:
+        _add_2(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
+
+
 @inner
 def words_to_elements(operand):
     """Array elements in one word of an operand: two bfloat16 or one float."""

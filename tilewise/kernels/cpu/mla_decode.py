@@ -317,7 +317,7 @@ def _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, las
             score_tile(tile, source, sizes.uses_amx, ld, rows, padded, key + KEYS, end)
         softmax_tile(like, tile, sizes.scale_log2, rows, padded, is_whole)
         if check == 0.0 or not hides:
-            weigh_tile(like, tile, sizes.uses_amx, acc, ai, ldv, rows, padded)
+            weigh_tile(like, tile, sizes.uses_amx, acc, ai, ld, ldv, rows, padded)
         else:
             weigh_exactly(tile, acc, ai, ld, ldv, rows, count)
 
