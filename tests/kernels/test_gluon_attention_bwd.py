@@ -139,6 +139,9 @@ CASES = {
     "wide_dropout_packed": Call(
         heads=(4, 2), dims=(192, 128), dtype=HALF, dropout_p=0.5, lengths=((330, 300), (64, 190))
     ),
+    "wide_window_160_96": Call(
+        400, 300, (4, 2), (160, 96), 2, HALF, (100, 7), sinks=True, seqlens_k=(300, 77)
+    ),
     "wide_dropout_of_everything": Call(100, 100, (2, 2), D256, 1, BRAIN, dropout_p=1.0),
     "wide_mask": Call(500, 700, (4, 2), D256, 2, BRAIN, mask=(1, 1), mask_tile=(128, 128)),
     "wide_mask_causal": Call(

@@ -97,10 +97,13 @@ def _clear_unseen(x, first_key, work, shape, variant: gl.constexpr):
 @gluon.jit
 def store_keys(
     x, desc, ptr, work, shape, buffer,
-    variant: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr,
+    variant: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, FIRST: gl.constexpr = 0,
 ):  # fmt: skip
-    """Write 64 rows of dk or dv: by TMA, or row by row at the end of a packed sequence."""
-    D: gl.constexpr = variant.d
+    """Write 64 rows of dk or dv: by TMA, or row by row at the end of a packed sequence.
+
+    FIRST: the channel of the first column; WIDTH: channels of a head.
+    """
+    D: gl.constexpr = x.shape[1]
     row = work.first_key + PART * 64
     if variant.ragged or variant.left:
         x = _clear_unseen(x, row, work, shape, variant)
@@ -113,13 +116,13 @@ def store_keys(
         half = buffer.index(0).slice(PART * 64, 64, 2)
         buffer.index(0).reshape([variant.tile_n, D]).slice(PART * 64, 64, 0).store(x)
         fence_async_shared()
-        tma_store(desc, [batch, work.head, work.start_k + row, 0], half)
+        tma_store(desc, [batch, work.head, work.start_k + row, FIRST], half)
         tma.store_wait(0)
     if variant.packed:  # noqa: SIM102
         if row + 64 > work.length_k:
             layout: gl.constexpr = x.type.layout
             rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-            columns = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
+            columns = FIRST + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
             at = (work.start_k + rows).to(gl.int64) * shape.num_kv_heads + work.head
             stored = gl.expand_dims(rows < work.length_k, 1) & (columns < WIDTH)
             gl.store(ptr + gl.expand_dims(at * WIDTH, 1) + columns, x, mask=stored)

@@ -25,7 +25,9 @@ class BwdVariant(NamedTuple):
 
     tile_m: int  # queries of a step
     tile_n: int  # keys of a CTA
-    d: int  # channels of a tile, 64, 128 or 256
+    d: int  # channels of a tile of q and k: 64, 128 or 256
+    d_rest: int  # and of another tile behind it, 64; 0 where d has all
+    dv: int  # of v and o
     width: int  # of a head of q and k
     v_width: int  # of v and o
     stages: int  # tiles of q and do that are in flight

@@ -10,6 +10,7 @@ import torch
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention_bwd_launch import launch_bwd, variant_of, why_not_bwd
+from tilewise.kernels.gluon.attention_bwd_plan import is_apart
 from tilewise.kernels.gluon.attention_fwd_launch import launch_fwd, tile_config_fwd, why_not_fwd
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles import TileConfig
@@ -33,7 +34,7 @@ def tile_configs(spec: AttentionSpec, arch: int = 90) -> dict[str, TileConfig]:
     """Return the tiles of each kernel that `spec` runs; warps are those that load and send, too."""
     tile, variant = tile_config_fwd(spec), variant_of(spec)
     found = {"fwd": TileConfig(tile.rows, tile.keys, 4 * tile.warpgroups + 1, tile.stages)}
-    if variant.d <= 128:
+    if not is_apart(spec):
         return found | {"bwd": TileConfig(variant.tile_m, variant.tile_n, 10, variant.stages)}
     dkdv = TileConfig(variant.tile_m, variant.tile_n, 9, variant.stages)
     return found | {"dkdv": dkdv, "dq": TileConfig(128, variant.tile_n, 9, variant.stages)}

@@ -5,6 +5,7 @@ Grid: one axis, tiles of 64 keys x (batch x key heads).
 One CTA: 64 keys of one key head; loops over the query heads of its group and the tiles of 64
       queries that see the keys. One warpgroup owns dv and makes p; the other owns dk, makes dp and
       takes p through shared memory. Two products each, none of them twice. A warp loads by TMA.
+      With 192 channels of q and k, tiles of the last 64 lie apart.
 Traffic: k, v are read and dk, dv written once; q, do and the row terms once for each tile of keys.
 Numerics: as in attention_bwd; p is rounded to the input type before dp meets it; one owner and one
       order for every sum.
@@ -38,6 +39,8 @@ class Buffers(NamedTuple):
     p: object  # (64 keys, 64 queries), what dp is multiplied with; of dropped ones -p
     lse_log2: object
     delta: object
+    q_rest: object  # channels past variant.d, 0 where there are none
+    k_rest: object
 
 
 class Barriers(NamedTuple):
@@ -54,12 +57,14 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def load_for_dkdv(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores, places, bufs, bars,
-    variant: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_rest_desc, k_rest_desc, shape, scores,
+    places, bufs, bars, variant: gl.constexpr,
 ):  # fmt: skip
     """Load k and v once, q and do step by step: the two warpgroups release them apart."""
     TILE_M: gl.constexpr = variant.tile_m
     STAGES: gl.constexpr = variant.stages
+    D: gl.constexpr = variant.d
+    REST: gl.constexpr = q_rest_desc.block_type.nbytes if variant.d_rest > 0 else 0
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     b = work.b
@@ -69,8 +74,11 @@ def load_for_dkdv(
     first_key = work.start_k + work.first_key
     for step in range(0, steps):
         if step == 0:
-            mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
-            tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
+            full = bars.kv_full.index(0)
+            mbarrier.expect(full, k_desc.block_type.nbytes + REST)
+            tma_load(k_desc, [b, key_head, first_key, 0], full, bufs.k.index(0))
+            if variant.d_rest > 0:
+                tma_load(k_rest_desc, [b, key_head, first_key, D], full, bufs.k_rest.index(0))
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         if variant.mask:
             tile, _number = entry_of_tile(work, tile, scores, TILE_M)
@@ -81,8 +89,10 @@ def load_for_dkdv(
         turn = ((step // STAGES) & 1) ^ 1
         mbarrier.wait(bars.q_empty.index(stage), turn)
         full = bars.q_full.index(stage)
-        mbarrier.expect(full, q_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        mbarrier.expect(full, q_desc.block_type.nbytes + REST + delta_desc.block_type.nbytes)
         tma_load(q_desc, [b, head, row, 0], full, bufs.q.index(stage))
+        if variant.d_rest > 0:
+            tma_load(q_rest_desc, [b, head, row, D], full, bufs.q_rest.index(stage))
         tma_load(delta_desc, [plane, padded_row], full, bufs.delta.index(stage))
         if step == 0:
             mbarrier.expect(bars.kv_full.index(1), v_desc.block_type.nbytes)
@@ -103,11 +113,11 @@ def load_for_dkdv(
     ]
 )  # fmt: skip
 def attention_bwd_dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, dk_ptr, dv_ptr,
-    sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
-    num_tiles, heads_per_section, rows_per_plane, heads_per_key, scores, alibi_batch,
-    bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
-    variant: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, q_rest_desc,
+    k_rest_desc, dk_rest_desc, dk_ptr, dv_ptr, sequences, batch, num_kv_heads, group_size,
+    seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section, rows_per_plane,
+    heads_per_key, scores, alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch,
+    mask_head, drop_limit, variant: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dk and dv; see the module's docstring."""
     shape = Shape(
@@ -119,16 +129,24 @@ def attention_bwd_dkdv_kernel(
         alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
     )
     D: gl.constexpr = variant.d
+    DV: gl.constexpr = variant.dv
     STAGES: gl.constexpr = variant.stages
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], q_desc.layout)
-    do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], do_desc.layout)
+    do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, DV], do_desc.layout)
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, D], v_desc.layout)
-    p = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, DV], v_desc.layout)
     lse_log2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], delta_desc.layout)
-    bufs = Buffers(q, do, k, v, p, lse_log2, delta)
+    if variant.d_rest > 0:
+        rest: gl.constexpr = q_rest_desc.layout
+        q_rest = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, 64], rest)
+        k_rest = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, 64], rest)
+        p = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, 64], rest)
+        bufs = Buffers(q, do, k, v, p, lse_log2, delta, q_rest, k_rest)
+    else:
+        p = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+        bufs = Buffers(q, do, k, v, p, lse_log2, delta, 0, 0)
     bars = Barriers(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
         barriers(STAGES, 2), barriers(2, 1), barriers(2, 1),
@@ -136,12 +154,12 @@ def attention_bwd_dkdv_kernel(
     gl.warp_specialize(
         [
             (make_dv, (dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant)),
-            (make_dk, (dk_desc, dk_ptr, shape, scores, places, bufs, bars, variant)),
+            (make_dk, (dk_desc, dk_rest_desc, dk_ptr, shape, scores, places, bufs, bars, variant)),
             (
                 load_for_dkdv,
                 (
-                    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores, places,
-                    bufs, bars, variant,
+                    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_rest_desc,
+                    k_rest_desc, shape, scores, places, bufs, bars, variant,
                 ),
             ),
         ],

@@ -37,11 +37,27 @@ from tilewise.kernels.gluon.attention_bwd_consumer import ALWAYS_ZERO
 
 
 @gluon.jit
+def _products(bufs, zero, stage, variant: gl.constexpr):
+    """Issue s = k q^T of a step: a group of WGMMAs, or with a rest two."""
+    D: gl.constexpr = variant.d
+    zeros = gl.zeros([64, 64], gl.float32, sum_layout(64))
+    q = bufs.q.index(stage).reshape([64, D]).permute((1, 0))
+    k = bufs.k.index(zero).reshape([64, D])
+    s = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+    if variant.d_rest > 0:
+        q_rest = bufs.q_rest.index(stage).reshape([64, variant.d_rest]).permute((1, 0))
+        k_rest = bufs.k_rest.index(zero).reshape([64, variant.d_rest])
+        s = warpgroup_mma(k_rest, q_rest, s, is_async=True)
+    return s
+
+
+@gluon.jit
 def make_dv(
     dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
 ):  # fmt: skip
     """Make p and dv."""
-    D: gl.constexpr = variant.d
+    D: gl.constexpr = variant.dv
+    GROUPS: gl.constexpr = 2 if variant.d_rest > 0 else 1  # see `_products`
     STAGES: gl.constexpr = variant.stages
     dtype: gl.constexpr = bufs.q.dtype
     over_queries: gl.constexpr = sum_layout(64)
@@ -59,11 +75,14 @@ def make_dv(
     s = zeros
     if steps > 0:
         mbarrier.wait(bars.kv_full.index(0), 0)
-        k = bufs.k.index(0).reshape([64, D])
-        clear_keys(k, work.first_key, work, shape, variant)
+        clear_keys(
+            bufs.k.index(0).reshape([64, variant.d]), work.first_key, work, shape, variant
+        )  # fmt: skip
+        if variant.d_rest > 0:
+            k_rest = bufs.k_rest.index(0).reshape([64, variant.d_rest])
+            clear_keys(k_rest, work.first_key, work, shape, variant)
         mbarrier.wait(bars.q_full.index(0), 0)
-        first_q = bufs.q.index(0).reshape([64, D]).permute((1, 0))
-        s_sum = warpgroup_mma(k, first_q, zeros, use_acc=False, is_async=True)
+        s_sum = _products(bufs, 0, 0, variant)
         s = warpgroup_mma_wait(0, deps=(s_sum,))
         mbarrier.arrive(bars.q_empty.index(0), count=1)
     first_word = work.first_key % MASK_TILE // 32
@@ -116,17 +135,15 @@ def make_dv(
         sent = p_slope.to(dtype)
         zero = step // ALWAYS_ZERO
         mbarrier.wait(bars.p_empty.index(parity), ((step // 2) & 1) ^ 1)
-        bufs.p.index(parity).store(sent)
+        bufs.p.index(parity).reshape([64, 64]).store(sent)
         mbarrier.arrive(bars.p_full.index(parity), count=1)
         p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
         dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
         more = step + 1 < steps
         following = (step + 1) % STAGES
         mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
-        next_q = bufs.q.index(following).reshape([64, D]).permute((1, 0))
-        next_k = bufs.k.index(zero).reshape([64, D])
-        s_sum = warpgroup_mma(next_k, next_q, zeros, use_acc=False, is_async=True)
-        dv, p_half = warpgroup_mma_wait(1, deps=(dv_sum, p_half))
+        s_sum = _products(bufs, zero, following, variant)
+        dv, p_half = warpgroup_mma_wait(GROUPS, deps=(dv_sum, p_half))
         mbarrier.arrive(bars.do_empty.index(stage), count=1)
         s = warpgroup_mma_wait(0, deps=(s_sum,))
         mbarrier.arrive(bars.q_empty.index(following), count=1, pred=more)
@@ -143,10 +160,12 @@ def make_dv(
 
 @gluon.jit
 def make_dk(
-    dk_desc, dk_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
+    dk_desc, dk_rest_desc, dk_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
 ):  # fmt: skip
     """Make dp, ds and dk."""
     D: gl.constexpr = variant.d
+    DV: gl.constexpr = variant.dv
+    REST: gl.constexpr = variant.d_rest
     STAGES: gl.constexpr = variant.stages
     dtype: gl.constexpr = bufs.q.dtype
     over_queries: gl.constexpr = sum_layout(64)
@@ -155,8 +174,10 @@ def make_dk(
     LISTED: gl.constexpr = variant.mask and variant.packed  # else nobody asks for the tile
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
-    v = bufs.v.index(0).reshape([64, D])
+    v = bufs.v.index(0).reshape([64, DV])
     dk = gl.zeros([64, D], gl.float32, sum_layout(D))
+    if REST > 0:
+        dk_rest = gl.zeros([64, REST], gl.float32, sum_layout(REST))
     zeros = gl.zeros([64, 64], gl.float32, over_queries)
     dp = zeros
     place = work.begin
@@ -167,7 +188,7 @@ def make_dk(
         if LISTED:
             tile, _number = entry_of_tile(work, place, scores, 64)
         mbarrier.wait(bars.do_full.index(0), 0)
-        first_do = bufs.do.index(0).reshape([64, D])
+        first_do = bufs.do.index(0).reshape([64, DV])
         clear_queries(first_do, work, tile, variant)
         dp_sum = warpgroup_mma(
             v, first_do.permute((1, 0)), zeros, use_acc=False, is_async=True
@@ -180,9 +201,12 @@ def make_dk(
         q = bufs.q.index(stage).reshape([64, D])
         mbarrier.wait(bars.q_full.index(stage), (step // STAGES) & 1)
         clear_queries(q, work, tile, variant)
+        if REST > 0:
+            q_rest = bufs.q_rest.index(stage).reshape([64, REST])
+            clear_queries(q_rest, work, tile, variant)
         delta = bufs.delta.index(stage).reshape([64]).load(row_terms)
         mbarrier.wait(bars.p_full.index(parity), (step // 2) & 1)
-        p = bufs.p.index(parity).load(over_queries).to(gl.float32)
+        p = bufs.p.index(parity).reshape([64, 64]).load(over_queries).to(gl.float32)
         mbarrier.arrive(bars.p_empty.index(parity), count=1)
         if variant.dropout:
             p, dp = keep_signed(p, dp, scores.keep_scale)
@@ -190,6 +214,9 @@ def make_dk(
         zero = step // ALWAYS_ZERO
         ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
         dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
+        if REST > 0:
+            ds_rest = gl.convert_layout(ds.to(dtype), operand_layout(REST), assert_trivial=True)
+            dk_rest_sum = warpgroup_mma(ds_rest, q_rest, dk_rest, is_async=True)
         more = step + 1 < steps
         following = (step + 1) % STAGES
         place += 1
@@ -198,15 +225,20 @@ def make_dk(
         if LISTED:
             tile, _number = entry_of_tile(work, place, scores, 64)
         mbarrier.wait(bars.do_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
-        next_do = bufs.do.index(following).reshape([64, D])
+        next_do = bufs.do.index(following).reshape([64, DV])
         if variant.packed:  # noqa: SIM102
             if more:
                 clear_queries(next_do, work, tile, variant)
-        next_v = bufs.v.index(zero).reshape([64, D])
+        next_v = bufs.v.index(zero).reshape([64, DV])
         dp_sum = warpgroup_mma(
             next_v, next_do.permute((1, 0)), zeros, use_acc=False, is_async=True
         )  # fmt: skip
-        dk, ds_half = warpgroup_mma_wait(1, deps=(dk_sum, ds_half))
+        if REST > 0:
+            dk, dk_rest, ds_half, ds_rest = warpgroup_mma_wait(
+                1, deps=(dk_sum, dk_rest_sum, ds_half, ds_rest)
+            )
+        else:
+            dk, ds_half = warpgroup_mma_wait(1, deps=(dk_sum, ds_half))
         mbarrier.arrive(bars.q_empty.index(stage), count=1)
         dp = warpgroup_mma_wait(0, deps=(dp_sum,))
         mbarrier.arrive(bars.do_empty.index(following), count=1, pred=more)
@@ -214,3 +246,9 @@ def make_dk(
     store_keys(
         dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, 0, variant.width
     )  # fmt: skip
+    if REST > 0:  # p is nobody's any more; a last s that nobody reads may still want the others
+        dk_rest *= scores.scale
+        store_keys(
+            dk_rest.to(dtype), dk_rest_desc, dk_ptr, work, shape, bufs.p, variant, 0, variant.width,
+            variant.d,
+        )  # fmt: skip

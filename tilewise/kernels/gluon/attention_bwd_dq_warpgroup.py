@@ -68,6 +68,50 @@ def _hide_keys(
 
 
 @gluon.jit
+def _products(bufs, own, at_k, zeros, variant: gl.constexpr):
+    """Issue s = q k^T."""
+    q = bufs.q.index(own).reshape([64, variant.d])
+    k = bufs.k.index(at_k).reshape([variant.tile_n, variant.d]).permute((1, 0))
+    s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    if variant.d_rest > 0:
+        q_rest = bufs.q_rest.index(own).reshape([64, variant.d_rest])
+        k_rest = bufs.k_rest.index(at_k).reshape([variant.tile_n, variant.d_rest])
+        s = warpgroup_mma(q_rest, k_rest.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _store_queries(
+    x, desc, ptr, rows, shape, out, variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr
+):  # fmt: skip
+    """Write 64 rows of dq: by TMA through `out`, or row by row at the end of a packed sequence.
+
+    FIRST: the channel of the first column.
+    """
+    D: gl.constexpr = x.shape[1]
+    b = rows.b
+    whole = rows.first_row >= 0
+    if variant.packed:
+        b = 0
+        whole = rows.first_row + PART * 64 + 64 <= rows.length_q
+    if whole:
+        out.reshape([64, D]).store(x)
+        fence_async_shared()
+        place = [b, rows.head, rows.start_q + rows.first_row + PART * 64, FIRST]
+        tma_store(desc, place, out)
+        tma.store_wait(0)
+    elif variant.packed:
+        layout: gl.constexpr = x.type.layout
+        WIDTH: gl.constexpr = variant.width
+        mine = rows.first_row + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        columns = FIRST + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
+        num_heads = shape.num_kv_heads * shape.group_size
+        at = (rows.start_q + mine).to(gl.int64) * num_heads + rows.head
+        stored = gl.expand_dims(mine < rows.length_q, 1) & (columns < WIDTH)
+        gl.store(ptr + gl.expand_dims(at * WIDTH, 1) + columns, x, mask=stored)
+
+
+@gluon.jit
 def _head_of_bias(rows, row, first_row, places, variant: gl.constexpr):
     """Return the Head that `load_bias` wants for 64 rows from `first_row`."""
     start = rows.b.to(gl.int64) * places.bias_batch + rows.head.to(gl.int64) * places.bias_head
@@ -79,27 +123,30 @@ def _head_of_bias(rows, row, first_row, places, variant: gl.constexpr):
 
 @gluon.jit
 def make_dq(
-    dq_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places, bufs, bars,
+    dq_desc, dq_rest_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Make dq of 64 queries."""
     D: gl.constexpr = variant.d
     TILE_N: gl.constexpr = variant.tile_n
     SLOTS: gl.constexpr = variant.stages
-    q_buf, do_buf, ring = bufs
-    q_full, full, empty = bars
-    dtype: gl.constexpr = q_buf.dtype
+    DV: gl.constexpr = variant.dv
+    REST: gl.constexpr = variant.d_rest
+    dtype: gl.constexpr = bufs.q.dtype
     over_keys: gl.constexpr = sum_layout(TILE_N)
     of_rows: gl.constexpr = gl.SliceLayout(1, over_keys)
     operand: gl.constexpr = operand_layout(D)
     CAPS: gl.constexpr = variant.softcap != "none"
     PLACED: gl.constexpr = variant.alibi or variant.bias or variant.dropout
+    BEHIND: gl.constexpr = 0 if REST > 0 else 1  # slots of k behind v: they may share a ring
     ENDS: gl.constexpr = variant.tail or variant.mask  # a tile may have keys past the end
     CLEARED: gl.constexpr = variant.packed or variant.ragged or variant.left
     rows = rows_of_cta(shape, scores, places, variant)
     within = PART * 64 + gl.arange(0, 64, of_rows)
     row = rows.first_row + within
     dq = gl.zeros([64, D], gl.float32, sum_layout(D))
+    if REST > 0:
+        dq_rest = gl.zeros([64, REST], gl.float32, sum_layout(REST))
     zeros = gl.zeros([64, TILE_N], gl.float32, over_keys)
     steps = rows.end - rows.begin
     if steps > 0:
@@ -117,7 +164,7 @@ def make_dq(
         if variant.dropout:
             plane = rows.b * (shape.num_kv_heads * shape.group_size) + rows.head
             draw = draw_of(scores.philox, places.drop_limit, plane)
-        mbarrier.wait(q_full.index(PART), 0)
+        mbarrier.wait(bars.q_full.index(PART), 0)
         slot = 0
         for step in range(0, steps):
             place = rows.end - 1 - step
@@ -126,18 +173,20 @@ def make_dq(
                 tile, number = entry_of_tile(rows, place, scores, TILE_N)
             first_key = tile * TILE_N
             at_v = slot % SLOTS
-            at_k = (slot + 1) % SLOTS
+            at_k = (slot + BEHIND) % SLOTS
             own = PART + slot // ALWAYS_ZERO
-            q = q_buf.index(own).reshape([64, D])
-            do = do_buf.index(own).reshape([64, D])
-            k = ring.index(at_k).reshape([TILE_N, D])
-            v = ring.index(at_v).reshape([TILE_N, D])
-            mbarrier.wait(full.index(at_v), (slot // SLOTS) & 1)
-            mbarrier.wait(full.index(at_k), ((slot + 1) // SLOTS) & 1)
+            do = bufs.do.index(own).reshape([64, DV])
+            k = bufs.k.index(at_k).reshape([TILE_N, D])
+            v = bufs.v.index(at_v).reshape([TILE_N, DV])
+            mbarrier.wait(bars.v_full.index(at_v), (slot // SLOTS) & 1)
+            mbarrier.wait(bars.k_full.index(at_k), ((slot + BEHIND) // SLOTS) & 1)
             masked = (place < rows.full_begin) | (place >= rows.full_end)
             clear_keys(k, first_key, rows, shape, variant)
             clear_keys(v, first_key, rows, shape, variant)
-            s_sum = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            if REST > 0:
+                k_rest = bufs.k_rest.index(at_k).reshape([TILE_N, REST])
+                clear_keys(k_rest, first_key, rows, shape, variant)
+            s_sum = _products(bufs, own, at_k, zeros, variant)
             dp_sum = warpgroup_mma(do, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
             if variant.dropout:
                 first_row = rows.first_row + PART * 64
@@ -171,34 +220,25 @@ def make_dq(
             else:
                 p = exp2(logits)
             dp = warpgroup_mma_wait(0, deps=(dp_sum,))
-            mbarrier.arrive(empty.index(at_v), count=1)
+            mbarrier.arrive(bars.v_empty.index(at_v), count=1)
             if variant.dropout:
                 dp = drop(dp * scores.keep_scale, kept, draw)
             ds = p * (dp - gl.expand_dims(delta, 1))
             ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
             dq_sum = warpgroup_mma(ds_half, k, dq, is_async=True)
-            dq, ds_half = warpgroup_mma_wait(0, deps=(dq_sum, ds_half))
-            mbarrier.arrive(empty.index(at_k), count=1)
-            slot += 2
+            if REST > 0:
+                ds_rest = gl.convert_layout(ds.to(dtype), operand_layout(REST), assert_trivial=True)
+                dq_rest_sum = warpgroup_mma(ds_rest, k_rest, dq_rest, is_async=True)
+                dq, dq_rest, ds_half, ds_rest = warpgroup_mma_wait(
+                    0, deps=(dq_sum, dq_rest_sum, ds_half, ds_rest)
+                )
+            else:
+                dq, ds_half = warpgroup_mma_wait(0, deps=(dq_sum, ds_half))
+            mbarrier.arrive(bars.k_empty.index(at_k), count=1)
+            slot += BEHIND + 1
     x = (dq * scores.scale).to(dtype)
-    b = rows.b
-    whole = rows.first_row >= 0
-    if variant.packed:
-        b = 0
-        whole = rows.first_row + PART * 64 + 64 <= rows.length_q
-    if whole:
-        out = q_buf.index(PART)
-        out.reshape([64, D]).store(x)
-        fence_async_shared()
-        place = [b, rows.head, rows.start_q + rows.first_row + PART * 64, 0]
-        tma_store(dq_desc, place, out)
-        tma.store_wait(0)
-    elif variant.packed:
-        layout: gl.constexpr = x.type.layout
-        WIDTH: gl.constexpr = variant.width
-        mine = rows.first_row + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        columns = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
-        num_heads = shape.num_kv_heads * shape.group_size
-        at = (rows.start_q + mine).to(gl.int64) * num_heads + rows.head
-        stored = gl.expand_dims(mine < rows.length_q, 1) & (columns < WIDTH)
-        gl.store(dq_ptr + gl.expand_dims(at * WIDTH, 1) + columns, x, mask=stored)
+    _store_queries(x, dq_desc, dq_ptr, rows, shape, bufs.q.index(PART), variant, PART, 0)
+    if REST > 0:
+        x = (dq_rest * scores.scale).to(dtype)
+        out = bufs.q_rest.index(PART)
+        _store_queries(x, dq_rest_desc, dq_ptr, rows, shape, out, variant, PART, D)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon._bwd_scores import BwdScores
@@ -80,7 +81,7 @@ def launch_before(
         delta.zero_()
     heads = spec.batch * spec.num_kv_heads
     num_tiles = cdiv(spec.max_seqlen_k, variant.tile_n)
-    section = heads_per_section(q, spec, num_tiles, variant.d)
+    section = heads_per_section(q, spec, num_tiles, _channels(variant))
     dq_sum = turns = counts = None
     plan = ChorePlan(heads, heads, 0, 0)
     if not is_apart(spec):
@@ -213,9 +214,10 @@ def launch_dkdv(
     launch(
         attention_bwd_dkdv_kernel,
         num_tiles * heads,
-        descriptor(q, m, d), descriptor(k, n, d), descriptor(v, n, d), descriptor(do, m, d),
-        descriptor(dk, n, d), descriptor(dv, n, d),
-        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m), dk, dv, sequences,
+        descriptor(q, m, d), descriptor(k, n, d), descriptor(v, n, variant.dv),
+        descriptor(do, m, variant.dv), descriptor(dk, n, d), descriptor(dv, n, variant.dv),
+        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
+        _rest(q, m, variant), _rest(k, n, variant), _rest(dk, n, variant), dk, dv, sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles, rows.section, rows.delta.shape[1],
         spec.num_kv_heads // k.shape[-2], scores, *places, variant=variant,
@@ -248,16 +250,28 @@ def launch_dq(
     if spec.is_varlen:
         section = min(heads, 4 * spec.batch)
     elif variant.right:
-        section = min(heads, max(2, L2_BYTES // (spec.max_seqlen_k * d * 4)))
+        section = min(heads, max(2, L2_BYTES // (spec.max_seqlen_k * _channels(variant) * 4)))
     launch(
         attention_bwd_dq_kernel,
         num_tiles * heads,
-        descriptor(q, half, d), descriptor(k, n, d), descriptor(v, n, d), descriptor(do, half, d),
-        descriptor(dq, half, d), dq, rows.lse_log2, rows.delta, sequences,
+        descriptor(q, half, d), descriptor(k, n, d), descriptor(v, n, variant.dv),
+        descriptor(do, half, variant.dv), descriptor(dq, half, d),
+        _rest(q, half, variant), _rest(k, n, variant), _rest(dq, half, variant),
+        dq, rows.lse_log2, rows.delta, sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
         scores, *places, variant=variant,
     )  # fmt: skip
+
+
+def _channels(variant: BwdVariant) -> int:
+    """Return the channels of a tile, q and v averaged."""
+    return (variant.d + variant.d_rest + variant.dv) // 2
+
+
+def _rest(x: Tensor, rows: int, variant: BwdVariant) -> TensorDescriptor | None:
+    """Return the descriptor of tiles of the channels past variant.d, if there are any."""
+    return descriptor(x, rows, variant.d_rest) if variant.d_rest > 0 else None
 
 
 def _padded(count: int) -> int:
