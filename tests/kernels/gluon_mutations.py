@@ -67,6 +67,7 @@ def _later(place: str, first: str, second: str, call: str, harmless: str | None 
 _LOAD, _QUERIES = "attention_fwd*:load_tiles", "attention_fwd*:_load_queries"
 _TILES, _ATTEND = "attention_fwd*:compute_tiles", "attention_fwd*:_attend"
 _STEP, _ISSUE = "attention_fwd*:_step", "attention_fwd*:_begin_scores"
+_COMPUTE, _PASS = "attention_fwd*:_compute_tile", "attention_fwd*:_pass_by"
 _OUT, _SHARED = "attention_fwd*:_store_columns", "attention_fwd*:_allocate"
 _PV = "    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
 _FREE_V = "    mbarrier.arrive(shared.v_empty.index(before), count=1)\n"
@@ -136,7 +137,7 @@ FORWARD = {
         _STEP, "mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)", "full"
     ),
     "q_multiplied_before_it_is_there": Mutation(
-        _TILES, "mbarrier.wait(shared.q_full.index(GROUP), turn & 1)\n        task", "task", "full"
+        _COMPUTE, "mbarrier.wait(shared.q_full.index(GROUP), turn & 1)\n    task", "task", "full"
     ),
     "the_last_v_multiplied_before_it_is_there": _without(
         _ATTEND, "mbarrier.wait(shared.v_full.index(stage), (last // tile.stages) & 1)", "full"
@@ -175,6 +176,29 @@ FORWARD = {
     "a_turn_that_is_not_waited_for": _without(
         _ISSUE, 'named_barrier("sync", TURN_BARRIER + GROUP, 256, 4)', "full"
     ),
+    # A warpgroup that has nothing to do.
+    "k_that_is_not_read_is_not_freed": _without(
+        _PASS, "mbarrier.arrive(shared.k_empty.index(stage), count=1)", "short"
+    ),
+    "v_that_is_not_read_is_not_freed": _without(
+        _PASS, "mbarrier.arrive(shared.v_empty.index(stage), count=1)", "short"
+    ),
+    "k_freed_before_it_is_there": _without(
+        _PASS, "mbarrier.wait(shared.k_full.index(stage), phase)", "wide_short"
+    ),
+    "v_freed_before_it_is_there": _without(
+        _PASS, "mbarrier.wait(shared.v_full.index(stage), phase)", "wide_short"
+    ),
+    "a_turn_kept_by_who_does_not_multiply": _without(_PASS, "_end_turn(tile, GROUP)", "short"),
+    "a_turn_passed_on_before_it_came": _without(
+        _PASS, 'named_barrier("sync", TURN_BARRIER + GROUP, 256, 4)', "short"
+    ),
+    "q_that_is_not_read_is_not_freed": _without(
+        _TILES, "mbarrier.arrive(shared.q_empty.index(GROUP), count=1)", "short"
+    ),
+    "a_block_that_some_rows_see_is_passed_by": Mutation(
+        "_blocks:hidden_steps", "walk.last + 1 - blocks", "walk.last + 2 - blocks", "wide"
+    ),
     "o_copied_before_it_is_fenced": Mutation(
         _OUT, "        fence_async_shared()\n        tma_store(", "        tma_store(", "full"
     ),
@@ -199,6 +223,9 @@ _CHORES = "attention_bwd_chores:"
 _FOLD, _CONSUME = "*bwd*:_step", "*bwd*:consume"
 _LEAVE, _STORE = "*bwd*:_leave_dq", "*bwd*:store_keys"
 _KERNEL = "attention_bwd:attention_bwd_kernel"
+_LOAD_APART = "attention_bwd_dkdv:load_for_dkdv"
+_DV, _DK = "attention_bwd_dkdv_warpgroups:make_dv", "attention_bwd_dkdv_warpgroups:make_dk"
+_DQ_OF_ROWS = "attention_bwd_dq_warpgroup:make_dq"
 _DKDV = "dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p_half, ds_half))\n"
 _FREE_Q = "    mbarrier.arrive(bars.empty.index(stage), count=1)\n"
 _DQ = "        dq = warpgroup_mma_wait(1, deps=(dq_sum,))\n"
@@ -356,5 +383,48 @@ BACKWARD = {
     ),
     "cleared_keys_that_are_not_fenced": _without(
         "*bwd*:clear_keys", "fence_async_shared()", "nan"
+    ),
+    # Where dq has a kernel of its own.
+    "q_of_a_step_loaded_over_one_in_use": _without(
+        _LOAD_APART, "mbarrier.wait(bars.q_empty.index(stage), turn)", "apart"
+    ),
+    "do_of_a_step_loaded_over_one_in_use": _without(
+        _LOAD_APART, "mbarrier.wait(bars.do_empty.index(stage), turn)", "apart"
+    ),
+    "the_bytes_of_the_last_channels_forgotten": Mutation(
+        _LOAD_APART, "k_desc.block_type.nbytes + REST", "k_desc.block_type.nbytes", "apart"
+    ),
+    "p_overwritten_before_it_is_read": _without(
+        _DV, "mbarrier.wait(bars.p_empty.index(parity), ((step // 2) & 1) ^ 1)", "apart"
+    ),
+    "p_read_before_it_is_there": _without(
+        _DK, "mbarrier.wait(bars.p_full.index(parity), (step // 2) & 1)", "apart"
+    ),
+    "do_freed_before_its_product_is_done": Mutation(
+        _DV, "warpgroup_mma_wait(GROUPS, ", "warpgroup_mma_wait(GROUPS + 1, ", "apart"
+    ),
+    "q_freed_before_the_product_of_its_last_channels_is_done": Mutation(
+        _DK, "1, deps=(dk_sum, dk_rest_sum", "2, deps=(dk_sum, dk_rest_sum", "apart"
+    ),
+    "dropped_probabilities_have_a_gradient": Mutation(
+        "_bwd_scores:keep_signed", "gl.where(p > 0.0, dp * keep_scale, 0.0)", "dp * keep_scale",
+        "apart",
+    ),
+    "dk_leaves_through_keys_that_the_other_reads": Mutation(
+        _DK, "bufs.p, variant, 0,", "bufs.k_rest, variant, 0,", "apart"
+    ),
+    "k_of_a_tile_loaded_over_one_in_use": _without(
+        "attention_bwd_dq:load_for_dq",
+        "mbarrier.wait(bars.k_empty.index(at), ((slot // SLOTS) & 1) ^ 1)", "apart",
+    ),
+    "k_of_a_tile_multiplied_before_it_is_there": _without(
+        _DQ_OF_ROWS, "mbarrier.wait(bars.k_full.index(at_k), ((slot + BEHIND) // SLOTS) & 1)",
+        "apart",
+    ),
+    "v_of_a_tile_freed_before_its_product_is_done": Mutation(
+        _DQ_OF_ROWS, "dp = warpgroup_mma_wait(0, ", "dp = warpgroup_mma_wait(1, ", "apart"
+    ),
+    "dq_of_rows_that_is_not_fenced": _without(
+        "attention_bwd_dq_warpgroup:_store_queries", "fence_async_shared()", "apart"
     ),
 }  # fmt: skip

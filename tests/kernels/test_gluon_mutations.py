@@ -37,10 +37,15 @@ QUICK = {
 CALLS = {
     "full": Call(256, 500, (2, 2), (128, 128), 1, BRAIN),  # two tiles a CTA, four blocks each
     "causal": Call(330, 400, (2, 1), (128, 128), 1, BRAIN, CAUSAL),
+    "short": Call(60, 400, (4, 1), (128, 128), 1, BRAIN),  # one warpgroup has no rows
+    "wide_short": Call(60, 400, (1, 1), (256, 256), 1, BRAIN),  # without turns
+    "wide": Call(150, 200, (1, 1), (256, 256), 1, BRAIN, CAUSAL),  # hides whole blocks of 64 keys
     # Sums of dq have an order.
     "ordered": Call(300, 400, (2, 1), (64, 64), 1, BRAIN),
     "ordered_causal": Call(200, 300, (1, 1), (128, 128), 1, BRAIN, CAUSAL),
     "chores": Call(130, 200, (3, 3), (64, 64), 1, BRAIN),  # of one head by CTAs of another
+    # dq has a kernel of its own; more tiles than any ring has places.
+    "apart": Call(300, 300, (1, 1), (192, 128), 1, BRAIN, CAUSAL, dropout_p=0.2),
     # A sequence whose neighbours hold NaN.
     "nan": Call(
         heads=(1, 1), dims=(128, 128), dtype=BRAIN, lengths=((90, 90), (100, 70), (90, 90))
