@@ -21,6 +21,7 @@ from tests.kernels.attention_problem import (
     make_problem,
 )
 from tilewise.kernels.gluon import attention_fwd_launch as kernels
+from tilewise.kernels.gluon.attention_fwd_choice import choice
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.reference import dropout
 from tilewise.testing import accumulator_scales, assert_within_budget
@@ -389,6 +390,41 @@ def test_long_sequences_take_the_row_of_their_own_kind(width: int) -> None:
     if width == 256:  # released together where that was measured to be faster
         tile = tile._replace(release_together=False)
     assert width == 64 or long_tile == tile
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "window_right", "short"),
+    [
+        (64, 1024, -1, True),  # five tiles of 192 rows and 64
+        (64, 1152, -1, False),
+        (64, 1100, -1, False),  # 140 rows are three warpgroups'
+        (64, 16384, -1, False),  # in a fixed order
+        (64, 1024, 0, False),
+        (64, 16384, 0, True),
+        (128, 1088, 0, True),
+        (128, 1089, 0, False),
+        (128, 1088, -1, False),  # in a fixed order
+        (128, 33, -1, True),  # no other tile
+        (256, 1088, 0, True),
+        (256, 4096, 0, False),
+    ],
+)
+def test_warpgroups_step_aside_where_time_is_won(
+    width: int, rows: int, window_right: int, short: bool
+) -> None:
+    spec = AttentionSpec(
+        "cuda", BRAIN, 2, rows, 16384, 4, 4, width, width, window_right=window_right
+    )
+    tile = kernels.tile_config_fwd(spec)
+    assert choice(spec, tile, False, False)[0].short == short
+
+
+def test_packed_sequences_may_end_anywhere() -> None:
+    spec = AttentionSpec("cuda", BRAIN, 9, 4096, 4096, 4, 4, 128, 128, window_right=0)
+    spec = replace(spec, is_varlen=True)
+    assert choice(spec, kernels.tile_config_fwd(spec), False, False)[0].short
+    long = replace(spec, max_seqlen_q=8192, head_dim=64, v_head_dim=64)  # three warpgroups
+    assert not choice(long, kernels.tile_config_fwd(long), False, False)[0].short
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -201,6 +201,38 @@ class TestTiles:
         call = Call(400, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL)
         self.judge(monkeypatch, call, warpgroups=3, stages=3, release_together=True)
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            Call(70, 300, (2, 1), (64, 64), 1, BRAIN),
+            Call(260, 130, (1, 1), (64, 64), 2, HALF, CAUSAL),
+            Call(heads=(2, 1), dtype=BRAIN, window=CAUSAL, lengths=((200, 200), (10, 400), (0, 9))),
+        ],
+        ids=["short", "causal", "packed"],
+    )
+    @pytest.mark.parametrize("early", [False, True])
+    def test_warpgroups_without_rows_let_the_others_multiply(
+        self, call: Call, early: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        changes = {"warpgroups": 3, "stages": 2, "dynamic": True, "next_early": early}
+        self.judge(monkeypatch, call, q_in_registers=early, **changes)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            Call(200, 210, (1, 1), (256, 256), 1, BRAIN, CAUSAL),
+            Call(200, 70, (1, 1), (256, 256), 1, BRAIN, CAUSAL),  # rows that see nothing
+            Call(140, 300, (1, 1), (256, 256), 1, HALF, (20, 3)),
+            Call(140, 300, (1, 1), (256, 256), 2, BRAIN, CAUSAL, seqlens_k=(190, 20)),
+        ],
+        ids=["causal", "fewer_keys", "window", "lengths"],
+    )
+    @pytest.mark.parametrize("ping_pong", [False, True])
+    def test_blocks_hidden_from_a_warpgroup_are_passed_by(
+        self, call: Call, ping_pong: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.judge(monkeypatch, call, ping_pong=ping_pong)
+
     @pytest.mark.parametrize("dynamic", [False, True])
     @pytest.mark.parametrize("early", [False, True])
     def test_tiles_in_any_order(

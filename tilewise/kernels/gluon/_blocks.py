@@ -101,6 +101,16 @@ def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
 
 
 @gluon.jit
+def hidden_steps(rows, walk, first_row, work, tile: gl.constexpr):
+    """Return how many of the first steps show no key to the 64 rows from `first_row`; not all."""
+    last_row = gl.minimum(first_row + 64, rows.length_q) - 1
+    shift = rows.length_k - rows.length_q
+    seen_end = gl.minimum(last_row + shift + work.window_right + 1, rows.length_k)
+    blocks = gl.cdiv(gl.maximum(seen_end, 0), tile.keys)
+    return gl.minimum(gl.maximum(walk.last + 1 - blocks, 0), walk.steps - 1)
+
+
+@gluon.jit
 def block_of_step(walk, step, mask, tile: gl.constexpr, variant: gl.constexpr):
     """Return (block, bit tile or -1 for all bits): the keys of step `step`."""
     if variant.mask_keys > 0:

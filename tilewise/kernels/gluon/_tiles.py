@@ -61,7 +61,9 @@ def rows_of_tile(number, work, tile: gl.constexpr, variant: gl.constexpr):
         heads = gl.maximum(gl.minimum(work.heads_per_section, work.num_heads - first_head), 1)
         turn = within // heads
         head = first_head + within - turn * heads
-        row_tile = work.row_tiles - 1 - turn
+        row_tile = turn  # the last of a head may be short, and then takes the least time
+        if variant.right or variant.mask_keys > 0:
+            row_tile = work.row_tiles - 1 - turn
     else:
         head = number // work.row_tiles
         row_tile = number - head * work.row_tiles

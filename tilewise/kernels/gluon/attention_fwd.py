@@ -64,6 +64,7 @@ class Variant(NamedTuple):
     sinks: bool
     packed: bool  # sequences lie one after the other in one batch
     lengths: bool  # dense sequences have a number of keys of their own
+    short: bool  # warpgroups without rows step aside in the last tile of a head
 
 
 class Tensors(NamedTuple):

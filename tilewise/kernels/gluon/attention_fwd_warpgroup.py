@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon._blocks import walk_of
+from tilewise.kernels.gluon._blocks import hidden_steps, walk_of
 from tilewise.kernels.gluon._dropout import draw_of
 from tilewise.kernels.gluon._logits import head_of
 from tilewise.kernels.gluon._softmax import partial_sums
@@ -61,8 +61,7 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
 
     given: Output, Work, Mask, Extras, the factor of `_softmax`, Shared.
     """
-    output, work, mask, extras, factor, shared = given
-    ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(tile.keys))
+    _, work, mask, _, _, shared = given
     number = gl.program_id(0)
     turn = number * 0
     step = number * 0
@@ -71,17 +70,16 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
     while number < work.num_tiles:
         rows = rows_of_tile(number, work, tile, variant)
         walk = walk_of(rows, work, mask, tile, variant)
-        first_row = rows.first_row + GROUP * 64
-        head = head_of(rows, first_row, work, extras, ROWS, variant)
-        draw = None
-        if variant.dropout:
-            number_of_head = rows.b * work.num_q_heads + rows.h
-            draw = draw_of(output.philox, output.drop_limit, number_of_head)
-        mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
-        task = Task(walk, head, mask, extras, draw, factor, shared)
-        acc, m, l = _attend(task, step, tile, variant, GROUP)
+        if variant.short and GROUP > 0:
+            if rows.first_row + GROUP * 64 < rows.length_q:
+                _compute_tile(given, rows, walk, turn, step, tile, variant, GROUP)
+            else:
+                mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
+                mbarrier.arrive(shared.q_empty.index(GROUP), count=1)
+                _pass_by(shared, step, walk.steps, tile, GROUP)
+        else:
+            _compute_tile(given, rows, walk, turn, step, tile, variant, GROUP)
         step += walk.steps
-        store_rows(acc, m, l, rows, head, output, factor, shared, tile, variant, GROUP)
         turn += 1
         if tile.dynamic:
             mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
@@ -93,8 +91,53 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
 
 
 @gluon.jit
-def _attend(task, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr):
-    """Return acc, m and l after all blocks of a walk; `step` is its place in the rings."""
+def _compute_tile(
+    given, rows, walk, turn, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Compute 64 rows of the CTA's tile number `turn`; `step`: their walk's place in the rings."""
+    output, work, mask, extras, factor, shared = given
+    ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(tile.keys))
+    head = head_of(rows, rows.first_row + GROUP * 64, work, extras, ROWS, variant)
+    draw = None
+    if variant.dropout:
+        number_of_head = rows.b * work.num_q_heads + rows.h
+        draw = draw_of(output.philox, output.drop_limit, number_of_head)
+    mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
+    task = Task(walk, head, mask, extras, draw, factor, shared)
+    passed = 0
+    if _hides_whole_blocks(tile, variant):
+        passed = hidden_steps(rows, walk, head.first_row, work, tile)
+        _pass_by(shared, step, passed, tile, GROUP)
+    acc, m, l = _attend(task, step, passed, tile, variant, GROUP)
+    store_rows(acc, m, l, rows, head, output, factor, shared, tile, variant, GROUP)
+
+
+@gluon.constexpr_function
+def _hides_whole_blocks(tile, variant):
+    """Whether a diagonal hides blocks of keys from a warpgroup whose tile sees some of them."""
+    plain = variant.mask_keys == 0 and not (variant.packed and tile.warpgroups == 3)
+    return variant.right and plain and tile.rows > tile.keys
+
+
+@gluon.jit
+def _pass_by(shared, step, count, tile: gl.constexpr, GROUP: gl.constexpr):
+    """Give back the next `count` blocks unread, and with them the turns to multiply."""
+    for index in range(0, count):
+        stage = (step + index) % tile.stages
+        phase = ((step + index) // tile.stages) & 1
+        if tile.ping_pong:
+            named_barrier("sync", TURN_BARRIER + GROUP, 256, 4)
+        _end_turn(tile, GROUP)
+        mbarrier.wait(shared.k_full.index(stage), phase)
+        mbarrier.arrive(shared.k_empty.index(stage), count=1)
+        mbarrier.wait(shared.v_full.index(stage), phase)
+        mbarrier.arrive(shared.v_empty.index(stage), count=1)
+
+
+@gluon.jit
+def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr):
+    """Return acc, m and l after the blocks of a walk from `first` on; `step` is its place in the
+    rings."""
     KEYS: gl.constexpr = tile.keys
     DV: gl.constexpr = tile.dv
     ACC: gl.constexpr = sum_layout(DV)
@@ -112,27 +155,28 @@ def _attend(task, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.con
     l = partial_sums(gl.zeros([64, KEYS], gl.float32, S))
     acc = gl.zeros([64, DV], gl.float32, ACC)
 
-    stage = step % tile.stages
-    mbarrier.wait(shared.k_full.index(stage), (step // tile.stages) & 1)
+    at = step + first
+    stage = at % tile.stages
+    mbarrier.wait(shared.k_full.index(stage), (at // tile.stages) & 1)
     s = _begin_scores(q, shared, stage, tile, GROUP)
     _end_turn(tile, GROUP)
-    block = gather(task, 0, tile, variant, BITS)
+    block = gather(task, first, tile, variant, BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(shared.k_empty.index(stage), count=1)
-    p, m, l, _ = probabilities(s, m, l, block, task, 0, step, tile, variant, EDGE, BITS)
+    p, m, l, _ = probabilities(s, m, l, block, task, first, at, tile, variant, EDGE, BITS)
     if (variant.right or variant.packed or variant.lengths) and not BITS:  # noqa: SIM102 (constexpr)
-        if walk.seen_end < (walk.last + 1) * tile.keys:
-            end = walk.seen_end - walk.last * tile.keys
-            mbarrier.wait(shared.v_full.index(stage), (step // tile.stages) & 1)
+        if walk.seen_end < (walk.last - first + 1) * tile.keys:
+            end = walk.seen_end - (walk.last - first) * tile.keys
+            mbarrier.wait(shared.v_full.index(stage), (at // tile.stages) & 1)
             clear_hidden(shared.v.index(stage), 0, end, None, -1, False)
     state = State(acc, pack(p, shared.v.dtype), m, l)
     if variant.right or BITS:
-        for index in range(1, walk.free_begin):
+        for index in range(first + 1, walk.free_begin):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, BITS)
-    for index in range(gl.maximum(walk.free_begin, 1), walk.free_end):
+    for index in range(gl.maximum(walk.free_begin, first + 1), walk.free_end):
         state = _step(state, q, task, index, step + index, tile, variant, GROUP, "none", False)
     if variant.left and not BITS:
-        for index in range(walk.free_end, walk.steps):
+        for index in range(gl.maximum(walk.free_end, first + 1), walk.steps):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, "left", False)
     if variant.ruled and BITS:
         for index in range(gl.maximum(walk.free_end, 1), walk.steps):
