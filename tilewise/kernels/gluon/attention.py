@@ -6,14 +6,20 @@ both directions at once, since a call's gradient belongs to the backend that com
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon import attention_few, attention_fwd_launch
 from tilewise.kernels.gluon.attention_bwd_launch import launch_bwd, variant_of, why_not_bwd
 from tilewise.kernels.gluon.attention_bwd_plan import is_apart
-from tilewise.kernels.gluon.attention_fwd_launch import launch_fwd, tile_config_fwd, why_not_fwd
+from tilewise.kernels.gluon.attention_fwd_launch import tile_config_fwd, why_not_fwd
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles import TileConfig
+
+_SMS = 132  # of an H200, where no GPU is at hand
 
 __all__ = ["launch_bwd", "launch_fwd", "tile_configs", "why_not"]
 
@@ -30,10 +36,36 @@ def why_not(spec: AttentionSpec) -> str | None:
     return why_not_fwd(spec) or why_not_bwd(spec)
 
 
+def launch_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    seqlens_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **tensors: Any,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward pass, where queries are few on the paged kernels.
+
+    See `attention_fwd_launch.launch_fwd` for the other tensors.
+    """
+    if attention_few.is_faster(spec, device.sm_count_of(q.device)):
+        blocks = attention_few.blocks_of(k, v)
+        if blocks is not None:
+            return attention_few.launch_few(q, k, v, spec, blocks, seqlens_k=seqlens_k, sinks=sinks)
+    return attention_fwd_launch.launch_fwd(
+        q, k, v, spec, seqlens_k=seqlens_k, sinks=sinks, **tensors
+    )
+
+
 def tile_configs(spec: AttentionSpec, arch: int = 90) -> dict[str, TileConfig]:
     """Return the tiles of each kernel that `spec` runs; warps are those that load and send, too."""
     tile, variant = tile_config_fwd(spec), variant_of(spec)
     found = {"fwd": TileConfig(tile.rows, tile.keys, 4 * tile.warpgroups + 1, tile.stages)}
+    num_sms = device.sm_count_of(torch.device("cuda")) if torch.cuda.is_available() else _SMS
+    if attention_few.is_faster(spec, num_sms):
+        found = {"fwd": attention_few.tile_config_few(spec, arch, num_sms)}
     if not is_apart(spec):
         return found | {"bwd": TileConfig(variant.tile_m, variant.tile_n, 10, variant.stages)}
     dkdv = TileConfig(variant.tile_m, variant.tile_n, 9, variant.stages)
