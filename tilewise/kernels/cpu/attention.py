@@ -41,11 +41,12 @@ from tilewise.kernels.cpu.problem import (
     packed_type,
     per_head,
 )
+from tilewise.kernels.cpu.row_shifts import row_shifts
 from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
+from tilewise.kernels.cpu.team import run_on_team
 from tilewise.kernels.cpu.threads import run_tasks
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 
-STRIP_ELEMENTS = 1 << 17  # of do and o at a time: 512 KiB in float32
 _MAX_CALLS = 64
 _NO_ADDRESSES = (0,) * (NUM_STARTS - 4)
 _calls: dict[tuple[object, ...], Problem] = {}  # with offsets in place of addresses
@@ -139,40 +140,41 @@ def launch_bwd(
 
     Source: Dao 2023, FlashAttention-2, algorithm 2.
     """
-    do, q, k, v = (_unit_stride(tensor).detach() for tensor in (do, q, k, v))
+    do, q, k, v, o = (_unit_stride(tensor).detach() for tensor in (do, q, k, v, o))
     real = float_type(q.dtype)
-    shifts = _row_sums(do, o.detach(), real, lse.shape)
-    if dlse is not None:
-        shifts -= dlse
     lse = lse.detach().contiguous()
     problem = describe(
         q, k, v, o, spec, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, philox=philox,
         mask=mask,
     )  # fmt: skip
-    dk, dv = torch.zeros(k.shape, dtype=k.dtype), torch.zeros(v.shape, dtype=v.dtype)
+    make = torch.zeros if spec.is_varlen or seqlens_k is not None else torch.empty
+    dk, dv = make(k.shape, dtype=k.dtype), make(v.shape, dtype=v.dtype)
     plan = BackwardPlan.of(spec, bias if spec.needs_dbias else None)
-    sums = torch.zeros(q.shape, dtype=real)
+    sums = _zeros(q.shape, real)
     dbias = torch.zeros(plan.dbias_shape, dtype=real)
     firsts = [None, None]
     if spec.is_varlen:
         firsts = [edges.numpy()[:-1].astype(np.int64) for edges in (cu_seqlens_q, cu_seqlens_k)]
     grads = place_gradients(problem, plan, do, sums, dk, dv, dbias, *firsts)
-    num_tasks = plan.num_owners * plan.num_chunks
+    shifts = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
     numbers = [tensor.view(-1).numpy() for tensor in (lse, shifts, sums, dbias)]
-    numbers.append(np.zeros(num_tasks, np.int64))
+    num_tasks = plan.num_owners * plan.num_chunks
+    numbers.append(np.zeros(num_tasks + 1, np.int64))
     if q.dtype in PARTS and amx.HAS_AMX:
         arrays = problem.arrays._replace(packed_like=np.empty(0, np.uint16))
+        run_tasks(row_shifts, grads.num_row_tasks, problem.sizes, grads, arrays, numbers[1])
         run_tasks(
             backward_amx.attention_backward, num_tasks, problem.sizes, problem.rule, grads, arrays,
             problem.mask, problem.dropout, *numbers, PARTS[q.dtype],
         )  # fmt: skip
+        sums.mul_(spec.softmax_scale)
     else:
-        run_tasks(
-            attention_backward, num_tasks, problem.sizes, problem.rule, grads, problem.arrays,
-            problem.mask, problem.dropout, *numbers,
+        run_on_team(
+            attention_backward, grads.num_row_tasks + num_tasks, problem.sizes, problem.rule, grads,
+            problem.arrays, problem.mask, problem.dropout, *numbers,
         )  # fmt: skip
-    dq = sums.mul_(spec.softmax_scale).to(q.dtype)
+    dq = sums.to(q.dtype)
     dsinks = None
     if sinks is not None:
         weights = torch.exp(sinks.detach().to(real).unsqueeze(-1) - lse)
@@ -184,18 +186,9 @@ def launch_bwd(
     return dq, dk, dv, dbias if spec.needs_dbias else None, dsinks
 
 
-def _row_sums(do: Tensor, o: Tensor, real: torch.dtype, shape: torch.Size) -> Tensor:
-    """rowsum(do * o), laid out like lse; in strips that a cache holds, for memory's sake."""
-    delta = torch.empty(shape, dtype=real)
-    # (B, H, S) -> (B, S, H), (H, T) -> (T, H), as o lies
-    target, axis = delta.transpose(-1, -2), o.ndim - 3
-    num_rows = o.shape[axis]
-    strip = max(1, STRIP_ELEMENTS * num_rows // max(1, o.numel()))
-    for first in range(0, num_rows, strip):
-        rows = slice(first, first + strip)
-        part = do[..., rows, :, :].to(real, copy=True).mul_(o[..., rows, :, :].to(real))
-        torch.sum(part, -1, out=target[..., rows, :])
-    return delta
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Zeros that no thread has touched: torch's own threads, once woken, spin for milliseconds."""
+    return torch.from_numpy(np.zeros(shape, np.float64 if dtype == torch.float64 else np.float32))
 
 
 def run_forward(problem: Problem, lse: Tensor, q_len: int | None = None) -> None:

@@ -30,8 +30,8 @@ from tilewise.kernels.cpu.amx_pack import (
 )
 from tilewise.kernels.cpu.amx_tiles import SIDE, multiply_tiles
 from tilewise.kernels.cpu.backward_scores import differentiate_rows
+from tilewise.kernels.cpu.blocks import BLOCK
 from tilewise.kernels.cpu.forward import add_rows_exactly
-from tilewise.kernels.cpu.gemm import MR
 from tilewise.kernels.cpu.gradients import TILES_PER_CHUNK
 from tilewise.kernels.cpu.pack import pair_tile, transpose_block, transpose_tile
 from tilewise.kernels.cpu.problem import (
@@ -242,7 +242,7 @@ def _prefetch_queries(sizes, grads, starts, sequence, first_head, first_row, las
 
 @inner
 def _union(seen, first, count):
-    """Columns that any of the blocks first ... first + count of MR rows sees."""
+    """Columns that any of the blocks first ... first + count of BLOCK rows sees."""
     begin, end = TILE_N, 0
     for block in range(first, first + count):
         if seen.end[block] > 0:
@@ -264,7 +264,7 @@ def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape):
 def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
     """dq += dS K for one tile of rows, first ... of the strip."""
     for row in range(0, TILE_M, SIDE):
-        begin, end = _union(seen, row // MR, SIDE // MR)
+        begin, end = _union(seen, row // BLOCK, SIDE // BLOCK)
         multiply_tiles(
             queries.dq, (first + row) * ld, ld, SIDE, ld,
             scores.ds_rows, row * TILE_N + begin, TILE_N, TILE_M * TILE_N,
@@ -303,12 +303,12 @@ def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias
     like, starts, parts = arrays.like, arrays.starts, shape.parts
     first_head = kv_head * sizes.group
     num_rows, row = starts[sequence, Q_LEN] * sizes.group, first_row + first
-    begin, end = _union(seen, 0, TILE_M // MR)
+    begin, end = _union(seen, 0, TILE_M // BLOCK)
     area = tile * parts * TILE_N
     rows = min(TILE_M, num_rows - row)
     # 32 rows of S and dP stay in an L1 cache of 48 KiB until they are operands.
     for top in range(0, TILE_M, SIDE):
-        low, high = _union(seen, top // MR, SIDE // MR)
+        low, high = _union(seen, top // BLOCK, SIDE // BLOCK)
         _multiply_rows(scores.s, top, low, high, queries.q_rows, first, shape.ld, keys.k_panels,
                        area, shape)  # fmt: skip
         _multiply_rows(scores.dp, top, low, high, queries.do_rows, first, shape.ldv,

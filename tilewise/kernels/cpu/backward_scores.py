@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 
 from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.blocks import BLOCK
 from tilewise.kernels.cpu.forward import load_bias_row
+from tilewise.kernels.cpu.gemm import lanes_in
 from tilewise.kernels.cpu.philox import keep_row
-from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TILE_N
+from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, SCORE_ROW
 from tilewise.kernels.cpu.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.threads import inner
+from tilewise.kernels.cpu.threads import inlined, inner
 from tilewise.kernels.cpu.visibility import WORD, WORDS, lanes_of
 
 
-@inner
+@inlined
 def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, wi, dropout,
                   keep):  # fmt: skip
     """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - shift), zero where not visible.
@@ -30,7 +32,7 @@ def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, w
     With dropout, s <- 0 where dropped, and dp counts as dropout.scale dp where kept, else as 0.
     With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` goes on from there.
     """
-    lanes = simd.REGISTER_BYTES // like.itemsize
+    lanes = lanes_in(like)
     factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
     shifts, log2_e = simd.splat(like, shift), simd.splat(like, LOG2_E)
     zero, scale = simd.splat(like, 0.0), simd.splat(like, dropout.scale)
@@ -57,7 +59,7 @@ def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, w
 @inner
 def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
     """dp *= 1 - tanh^2 over a row; columns out of sight stay zero."""
-    lanes = simd.REGISTER_BYTES // like.itemsize
+    lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     for first in range(begin, end, WORD):
         word = seen[wi + first // WORD]
@@ -90,23 +92,28 @@ def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, 
     Rows top ... bottom of a tile, of which the first `num_rows` exist.
     """
     like = arrays.like
-    lanes = simd.REGISTER_BYTES // like.itemsize
+    lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     factor = rule.scale if rule.is_scaled_only else 1.0
     offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
     num_heads = sizes.num_kv_heads * sizes.group
-    end_key = min(end, arrays.starts[sequence, K_LEN] - key)
+    left, right = begin, end
     for row in range(top, bottom):
-        base, is_alive = row * TILE_N, row < num_rows
+        begin, end = max(left, seen.begin[row // BLOCK]), min(right, seen.end[row // BLOCK])
+        end_key = min(end, arrays.starts[sequence, K_LEN] - key)
+        base, is_alive = row * SCORE_ROW, row < num_rows
         query, head = (first_row + row) // sizes.group, first_head
         head += first_row + row - query * sizes.group
         at = arrays.starts[sequence, LSE] + head * sizes.lse_head + query
         if is_alive:
             is_alive = lse[at] != -math.inf
-        if not is_alive:
-            for column in range(base + begin, base + end, lanes):
+        if not is_alive or begin >= end:
+            begin = end = right
+        for first, last in ((left, begin), (end, right)):
+            for column in range(base + first, base + last, lanes):
                 simd.store(scores.s, column, zero)
                 simd.store(scores.dp, column, zero)
+        if begin == end:
             continue
         if not rule.is_scaled_only:
             if rule.has_bias:

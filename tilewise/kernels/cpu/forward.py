@@ -3,7 +3,7 @@
 What      o = softmax(logits) v and lse, for dense, packed and paged keys.
 Grid      one task per (sequence, key head, block of query tiles), taken from a counter by each
           thread, the longest rows of a causal sequence first.
-One task  holds up to 8 tiles of 64 query rows (heads of a group side by side) with their sums;
+One task  holds up to 8 tiles of TILE_M query rows (heads of a group side by side) with their sums;
           for each tile of 128 keys: packs K and V; per query tile S = Q K^T, softmax, O += P V.
 Traffic   a task reads q once and writes o once; K and V are read once per task. Scratch is under
           0.7 MB per thread for D = 128, so tiles stay in the L2 cache; no Sq x Sk matrix.
@@ -18,10 +18,23 @@ from __future__ import annotations
 import math
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.gemm import MR, multiply, multiply_add, panel_columns, words_to_elements
+from tilewise.kernels.cpu.blocks import BLOCK, UNROLLED, rescale_block, set_block
+from tilewise.kernels.cpu.gemm import panel_columns, words_to_elements
 from tilewise.kernels.cpu.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
 from tilewise.kernels.cpu.philox import keep_row
-from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, TILE_M, TILE_N, K, O, Q, V
+from tilewise.kernels.cpu.problem import (
+    K_LEN,
+    LSE,
+    Q_LEN,
+    SCORE_ROW,
+    TASK,
+    TILE_M,
+    TILE_N,
+    K,
+    O,
+    Q,
+    V,
+)
 from tilewise.kernels.cpu.rows import load_row, load_strided, store_row
 from tilewise.kernels.cpu.softmax import logits_row, softmax_row
 from tilewise.kernels.cpu.threads import inner, kernel, next_task, scratch, zero_scratch
@@ -41,16 +54,17 @@ MAX_TILES = 8  # query tiles that share a packed tile of keys
 
 @inner
 def score_tile(s, q, qi, ld, k_panels, head_dim, begin, end, blocks):
-    """S = Q K^T of one tile, only where a block of MR rows sees keys."""
+    """S = Q K^T of one tile, only where BLOCK rows see keys."""
     width = panel_columns(s)
     elements = words_to_elements(q)
+    words = -(-head_dim // (UNROLLED * elements)) * UNROLLED  # what is past the head dim is zero
     for panel in range(TILE_N // width):
         for block in range(blocks):
             if begin[block] < (panel + 1) * width and end[block] > panel * width:
-                multiply(
-                    s, block * MR * TILE_N + panel * width, TILE_N, width,
-                    q, qi + block * MR * ld, ld, elements,
-                    k_panels, panel * width * ld, head_dim // elements, s,
+                set_block(
+                    s, block * BLOCK * SCORE_ROW + panel * width, SCORE_ROW, width,
+                    q, qi + block * BLOCK * ld, ld, elements,
+                    k_panels, panel * width * ld, words,
                 )  # fmt: skip
 
 
@@ -63,24 +77,24 @@ def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, seen, count, rows):
             c[at + column] *= rescale[row]
         for key in range(count):
             if seen.words[row * WORDS + key // WORD] >> key % WORD & 1:
-                x = simd.load_one(p, row * TILE_N + key)
+                x = simd.load_one(p, row * SCORE_ROW + key)
                 for column in range(dim):
                     c[at + column] += x * simd.load_one(v, key * ld + column)
 
 
 @inner
 def add_products(c, ci, ldc, dim, p, v_panels, begin, end, rescale, blocks):
-    """c = c * rescale + P V for each block of MR rows, over its own range of keys."""
+    """c = c * rescale + P V for each BLOCK rows, over their own range of keys."""
     width = panel_columns(c)
     elements = words_to_elements(p)
     for column in range(0, dim, width):
         base = column * TILE_N
         for block in range(blocks):
-            multiply_add(
-                c, ci + block * MR * ldc + column, ldc, dim - column,
-                p, block * MR * TILE_N + begin[block], TILE_N, elements,
+            rescale_block(
+                c, ci + block * BLOCK * ldc + column, ldc, dim - column,
+                p, block * BLOCK * SCORE_ROW + begin[block], SCORE_ROW, elements,
                 v_panels, base + begin[block] * width,
-                (end[block] - begin[block]) // elements, rescale, block * MR,
+                (end[block] - begin[block]) // elements, rescale, block * BLOCK,
             )  # fmt: skip
 
 
@@ -106,7 +120,7 @@ def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_h
     factor = rule.scale if rule.is_scaled_only else 1.0
     last_row, num_heads = q_len * sizes.group, sizes.num_kv_heads * sizes.group
     for row in range(rows):
-        block = row // MR
+        block = row // BLOCK
         begin, end = seen.begin[block], seen.end[block]
         index = tile * TILE_M + row
         query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
@@ -119,11 +133,11 @@ def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_h
                 load_bias_row(sizes, like, bias, sequence, head, query, first_key, count)
             diagonal = query + k_len - q_len - first_key
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
-            logits_row(like, rule, s, row * TILE_N, begin, end, slope, diagonal, bias, bias,
+            logits_row(like, rule, s, row * SCORE_ROW, begin, end, slope, diagonal, bias, bias,
                        TILE_N)  # fmt: skip
         m[index], total, rescale[row] = softmax_row(
-            like, s, row * TILE_N, factor, p, row * TILE_N, begin, end, seen.words, row * WORDS,
-            m[index], dropout.threshold > 0, keep,
+            like, s, row * SCORE_ROW, factor, p, row * SCORE_ROW, begin, end, seen.words,
+            row * WORDS, m[index], dropout.threshold > 0, keep,
         )  # fmt: skip
         l[index] = l[index] * rescale[row] + total
 
@@ -144,7 +158,7 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, fi
     acc = zero_scratch(tiles * TILE_M * ldv, like)
     k_rows, v_rows = zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed)
     k_panels, v_panels = scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed)
-    s, p = scratch(TILE_M * TILE_N, like), scratch(TILE_M * TILE_N, packed)
+    s, p = scratch(TILE_M * SCORE_ROW, like), scratch(TILE_M * SCORE_ROW, packed)
     bias = zero_scratch(2 * TILE_N, like)
     m, l = scratch(tiles * TILE_M, like), scratch(tiles * TILE_M, like)
     rescale = zero_scratch(TILE_M, like)
@@ -195,11 +209,11 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, fi
             if not see_tile(sizes, mask, view, seen, q_len, k_len, first_row + tile * TILE_M, rows,
                             key):  # fmt: skip
                 continue
-            blocks = (rows + MR - 1) // MR
+            blocks = (rows + BLOCK - 1) // BLOCK
             score_tile(s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end,
                        blocks)  # fmt: skip
-            _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, blocks * MR, sequence, kv_head,
-                          first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
+            _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, blocks * BLOCK, sequence,
+                          kv_head, first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
                           keep)  # fmt: skip
             if check == 0.0:
                 add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, seen.begin,

@@ -21,6 +21,7 @@ import numpy as np
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.amx_tiles import SIDE, multiply_block
+from tilewise.kernels.cpu.blocks import BLOCK
 from tilewise.kernels.cpu.forward import load_bias_row
 from tilewise.kernels.cpu.forward_softmax import (
     LANES,
@@ -29,7 +30,6 @@ from tilewise.kernels.cpu.forward_softmax import (
     exponentiate_rows,
     raise_rows,
 )
-from tilewise.kernels.cpu.gemm import MR
 from tilewise.kernels.cpu.philox import keep_row
 from tilewise.kernels.cpu.problem import K_LEN, Q_LEN, TILE_M, TILE_N
 from tilewise.kernels.cpu.softmax import LOG2_E, logits_row
@@ -63,7 +63,8 @@ class Sight(NamedTuple):
     """What the tiles of a task see of a tile of keys: parts of a `Seen` for each, and strips.
 
     Attributes:
-        words, begin, end, is_whole: `Seen` of tile t from t * TILE_M * WORDS, t * TILE_M // MR, t.
+        words, begin, end, is_whole: `Seen` of tile t, from t * TILE_M times WORDS, over BLOCK, and
+            from t.
         strips: (strips, 3) of those that see keys: number, first and end column; flat.
     """
 
@@ -98,7 +99,7 @@ def new_scores(like, packed, words_like):
 @inner
 def new_sight(tiles, words_like, index_like):
     """Allocate `Sight` for `tiles` tiles of rows; other arguments are arrays of int32 and int64."""
-    blocks = tiles * (TILE_M // MR)
+    blocks = tiles * (TILE_M // BLOCK)
     return Sight(
         scratch(tiles * TILE_M * WORDS, words_like), scratch(blocks, index_like),
         scratch(blocks, index_like), zero_scratch(tiles, index_like),
@@ -109,7 +110,7 @@ def new_sight(tiles, words_like, index_like):
 @inner
 def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key):
     """Find the strips of rows first_row ... first_row + num_rows that see keys; return how many."""
-    blocks, count = TILE_M // MR, 0
+    blocks, count = TILE_M // BLOCK, 0
     for tile in range((num_rows + TILE_M - 1) // TILE_M):
         seen = Seen(
             sight.words[tile * TILE_M * WORDS :], sight.begin[tile * blocks : (tile + 1) * blocks],
@@ -121,7 +122,7 @@ def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
             continue
         for strip in range(STRIPS):
             begin, end = TILE_N, 0
-            for block in range(strip * SIDE // MR, (strip + 1) * SIDE // MR):
+            for block in range(strip * SIDE // BLOCK, (strip + 1) * SIDE // BLOCK):
                 if seen.end[block] > 0:
                     begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
             if begin < end:

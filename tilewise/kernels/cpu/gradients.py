@@ -7,9 +7,20 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tilewise.kernels.cpu.problem import DK, DO, DQ, DV, TILE_N, Gradients, Problem, byte_strides
+from tilewise.kernels.cpu.problem import (
+    DK,
+    DO,
+    DQ,
+    DV,
+    Q_LEN,
+    TILE_N,
+    Gradients,
+    Problem,
+    byte_strides,
+)
 from tilewise.kernels.spec import AttentionSpec
 
+ROW_ELEMENTS = 1 << 16  # of do that a task of `row_shifts.py` multiplies with o
 TILES_PER_CHUNK = 4  # 512 keys: their operands and sums fill the better part of an L2 cache
 
 
@@ -76,6 +87,7 @@ def place_gradients(
         starts[:, column] = tensor.data_ptr() + first * tensor.stride(0) * tensor.element_size()
     starts[:, DQ] = first_q * dq.stride(0)
     (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
+    rows_per_task = max(1, ROW_ELEMENTS // max(1, do.shape[-1] * do.shape[-2]))
     strides = [0] * 5
     if dbias.ndim == 5:
         strides = [
@@ -100,4 +112,6 @@ def place_gradients(
         dbias_column=strides[4],
         num_chunks=plan.num_chunks,
         num_owners=plan.num_owners,
+        rows_per_task=rows_per_task,
+        num_row_tasks=int((-(-starts[:, Q_LEN] // rows_per_task)).sum()),
     )

@@ -138,12 +138,12 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
                 simd.store(panels, base + word * width, vector)
 
 
-def emit_prefetch(builder, address):
+def emit_prefetch(builder, address, writes=False):
     """Ask for the cache line at `address`, an int; harmless wherever it points."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [pointer, _i32(0), _i32(2), _i32(1)])  # read, to L2, data
+    builder.call(function, [pointer, _i32(int(writes)), _i32(2), _i32(1)])  # to L2, data
 
 
 @intrinsic
@@ -152,6 +152,17 @@ def prefetch(typingctx, address):
 
     def codegen(context, builder, sig, args):
         emit_prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def prefetch_to_write(typingctx, address):
+    """`prefetch` of a line that will be written: other cores give it up."""
+
+    def codegen(context, builder, sig, args):
+        emit_prefetch(builder, args[0], writes=True)
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

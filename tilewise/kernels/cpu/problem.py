@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.rows import DTYPE_CODES, F32
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 
-TILE_M = 64  # query rows: 8 register blocks
+TILE_M = 64 if simd.NUM_REGISTERS == 32 else 66  # query rows: 8 or 11 register blocks
 TILE_N = 128  # keys: one panel of V (128 x 32 bfloat16, 8 KiB) and P's block fit the L1 cache
+# From row to row of a tile of scores: 66 rows 512 bytes apart would share 8 sets of an L1 cache.
+SCORE_ROW = TILE_N if simd.NUM_REGISTERS == 32 else TILE_N + 16
 
 # Columns of `Problem.starts`: where a sequence's first rows are, and how long it is.
 Q, K, V, O, LSE, Q_LEN, K_LEN, TASK, DO, DK, DV, DQ = range(12)  # noqa: E741
@@ -109,6 +112,7 @@ class Gradients(NamedTuple):
 
     shares_batch, shares_heads: the bias gradient of all sequences, or heads, is one and the same
     memory, so one task must own them all.
+    rows_per_task, num_row_tasks: queries of a task of `row_shifts.py`, and how many those are.
     """
 
     do_row: int
@@ -128,6 +132,8 @@ class Gradients(NamedTuple):
     dbias_column: int
     num_chunks: int
     num_owners: int
+    rows_per_task: int
+    num_row_tasks: int
 
 
 class Mask(NamedTuple):

@@ -123,6 +123,45 @@ def _row_loader(code):
     return _named(load, code)
 
 
+def _row_copier(code):
+    read, read_one, size = _reader(code, False), _reader(code, True), _SIZE[code]
+
+    def copy(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows):
+        lanes = simd.REGISTER_BYTES // like.itemsize
+        done = count // lanes * lanes
+        query, member = first // group, first % group
+        for row in range(rows):
+            base, address = row * ld, start + query * row_bytes + member * head_bytes
+            for column in range(0, done, lanes):
+                simd.store(scratch, base + column, read(like, address + column * size))
+            for column in range(done, count):
+                simd.store_one(scratch, base + column, read_one(like, address + column * size))
+            member += 1
+            if member == group:
+                query, member = query + 1, 0
+
+    return _named(copy, code)
+
+
+def _row_multiplier(code):
+    read, read_one, size = _reader(code, False), _reader(code, True), _SIZE[code]
+
+    def dot(like, a, b, count):
+        lanes = simd.REGISTER_BYTES // like.itemsize
+        even = odd = simd.splat(like, 0.0)
+        done = count // (2 * lanes) * (2 * lanes)
+        for column in range(0, done, 2 * lanes):
+            at, later = column * size, (column + lanes) * size
+            even = simd.fma(read(like, a + at), read(like, b + at), even)
+            odd = simd.fma(read(like, a + later), read(like, b + later), odd)
+        total = simd.sum_lanes(simd.add(even, odd))
+        for column in range(done, count):
+            total += read_one(like, a + column * size) * read_one(like, b + column * size)
+        return total
+
+    return _named(dot, code)
+
+
 def _row_storer(code):
     write, write_one, size = _writer(code, False), _writer(code, True), _SIZE[code]
 
@@ -140,6 +179,8 @@ def _row_storer(code):
 
 
 _load_f32, _load_bf16, _load_f16, _load_f64 = (_row_loader(c) for c in (F32, BF16, F16, F64))
+_copy_f32, _copy_bf16, _copy_f16, _copy_f64 = (_row_copier(c) for c in (F32, BF16, F16, F64))
+_dot_f32, _dot_bf16, _dot_f16, _dot_f64 = (_row_multiplier(c) for c in (F32, BF16, F16, F64))
 _store_f32, _store_bf16, _store_f16, _store_f64 = (_row_storer(c) for c in (F32, BF16, F16, F64))
 _one_f32, _one_bf16, _one_f16, _one_f64 = (_reader(c, True) for c in (F32, BF16, F16, F64))
 
@@ -162,6 +203,37 @@ def load_row(like, code, scratch, start, address, count):
     if code == F16:
         return _load_f16(like, scratch, start, address, count)
     return _load_f64(like, scratch, start, address, count)
+
+
+@inner
+def copy_rows(like, code, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows,
+              all_rows):  # fmt: skip
+    """Flat rows first ... first + rows to scratch, `ld` apart, and zeros up to `all_rows` rows.
+
+    Flat row r is query r // group of head r % group. It is `load_row` for each, without the
+    question whether all is finite.
+    """
+    if code == BF16:
+        _copy_bf16(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows)
+    elif code == F32:
+        _copy_f32(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows)
+    elif code == F16:
+        _copy_f16(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows)
+    else:
+        _copy_f64(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows)
+    scratch[rows * ld : all_rows * ld] = 0
+
+
+@inner
+def dot_rows(like, code, a, b, count):
+    """Sum of the products of the rows of one dtype at addresses a and b."""
+    if code == BF16:
+        return _dot_bf16(like, a, b, count)
+    if code == F32:
+        return _dot_f32(like, a, b, count)
+    if code == F16:
+        return _dot_f16(like, a, b, count)
+    return _dot_f64(like, a, b, count)
 
 
 @inner

@@ -68,6 +68,13 @@ def wait_for_rows(turn, last_row):
 
 
 @inner
+def wait_for_count(counter, number):
+    """Wait until tasks have counted to `number`, by `next_task`, what they are done with."""
+    while _read(counter, 0) < number:
+        pass
+
+
+@inner
 def publish_rows(turn, last_row):
     """Let the next task add to the rows up to last_row, for which this one has waited."""
     _write(turn.done, turn.task, turn.base + last_row)

@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.gemm import MR
+from tilewise.kernels.cpu.blocks import BLOCK
 from tilewise.kernels.cpu.problem import TILE_M, TILE_N
 from tilewise.kernels.cpu.threads import inner, scratch, zero_scratch
 
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
     Attributes:
         words: (TILE_M * WORDS,) int32; bit b of word w of a row: key 32 w + b is seen.
-        begin, end: for each block of MR rows, the columns that any of them sees, multiples of 32.
+        begin, end: for each BLOCK rows, the columns that any of them sees, multiples of 32.
         is_whole: (1,), whether the words hold a tile of which every row sees every key.
     """
 
@@ -80,7 +80,7 @@ def lanes_of(typingctx, like, word, shift):
 @inner
 def new_seen(words_like, index_like):
     """Allocate a `Seen`; arguments are any arrays of int32 and int64."""
-    blocks = TILE_M // MR
+    blocks = TILE_M // BLOCK
     return Seen(
         scratch(TILE_M * WORDS, words_like), scratch(blocks, index_like),
         scratch(blocks, index_like), zero_scratch(1, index_like),
@@ -233,9 +233,9 @@ def _see_rows(sizes, mask, view, seen, offset, k_len, first_row, rows, key):
     """Fill `seen` row by row; return whether any row sees a key."""
     query, member = first_row // sizes.group, first_row % sizes.group
     sees_any = False
-    for block in range(TILE_M // MR):
+    for block in range(TILE_M // BLOCK):
         begin, end = TILE_N, 0
-        for row in range(block * MR, block * MR + MR):
+        for row in range(block * BLOCK, block * BLOCK + BLOCK):
             low, high = 0, 0
             if row < rows:
                 low = first_seen(sizes, offset, query) - key
