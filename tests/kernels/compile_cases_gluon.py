@@ -98,6 +98,9 @@ def launch_fp8(spec: AttentionSpec) -> None:
 def launch_latents(spec: PagedSpec) -> None:
     """Call the launcher of attention over latents."""
     rows = (spec.num_tokens, spec.num_q_heads)
+    scale = None
+    if spec.cache_dtype.itemsize == 1:
+        scale = meta(4096, spec.block_size, 2, dtype=torch.float32)
     mla_decode.launch(
         meta(*rows, spec.v_head_dim, dtype=spec.dtype),
         meta(*rows, spec.head_dim - spec.v_head_dim, dtype=spec.dtype),
@@ -106,6 +109,7 @@ def launch_latents(spec: PagedSpec) -> None:
         block_table=meta(spec.num_seqs, spec.max_blocks, dtype=torch.int32),
         seqlens_k=meta(spec.num_seqs, dtype=torch.int32),
         cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
+        latent_scale=scale,
     )
 
 
@@ -170,6 +174,13 @@ KNOWN: dict[str, dict[str, dict[str, str]]] = {
         "bwd-d128-dropout": {"hot spills": "40 moves in 1,115 instructions; not tuned"},
         "bwd-d64-short-causal": {"hot spills": "one move in 759 instructions"},
         "bwd-d64-long-causal": {"hot spills": "one move in 759 instructions"},
+        "mla-e4m3-128-heads": {
+            "hot spills": "19 moves in 1,079 instructions beside sums of 64 rows"
+        },
+        "mla-int8-128-heads": {
+            "hot spills": "11 moves in 1,297 instructions beside sums of 64 rows"
+        },
+        "mla-int8-drafts-block-16": {"hot spills": "one move in 921 instructions"},
         "bwd-d64-everything": {"hot spills": _ALL_AT_ONCE},
         "bwd-d128-everything": {"hot spills": _ALL_AT_ONCE},
         "bwd-d256-everything": {"hot spills": _ALL_AT_ONCE},
@@ -247,6 +258,12 @@ def latent_cases() -> Iterator[GluonCase]:
         "128-heads": {},
         "drafts": drafts,
         "block-128-fp16": half | drafts | {"block_size": 128},
+        "e4m3-16-heads": {"cache_dtype": torch.float8_e4m3fn, "num_q_heads": 16},
+        "e4m3-128-heads": {"cache_dtype": torch.float8_e4m3fn},
+        "int8-16-heads": {"cache_dtype": torch.int8, "num_q_heads": 16},
+        "int8-drafts-block-16": {"cache_dtype": torch.int8, "num_q_heads": 16, "block_size": 16}
+        | drafts,
+        "int8-128-heads": {"cache_dtype": torch.int8},
     }.items():
         yield _case(f"mla-{name}", launch_latents, mla_spec(changes))
 

@@ -1,4 +1,4 @@
-"""Hopper's kernel over cached latents against float64: in the emulator, and on a GPU."""
+"""Hopper's kernels over cached latents against float64: in the emulator, and on a GPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from tests.kernels.test_triton_mla import Case, Inputs, expected, make_inputs
 from tilewise.kernels import device
 from tilewise.kernels.gluon import mla_decode
 from tilewise.kernels.tiles import TileConfig
+from tilewise.ops import _dispatch
 from tilewise.testing import accumulator_scales, assert_within_budget
 
 WIDTHS = (512, 64)
+BYTES: dict[str, object] = {"cache_dtype": torch.int8}
 HALF, BRAIN = torch.float16, torch.bfloat16
 _UNCHANGED = Program()
 CASES = {
@@ -119,9 +121,11 @@ def test_a_result_is_the_same_in_every_schedule() -> None:
     [
         ({"device_type": "cpu"}, "device must be cuda"),
         ({"dtype": torch.float32, "cache_dtype": torch.float32}, "float16 or bfloat16"),
-        ({"cache_dtype": torch.int8}, "cache must have the dtype of the queries"),
+        ({"cache_dtype": torch.float16}, "cache must have the dtype of the queries or 8 bits"),
         ({"v_head_dim": 256}, "R and Dr must be 512 and 64, got 256 and 320"),
         ({"block_size": 16}, "block_size must be a multiple of 64, got 16"),
+        (BYTES | {"block_size": 24}, "block_size must be 16, 32, a multiple of 64, got 24"),
+        (BYTES | {"dtype": torch.float32}, "float16 or bfloat16"),
         ({"max_seqlen_q": 9}, "max_seqlen_q must be at most 8, got 9"),
         ({"batch_invariant": True}, "batch_invariant"),
         ({"softmax_scale": -1.0}, "softmax_scale must be positive"),
@@ -136,6 +140,29 @@ def test_refuses_what_it_cannot_do(change: dict[str, object], reason: str) -> No
 def test_tells_its_tiles() -> None:
     spec = make_inputs(CASES["one_sequence"], "cpu").spec
     assert mla_decode.tile_configs(spec) == {"split": TileConfig(64, 64, 12, 3)}
+    narrow = replace(spec, cache_dtype=torch.int8)
+    wide = replace(narrow, num_q_heads=40)
+    assert mla_decode.tile_configs(narrow) == {"split": TileConfig(16, 64, 13, 5)}
+    assert mla_decode.tile_configs(wide) == {"split": TileConfig(64, 64, 13, 3)}
+
+
+@pytest.mark.parametrize(
+    ("change", "backend"),
+    [
+        ({}, "gluon"),
+        ({"block_size": 16}, "triton"),
+        ({"max_seqlen_q": 9}, "triton"),
+        (BYTES, "triton"),  # until that kernel has passed its tests on a GPU
+    ],
+)
+def test_a_hopper_gpu_takes_the_kernel_made_for_it(
+    change: dict[str, object], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "arch_of", lambda _: 90)
+    spec = make_inputs(CASES["one_sequence"], "cpu").spec
+    spec = replace(spec, device_type="cuda", **change)  # type: ignore[arg-type]
+    assert _dispatch.choose.__wrapped__("mla_decode", spec, None) == backend
 
 
 def _without(place: str, line: str) -> Mutation:

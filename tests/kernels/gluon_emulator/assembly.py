@@ -45,6 +45,30 @@ def _pair(dtype: gl.dtype, bits: int) -> Callable[..., np.ndarray]:
     return convert
 
 
+def _halves(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two float16 of a register as float32, the low one first."""
+    word = bits.astype(np.uint32)
+    low, high = (word & 0xFFFF).astype(np.uint16), (word >> 16).astype(np.uint16)
+    return low.view(np.float16).astype(np.float32), high.view(np.float16).astype(np.float32)
+
+
+def _half_pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Return the register of two float16, rounded from float32."""
+    parts = [x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (low, high)]
+    return parts[0] | (parts[1] << 16)
+
+
+def _subtracted_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _half_pair(*(x - y for x, y in zip(_halves(a), _halves(b), strict=True)))
+
+
+def _widened_e4m3(pair: np.ndarray) -> np.ndarray:
+    """Widen the two e4m3 of 16 bits, exactly."""
+    bits = pair.astype(np.uint32)
+    parts = [((bits >> shift) & 0xFF).astype(np.uint8) for shift in (0, 8)]
+    return _half_pair(*(numbers.from_bits(x, gl.float8e4nv) for x in parts))
+
+
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "ex2.approx.ftz.f32": _floats(lambda x: _flushed(np.exp2(_flushed(x)))),
     "ex2.approx.f32": _floats(np.exp2),
@@ -64,6 +88,8 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "cvt.rn.bf16x2.f32": _pair(gl.bfloat16, 16),
     "cvt.rn.f16x2.f32": _pair(gl.float16, 16),
     "cvt.rn.satfinite.e4m3x2.f32": _pair(gl.float8e4nv, 8),
+    "cvt.rn.f16x2.e4m3x2": _widened_e4m3,
+    "sub.rn.f16x2": _subtracted_halves,
     "mov.b32": lambda x: x,
     "mov.u32": lambda x: x,
     "mov.b16": lambda x: x,

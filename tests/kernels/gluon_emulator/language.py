@@ -392,6 +392,7 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "async_atomic_add": copies.add,
     "store_wait": copies.store_wait,
     "prefetch": lambda pointers, nbytes: None,
+    "reinterpret": shared.reinterpret,
     "fence_async_shared": shared.fence_async_shared,
     "warpgroup_mma": products.warpgroup_mma,
     "warpgroup_mma_init": products.warpgroup_mma_init,

@@ -126,6 +126,19 @@ def allocate_shared_memory(
     return allocated
 
 
+def reinterpret(memory: SharedMemory, dtype: gl.dtype, shape: Any, layout: Any = None) -> Any:
+    """Return the same memory in another shape; lines keep their length, or the line is all.
+
+    Where a value lies is not emulated: lines of another length would be swizzled differently.
+    """
+    shape = [int(size) for size in shape]
+    if dtype != memory.dtype:
+        raise Protocol(f"{memory.history.name} is of {memory.dtype}, not {dtype}")
+    if len(shape) > 2 and shape[-1] != memory.shape[-1]:
+        raise Protocol(f"lines of {memory.history.name} hold {memory.shape[-1]}, not {shape[-1]}")
+    return memory.reshape(shape)
+
+
 def fence_async_shared(cluster: bool = False) -> None:
     """Show ordinary writes to copies and products."""
     machine().step()

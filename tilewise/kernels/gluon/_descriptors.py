@@ -21,9 +21,11 @@ _DTYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
 }
 # CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion of the driver's interface.
 _MAP_TYPES = {
+    torch.int8: 0,
     torch.float8_e4m3fn: 0,
     torch.int32: 3,
     torch.float16: 6,

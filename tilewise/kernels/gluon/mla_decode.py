@@ -1,17 +1,24 @@
-"""Attention over latents on Hopper: which calls its own kernel takes, and the call itself.
+"""Attention over latents on Hopper: which calls its own kernels take, and the call itself.
 
-The contract is that of `kernels.triton.mla_decode`.
+The contract is that of `kernels.triton.mla_decode`. There are two kernels, `mla_decode_kernel` for
+latents of 16 bits and `mla_bytes_kernel` for those of 8; they share their cut of the work, and the
+merge of what that cut into parts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon._byte_operands import E4M3, INT8
 from tilewise.kernels.gluon._descriptors import addressable, descriptor
 from tilewise.kernels.gluon._launch import launch as start
 from tilewise.kernels.gluon._warpgroup import LOG2E
+from tilewise.kernels.gluon.mla_bytes_kernel import Variant as BytesVariant
+from tilewise.kernels.gluon.mla_bytes_kernel import mla_bytes_kernel
 from tilewise.kernels.gluon.mla_decode_kernel import Variant, mla_decode_kernel
 from tilewise.kernels.gluon.mla_decode_merge import COLUMNS, mla_merge_kernel
 from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS
@@ -23,6 +30,14 @@ __all__ = ["launch", "tile_configs", "why_not"]
 
 _RANK, _ROPE_DIM = 512, 64
 _WIDTHS = (256, 128, 64)  # of channels that are loaded at once
+_BYTE_WIDTH = 128  # of 8 bits
+_KINDS = {torch.int8: INT8.value, torch.float8_e4m3fn: E4M3.value}
+# Rows of a tile of the kernel for 8 bits, and how many tiles of keys fit beside their q.
+_BYTE_STAGES = {16: 5, 32: 4, 64: 3}
+# Of a thread that sums o, and of one that loads.
+_BYTE_REGISTERS = {16: (136, 56), 32: (136, 56), 64: (176, 24)}
+# Blocks of which a tile takes several.
+_SMALL_BLOCKS = (16, 32)
 # New tokens of a run: longer ones are prompts, which attend in their expanded form.
 _LONGEST_RUN = 8
 _LEAST_TILES = 2  # a share of 128 keys: less is all start and end
@@ -30,8 +45,19 @@ _MERGE_PROGRAMS = 2048
 _MOST_PARTS = 128  # merged at once: 128 x 64 float32 are 64 registers a thread
 
 
+class _Work(NamedTuple):
+    """What both kernels are given."""
+
+    shares: int
+    row_tiles: int
+    outputs: tuple[Tensor, ...]  # o, lse, and the parts and the plan of the merge
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+
+
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why these kernels cannot run `spec`, or return None when one can."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if not torch.cuda.is_available():
@@ -39,20 +65,25 @@ def why_not(spec: PagedSpec) -> str | None:
     arch = device.arch_of(torch.device("cuda"))
     if arch // 10 != 9:
         return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
+    if spec.cache_dtype in _KINDS:
+        # Its GPU tests (test_gluon_mla_bytes.py) must pass first; see docs/mla.md.
+        return "the kernel for 8-bit caches has not passed its tests on a GPU yet"
     return why_not_on_hopper(spec)
 
 
 def why_not_on_hopper(spec: PagedSpec) -> str | None:
-    """Say why this kernel cannot run `spec` on any Hopper GPU, or return None when it can."""
+    """Say why these kernels cannot run `spec` on any Hopper GPU, or return None when one can."""
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
-    if spec.cache_dtype != spec.dtype:
-        return f"the cache must have the dtype of the queries, got {spec.cache_dtype}"
+    if spec.cache_dtype != spec.dtype and spec.cache_dtype not in _KINDS:
+        return f"the cache must have the dtype of the queries or 8 bits, got {spec.cache_dtype}"
     widths = (spec.v_head_dim, spec.head_dim - spec.v_head_dim)
     if widths != (_RANK, _ROPE_DIM):
         return f"R and Dr must be {_RANK} and {_ROPE_DIM}, got {widths[0]} and {widths[1]}"
-    if spec.block_size % KEYS.value != 0:
-        return f"block_size must be a multiple of {KEYS.value}, got {spec.block_size}"
+    small = _SMALL_BLOCKS if spec.cache_dtype in _KINDS else ()
+    if spec.block_size % KEYS.value != 0 and spec.block_size not in small:
+        others = "".join(f"{size}, " for size in small)
+        return f"block_size must be {others}a multiple of {KEYS.value}, got {spec.block_size}"
     if spec.max_seqlen_q > _LONGEST_RUN:
         return f"max_seqlen_q must be at most {_LONGEST_RUN}, got {spec.max_seqlen_q}"
     if spec.batch_invariant:
@@ -62,9 +93,20 @@ def why_not_on_hopper(spec: PagedSpec) -> str | None:
     return None
 
 
+def _rows_of(spec: PagedSpec) -> int:
+    """Return the rows of a tile: products of 8 bits are as narrow as few rows allow."""
+    rows = max(1, spec.max_seqlen_q) * spec.num_q_heads
+    if spec.cache_dtype not in _KINDS or rows > 32:
+        return ROWS.value
+    return 16 if rows <= 16 else 32
+
+
 def tile_configs(spec: PagedSpec) -> dict[str, TileConfig]:
-    """Return the tiles of the kernel, the same for every `spec`."""
-    return {"split": TileConfig(ROWS.value, KEYS.value, 12, STAGES.value)}
+    """Return the tiles of the kernel of `spec`."""
+    rows = _rows_of(spec)
+    if spec.cache_dtype in _KINDS:
+        return {"split": TileConfig(rows, KEYS.value, 13, _BYTE_STAGES[rows])}
+    return {"split": TileConfig(rows, KEYS.value, 12, STAGES.value)}
 
 
 def launch(
@@ -76,18 +118,18 @@ def launch(
     block_table: Tensor,
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
-    latent_scale: None = None,
+    latent_scale: Tensor | None = None,
     publish: int = 2,
     prefetch: int = 1,
-    registers: int = 160,
+    registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32.
 
     Rows past cu_seqlens_q[B] get o = 0 and lse = -inf.
 
     Args:
-        latent_scale: None, as no 8-bit cache gets here.
-        publish, prefetch, registers: see `mla_decode_kernel.Variant`, for tuning.
+        latent_scale: float32 (num_blocks, block_size, 2), of an 8-bit cache.
+        publish, prefetch, registers: see the kernels' `Variant`, for tuning.
     """
     tokens, heads, where = spec.num_tokens, spec.num_q_heads, q_latent.device
     o = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=where)
@@ -97,33 +139,89 @@ def launch(
     if spec.num_seqs == 0 or latent_cache.numel() == 0:
         return o.zero_(), lse.fill_(float("-inf"))
     longest = max(1, spec.max_seqlen_q)
-    row_tiles = -(-longest * heads // ROWS.value)
+    tile_rows = _rows_of(spec)
+    row_tiles = -(-longest * heads // tile_rows)
     shares = max(1, device.sm_count_of(where) // row_tiles)
-    parts = (spec.num_seqs + shares) * row_tiles * ROWS.value
+    parts = (spec.num_seqs + shares) * row_tiles * tile_rows
     part_o = torch.empty((parts, _RANK), dtype=torch.float32, device=where)
     part_lse = torch.empty((parts,), dtype=torch.float32, device=where)
     plan = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=where)
-    # Named, because a descriptor does not keep the memory of a copy alive.
-    rows, rope_rows = (addressable(x.flatten(0, 1).unsqueeze(1)) for x in (q_latent, q_rope))
-    cache = addressable(latent_cache.unsqueeze(2))
-    variant = Variant(spec.block_size, longest > 1, publish, prefetch, registers)
-    start(
-        mla_decode_kernel, shares * row_tiles,
-        *(descriptor(rows, ROWS.value, width) for width in _WIDTHS[:2]),
-        descriptor(rope_rows, ROWS.value, _ROPE_DIM),
-        *(descriptor(cache, KEYS.value, width) for width in _WIDTHS),
-        o, lse, part_o, part_lse, plan,
-        cache, block_table.contiguous(), seqlens_k.contiguous(), cu_seqlens_q.contiguous(),
-        cache.stride(0), cache.stride(1), block_table.shape[1],
-        spec.num_seqs, tokens, heads, row_tiles, _LEAST_TILES,
-        spec.softmax_scale * LOG2E.value, variant=variant,
+    starts = cu_seqlens_q.contiguous()
+    work = _Work(
+        shares, row_tiles, (o, lse, part_o, part_lse, plan),
+        block_table.contiguous(), seqlens_k.contiguous(), starts,
     )  # fmt: skip
+    if latent_scale is None:
+        variant = Variant(spec.block_size, longest > 1, publish, prefetch, registers or 160)
+        _start_wide(q_latent, q_rope, latent_cache, spec, work, variant)
+    else:
+        bytes_variant = BytesVariant(
+            spec.block_size, min(spec.block_size, KEYS.value), tile_rows, _BYTE_STAGES[tile_rows],
+            _KINDS[spec.cache_dtype], *_BYTE_REGISTERS[tile_rows],
+        )  # fmt: skip
+        _start_bytes(q_latent, q_rope, latent_cache, latent_scale, spec, work, bytes_variant)
     runs = spec.num_seqs * longest
     groups = min(max(1, _MERGE_PROGRAMS // runs), heads * _RANK // COLUMNS)
     at_once = min(_MOST_PARTS, 2 << (shares // spec.num_seqs).bit_length())
     start(
-        mla_merge_kernel, runs * groups, part_o, part_lse, plan, cu_seqlens_q.contiguous(),
+        mla_merge_kernel, runs * groups, part_o, part_lse, plan, starts,
         o, lse, spec.num_seqs, tokens, heads, row_tiles, longest, groups,
-        WIDTH=_RANK, COLUMNS=COLUMNS, ROWS=ROWS.value, PARTS=at_once,
+        WIDTH=_RANK, COLUMNS=COLUMNS, ROWS=tile_rows, PARTS=at_once,
     )  # fmt: skip
     return o, lse
+
+
+def _start_wide(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    spec: PagedSpec,
+    work: _Work,
+    variant: Variant,
+) -> None:
+    """Start the kernel for latents of 16 bits."""
+    # Named, because a descriptor does not keep the memory of a copy alive.
+    rows, rope_rows = (addressable(x.flatten(0, 1).unsqueeze(1)) for x in (q_latent, q_rope))
+    cache = addressable(latent_cache.unsqueeze(2))
+    start(
+        mla_decode_kernel, work.shares * work.row_tiles,
+        *(descriptor(rows, ROWS.value, width) for width in _WIDTHS[:2]),
+        descriptor(rope_rows, ROWS.value, _ROPE_DIM),
+        *(descriptor(cache, KEYS.value, width) for width in _WIDTHS),
+        *work.outputs, cache, work.block_table, work.seqlens_k, work.cu_seqlens_q,
+        cache.stride(0), cache.stride(1), work.block_table.shape[1],
+        spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,
+        spec.softmax_scale * LOG2E.value, variant=variant,
+    )  # fmt: skip
+
+
+def _start_bytes(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    latent_scale: Tensor,
+    spec: PagedSpec,
+    work: _Work,
+    variant: BytesVariant,
+) -> None:
+    """Start the kernel for latents of 8 bits."""
+    rows, rope_rows = (_sixteens(x.flatten(0, 1)) for x in (q_latent, q_rope))
+    cache = addressable(latent_cache.view(torch.int8).unsqueeze(2))
+    scale = latent_scale
+    if scale.stride()[1:] != (2, 1):
+        scale = scale.contiguous()
+    start(
+        mla_bytes_kernel, work.shares * work.row_tiles,
+        *(descriptor(cache, variant.box, width) for width in (_BYTE_WIDTH, _ROPE_DIM)),
+        scale, scale.stride(0),
+        rows, rope_rows, rows.stride(0) // 16, rope_rows.stride(0) // 16,
+        *work.outputs, work.block_table, work.seqlens_k, work.cu_seqlens_q,
+        work.block_table.shape[1],
+        spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,
+        spec.softmax_scale * LOG2E.value, variant=variant,
+    )  # fmt: skip
+
+
+def _sixteens(x: Tensor) -> Tensor:
+    """Return x (rows, channels) with rows that are multiples of 16 elements apart."""
+    return x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else x.contiguous()

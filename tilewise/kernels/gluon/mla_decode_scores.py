@@ -58,7 +58,7 @@ def score_items(loads, step, share, output, factor, shared, variant: gl.constexp
     at = share.first * 0  # tiles so far: the place in the ring
     turn = at  # items so far
     while tile < share.last:
-        item = item_of(step, share, tile, sequence, start)
+        item = item_of(step, share, tile, sequence, start, ROWS)
         if (item.tiles > 0) & (item.rows > 0):
             _score_item(item, at, turn, loads, step, share, output, factor, shared, variant)
             at += item.tiles

@@ -123,8 +123,11 @@ def share_of(step, least_tiles):
 
 
 @gluon.jit
-def item_of(step, share, tile, sequence, start):
-    """Return the Item of `sequence`, whose tiles begin at `start`, from tile `tile` of all on."""
+def item_of(step, share, tile, sequence, start, ROWS: gl.constexpr):
+    """Return the Item of `sequence`, whose tiles begin at `start`, from tile `tile` of all on.
+
+    ROWS: of a tile.
+    """
     begin = gl.load(step.cu_seqlens_q + sequence)
     run = gl.load(step.cu_seqlens_q + sequence + 1) - begin
     length = gl.load(step.seqlens_k + sequence)
