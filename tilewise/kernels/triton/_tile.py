@@ -276,28 +276,21 @@ def tanh(x):
 
 
 @triton.jit
-def slope_start(extras, b, h):
-    """Return where the slope of head h of sequence b lies."""
-    return extras.alibi + b * extras.alibi_batch + h
-
-
-@triton.jit
-def bias_start(extras, b, h):
-    """Return where the bias of head h of sequence b starts."""
-    offset = b.to(tl.int64) * extras.bias_batch + h.to(tl.int64) * extras.bias_head
-    return extras.bias + offset
-
-
-@triton.jit
-def scores_of_head(extras, b, h, softmax_scale, softcap, variant: tl.constexpr):
-    """Return how products of query head h of sequence b become logits."""
+def slope_of_head(extras, b, h, variant: tl.constexpr):
+    """Return the slope of query head h of sequence b, 0 without ALiBi."""
     slope = 0.0
     if variant.alibi:
-        slope = tl.load(slope_start(extras, b, h))
+        slope = tl.load(extras.alibi + b * extras.alibi_batch + h)
+    return slope
+
+
+@triton.jit
+def bias_of_head(extras, b, h, variant: tl.constexpr):
+    """Return where the bias of query head h of sequence b starts, None without one."""
     bias = None
     if variant.bias:
-        bias = bias_start(extras, b, h)
-    return Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
+        bias = extras.bias + b.to(tl.int64) * extras.bias_batch + h.to(tl.int64) * extras.bias_head
+    return bias
 
 
 @triton.jit

@@ -19,10 +19,12 @@ from tilewise.kernels.triton._dropout import draw_of_head, kept
 from tilewise.kernels.triton._mask import kind_of_tile
 from tilewise.kernels.triton._pairs import products, score_pairs
 from tilewise.kernels.triton._tile import (
+    Scores,
+    bias_of_head,
     head_base,
     keys_of_rows,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
 )
 
@@ -64,7 +66,10 @@ def attention_bwd_bias_kernel(
         v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
         lse_base = head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1)
         delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
-        scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
+        scores = Scores(
+            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+        )  # fmt: skip
         draw = None
         if variant.dropout:
             draw = draw_of_head(extras, b * num_q_heads + h)

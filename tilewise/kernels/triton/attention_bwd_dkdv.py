@@ -19,6 +19,8 @@ from tilewise.kernels.triton._dropout import draw_of_head, kept
 from tilewise.kernels.triton._mask import entries_between, entries_of_tile, visible_bits
 from tilewise.kernels.triton._tile import (
     LOG2E,
+    Scores,
+    bias_of_head,
     head_base,
     load_bias,
     load_rows,
@@ -27,8 +29,8 @@ from tilewise.kernels.triton._tile import (
     row_pointers,
     row_start,
     row_step,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -242,7 +244,10 @@ def attention_bwd_dkdv_kernel(
             head_base(delta_ptr, b, first_q, h, strides.rows, 1),
             strides.q[1], strides.do[1], length_q,
         )  # fmt: skip
-        scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
+        scores = Scores(
+            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+        )  # fmt: skip
         draw = None
         if variant.dropout:
             draw = draw_of_head(extras, b * num_q_heads + h)

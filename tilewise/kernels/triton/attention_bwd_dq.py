@@ -23,6 +23,8 @@ from tilewise.kernels.triton._mask import (
 )
 from tilewise.kernels.triton._tile import (
     LOG2E,
+    Scores,
+    bias_of_head,
     head_base,
     keys_of_rows,
     load_bias,
@@ -32,8 +34,8 @@ from tilewise.kernels.triton._tile import (
     row_pointers,
     row_start,
     row_step,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -211,7 +213,10 @@ def attention_bwd_dq_kernel(
     delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
     lse_log2 = tl.load(lse_base + rows, mask=stored, other=float("inf"))
     delta = tl.load(delta_base + rows, mask=stored, other=0.0)
-    scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
+    scores = Scores(
+        softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+        bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+    )  # fmt: skip
     draw = None
     if variant.dropout:
         draw = draw_of_head(extras, head)

@@ -26,6 +26,8 @@ from tilewise.kernels.triton._mask import (
 from tilewise.kernels.triton._tile import (
     LN2,
     LOG2E,
+    Scores,
+    bias_of_head,
     head_base,
     keys_of_rows,
     load_bias,
@@ -33,8 +35,8 @@ from tilewise.kernels.triton._tile import (
     logits_log2,
     row_pointers,
     row_step,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -223,7 +225,10 @@ def attention_fwd_kernel(
         m = tl.zeros([TILE_M], tl.float32) + tl.load(sinks_ptr + h) * LOG2E
         l = tl.where(m > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
-    scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
+    scores = Scores(
+        softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+        bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+    )  # fmt: skip
     draw = None
     if variant.dropout:
         draw = draw_of_head(extras, head)

@@ -22,10 +22,12 @@ from tilewise.kernels.triton._mask import kind_of_tile
 from tilewise.kernels.triton._pairs import load_chunk, products, score_pairs
 from tilewise.kernels.triton._tile import (
     Extras,
+    Scores,
+    bias_of_head,
     head_base,
     keys_of_rows,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
 )
 from tilewise.kernels.triton.attention_repair_fwd import (
@@ -110,7 +112,10 @@ def _repair_dq(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of ROWS rows of a head again."""
-    scores = scores_of_head(extras, head.b, head.h, softmax_scale, softcap, variant)
+    scores = Scores(
+        softmax_scale, softcap, slope_of_head(extras, head.b, head.h, variant),
+        bias_of_head(extras, head.b, head.h, variant), extras.bias_row, extras.bias_key,
+    )  # fmt: skip
     draw = None
     if variant.dropout:
         draw = draw_of_head(extras, head.b * num_q_heads + head.h)
@@ -176,7 +181,10 @@ def _repair_keys(
                 head.k_step, head.v_step, head.width, head.v_width, head.b, h, length_q, length_k,
                 head.window_left, head.window_right,
             )  # fmt: skip
-            scores = scores_of_head(extras, head.b, h, softmax_scale, softcap, variant)
+            scores = Scores(
+                softmax_scale, softcap, slope_of_head(extras, head.b, h, variant),
+                bias_of_head(extras, head.b, h, variant), extras.bias_row, extras.bias_key,
+            )  # fmt: skip
             draw = None
             if variant.dropout:
                 draw = draw_of_head(extras, head.b * num_q_heads + h)

@@ -24,10 +24,12 @@ from tilewise.kernels.triton._pairs import load_chunk, products, score_pairs
 from tilewise.kernels.triton._tile import (
     LOG2E,
     Extras,
+    Scores,
+    bias_of_head,
     head_base,
     keys_of_rows,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
 )
 
@@ -213,7 +215,10 @@ def attention_repair_fwd_kernel(
             q_row * UNIT, k_row * UNIT, v_row * UNIT, width * UNIT, v_width * UNIT, b, h, length_q,
             length_k, window_left, window_right,
         )  # fmt: skip
-        scores = scores_of_head(extras, b, h, softmax_scale, softcap, variant)
+        scores = Scores(
+            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+        )  # fmt: skip
         draw = None
         if variant.dropout:
             draw = draw_of_head(extras, head_index)
