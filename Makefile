@@ -11,9 +11,8 @@ PROMPT ?= Once upon a time, there was a little rabbit
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
 
-# Files in their own order: by number of tests, the file that compiles kernels would come last, alone.
 test: check ## everything that must hold before a change lands
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed-test ## format, lint and types
 	$(BIN)/ruff format --check .
