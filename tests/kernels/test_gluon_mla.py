@@ -185,7 +185,7 @@ MUTATIONS = {
         "scores:_issue", "mbarrier.wait(shared.tail_full.index(at % 2), at // 2 & 1)"
     ),
     "an_item_is_told_before_the_last_but_one_was_read": _without(
-        "scores:_score_item", "_wait_slot(turn, shared)"
+        "scores:_score_item", "wait_slot(turn, shared)"
     ),
     "p_is_announced_too_soon": Mutation(
         "mla_decode_values:_begin_left",

@@ -147,7 +147,7 @@ MUTATIONS = {
         "mbarrier.wait(shared.empty.index(stage), (at // variant.stages & 1) ^ 1)",
     ),
     "scales_are_not_waited_for": Mutation(
-        "mla_bytes_kernel:_allocate", "_barriers(STAGES, 2), ", "_barriers(STAGES, 1), ", ""
+        "mla_bytes_kernel:_allocate", "barriers(STAGES, 2), ", "barriers(STAGES, 1), ", ""
     ),
     "p_is_not_fenced": _without("scores:_score_tile", "fence_async_shared()"),
     "q_is_not_fenced": _without("scores:_bring_queries", "fence_async_shared()"),

@@ -22,11 +22,12 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels.gluon._barriers import barriers
 from tilewise.kernels.gluon._bwd_scores import Places
 from tilewise.kernels.gluon._bwd_walk import Shape
 from tilewise.kernels.gluon.attention_bwd_chores import do_chores, part_rows
 from tilewise.kernels.gluon.attention_bwd_consumer import consume
-from tilewise.kernels.gluon.attention_bwd_moves import barriers, load_tiles, send_dq
+from tilewise.kernels.gluon.attention_bwd_moves import load_tiles, send_dq
 
 CONSUMER_REGISTERS = gl.constexpr(240)
 MOVER_REGISTERS = gl.constexpr(24)

@@ -19,11 +19,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.kernels.gluon._barriers import barriers
 from tilewise.kernels.gluon._bwd_scores import Places
 from tilewise.kernels.gluon._bwd_walk import Shape, entry_of_tile, tile_of_step, work_of_cta
 from tilewise.kernels.gluon._compat import tma_load
 from tilewise.kernels.gluon.attention_bwd_dkdv_warpgroups import make_dk, make_dv
-from tilewise.kernels.gluon.attention_bwd_moves import barriers, row_plane
+from tilewise.kernels.gluon.attention_bwd_moves import row_plane
 
 CONSUMER_REGISTERS = gl.constexpr(240)
 MOVER_REGISTERS = gl.constexpr(24)

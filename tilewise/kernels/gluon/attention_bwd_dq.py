@@ -18,12 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.kernels.gluon._barriers import barriers
 from tilewise.kernels.gluon._bwd_row_walk import rows_of_cta
 from tilewise.kernels.gluon._bwd_scores import Places
 from tilewise.kernels.gluon._bwd_walk import Shape, entry_of_tile
 from tilewise.kernels.gluon._compat import tma_load
 from tilewise.kernels.gluon.attention_bwd_dq_warpgroup import make_dq
-from tilewise.kernels.gluon.attention_bwd_moves import barriers
 
 CONSUMER_REGISTERS = gl.constexpr(240)
 MOVER_REGISTERS = gl.constexpr(24)

@@ -22,15 +22,6 @@ DQ_WRITTEN = gl.constexpr(9)  # the hardware barrier at which consumers leave a 
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return COUNT barriers that ARRIVALS arrivals open, one a phase."""
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
-@gluon.jit
 def row_plane(work, g, shape, variant: gl.constexpr):
     """Return (query head, plane of the row terms and of dq) of head g of the group."""
     head = work.head * shape.group_size + g

@@ -23,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.kernels.gluon._barriers import barriers
 from tilewise.kernels.gluon._compat import reinterpret
 from tilewise.kernels.gluon.mla_bytes_load import TILES, Loads, load_items
 from tilewise.kernels.gluon.mla_bytes_operands import KEYS, WIDTH
@@ -71,16 +72,6 @@ class Shared(NamedTuple):
     scale_full: object
 
 
-@gluon.jit
-def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Return `count` barriers, ready."""
-    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
-    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], LAYOUT)
-    for index in gl.static_range(count):
-        mbarrier.init(barriers.index(index), count=arrivals)
-    return barriers
-
-
 @gluon.constexpr_function
 def _lines(width, bits):
     """Return how lines of `width` bytes lie: those of all boxes of a tile make one tile."""
@@ -112,8 +103,8 @@ def _allocate(loads, variant: gl.constexpr):
         reinterpret(latent, gl.int8, [STAGES * TILES, KEYS, WIDTH], _lines(128, 8)),
         reinterpret(rope, gl.int8, [STAGES, KEYS, 64], _lines(64, 8)),
         q, factor, p, alpha, scale, item,
-        _barriers(STAGES, 2), _barriers(STAGES, 3), _barriers(P_STAGES, 1), _barriers(P_STAGES, 2),
-        _barriers(2, 1), _barriers(2, 2), _barriers(2, 1),
+        barriers(STAGES, 2), barriers(STAGES, 3), barriers(P_STAGES, 1), barriers(P_STAGES, 2),
+        barriers(2, 1), barriers(2, 2), barriers(2, 1),
     )  # fmt: skip
 
 

@@ -38,9 +38,9 @@ from tilewise.kernels.gluon.mla_bytes_operands import (
     rope_order,
     sum_layout,
 )
-from tilewise.kernels.gluon.mla_decode_item import COUNT, PART, ROW, write
+from tilewise.kernels.gluon.mla_decode_item import COUNT, PART, ROW, wait_slot, write
 from tilewise.kernels.gluon.mla_decode_item import TILES as ITEM_TILES
-from tilewise.kernels.gluon.mla_decode_share import item_of
+from tilewise.kernels.gluon.mla_decode_share import item_of, store_lse
 
 SMALLEST = gl.constexpr(1e-30)
 
@@ -83,15 +83,9 @@ def score_items(queries, step, share, output, factor, shared, variant: gl.conste
         tile += item.tiles
         start += item.all_tiles
         sequence += 1
-    _wait_slot(turn, shared)
+    wait_slot(turn, shared)
     write(shared, turn % 2, ITEM_TILES, at * 0)
     mbarrier.arrive(shared.item_full.index(turn % 2), count=1)
-
-
-@gluon.jit
-def _wait_slot(turn, shared):
-    """Wait until what was told of the item before the last has been read."""
-    mbarrier.wait(shared.item_empty.index(turn % 2), (turn // 2 & 1) ^ 1)
 
 
 @gluon.jit
@@ -102,7 +96,7 @@ def _score_item(
     ROWS: gl.constexpr = variant.rows
     S: gl.constexpr = sum_layout(ROWS)
     slot = turn % 2
-    _wait_slot(turn, shared)
+    wait_slot(turn, shared)
     write(shared, slot, ITEM_TILES, item.tiles)
     write(shared, slot, ROW, item.first_row)
     write(shared, slot, COUNT, item.rows)
@@ -121,7 +115,7 @@ def _score_item(
     mbarrier.arrive(shared.scale_full.index(slot), count=1)
     factor = shared.factor.load(m.type.layout)
     lse = gl.where(seen, (m * factor + gl.log2(total)) * LN2, float("-inf"))
-    _store_lse(lse, item, step, share, output, variant)
+    store_lse(lse, item, step, share, output)
 
 
 @gluon.jit
@@ -266,23 +260,3 @@ def _hide(s, tile, item, step, share, variant: gl.constexpr):
     token = gl.minimum(row // step.heads, item.run - 1)
     end = item.length - item.run + token + 1
     return gl.where(gl.expand_dims(key, 1) < gl.expand_dims(end, 0), s, float("-inf"))
-
-
-@gluon.jit
-def _store_lse(lse, item, step, share, output, variant: gl.constexpr):
-    """Store lse of an item's rows, in the end or as a part; say where the parts are."""
-    ROWS: gl.constexpr = variant.rows
-    row = gl.arange(0, ROWS, lse.type.layout)
-    if item.parts == 1:
-        index = item.first_row + row
-        token = index // step.heads
-        head = index - token * step.heads
-        at = output.lse + head.to(gl.int64) * output.tokens + token
-        gl.store(at, lse, mask=row < item.rows)
-    else:
-        part = item.number * step.row_tiles + share.row_tile
-        gl.store(output.part_lse + part.to(gl.int64) * ROWS + row, lse)
-    if (share.row_tile == 0) & (item.first == 0):
-        entry = output.plan + item.sequence.to(gl.int64) * 2
-        gl.store(entry, item.number)
-        gl.store(entry + 1, item.parts)

@@ -3,8 +3,8 @@
 What: eight integers an item, in two slots that take turns. Only one warpgroup finds its way through
       lengths and shares; the others, whose registers are full of sums, read what they need when
       they need it.
-Grid: none, inlined into the partitions of `mla_decode_kernel`.
-One call: one integer.
+Grid: none, inlined into the partitions of `mla_decode_kernel` and `mla_bytes_kernel`.
+One call: one integer, or a wait for a slot that may be written.
 Traffic: shared memory.
 Numerics: integers.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 FIELDS = gl.constexpr(8)
 TILES = gl.constexpr(0)  # of the item; 0: there is no other
@@ -37,3 +38,9 @@ def read(shared, slot, field: gl.constexpr):
     """Return one integer of an item."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(shared.item.index(slot * FIELDS + field).load(lane), 0)
+
+
+@gluon.jit
+def wait_slot(turn, shared):
+    """Wait until what was told of the item before the last has been read."""
+    mbarrier.wait(shared.item_empty.index(turn % 2), (turn // 2 & 1) ^ 1)

@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.kernels.gluon._barriers import barriers
 from tilewise.kernels.gluon.mla_decode_item import FIELDS
 from tilewise.kernels.gluon.mla_decode_scores import score_items
 from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS, Step, share_of
@@ -75,16 +76,6 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Return `count` barriers, ready."""
-    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
-    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], LAYOUT)
-    for index in gl.static_range(count):
-        mbarrier.init(barriers.index(index), count=arrivals)
-    return barriers
-
-
-@gluon.jit
 def _allocate(loads):
     """Return the Shared memory of a CTA, with its barriers ready."""
     DTYPE: gl.constexpr = loads.left.dtype
@@ -101,9 +92,9 @@ def _allocate(loads):
     item = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], ITEM)
     return Shared(
         left, middle, tail, rope, q_tail, q_rope, alpha, scale, item,
-        _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(TAIL_STAGES, 1),
-        _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(1, 1),
-        _barriers(2, 1), _barriers(2, 2), _barriers(2, 1),
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(TAIL_STAGES, 1),
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(1, 1),
+        barriers(2, 1), barriers(2, 2), barriers(2, 1),
     )  # fmt: skip
 
 

@@ -32,9 +32,10 @@ from tilewise.kernels.gluon.mla_decode_item import (
     ROW,
     SEQUENCE,
     TILES,
+    wait_slot,
     write,
 )
-from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS, item_of
+from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS, item_of, store_lse
 from tilewise.kernels.gluon.mla_decode_tiles import (
     LEFT,
     MIDDLE,
@@ -66,7 +67,7 @@ def score_items(loads, step, share, output, factor, shared, variant: gl.constexp
         tile += item.tiles
         start += item.all_tiles
         sequence += 1
-    _wait_slot(turn, shared)
+    wait_slot(turn, shared)
     write(shared, turn % 2, TILES, at * 0)
     mbarrier.arrive(shared.item_full.index(turn % 2), count=1)
 
@@ -76,7 +77,7 @@ def _score_item(item, at, turn, loads, step, share, output, factor, shared, vari
     """Load q and the first tiles, then score tile after tile."""
     S: gl.constexpr = sum_layout(KEYS)
     slot = turn % 2
-    _wait_slot(turn, shared)
+    wait_slot(turn, shared)
     write(shared, slot, TILES, item.tiles)
     write(shared, slot, FIRST, item.first)
     write(shared, slot, SEQUENCE, item.sequence)
@@ -109,7 +110,7 @@ def _score_item(item, at, turn, loads, step, share, output, factor, shared, vari
     lse, scale = finish(m, l, factor, 0.0, True, False)
     shared.scale.index(slot).store(scale)
     mbarrier.arrive(shared.scale_full.index(slot), count=1)
-    _store_lse(lse, item, step, share, output)
+    store_lse(lse, item, step, share, output)
 
 
 @gluon.jit
@@ -148,12 +149,6 @@ def _begin(item, at, turn, loads, shared, variant: gl.constexpr):
     if item.tiles > 2:
         _load_tile(item, 2, at, loads, shared, variant)
     return q_left, q_middle
-
-
-@gluon.jit
-def _wait_slot(turn, shared):
-    """Wait until what was told of the item before the last has been read."""
-    mbarrier.wait(shared.item_empty.index(turn % 2), (turn // 2 & 1) ^ 1)
 
 
 @gluon.jit
@@ -233,22 +228,3 @@ def _hide(s, item, index, step, share, LAST: gl.constexpr):
         end = item.length - item.run + token + 1 - tile * KEYS + shift
         s = keep_columns(s, end * 0 + shift, end, True, True)
     return s
-
-
-@gluon.jit
-def _store_lse(lse, item, step, share, output):
-    """Store lse of an item's rows, in the end or as a part; say where the parts are."""
-    row = gl.arange(0, ROWS, lse.type.layout)
-    if item.parts == 1:
-        index = item.first_row + row
-        token = index // step.heads
-        head = index - token * step.heads
-        at = output.lse + head.to(gl.int64) * output.tokens + token
-        gl.store(at, lse, mask=row < item.rows)
-    else:
-        part = item.number * step.row_tiles + share.row_tile
-        gl.store(output.part_lse + part.to(gl.int64) * ROWS + row, lse)
-    if (share.row_tile == 0) & (item.first == 0):
-        entry = output.plan + item.sequence.to(gl.int64) * 2
-        gl.store(entry, item.number)
-        gl.store(entry + 1, item.parts)

@@ -1,9 +1,9 @@
 """What a CTA of attention over latents computes: an equal share of all tiles of keys.
 
 What: the tiles of all sequences in a row, cut into shares of equal size, one for each CTA.
-Grid: none, inlined into `mla_decode_kernel`; every CTA finds its own share.
+Grid: none, inlined into `mla_decode_kernel` and `mla_bytes_kernel`; every CTA finds its own share.
 One call: a share, or the part of it that one sequence has (an item).
-Traffic: the lengths of all sequences, twice a CTA.
+Traffic: the lengths of all sequences, twice a CTA; lse of its rows, once.
 Numerics: integers.
 
 A share may begin and end within a sequence. Items are numbered sequence + share: from one item to
@@ -148,3 +148,23 @@ def item_of(step, share, tile, sequence, start, ROWS: gl.constexpr):
         parts,
         tiles,
     )
+
+
+@gluon.jit
+def store_lse(lse, item, step, share, output):
+    """Store lse of an item's rows, in the end or as a part; say where the parts are."""
+    ROWS: gl.constexpr = lse.shape[0]
+    row = gl.arange(0, ROWS, lse.type.layout)
+    if item.parts == 1:
+        index = item.first_row + row
+        token = index // step.heads
+        head = index - token * step.heads
+        at = output.lse + head.to(gl.int64) * output.tokens + token
+        gl.store(at, lse, mask=row < item.rows)
+    else:
+        part = item.number * step.row_tiles + share.row_tile
+        gl.store(output.part_lse + part.to(gl.int64) * ROWS + row, lse)
+    if (share.row_tile == 0) & (item.first == 0):
+        entry = output.plan + item.sequence.to(gl.int64) * 2
+        gl.store(entry, item.number)
+        gl.store(entry + 1, item.parts)
