@@ -6,6 +6,7 @@ Triton and numba keep what they compile on disk, and every later process finds i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -19,20 +20,24 @@ import torch
 from tilewise.errors import UnsupportedError
 from tilewise.ops.attention import attention, attention_varlen
 from tilewise.ops.cache import write_kv_cache
+from tilewise.ops.mla import mla_decode, write_latent_cache
 from tilewise.ops.paged import paged_attention
+from tilewise.ops.paged_plan import plan_paged_attention
+from tilewise.ops.shared_prefixes import shared_prefixes
 
 __all__ = ["USUAL_HEAD_DIMS", "Precompiled", "precompile"]
 
 USUAL_HEAD_DIMS = (64, 128, 256)
 _TOKENS = 256  # a whole tile of every kernel, and more than one of most
 _BLOCK_SIZE = 16
+_LATENT = (16, 512, 64, 64)  # heads, R and Dr of DeepSeek's models, tokens of a cache block
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     """One call that compiles kernels."""
 
-    kind: str  # "dense", "packed" or "paged"
+    kind: str  # "dense", "packed", "paged" or "latent"
     head_dim: int
     dtype: torch.dtype
     causal: bool
@@ -58,7 +63,10 @@ def precompile(
     workers: int | None = None,
     shows_progress: bool = False,
 ) -> Precompiled:
-    """Compile dense, packed and paged attention for these heads into the caches on disk.
+    """Compile attention for these heads into the caches on disk: dense, packed, paged and latent.
+
+    Paged calls are prompts, single tokens with and without a plan, and shared prefixes. Latent ones
+    are of DeepSeek's sizes, whatever head_dims says.
 
     Args:
         head_dims: D of q, k and v.
@@ -96,6 +104,8 @@ def _jobs(
         yield _Job("packed", head_dim, dtype, causal, True, needs_backward)
         if causal:
             yield _Job("paged", head_dim, dtype, causal, True, False)
+    for dtype in dtypes:
+        yield _Job("latent", _LATENT[1], dtype, True, True, False)
 
 
 def _run(jobs: list[_Job], device: str, workers: int, shows_progress: bool) -> list[str]:
@@ -157,19 +167,50 @@ def _packed(job: _Job, device: str) -> None:
 
 
 def _paged(job: _Job, device: str) -> None:
-    """Prompts of two sequences, then one token of each."""
-    blocks = _TOKENS // _BLOCK_SIZE
-    k_cache, v_cache = (_random(job, device, blocks, _BLOCK_SIZE, 1, job.head_dim) for _ in "kv")
-    table = torch.arange(blocks, dtype=torch.int32, device=device).view(2, -1)
-    lengths = torch.tensor([blocks * 8, blocks * 8], dtype=torch.int32, device=device)
+    """Prompts of two sequences; then one token of each, also with a plan or a common prefix."""
+    length = _TOKENS // 2
+    blocks = length // _BLOCK_SIZE
+    shape = (2 * blocks, _BLOCK_SIZE, 1, job.head_dim)
+    k_cache, v_cache = (_random(job, device, *shape) for _ in "kv")
+    table = torch.arange(2 * blocks, dtype=torch.int32).view(2, blocks)
+    common = table.clone()
+    common[1, : blocks // 2] = common[0, : blocks // 2]
+    lengths = torch.tensor([length, length], dtype=torch.int32)
     k, v = (_random(job, device, 2, 1, job.head_dim) for _ in "kv")
     write_kv_cache(k, v, k_cache, v_cache, torch.arange(2, device=device))
-    for tokens in (blocks * 8, 1):
-        starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32, device=device)
-        paged_attention(
-            _random(job, device, 2 * tokens, 2, job.head_dim), k_cache, v_cache,
-            block_table=table, seqlens_k=lengths, cu_seqlens_q=starts, max_seqlen_q=tokens,
+    for tokens in (length, 1):
+        starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
+        q = _random(job, device, 2 * tokens, 2, job.head_dim)
+        call = functools.partial(
+            paged_attention, q, k_cache, v_cache, seqlens_k=lengths.to(device),
+            cu_seqlens_q=starts.to(device), max_seqlen_q=tokens,
         )  # fmt: skip
+        call(block_table=table.to(device))
+    plan = plan_paged_attention(
+        q, k_cache, v_cache, block_table=table.to(device), seqlens_k=lengths.to(device),
+        cu_seqlens_q=starts.to(device), max_seqlen_q=1,
+    )  # fmt: skip
+    call(block_table=table.to(device), plan=plan)
+    shared = shared_prefixes(
+        common, lengths, starts, block_size=_BLOCK_SIZE, min_blocks=blocks // 2, device=device
+    )
+    call(block_table=common.to(device), shared=shared)
 
 
-_CALLS = {"dense": _dense, "packed": _packed, "paged": _paged}
+def _latent(job: _Job, device: str) -> None:
+    """One token of a sequence, over latents."""
+    heads, rank, rope, block_size = _LATENT
+    blocks = _TOKENS // block_size
+    cache = _random(job, device, blocks, block_size, rank + rope)
+    z, k_rope = (_random(job, device, 1, width) for width in (rank, rope))
+    write_latent_cache(z, k_rope, cache, torch.zeros(1, dtype=torch.int64, device=device))
+    mla_decode(
+        _random(job, device, 1, heads, rank), _random(job, device, 1, heads, rope), cache,
+        block_table=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+        seqlens_k=torch.tensor([_TOKENS - 7], dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=device),
+        max_seqlen_q=1, softmax_scale=(rank + rope) ** -0.5,
+    )  # fmt: skip
+
+
+_CALLS = {"dense": _dense, "packed": _packed, "paged": _paged, "latent": _latent}
