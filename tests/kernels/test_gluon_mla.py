@@ -153,7 +153,8 @@ def test_tells_its_tiles() -> None:
         ({}, "gluon"),
         ({"block_size": 16}, "triton"),
         ({"max_seqlen_q": 9}, "triton"),
-        (BYTES, "triton"),  # until that kernel has passed its tests on a GPU
+        (BYTES, "gluon"),
+        (BYTES | {"block_size": 16}, "gluon"),
     ],
 )
 def test_a_hopper_gpu_takes_the_kernel_made_for_it(

@@ -65,9 +65,6 @@ def why_not(spec: PagedSpec) -> str | None:
     arch = device.arch_of(torch.device("cuda"))
     if arch // 10 != 9:
         return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
-    if spec.cache_dtype in _KINDS:
-        # Its GPU tests (test_gluon_mla_bytes.py) must pass first; see docs/mla.md.
-        return "the kernel for 8-bit caches has not passed its tests on a GPU yet"
     return why_not_on_hopper(spec)
 
 
