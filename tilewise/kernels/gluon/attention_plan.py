@@ -60,7 +60,8 @@ def attention_plan_kernel(
                 begin = tl.maximum(row + shift - window_left, 0)
             if window_right >= 0:
                 end = tl.minimum(last + shift + window_right + 1, length_k)
-            blocks = tl.cdiv(end, KEYS) - begin // KEYS
+            # A tile that sees nothing has no work: with more queries than keys end is negative.
+            blocks = tl.maximum(tl.cdiv(tl.maximum(end, 0), KEYS) - begin // KEYS, 0)
             at = entries + (start + tile) * FIELDS
             tl.store(at, tl.zeros_like(row) + program, mask=exists)
             tl.store(at + 1, row, mask=exists)
@@ -103,7 +104,7 @@ def attention_order_kernel(
             other = begin + tl.arange(0, COUNT)
             theirs = tl.load(work + other, mask=other < total, other=-1)[None, :]
             earlier = (theirs == mine[:, None]) & (other[None, :] < entry[:, None])
-            before = (theirs > mine[:, None]) | (earlier & (other[None, :] < total))
+            before = ((theirs > mine[:, None]) | earlier) & (other[None, :] < total)
             rank += tl.sum(before.to(tl.int32), 1)
         field = tl.arange(0, FIELDS_PAD)
         inside = exists[:, None] & (field < FIELDS)[None, :]
