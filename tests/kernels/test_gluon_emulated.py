@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, assert_right, make_problem
+from tests.kernels.gluon_emulator import emulated
 from tests.kernels.gluon_problem import assert_forward_right, backward, forward, refusals
 from tilewise import masks
 from tilewise.kernels.gluon import attention_bwd_plan, attention_fwd_launch
@@ -180,6 +181,37 @@ def test_the_backward_kernels_take_what_the_forward_ones_take() -> None:
 @pytest.mark.parametrize("name", CASES | LONG_CASES)
 def test_every_schedule_gives_the_same(name: str, seed: int) -> None:
     judge((CASES | LONG_CASES)[name], seed, num_sms=1 + seed % 4)
+
+
+@pytest.mark.parametrize("window", [CAUSAL, (200, 0), (200, -1), (-1, -1)], ids=str)
+def test_a_plan_has_every_tile_of_a_packed_batch_once(window: tuple[int, int]) -> None:
+    lengths = ((113, 579), (1845, 82), (128, 2512), (0, 50), (700, 0), (500, 1))
+    call = Call(heads=(1, 1), dtype=BRAIN, window=window, lengths=lengths)
+    p = make_problem(call, "cpu")
+    tile = attention_fwd_launch.tile_config_fwd(p.spec)
+    bound = p.q.shape[0] // tile.rows + len(lengths)
+    o, lse = torch.empty_like(p.q), torch.empty(p.q.shape[:2]).mT
+    with emulated(0):
+        plan, size = attention_fwd_launch._plan(
+            p.cu_seqlens_q, p.cu_seqlens_k, o, lse, p.spec, tile, bound
+        )
+    tiles = plan.view(-1, 6)[: int(size)].tolist()
+    first_q, first_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
+    wanted = [
+        [b, row, first_q[b], queries, first_k[b], keys]
+        for b, (queries, keys) in enumerate(lengths)
+        for row in range(0, queries, tile.rows)
+    ]
+    assert sorted(tiles) == wanted
+
+    def work(entry: list[int]) -> int:
+        _, row, _, queries, _, keys = entry
+        shift, last = keys - queries, min(row + tile.rows, queries) - 1
+        end = keys if window[1] < 0 else max(0, min(keys, last + shift + window[1] + 1))
+        begin = 0 if window[0] < 0 else max(0, row + shift - window[0])
+        return max(0, -(-end // tile.keys) - begin // tile.keys)
+
+    assert [work(entry) for entry in tiles] == sorted(map(work, tiles), reverse=True)
 
 
 class TestTiles:

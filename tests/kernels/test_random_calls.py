@@ -107,8 +107,9 @@ def test_attention_and_its_gradients(seed: int) -> None:
     scales = accumulator_scales(p.q, p.k, p.v, p.do * kept, p.spec.softmax_scale)
     assert {name for name, x in results.items() if x is not None} == truth.keys()
     for name, want in truth.items():
+        factor = 3.0 if name in ("dbias", "dsinks") else 2.0  # as in `attention_problem`, for o
         assert_within_budget(
-            results[name], want, peer[name], name=name, scale=scales.get(name, 0.0)
+            results[name], want, peer[name], name=name, factor=factor, scale=scales.get(name, 0.0)
         )
 
 
