@@ -188,6 +188,9 @@ KNOWN: dict[str, dict[str, dict[str, str]]] = {
     "3.6": {
         "fwd-d128-dropout": {"hot spills": "two moves in 880 instructions, none from 3.7 on"},
     },
+    "3.7": {
+        "mla-block-16": {"hot spills": "five moves in 518 instructions, none with 3.6"},
+    },
 }
 _COPIES = "this version makes the loop 190 instructions longer beside q in registers, and spills"
 for _version in ("3.8", "3.9"):
@@ -258,6 +261,8 @@ def latent_cases() -> Iterator[GluonCase]:
         "128-heads": {},
         "drafts": drafts,
         "block-128-fp16": half | drafts | {"block_size": 128},
+        "block-16": {"block_size": 16},
+        "block-32-drafts": drafts | {"block_size": 32},
         "e4m3-16-heads": {"cache_dtype": torch.float8_e4m3fn, "num_q_heads": 16},
         "e4m3-128-heads": {"cache_dtype": torch.float8_e4m3fn},
         "int8-16-heads": {"cache_dtype": torch.int8, "num_q_heads": 16},

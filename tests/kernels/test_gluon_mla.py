@@ -37,6 +37,9 @@ CASES = {
     "more_sequences_than_are_added_up_at_once": Case(
         "", (1,) * 70, (1,) * 69 + (900,), 1, WIDTHS, 64, BRAIN
     ),
+    "small_blocks": Case("", (1, 1, 1), (277, 0, 64), 16, WIDTHS, 16, BRAIN),
+    "drafts_in_half_blocks": Case("", (2, 3, 0, 1), (300, 97, 5, 33), 40, WIDTHS, 32, HALF),
+    "a_run_over_three_small_blocks": Case("", (8, 5), (200, 3), 5, WIDTHS, 16, BRAIN),
 }
 SELDOM = {"more_sequences_than_are_added_up_at_once", "drafts_in_wide_blocks", "whole_tiles"}
 
@@ -85,13 +88,16 @@ def test_agrees_with_float64_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
+@pytest.mark.parametrize(
+    ("num_heads", "block"),
+    [(1, 64), (16, 64), (64, 64), (128, 64), (16, 16), (128, 16), (16, 32), (128, 32)],
+)
 @pytest.mark.parametrize(
     ("runs", "lengths"),
     [((1,), (20_001,)), ((1,) * 8, (4096, 1, 0, 777, 9000, 64, 63, 65)), ((2, 8), (900, 5000))],
 )
-def test_agrees_with_float64_at_serving_size(num_heads, runs, lengths) -> None:
-    inputs = make_inputs(Case("", runs, lengths, num_heads, WIDTHS, 64, BRAIN), "cuda")
+def test_agrees_with_float64_at_serving_size(num_heads, block, runs, lengths) -> None:
+    inputs = make_inputs(Case("", runs, lengths, num_heads, WIDTHS, block, BRAIN), "cuda")
     check(inputs, *launch(inputs))
 
 
@@ -124,8 +130,8 @@ def test_a_result_is_the_same_in_every_schedule() -> None:
         ({"dtype": torch.float32, "cache_dtype": torch.float32}, "float16 or bfloat16"),
         ({"cache_dtype": torch.float16}, "cache must have the dtype of the queries or 8 bits"),
         ({"v_head_dim": 256}, "R and Dr must be 512 and 64, got 256 and 320"),
-        ({"block_size": 16}, "block_size must be a multiple of 64, got 16"),
-        (BYTES | {"block_size": 24}, "block_size must be 16, 32, a multiple of 64, got 24"),
+        ({"block_size": 8}, "block_size must be 16, 32 or a multiple of 64, got 8"),
+        (BYTES | {"block_size": 24}, "block_size must be 16, 32 or a multiple of 64, got 24"),
         (BYTES | {"dtype": torch.float32}, "float16 or bfloat16"),
         ({"max_seqlen_q": 9}, "max_seqlen_q must be at most 8, got 9"),
         ({"batch_invariant": True}, "batch_invariant"),
@@ -151,7 +157,8 @@ def test_tells_its_tiles() -> None:
     ("change", "backend"),
     [
         ({}, "gluon"),
-        ({"block_size": 16}, "triton"),
+        ({"block_size": 16}, "gluon"),
+        ({"block_size": 8}, "triton"),
         ({"max_seqlen_q": 9}, "triton"),
         (BYTES, "gluon"),
         (BYTES | {"block_size": 16}, "gluon"),
@@ -213,8 +220,30 @@ MUTATIONS = {
         "mla_decode_tiles:place_of", "- shift_of(index, length)", "", ""
     ),
 }  # fmt: skip
+SMALL_BLOCK_MUTATIONS = {
+    "slots_behind_the_end_are_read": Mutation(
+        "mla_decode_tiles:load_part", "0 - box_shift(key, place.length, BOX)", "0", ""
+    ),
+    "all_boxes_lie_in_the_first_block": Mutation(
+        "mla_decode_tiles:load_part", "place.blocks[i]", "place.blocks[0]", ""
+    ),
+    "fewer_bytes_are_waited_for": Mutation(
+        "mla_decode_tiles:load_part", "BOXES * cache", "(BOXES - 1) * cache", ""
+    ),
+    "a_cut_box_is_taken_for_a_whole_one": Mutation(
+        "mla_decode_scores:_keys_of", "column - shift, length", "column, length", ""
+    ),
+    "rows_of_no_key_are_seen": Mutation(
+        "mla_decode_scores:_keys_of", "column - first >= shift", "column - first >= 0", ""
+    ),
+    "entries_behind_the_table_are_read": Mutation(
+        "mla_decode_tiles:place_of", "gl.minimum(index * (KEYS // BOX) + i, step.table_row - 1)",
+        "index * (KEYS // BOX) + i", "",
+    ),
+}  # fmt: skip
 QUICK = {"p_is_not_fenced", "the_left_is_freed_before_its_product", "slots_behind_the_end_are_read"}
 CALL = Case("", (2, 1, 1, 1, 1), (420, 10, 20, 30, 150), 2, WIDTHS, 64, BRAIN)
+SMALL_BLOCK_CALL = Case("", (1, 2), (21, 167), 2, WIDTHS, 16, BRAIN)
 
 
 def is_noticed(run: Callable[[int], None]) -> bool:
@@ -234,4 +263,12 @@ def is_noticed(run: Callable[[int], None]) -> bool:
 def test_every_mistake_is_seen(name: str) -> None:
     inputs = make_inputs(CALL, "cpu")
     program = MUTATIONS[name].program()
+    assert is_noticed(lambda seed: check(inputs, *run_emulated(inputs, seed, program, num_sms=1)))
+
+
+@pytest.mark.parametrize("name", SMALL_BLOCK_MUTATIONS)
+def test_every_mistake_with_small_blocks_is_seen(name: str) -> None:
+    inputs = make_inputs(SMALL_BLOCK_CALL, "cpu")
+    check(inputs, *run_emulated(inputs, num_sms=1))
+    program = SMALL_BLOCK_MUTATIONS[name].program()
     assert is_noticed(lambda seed: check(inputs, *run_emulated(inputs, seed, program, num_sms=1)))

@@ -77,10 +77,8 @@ def why_not_on_hopper(spec: PagedSpec) -> str | None:
     widths = (spec.v_head_dim, spec.head_dim - spec.v_head_dim)
     if widths != (_RANK, _ROPE_DIM):
         return f"R and Dr must be {_RANK} and {_ROPE_DIM}, got {widths[0]} and {widths[1]}"
-    small = _SMALL_BLOCKS if spec.cache_dtype in _KINDS else ()
-    if spec.block_size % KEYS.value != 0 and spec.block_size not in small:
-        others = "".join(f"{size}, " for size in small)
-        return f"block_size must be {others}a multiple of {KEYS.value}, got {spec.block_size}"
+    if spec.block_size % KEYS.value != 0 and spec.block_size not in _SMALL_BLOCKS:
+        return f"block_size must be 16, 32 or a multiple of {KEYS.value}, got {spec.block_size}"
     if spec.max_seqlen_q > _LONGEST_RUN:
         return f"max_seqlen_q must be at most {_LONGEST_RUN}, got {spec.max_seqlen_q}"
     if spec.batch_invariant:
@@ -149,7 +147,8 @@ def launch(
         block_table.contiguous(), seqlens_k.contiguous(), starts,
     )  # fmt: skip
     if latent_scale is None:
-        variant = Variant(spec.block_size, longest > 1, publish, prefetch, registers or 160)
+        box = min(spec.block_size, KEYS.value)
+        variant = Variant(spec.block_size, box, longest > 1, publish, prefetch, registers or 160)
         _start_wide(q_latent, q_rope, latent_cache, spec, work, variant)
     else:
         bytes_variant = BytesVariant(
@@ -184,7 +183,7 @@ def _start_wide(
         mla_decode_kernel, work.shares * work.row_tiles,
         *(descriptor(rows, ROWS.value, width) for width in _WIDTHS[:2]),
         descriptor(rope_rows, ROWS.value, _ROPE_DIM),
-        *(descriptor(cache, KEYS.value, width) for width in _WIDTHS),
+        *(descriptor(cache, variant.box, width) for width in _WIDTHS),
         *work.outputs, cache, work.block_table, work.seqlens_k, work.cu_seqlens_q,
         cache.stride(0), cache.stride(1), work.block_table.shape[1],
         spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,

@@ -30,7 +30,8 @@ from tilewise.kernels.gluon.mla_decode_values import add_items
 class Variant(NamedTuple):
     """Constexpr: what changes the code."""
 
-    block: int  # tokens of a cache block, a multiple of 64
+    block: int  # tokens of a cache block
+    box: int  # keys of one copy: those of a block, at most 64
     several: bool  # runs may be longer than one token, so that rows differ in what they see
     publish: int  # products of a tile's logits that may still run when the p before it is handed on
     prefetch: int  # tiles, beyond those in the ring, whose last channels L2 is asked for

@@ -41,6 +41,7 @@ from tilewise.kernels.gluon.mla_decode_tiles import (
     MIDDLE,
     ROPE,
     TAIL,
+    box_shift,
     load_part,
     place_of,
     shift_of,
@@ -87,23 +88,23 @@ def _score_item(item, at, turn, loads, step, share, output, factor, shared, vari
     part = item.number * step.row_tiles + share.row_tile
     write(shared, slot, PART, gl.where(item.parts == 1, -1, part))
     mbarrier.arrive(shared.item_full.index(slot), count=1)
-    q_left, q_middle = _begin(item, at, turn, loads, shared, variant)
+    q_left, q_middle = _begin(item, at, turn, loads, step, shared, variant)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     l = partial_sums(gl.zeros([ROWS, KEYS], gl.float32, S))
     s = _issue(q_left, q_middle, at, shared)
     s = warpgroup_mma_wait(0, deps=(s,))
     for index in range(item.tiles - 1):
         if variant.several:
-            s = _hide(s, item, index, step, share, False)
+            s = _hide(s, item, index, step, share, variant, False)
         m, l = _fold_tile(s, m, l, at + index, factor, shared)
         s = _issue(q_left, q_middle, at + index + 1, shared)
         s = warpgroup_mma_wait(variant.publish, deps=(s,))
         mbarrier.arrive(shared.p_full.index((at + index) % 3), count=1)
         if (index > 0) & (index + 2 < item.tiles):
-            _load_rope(item, index + 2, at, loads, shared, variant)
+            _load_rope(item, index + 2, at, loads, step, shared, variant)
         s = warpgroup_mma_wait(0, deps=(s,))
     last = item.tiles - 1
-    s = _hide(s, item, last, step, share, True)
+    s = _hide(s, item, last, step, share, variant, True)
     m, l = _fold_tile(s, m, l, at + last, factor, shared)
     mbarrier.arrive(shared.p_full.index((at + last) % 3), count=1)
 
@@ -114,12 +115,12 @@ def _score_item(item, at, turn, loads, step, share, output, factor, shared, vari
 
 
 @gluon.jit
-def _begin(item, at, turn, loads, shared, variant: gl.constexpr):
+def _begin(item, at, turn, loads, step, shared, variant: gl.constexpr):
     """Start to load three tiles; return q, which goes through the stage of the third first."""
     for index in gl.static_range(2):
         if index < item.tiles:
             _wait_empty(at + index, shared)
-            _load_tile(item, index, at, loads, shared, variant)
+            _load_tile(item, index, at, loads, step, shared, variant)
     stage = (at + 2) % 3
     _wait_empty(at + 2, shared)  # then all of the item before has been taken
     full = shared.q_full.index(0)
@@ -136,10 +137,9 @@ def _begin(item, at, turn, loads, shared, variant: gl.constexpr):
     for index in gl.static_range(2):
         if index < item.tiles:
             tail = (at + index) % 2
-            place = _place_of(item, index, variant)
-            load_part(
-                loads.middle, place, TAIL, shared.tail_full.index(tail), shared.tail.index(tail)
-            )
+            place = _place_of(item, index, step, variant)
+            full_tail = shared.tail_full.index(tail)
+            load_part(loads.middle, place, TAIL, full_tail, shared.tail.index(tail), variant)
     mbarrier.wait(full, turn & 1)
     OPERAND: gl.constexpr = operand_layout(KEYS)
     q_left = shared.left.index(stage).reshape([ROWS, 256]).load(OPERAND)
@@ -147,14 +147,14 @@ def _begin(item, at, turn, loads, shared, variant: gl.constexpr):
     fence_async_shared()
     partition_barrier()  # all have read what the next tile overwrites
     if item.tiles > 2:
-        _load_tile(item, 2, at, loads, shared, variant)
+        _load_tile(item, 2, at, loads, step, shared, variant)
     return q_left, q_middle
 
 
 @gluon.jit
-def _place_of(item, index, variant: gl.constexpr):
+def _place_of(item, index, step, variant: gl.constexpr):
     """Return where tile `index` of an item lies in the cache."""
-    return place_of(item.table, item.length, item.first + index, item.length > 0, variant.block)
+    return place_of(step, item.table, item.length, item.first + index, item.length > 0, variant)
 
 
 @gluon.jit
@@ -164,23 +164,26 @@ def _wait_empty(at, shared):
 
 
 @gluon.jit
-def _load_tile(item, index, at, loads, shared, variant: gl.constexpr):
+def _load_tile(item, index, at, loads, step, shared, variant: gl.constexpr):
     """Start to load tile `index` of an item, all but its tail; its stage is empty."""
-    place = _place_of(item, index, variant)
+    place = _place_of(item, index, step, variant)
     stage = (at + index) % 3
-    load_part(loads.left, place, LEFT, shared.left_full.index(stage), shared.left.index(stage))
+    full = shared.left_full.index(stage)
+    load_part(loads.left, place, LEFT, full, shared.left.index(stage), variant)
     full = shared.middle_full.index(stage)
-    load_part(loads.middle, place, MIDDLE, full, shared.middle.index(stage))
-    load_part(loads.rope, place, ROPE, shared.rope_full.index(stage), shared.rope.index(stage))
+    load_part(loads.middle, place, MIDDLE, full, shared.middle.index(stage), variant)
+    full = shared.rope_full.index(stage)
+    load_part(loads.rope, place, ROPE, full, shared.rope.index(stage), variant)
 
 
 @gluon.jit
-def _load_rope(item, index, at, loads, shared, variant: gl.constexpr):
+def _load_rope(item, index, at, loads, step, shared, variant: gl.constexpr):
     """Start to load the rope channels of a tile whose other channels the sums of o load."""
-    place = _place_of(item, index, variant)
-    _wait_empty(at + index, shared)
     stage = (at + index) % 3
-    load_part(loads.rope, place, ROPE, shared.rope_full.index(stage), shared.rope.index(stage))
+    place = _place_of(item, index, step, variant)
+    _wait_empty(at + index, shared)
+    full = shared.rope_full.index(stage)
+    load_part(loads.rope, place, ROPE, full, shared.rope.index(stage), variant)
 
 
 @gluon.jit
@@ -217,14 +220,28 @@ def _fold_tile(s, m, l, at, factor, shared):
 
 
 @gluon.jit
-def _hide(s, item, index, step, share, LAST: gl.constexpr):
+def _hide(s, item, index, step, share, variant: gl.constexpr, LAST: gl.constexpr):
     """Hide the keys of tile `index` of an item that a row does not see, and none that is none."""
     tile = item.first + index
     # The first row of a run sees fewest keys.
     if LAST or ((tile + 1) * KEYS > item.length - item.run + 1):
-        shift = shift_of(tile, item.length)
         row = share.row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
         token = gl.minimum(row // step.heads, item.run - 1)
-        end = item.length - item.run + token + 1 - tile * KEYS + shift
-        s = keep_columns(s, end * 0 + shift, end, True, True)
+        end = item.length - item.run + token + 1 - tile * KEYS
+        if variant.box == KEYS:
+            shift = shift_of(tile, item.length)
+            s = keep_columns(s, end * 0 + shift, end + shift, True, True)
+        else:
+            key = _keys_of(tile, item.length, variant.box, gl.SliceLayout(0, s.type.layout))
+            seen = gl.expand_dims(key, 0) < gl.expand_dims(end, 1)
+            s = gl.where(seen, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def _keys_of(tile, length, BOX: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return which key of a tile each of its columns holds; one that none sees where it is none."""
+    column = gl.arange(0, KEYS, LAYOUT)
+    first = column // BOX * BOX
+    shift = box_shift(tile * KEYS + first, length, BOX)
+    return gl.where(column - first >= shift, column - shift, length)

@@ -70,14 +70,15 @@ def _add_item(
         if variant.prefetch > 0:
             for index in gl.static_range(2, AHEAD):
                 if index < tiles:
-                    prefetch_last(step, table, first + index, row_tile, variant)
+                    prefetch_last(step, table, length, first + index, row_tile, variant)
         for index in range(tiles):
-            place = place_of(table, length, first + index + 3, index + 3 < tiles, variant.block)
+            place = place_of(step, table, length, first + index + 3, index + 3 < tiles, variant)
             o = _begin_left(o, at + index, loads, shared)
             if variant.prefetch > 0:  # noqa: SIM102 (constexpr)
                 if index + AHEAD < tiles:
-                    prefetch_last(step, table, first + index + AHEAD, row_tile, variant)
-            o = _end_left(o, at + index, index + 3 < tiles, place, loads, shared)
+                    ahead = first + index + AHEAD
+                    prefetch_last(step, table, length, ahead, row_tile, variant)
+            o = _end_left(o, at + index, index + 3 < tiles, place, loads, shared, variant)
         scale, part, row, rows = _end(slot, phase, shared, o)
         _store(scale_rows(o, scale), part, row, rows, output, LEFT)
     else:
@@ -85,11 +86,12 @@ def _add_item(
         o_tail = gl.zeros([ROWS, 128], gl.float32, sum_layout(128))
         for index in range(tiles):
             next_tail = index + 2 < tiles
-            tail = place_of(table, length, first + index + 2, next_tail, variant.block)
-            place = place_of(table, length, first + index + 3, index + 3 < tiles, variant.block)
+            tail = place_of(step, table, length, first + index + 2, next_tail, variant)
+            place = place_of(step, table, length, first + index + 3, index + 3 < tiles, variant)
             o, o_tail = _add_right(
-                o, o_tail, at + index, index + 3 < tiles, place, next_tail, tail, loads, shared
-            )
+                o, o_tail, at + index, index + 3 < tiles, place, next_tail, tail, loads, shared,
+                variant,
+            )  # fmt: skip
         scale, part, row, rows = _end(slot, phase, shared, o)
         _store(scale_rows(o, scale), part, row, rows, output, MIDDLE)
         _store(scale_rows(o_tail, scale), part, row, rows, output, TAIL)
@@ -108,19 +110,21 @@ def _begin_left(o, at, loads, shared):
 
 
 @gluon.jit
-def _end_left(o, at, exists, place, loads, shared):
+def _end_left(o, at, exists, place, loads, shared, variant: gl.constexpr):
     """Finish adding, then load the left half of the tile three on."""
     stage = at % 3
     o = warpgroup_mma_wait(0, deps=(o,))
     mbarrier.arrive(shared.empty.index(stage), count=1)
     if exists:
         left = shared.left.index(stage)
-        load_part(loads.left, place, LEFT, shared.left_full.index(stage), left)
+        load_part(loads.left, place, LEFT, shared.left_full.index(stage), left, variant)
     return o
 
 
 @gluon.jit
-def _add_right(o, o_tail, at, exists, place, next_tail, tail_place, loads, shared):
+def _add_right(
+    o, o_tail, at, exists, place, next_tail, tail_place, loads, shared, variant: gl.constexpr
+):  # fmt: skip
     """Add the right half, then load the middle of the tile three on and the tail two on."""
     stage = at % 3
     tail_stage = at % 2
@@ -137,9 +141,11 @@ def _add_right(o, o_tail, at, exists, place, next_tail, tail_place, loads, share
     o, o_tail = warpgroup_mma_wait(0, deps=(o, o_tail))
     mbarrier.arrive(shared.empty.index(stage), count=1)
     if next_tail:
-        load_part(loads.middle, tail_place, TAIL, shared.tail_full.index(tail_stage), tail)
+        full = shared.tail_full.index(tail_stage)
+        load_part(loads.middle, tail_place, TAIL, full, tail, variant)
     if exists:
-        load_part(loads.middle, place, MIDDLE, shared.middle_full.index(stage), middle)
+        full = shared.middle_full.index(stage)
+        load_part(loads.middle, place, MIDDLE, full, middle, variant)
     return o, o_tail
 
 
