@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,14 +19,23 @@ pytest.importorskip("triton")
 
 from tests.kernels import test_triton_mla as latents
 from tests.kernels import test_triton_paged as paged
-from tests.kernels.attention_problem import BRAIN, HALF, Call, Problem, expected, make_problem
+from tests.kernels.attention_problem import (
+    BRAIN,
+    HALF,
+    SINGLE,
+    Call,
+    Problem,
+    expected,
+    make_problem,
+)
 from tests.kernels.test_gluon_mla import check as check_latents
+from tilewise.kernels.cpu import attention as cpu
 from tilewise.kernels.gluon import attention as gluon
 from tilewise.kernels.gluon import mla_decode
 from tilewise.kernels.triton import attention as portable
 from tilewise.testing import accumulator_scales, assert_within_budget
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WIDTHS = [
     (64, 64), (128, 128), (128, 128), (96, 96), (256, 256), (192, 128), (40, 40), (80, 80),
@@ -90,12 +100,9 @@ def peers_of(problem: Problem) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return truth, peer | {name: eager[name] for name in ("o", "lse")}
 
 
-@pytest.mark.parametrize("seed", range(120))
-def test_attention_and_its_gradients(seed: int) -> None:
-    torch.manual_seed(seed)
-    problem = make_problem(draw_call(seed), "cuda")
-    problem.spec = replace(problem.spec, deterministic=seed % 3 == 0)
-    p, kernels = problem, gluon if gluon.why_not(problem.spec) is None else portable
+def judge(problem: Problem, kernels: ModuleType) -> None:
+    """Run both directions and judge what they give by the error budget."""
+    p = problem
     assert kernels.why_not(p.spec) is None, kernels.why_not(p.spec)
     o, lse = kernels.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
     gradients = kernels.launch_bwd(p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors)
@@ -106,11 +113,37 @@ def test_attention_and_its_gradients(seed: int) -> None:
     kept = p.spec.dropout_scale if p.philox is not None else 1.0
     scales = accumulator_scales(p.q, p.k, p.v, p.do * kept, p.spec.softmax_scale)
     assert {name for name, x in results.items() if x is not None} == truth.keys()
+    # In float32 nothing hides that thousands of rows are added to dv one after the other.
+    usual = 4.0 if problem.call.dtype == SINGLE else 2.0
     for name, want in truth.items():
-        factor = 3.0 if name in ("dbias", "dsinks") else 2.0  # as in `attention_problem`, for o
+        # As in `attention_problem`, for o.
+        factor = max(3.0, usual) if name in ("dbias", "dsinks") else usual
         assert_within_budget(
             results[name], want, peer[name], name=name, factor=factor, scale=scales.get(name, 0.0)
         )
+
+
+def draw_problem(seed: int, device: str, *dtypes: torch.dtype) -> Problem:
+    """Draw a call and its tensors, a third of them with reproducible gradients."""
+    call = draw_call(seed)
+    if dtypes:
+        call = replace(call, dtype=dtypes[seed % len(dtypes)])
+    torch.manual_seed(seed)
+    problem = make_problem(call, device)
+    problem.spec = replace(problem.spec, deterministic=seed % 3 == 0)
+    return problem
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(120))
+def test_attention_and_its_gradients(seed: int) -> None:
+    problem = draw_problem(seed, "cuda")
+    judge(problem, gluon if gluon.why_not(problem.spec) is None else portable)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_attention_and_its_gradients_on_a_cpu(seed: int) -> None:
+    judge(draw_problem(seed, "cpu", SINGLE, BRAIN, HALF), cpu)
 
 
 def draw_batch(seed: int) -> paged.Case:
@@ -135,6 +168,7 @@ def draw_batch(seed: int) -> paged.Case:
     )  # fmt: skip
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(80))
 def test_paged_attention(seed: int) -> None:
     torch.manual_seed(seed)
@@ -159,6 +193,7 @@ def draw_latents(seed: int) -> latents.Case:
     )  # fmt: skip
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
 def test_latent_attention(seed: int) -> None:
     torch.manual_seed(seed)
