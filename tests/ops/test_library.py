@@ -196,7 +196,9 @@ class TestPastTheDispatcher:
     def unwatched(*args) -> bool:
         types = [*["Optional[Tensor]"] * 2, "float", "int", "bool", "Optional[str]"]
         rest = (None, 1.0, 3, True, None)[len(args) - 1 :]
-        return _gradient._unwatched((*args, *rest), [_gradient._UNCHANGED[t] for t in types])
+        args = (*args, *rest)
+        would_pass = _gradient._would_pass(args, [_gradient._UNCHANGED[t] for t in types])
+        return _gradient.unwatched() and would_pass and not _gradient.records(*args)
 
     def test_where_nobody_watches(self):
         x, leaf = torch.zeros(2), torch.zeros(2, requires_grad=True)
@@ -278,7 +280,7 @@ def test_kernels_run_with_the_gpu_of_their_tensors_current(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", made_current)
-    kernel = _library._where_its_tensors_are(lambda first, second: (current[-1], second))
+    kernel = _library.where_its_tensors_are(lambda first, second: (current[-1], second))
     assert kernel(_OnAnotherGpu(), 5) == (1, 5)
     assert kernel(torch.ones(1), 5) == (0, 5)
     assert current == [0]

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import ops
+from tilewise.kernels.gluon import attention_fwd_launch
+from tilewise.kernels.gluon._record import Memory
 from tilewise.kernels.gluon.attention import launch_fwd
 from tilewise.ops._attention_args import prepare_dense
 from tilewise.ops._attention_op import make_spec
@@ -39,29 +41,16 @@ print(forward, time.perf_counter() - begin - forward)
 
 def measure() -> dict[str, Any]:
     """Return microseconds of host time a call, and seconds of first calls."""
-    tensors = [
-        torch.randn(1, 128, 1, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    ]
-    q, k, v = (tensor.detach().transpose(1, 2).contiguous() for tensor in tensors)
-
-    def cudnn() -> None:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    o = ops.attention(*tensors, causal=True)
-    do = torch.randn_like(o)
+    leaves = _tensors((128, 1), (128, 1), requires_grad=True)
+    few = _tensors((1, 64), (32768, 8))
     results: dict[str, Any] = {
-        "forward, us a call": _host_time(_inference(tensors)),
-        "forward from the kernels' launcher on, us a call": _host_time(_launcher(tensors)),
-        "forward that will be differentiated, us a call": _host_time(
-            lambda: ops.attention(*tensors, causal=True)
-        ),
-        "backward, us a call": _host_time(
-            lambda: torch.autograd.grad(o, tensors, do, retain_graph=True)
-        ),
-        "SDPA cuDNN forward, us a call": _host_time(cudnn),
-        "forward replayed from a graph, us a call": _host_time(_graph(_inference(tensors)).replay),
+        "launch of the forward kernel, us": _host_time(_launch(leaves)),
+        "forward from the kernels' launcher on, us a call": _host_time(_launcher(leaves)),
+        "forward, us a call": _host_time(_inference(leaves)),
+        **_differentiated("", lambda: ops.attention(*leaves, causal=True), leaves),
+        "split keys (1 query, 64 heads on 8, 32,768 keys), us a call": _host_time(_inference(few)),
+        **_cudnn([x.detach().transpose(1, 2).contiguous() for x in leaves]),
+        "forward replayed from a graph, us a call": _host_time(_graph(_inference(leaves)).replay),
     }
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"TRITON_CACHE_DIR": folder}
@@ -75,6 +64,18 @@ def measure() -> dict[str, Any]:
     return results
 
 
+def _tensors(
+    queries: tuple[int, int], keys: tuple[int, int], *, requires_grad: bool = False
+) -> list[torch.Tensor]:
+    """Return q, k and v of (rows, heads)."""
+    return [
+        torch.randn(
+            (1, *shape, 128), device="cuda", dtype=torch.bfloat16, requires_grad=requires_grad
+        )
+        for shape in (queries, keys, keys)
+    ]
+
+
 def _inference(tensors: list[torch.Tensor]) -> Callable[[], object]:
     def call() -> object:
         with torch.no_grad():
@@ -83,11 +84,50 @@ def _inference(tensors: list[torch.Tensor]) -> Callable[[], object]:
     return call
 
 
+def _differentiated(
+    name: str, call: Callable[[], torch.Tensor], leaves: list[torch.Tensor]
+) -> dict[str, float]:
+    """Measure a forward pass that will be differentiated, and its gradient."""
+    o = call()
+    do = torch.randn_like(o)
+    return {
+        f"{name}forward that will be differentiated, us a call": _host_time(call),
+        f"{name}backward, us a call": _host_time(
+            lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+        ),
+    }
+
+
+def _cudnn(tensors: list[torch.Tensor]) -> dict[str, float]:
+    """Measure cuDNN's calls by torch; the choice of a backend is made outside of them."""
+    q, k, v = leaves = [x.requires_grad_() for x in tensors]
+
+    def call() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with torch.no_grad():
+            forward = _host_time(call)
+        found = _differentiated("SDPA cuDNN ", call, leaves)
+    return {"SDPA cuDNN forward, us a call": forward} | found
+
+
 def _launcher(tensors: list[torch.Tensor]) -> Callable[[], object]:
     """Return a forward pass without the checks, the op and the choice of a backend."""
     q, k, v, options = prepare_dense(*(tensor.detach() for tensor in tensors), causal=True)
-    spec, given = make_spec(q, k, v, options), options.tensors()
-    return lambda: launch_fwd(q, k, v, spec, **given)
+    spec = make_spec(q, k, v, options)
+    return lambda: launch_fwd(q, k, v, spec)
+
+
+def _launch(tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """Return what starts the forward kernel and does nothing else."""
+    q, k, v, options = prepare_dense(*(tensor.detach() for tensor in tensors), causal=True)
+    spec, memory = make_spec(q, k, v, options), Memory()
+    for _ in range(4):
+        memory.run((), [q, k, v], lambda: attention_fwd_launch.launch_fwd(q, k, v, spec))
+    launch = memory.launcher((), [q, k, v])
+    assert launch is not None, "the launch was not recorded"
+    return launch
 
 
 def _graph(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

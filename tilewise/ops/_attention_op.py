@@ -16,6 +16,7 @@ they are one another's derivatives is in _attention_gradient.py.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -86,12 +87,15 @@ _OPTIONS_SCHEMA = (
 )
 
 
+_spec_of = functools.lru_cache(maxsize=4096)(AttentionSpec)  # calls come again
+
+
 def make_spec(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, needs_dbias: bool = False
 ) -> AttentionSpec:
     """Gather what dispatch and the launchers need to know beside the tensors."""
     cu_seqlens_q, bits = options.cu_seqlens_q, options.mask_bits
-    return AttentionSpec(
+    return _spec_of(
         device_type=q.device.type,
         dtype=q.dtype,
         batch=q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
@@ -117,7 +121,7 @@ def make_spec(
     )
 
 
-def _chosen(spec: AttentionSpec, backend: str | None) -> tuple[ModuleType, ModuleType | None]:
+def chosen(spec: AttentionSpec, backend: str | None) -> tuple[ModuleType, ModuleType | None]:
     """Return the kernels of a call, and what keeps NaN of hidden keys out of their results.
 
     Only kernels that multiply whole tiles need such a repair.
@@ -137,8 +141,19 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     options = AttentionOptions(*values)
     spec = make_spec(q, k, v, options)
-    kernels, repair = _chosen(spec, options.backend)
-    tensors = options.tensors()
+    return run_forward(q, k, v, spec, *chosen(spec, options.backend), **options.tensors())
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    kernels: ModuleType,
+    repair: ModuleType | None,
+    **tensors: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute a call on the kernels that are `chosen` for it."""
     o, lse = kernels.launch_fwd(q, k, v, spec, **tensors)
     if repair is not None:
         repair.repair_fwd(q, k, v, o, lse, spec, **tensors)
@@ -165,10 +180,27 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     options = AttentionOptions(*values)
     spec = make_spec(q, k, v, options, needs_dbias=needs_dbias)
+    return run_backward(
+        do, dlse, q, k, v, o, lse, spec, *chosen(spec, options.backend), **options.tensors()
+    )
+
+
+def run_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    kernels: ModuleType,
+    repair: ModuleType | None,
+    **tensors: Any,
+) -> tuple[Tensor, ...]:
+    """Compute a gradient on the kernels that are `chosen` for it."""
     if do.shape[-1] > 1 and do.stride(-1) != 1:
         do = do.contiguous()
-    kernels, repair = _chosen(spec, options.backend)
-    tensors = options.tensors()
     grads = kernels.launch_bwd(do, dlse, q, k, v, o, lse, spec, **tensors)
     if repair is not None:
         repair.repair_bwd(do, dlse, q, k, v, o, lse, *grads[:3], spec, **tensors)

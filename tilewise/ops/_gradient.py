@@ -30,6 +30,7 @@ try:
         _are_functorch_transforms_active,
         _AutoDispatchBelowAutograd,
         _get_tracing_state,
+        _is_any_autocast_enabled,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
     )
@@ -44,6 +45,7 @@ except ImportError:  # a later torch
 
 Formula = Callable[..., Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
+_nodes: dict[str, Callable[..., Any]] = {}  # what records the gradient of an op's call
 # What the dispatcher would pass on as it is, by the type of a schema; it converts the rest.
 _UNCHANGED: dict[str, tuple[type, ...]] = {
     "Tensor": _PLAIN,
@@ -79,32 +81,53 @@ def lean(name: str) -> Callable[..., Any]:
     types = [_UNCHANGED[str(argument.type)] for argument in op._schema.arguments]
 
     def call(*args: Any) -> Any:
-        return kernel(*args) if _unwatched(args, types) else op(*args)
+        if not unwatched() or not _would_pass(args, types):
+            return op(*args)
+        if records(*args):
+            return _nodes[name](*args, None) if name in _nodes else op(*args)
+        return kernel(*args)
 
     return call
 
 
-def _unwatched(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool:
-    """Whether no gradient, transform, mode, trace or profile needs to see an op.
-
-    types: what each argument may be; tensors of a subclass, and tensors and numbers that the
-        dispatcher would convert, are seen, too. It negates what .conj().imag only marks as negated,
-        and maps over what autograd.grad(is_grads_batched=True) hands to a backward formula.
-    """
-    first = args[0]
-    if torch.compiler.is_compiling() or not FORWARD_MODE or not (first.is_cuda or first.is_cpu):
-        return False
-    if torch.is_grad_enabled() and _any_requires_grad(*args):
+def unwatched() -> bool:
+    """Whether no transform, mode, trace or profile wants to see ops; a gradient may."""
+    if torch.compiler.is_compiling() or not FORWARD_MODE:
         return False
     if _len_torch_dispatch_stack() or _len_torch_function_stack() or transforms_active():
         return False
-    if _profiler_enabled() or _get_tracing_state() or forward_ad._current_level >= 0:
+    return not (_profiler_enabled() or _get_tracing_state() or forward_ad._current_level >= 0)
+
+
+def records(*args: Any) -> bool:
+    """Whether a gradient of what is computed from these will be wanted."""
+    return torch.is_grad_enabled() and _any_requires_grad(*args)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether the dispatcher would pass a tensor on to a kernel as it is.
+
+    It shows those of a subclass to their class, negates what .conj().imag only marks as negated,
+    and maps over what autograd.grad(is_grads_batched=True) hands to a backward formula.
+    """
+    return type(x) in _PLAIN and not (x.is_neg() or is_legacy_batchedtensor(x))
+
+
+def autocasts() -> bool:
+    """Whether torch.autocast is on, on any device."""
+    return _is_any_autocast_enabled()
+
+
+def _would_pass(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool:
+    """Whether the dispatcher would pass on all arguments as they are; `types` is what they may be.
+
+    It converts some numbers, too.
+    """
+    if not (args[0].is_cuda or args[0].is_cpu):
         return False
     for x, kinds in zip(args, types, strict=True):
         kind = type(x)
-        if kind not in kinds:
-            return False
-        if kind in _PLAIN and (x.is_neg() or is_legacy_batchedtensor(x)):
+        if kind not in kinds or (kind in _PLAIN and not is_plain(x)):
             return False
     return True
 
@@ -139,9 +162,11 @@ def register_gradient(
 def _autograd_kernel(
     name: str, backward: Formula, setup_context: Formula, jvp: Formula | None
 ) -> Formula:
-    op = getattr(torch.ops.tilewise, name).default
+    op, run = getattr(torch.ops.tilewise, name).default, kernel_of(name)
 
     def below(keyset: Any, *args: Any) -> Any:
+        if keyset is None:  # nobody watches, see `lean`
+            return run(*args)
         with _AutoDispatchBelowAutograd():
             return op.redispatch(keyset & _after_autograd_keyset, *args)
 
@@ -175,6 +200,8 @@ def _autograd_kernel(
     )
     # Function.apply belongs above the dispatcher, where functorch's levels are not peeled off yet.
     apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+
+    _nodes[name] = apply
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if transforms_active():

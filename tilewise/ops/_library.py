@@ -26,7 +26,7 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     """
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.split("(", 1)[0]
-    _kernels[name] = _where_its_tensors_are(kernel)
+    _kernels[name] = where_its_tensors_are(kernel)
     LIBRARY.impl(name, _kernels[name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.tilewise, name).default
@@ -37,8 +37,8 @@ def kernel_of(name: str) -> Callable[..., Any]:
     return _kernels[name]
 
 
-def _where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Kernels are launched on the current GPU, which need not be the one of the tensors."""
+def where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `kernel` with the GPU of its first argument current, where kernels are launched."""
 
     @functools.wraps(kernel)
     def launch(first: Tensor, *rest: Any) -> Any:

@@ -10,6 +10,7 @@ import tilewise.ops._attention_gradient
 import tilewise.ops._attention_vmap  # noqa: F401, to register its rules
 from tilewise.masks import BlockMask
 from tilewise.ops._attention_args import Window, prepare_dense, prepare_packed
+from tilewise.ops._attention_plain import plain_attention
 from tilewise.ops._gradient import lean
 from tilewise.ops.dropout import Seed
 
@@ -126,6 +127,14 @@ def attention(
         >>> q = k = v = torch.randn(1, 128, 8, 64, requires_grad=True)
         >>> attention(q, k, v, causal=True).sum().backward()
     """
+    has_vectors = not (alibi_slopes is None and sinks is None and seqlens_k is None)
+    if bias is None and mask is None and not has_vectors and dropout_p == 0.0:
+        results = plain_attention(
+            q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, softcap=softcap,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+        if results is not None:
+            return results if return_lse else results[0]
     q, k, v, options = prepare_dense(
         q,
         k,

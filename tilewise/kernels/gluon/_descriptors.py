@@ -161,44 +161,64 @@ class _Parameters:
 
     def __init__(self, found: TensorDescriptor) -> None:
         rank = len(found.shape)
-        self._memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
-        start = ctypes.addressof(self._memory)
-        start += -start % _MAP_ALIGNMENT
-        _encode(start, found)
+        self._map = Maps(1)
+        Encoder(found).write(self._map.places[0], found.base.data_ptr())
         self._shape = (ctypes.c_int32 * rank)(*found.shape)
         self._strides = (ctypes.c_int64 * rank)(*found.strides)
         shape, strides = ctypes.addressof(self._shape), ctypes.addressof(self._strides)
         self.addresses = [
-            start,
+            self._map.places[0],
             *(shape + 4 * axis for axis in range(rank)),
             *(strides + 8 * axis for axis in range(rank)),
         ]
 
 
-def _encode(target: int, found: TensorDescriptor) -> None:
-    """Write the 128 bytes that the copy engine reads."""
-    rank, dtype = len(found.shape), found.base.dtype
-    swizzle = found.layout.swizzle_byte_width
-    box = list(found.block_shape)
-    if swizzle > 0:  # a wider tile is several copies of one swizzled width
-        box[-1] = min(box[-1], swizzle // dtype.itemsize)
-    steps = [step * dtype.itemsize for step in found.strides[:-1]]
-    status = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(target),
-        _MAP_TYPES[dtype],
-        rank,
-        ctypes.c_void_p(found.base.data_ptr()),
-        (ctypes.c_uint64 * rank)(*reversed(found.shape)),
-        (ctypes.c_uint64 * max(1, rank - 1))(*reversed(steps)),
-        (ctypes.c_uint32 * rank)(*reversed(box)),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        0,  # not interleaved
-        _MAP_SWIZZLES[swizzle],
-        _MAP_L2_128_BYTES,
-        0,  # what lies outside is zero
-    )
-    if status != 0:
-        raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status} for {found}")
+class Maps:
+    """Memory for what the copy engine reads, 128 bytes of each of some descriptors.
+
+    Attributes:
+        places: their addresses; they live as long as this object.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._memory = ctypes.create_string_buffer(_MAP_BYTES * count + _MAP_ALIGNMENT)
+        start = ctypes.addressof(self._memory)
+        start += -start % _MAP_ALIGNMENT
+        self.places = [start + _MAP_BYTES * index for index in range(count)]
+
+
+class Encoder:
+    """Writes the 128 bytes of a descriptor, for its own tensor or one like it elsewhere."""
+
+    def __init__(self, found: TensorDescriptor) -> None:
+        rank, dtype = len(found.shape), found.base.dtype
+        swizzle = found.layout.swizzle_byte_width
+        box = list(found.block_shape)
+        if swizzle > 0:  # a wider tile is several copies of one swizzled width
+            box[-1] = min(box[-1], swizzle // dtype.itemsize)
+        steps = [step * dtype.itemsize for step in found.strides[:-1]]
+        self._found = found
+        self._before = (_MAP_TYPES[dtype], rank)
+        self._after = (
+            (ctypes.c_uint64 * rank)(*reversed(found.shape)),
+            (ctypes.c_uint64 * max(1, rank - 1))(*reversed(steps)),
+            (ctypes.c_uint32 * rank)(*reversed(box)),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0,  # not interleaved
+            _MAP_SWIZZLES[swizzle],
+            _MAP_L2_128_BYTES,
+            0,  # what lies outside is zero
+        )
+
+    def write(self, place: int, address: int) -> None:
+        """Encode the descriptor of the tensor at `address`."""
+        status = driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(place), *self._before, ctypes.c_void_p(address), *self._after
+        )
+        if status != 0:
+            raise RuntimeError(
+                f"cuTensorMapEncodeTiled failed with CUDA error {status} for {self._found}"
+            )
 
 
 @functools.cache

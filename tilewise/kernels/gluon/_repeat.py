@@ -8,76 +8,91 @@ more than the driver's own time.
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.gluon._descriptors import parameters_of
-from tilewise.kernels.gluon._launch import Prepared
+from tilewise.kernels.gluon._descriptors import Encoder, Maps, parameters_of
+from tilewise.kernels.gluon._launch import Grid, Prepared
 
-__all__ = ["Repeat", "map_address", "observed"]
+__all__ = ["Repeat"]
 
-
-def observed() -> bool:
-    """Whether a profiler wants to see launches, which only Triton's launcher shows it."""
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+_MAX_MET = 256
+Slots = Callable[[Sequence[int]], tuple[int, ...]]
 
 
 class Repeat:
     """A launch of `prepared` with these arguments, of which tensors and descriptors may move.
 
-    Attributes:
-        device: the index of the device that it runs on.
+    Args:
+        leaves: the arguments one by one, of tensors the addresses; `tensors` says where these are.
+        slot_of: tells of an address which one it is among those that `start` is given.
     """
 
-    def __init__(self, prepared: Prepared, grid: int, arguments: Sequence[Any]) -> None:
-        leaves: list[Any] = []
-        for argument in arguments:
-            leaves += argument if isinstance(argument, tuple) else (argument,)
-        self.device = prepared.device
-        self._prepared, self._grid = prepared, grid
+    def __init__(
+        self,
+        prepared: Prepared,
+        grid: Grid,
+        leaves: list[Any],
+        tensors: list[int],
+        slot_of: Callable[[int], int],
+    ) -> None:
+        self._prepared = prepared
         self._lock = threading.Lock()
+        self._config = prepared.new_config()
+        self._config.cut(grid)
+        self._numbers = prepared.new_memory(leaves)
+        moving = [index for index, place in enumerate(prepared.numbers) if place in tensors]
+        self._addresses = (ctypes.c_uint64 * len(moving))()
+        self._pack = struct.Struct(f"={len(moving)}Q").pack_into
+        self._tensors = _picker([slot_of(leaves[prepared.numbers[index]]) for index in moving])
+        found = [leaf for leaf in leaves if isinstance(leaf, TensorDescriptor)]
+        self._encoders = [Encoder(each) for each in found]
+        self._maps = _picker([slot_of(each.base.data_ptr()) for each in found])
+        self._kept = found  # their sizes and strides are what the kernel reads
+        self._met: dict[tuple[int, ...], tuple[Any, Maps]] = {}
         self._pointers = prepared.new_pointers()
-        self._maps = [place.start for place in prepared.places]
-        descriptors = [leaf for leaf in leaves if isinstance(leaf, TensorDescriptor)]
-        for place, found in zip(prepared.places, descriptors, strict=True):
-            self._pointers[place] = parameters_of(found)
-        self._descriptors = descriptors  # their sizes and strides are what the kernel reads
-        numbers = [x for x in leaves if isinstance(x, int | float | Tensor)]
-        values = [x.data_ptr() if isinstance(x, Tensor) else x for x in numbers]
-        self._numbers = prepared.new_numbers(values)
-        tensors = [place for place, x in enumerate(numbers) if isinstance(x, Tensor)]
-        self._addresses = (ctypes.c_uint64 * len(tensors))()
-        self._pack = struct.Struct(f"={len(tensors)}Q").pack_into
+        for place, each in zip(prepared.places, found, strict=True):
+            self._pointers[place] = parameters_of(each)
         start = ctypes.addressof(self._numbers)
-        for number, (position, offset) in enumerate(prepared.positions):
+        for index, (position, offset) in enumerate(prepared.positions):
             self._pointers[position] = start + offset
-            if number in tensors:
-                at = ctypes.addressof(self._addresses) + 8 * tensors.index(number)
+            if index in moving:
+                at = ctypes.addressof(self._addresses) + 8 * moving.index(index)
                 self._pointers[position] = at
 
-    def start(self, addresses: Sequence[int], maps: Sequence[int]) -> None:
-        """Launch on the current stream.
-
-        Args:
-            addresses: of the tensors, in the order of the arguments, aligned as they were.
-            maps: addresses of the descriptors' 128 bytes, likewise.
-        """
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
+    def start(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch on `stream`; addresses: of all tensors that `slot_of` knew, aligned alike."""
+        places = self._maps(addresses)
         with self._lock:
-            self._pack(self._addresses, 0, *addresses)
-            for place, address in zip(self._maps, maps, strict=True):
-                self._pointers[place] = address
-            self._prepared.submit(self._grid, stream, self._pointers)
+            met = self._met.get(places)
+            if met is None:
+                met = self._meet(places)
+            self._pack(self._addresses, 0, *self._tensors(addresses))
+            self._config.submit(stream, met[0])
+
+    def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
+        """Return the pointers to the parameters where descriptors are those of `places`."""
+        if len(self._met) >= _MAX_MET:
+            self._met.clear()
+        maps = Maps(len(self._encoders))
+        pointers = type(self._pointers).from_buffer_copy(self._pointers)
+        for index, encoder in enumerate(self._encoders):
+            encoder.write(maps.places[index], places[index])
+            pointers[self._prepared.places[index].start] = maps.places[index]
+        met = self._met[places] = pointers, maps
+        return met
 
 
-def map_address(found: TensorDescriptor) -> int:
-    """Return where the 128 bytes of a descriptor lie, for as long as it lives."""
-    return parameters_of(found)[0]
+def _picker(slots: list[int]) -> Slots:
+    """Return what picks the addresses of these slots."""
+    if not slots:
+        return lambda addresses: ()
+    if len(slots) == 1:
+        return lambda addresses: (addresses[slots[0]],)
+    picker: Slots = operator.itemgetter(*slots)
+    return picker

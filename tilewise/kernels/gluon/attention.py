@@ -1,7 +1,8 @@
 """Attention on Hopper: which calls its own kernels take, and where they are launched.
 
 The contract is that of `kernels.triton.attention`. What these kernels cannot do is refused here for
-both directions at once, since a call's gradient belongs to the backend that computed the call.
+both directions at once, since a call's gradient belongs to the backend that computed the call. A
+call like one before is repeated as it was recorded (see `_record`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon import attention_few, attention_fwd_launch
-from tilewise.kernels.gluon.attention_bwd_launch import launch_bwd, variant_of, why_not_bwd
+from tilewise.kernels.gluon import attention_bwd_launch, attention_few, attention_fwd_launch
+from tilewise.kernels.gluon._record import Key, Memory
+from tilewise.kernels.gluon.attention_bwd_launch import variant_of, why_not_bwd
 from tilewise.kernels.gluon.attention_bwd_plan import is_apart
 from tilewise.kernels.gluon.attention_fwd_launch import tile_config_fwd, why_not_fwd
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles import TileConfig
 
 _SMS = 132  # of an H200, where no GPU is at hand
+_forward, _backward = Memory(), Memory()
 
 __all__ = ["launch_bwd", "launch_fwd", "tile_configs", "why_not"]
 
@@ -37,6 +40,22 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 def launch_fwd(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **tensors: Any
+) -> tuple[Tensor, Tensor]:
+    """Run the forward pass, where queries are few on the paged kernels.
+
+    See `attention_fwd_launch.launch_fwd` for the other tensors.
+    """
+    inputs = [q, k, v]
+    key = (spec, q.device, k.dtype, v.dtype, q.stride(), k.stride(), v.stride())
+    if spec.is_varlen:
+        key += (q.shape[0], k.shape[0])
+    key += _beside(inputs, tensors)
+    o, lse = _forward.run(key, inputs, lambda: _compute_fwd(q, k, v, spec, **tensors))
+    return o, lse
+
+
+def _compute_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -46,10 +65,6 @@ def launch_fwd(
     sinks: Tensor | None = None,
     **tensors: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward pass, where queries are few on the paged kernels.
-
-    See `attention_fwd_launch.launch_fwd` for the other tensors.
-    """
     if attention_few.is_faster(spec, device.sm_count_of(q.device)):
         blocks = attention_few.blocks_of(k, v)
         if blocks is not None:
@@ -57,6 +72,50 @@ def launch_fwd(
     return attention_fwd_launch.launch_fwd(
         q, k, v, spec, seqlens_k=seqlens_k, sinks=sinks, **tensors
     )
+
+
+def launch_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    **tensors: Any,
+) -> tuple[Tensor | None, ...]:
+    """Run the backward pass; see `attention_bwd_launch.launch_bwd`."""
+
+    def compute() -> tuple[Tensor | None, ...]:
+        return attention_bwd_launch.launch_bwd(do, dlse, q, k, v, o, lse, spec, **tensors)
+
+    if spec.needs_dbias:  # by Triton's launcher, which no recording sees
+        return compute()
+    inputs = [do, q, k, v, o, lse]
+    key = (
+        spec, q.device, do.dtype, k.dtype, v.dtype, o.dtype, do.stride(), q.stride(), k.stride(),
+        v.stride(), o.stride(), lse.stride(),
+    )  # fmt: skip
+    if spec.is_varlen:
+        key += (q.shape[0], k.shape[0])
+    if dlse is not None:
+        inputs.append(dlse)
+        key += ("dlse", dlse.dtype, dlse.stride())
+    key += _beside(inputs, tensors)
+    return _backward.run(key, inputs, compute)
+
+
+def _beside(inputs: list[Tensor], tensors: dict[str, Any]) -> Key:
+    """Append what a call has beside q, k and v, and return all of it but where it lies."""
+    key: Key = ()
+    for name, given in tensors.items():
+        if given is None:
+            continue
+        for x in given if isinstance(given, tuple) else (given,):
+            inputs.append(x)
+            key += (name, x.dtype, x.shape, x.stride())
+    return key
 
 
 def tile_configs(spec: AttentionSpec, arch: int = 90) -> dict[str, TileConfig]:

@@ -12,9 +12,13 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon._launch import launch
+from tilewise.kernels.gluon._record import keep
 from tilewise.kernels.paged_rows_tiles import extend_config, plan_rows
 from tilewise.kernels.spec import AttentionSpec, PagedSpec
 from tilewise.kernels.tiles import TileConfig, paged_work
@@ -34,6 +38,7 @@ _MAX_REMEMBERED = 64
 # for their merge, and on the host longer than most calls do on the GPU.
 _TILE_KEY, _TILE_CHANNEL, _TILE_BOTH, _TILE_START = 5.7e-9, 1.33e-11, 1.25, 5e-6
 _PACKED_KEY, _PACKED_CHANNEL, _PACKED_START = 0.77e-12, 1.64e-15, 15e-6
+_LSE_TILE = 1024
 _BYTES, _PACKED_TRAFFIC = 4.2e12, 1.15  # a second; what splits read more slowly
 _HOST = 200e-6
 
@@ -110,6 +115,7 @@ def launch_few(
     batch, rows, heads = spec.batch, spec.max_seqlen_q, spec.num_q_heads
     paged = _paged_spec(spec, blocks)
     table, lengths, starts = _metadata(batch, rows, spec.max_seqlen_k, blocks, q.device)
+    keep(table, lengths, starts)
     if seqlens_k is not None:
         lengths = seqlens_k.contiguous()
     packed_q = q.reshape(batch * rows, heads, spec.head_dim)
@@ -122,7 +128,9 @@ def launch_few(
     tensors = {"block_table": table, "seqlens_k": lengths, "cu_seqlens_q": starts, "sinks": sinks}
     with device_of(q):
         if paged.causal:
-            o, lse = paged_attention.launch(packed_q, k_cache, v_cache, paged, **tensors)
+            o, lse = paged_attention.launch(
+                packed_q, k_cache, v_cache, paged, **tensors, start=launch
+            )
         else:
             shape = (*packed_q.shape[:-1], spec.v_head_dim)
             o = torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -130,9 +138,34 @@ def launch_few(
             arch, num_sms = device.arch_of(q.device), device.sm_count_of(q.device)
             plan = plan_rows(paged, extend_config(paged, arch), num_sms)
             scales = Scales.of(k_cache, None, None, lse)
-            launch_rows(packed_q, k_cache, v_cache, paged, o, lse, plan, scales=scales, **tensors)
-    o = o.view(batch, rows, heads, spec.v_head_dim)
-    return o, lse.view(heads, batch, rows).transpose(0, 1).contiguous()
+            launch_rows(
+                packed_q, k_cache, v_cache, paged, o, lse, plan, scales=scales, **tensors,
+                start=launch,
+            )  # fmt: skip
+        return o.view(batch, rows, heads, spec.v_head_dim), _by_sequence(lse, batch)
+
+
+def _by_sequence(lse: Tensor, batch: int) -> Tensor:
+    """Return lse (B, Hq, Sq) of lse (Hq, B * Sq)."""
+    heads, rows = lse.shape[0], lse.shape[1] // batch
+    if batch == 1:
+        return lse.view(1, heads, rows)
+    sorted_lse = torch.empty((batch, heads, rows), dtype=lse.dtype, device=lse.device)
+    launch(
+        _by_sequence_kernel, -(-lse.numel() // _LSE_TILE), lse, sorted_lse, batch, heads, rows,
+        TILE=_LSE_TILE,
+    )  # fmt: skip
+    return sorted_lse
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "rows"])
+def _by_sequence_kernel(x_ptr, y_ptr, batch, heads, rows, TILE: tl.constexpr):
+    """Copy x (heads, batch, rows) to y (batch, heads, rows)."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row, head, b = at % rows, at // rows % heads, at // rows // heads
+    inside = b < batch
+    x = tl.load(x_ptr + (head * batch + b) * rows + row, mask=inside)
+    tl.store(y_ptr + at, x, mask=inside)
 
 
 def _paged_spec(spec: AttentionSpec, blocks: Blocks) -> PagedSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import torch
@@ -13,11 +12,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.kernels import device
 from tilewise.kernels.gluon._descriptors import addressable, descriptor
 from tilewise.kernels.gluon._launch import launch
-from tilewise.kernels.gluon._repeat import Repeat
+from tilewise.kernels.gluon._record import ask
 from tilewise.kernels.gluon._tiles import PLAN_FIELDS
 from tilewise.kernels.gluon.attention_fwd import Tensors, Tile, attention_fwd_kernel
 from tilewise.kernels.gluon.attention_fwd_choice import choice, in_pairs
-from tilewise.kernels.gluon.attention_fwd_repeat import Remembered, key_of, recall, remember
 from tilewise.kernels.gluon.attention_fwd_tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.attention_plan import (
     CLEAR_ROWS,
@@ -77,14 +75,6 @@ def launch_fwd(
     Returns:
         o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
     """
-    key = None
-    vectors = (seqlens_k, alibi_slopes, sinks, philox)
-    if tile is None and bias is None and mask is None and not spec.is_varlen:
-        key = key_of(q, k, v, spec, vectors)
-        remembered = recall(key)
-        results = None if remembered is None else remembered.run(q, k, v, vectors)
-        if results is not None:
-            return results
     rows = q.shape[0] if spec.is_varlen else q.shape[1]
     heads = spec.num_q_heads
     o = torch.empty((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype, device=q.device)
@@ -98,8 +88,7 @@ def launch_fwd(
     tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
     variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
     # Named, because a descriptor does not keep the memory of a copy alive.
-    given = (q, k, v)
-    q, k, v = (addressable(_some(x)) for x in given)
+    q, k, v = (addressable(_some(x)) for x in (q, k, v))
     with device_of(q):
         tensors, upper_bound = _tensors_of(
             o, lse, spec, tile,
@@ -108,36 +97,19 @@ def launch_fwd(
         )  # fmt: skip
         num_heads = heads if spec.is_varlen else spec.batch * heads
         num_tiles = upper_bound * num_heads
-        descriptors = functools.partial(_descriptors_of, tile=tile)
         grid = min(num_tiles, device.sm_count_of(q.device))
-        arguments = (
-            *itertools.chain(*descriptors(q, k, v, o)),
-            o, lse, _counter(q.device), tensors, num_tiles, upper_bound, num_heads, *numbers,
+        counter = _counter(q.device)
+        ask(counter, functools.partial(_counter, q.device))
+        launch(
+            attention_fwd_kernel, grid, *_split_descriptors(q, GROUP_ROWS, tile),
+            *_split_descriptors(k, tile.keys, tile), descriptor(v, tile.keys, tile.dv),
+            descriptor(o, GROUP_ROWS, tile.o_columns), o, lse, counter, tensors,
+            num_tiles, upper_bound, num_heads, *numbers,
             0 if spec.is_varlen else heads * rows, rows,
             _alibi_stride(alibi_slopes), *_mask_strides(mask), *strides,
+            tile=tile, variant=variant,
         )  # fmt: skip
-        prepared = launch(attention_fwd_kernel, grid, *arguments, tile=tile, variant=variant)
-        in_place = all(new is old for new, old in zip((q, k, v), given, strict=True))
-        if key is not None and prepared is not None and in_place and _all_aligned(tensors):
-            repeat = Repeat(prepared, grid, arguments)
-            remember(key, Remembered(repeat, o, lse, _counter, descriptors))
     return o, lse
-
-
-def _all_aligned(tensors: Tensors) -> bool:
-    """Whether all start at multiples of 16 bytes, as remembered launches want them."""
-    return all(x.data_ptr() % 16 == 0 for x in tensors if isinstance(x, Tensor))
-
-
-def _descriptors_of(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, tile: Tile
-) -> tuple[tuple[TensorDescriptor, ...], ...]:
-    """Return the descriptors that the kernel takes, in order."""
-    return (
-        _split_descriptors(q, GROUP_ROWS, tile),
-        _split_descriptors(k, tile.keys, tile),
-        (descriptor(v, tile.keys, tile.dv), descriptor(o, GROUP_ROWS, tile.o_columns)),
-    )
 
 
 def _split_descriptors(

@@ -10,7 +10,6 @@ rows of a tile see the same keys need none of this.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -20,6 +19,7 @@ from tilewise.kernels import device
 from tilewise.kernels.attention_tiles import Part, candidates
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.triton._geometry import bias_strides, variant_of
+from tilewise.kernels.triton._start import Start, by_triton
 from tilewise.kernels.triton._tile import Extras
 from tilewise.kernels.triton.attention_repair_bwd import attention_repair_bwd_kernel
 from tilewise.kernels.triton.attention_repair_fwd import Given, attention_repair_fwd_kernel
@@ -31,10 +31,6 @@ _VECTOR_BYTES = 16  # the widest load of one thread
 _TILE = 32  # rows, keys and channels of a product
 _REGISTERS = 128  # so that many programs look at once; what repairs may spill
 _SCANNED = 4096  # elements that a program looks at
-
-
-def _start(kernel: Any, grid: int, *arguments: object, **constants: object) -> None:
-    kernel[(grid,)](*arguments, **constants)
 
 
 def needs_repair(spec: AttentionSpec) -> bool:
@@ -60,7 +56,7 @@ def repair_fwd(
     sinks: Tensor | None = None,
     philox: Tensor | None = None,
     mask: MaskTensors | None = None,
-    start: Callable[..., object] = _start,
+    start: Start = by_triton,
 ) -> None:
     """Repair o, in place, of a forward pass with these arguments; see the module's docstring.
 
@@ -103,7 +99,7 @@ def repair_bwd(
     sinks: Tensor | None = None,
     philox: Tensor | None = None,
     mask: MaskTensors | None = None,
-    start: Callable[..., object] = _start,
+    start: Start = by_triton,
 ) -> None:
     """Repair dq, dk and dv, in place, of a backward pass with these arguments."""
     del sinks

@@ -20,6 +20,7 @@ from tilewise.kernels.spec import PagedSpec, SharedKeys
 from tilewise.kernels.tiles import PagedWork, SplitPlan
 from tilewise.kernels.triton import paged_decode
 from tilewise.kernels.triton._quantise import Scales, as_bytes
+from tilewise.kernels.triton._start import Start, by_triton
 from tilewise.kernels.triton.paged_plan import launch_plan
 from tilewise.kernels.triton.paged_rows import launch_rows
 
@@ -61,12 +62,17 @@ def launch(
     tree_mask: Tensor | None = None,
     shared: SharedKeys | None = None,
     plan: Tensor | None = None,
+    start: Start = by_triton,
 ) -> tuple[Tensor, Tensor]:
     """Return o (T, Hq, Dv) in the dtype of q and lse (Hq, T) float32.
 
     Rows past cu_seqlens_q[B] get o = 0 and lse = -inf. No synchronisation: what depends on the
     lengths is decided on the device, so that a captured CUDA graph can be replayed with others.
-    plan: records of `fill_plan` for the short runs of these lengths; else programs find their keys.
+
+    Args:
+        plan: records of `fill_plan` for the short runs of these lengths; else programs find their
+            keys.
+        start: launches (kernel, grid, *arguments, **constants).
     """
     shape = (spec.num_tokens, spec.num_q_heads, spec.v_head_dim)
     o = torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -83,6 +89,7 @@ def launch(
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "scales": scales,
+        "start": start,
     }
     if tree_mask is None and shared is None:
         work = tiles.paged_work(spec, arch, sm_count)
@@ -111,7 +118,7 @@ def launch(
         launch_rows(
             q, k_cache, v_cache, group_spec, o, lse, rows_plan, block_table=level.block_table,
             seqlens_k=level.seqlens_k, cu_seqlens_q=level.cu_seqlens_q, scales=scales,
-            rows=level.rows, adds=True,
+            rows=level.rows, adds=True, start=start,
         )  # fmt: skip
     return o, lse
 

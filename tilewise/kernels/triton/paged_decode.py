@@ -33,6 +33,7 @@ from tilewise.kernels.triton._paged import (
     normalise,
 )
 from tilewise.kernels.triton._quantise import FLOAT, Scales
+from tilewise.kernels.triton._start import Start, by_triton
 from tilewise.kernels.triton._tile import LN2, LOG2E
 from tilewise.kernels.triton.paged_plan import FIELDS, TILE_B, plan_record
 
@@ -195,6 +196,7 @@ def launch_decode(
     max_run: int,
     clears: bool,
     records: Tensor | None = None,
+    start: Start = by_triton,
 ) -> None:
     """Write rows of o and lse of every sequence that has 1 ... max_run new tokens.
 
@@ -203,6 +205,7 @@ def launch_decode(
         plan: from `tiles.plan_splits` for this spec, config and max_run.
         clears: also write the rows past the last sequence (o = 0, lse = -inf).
         records: of `paged_plan.launch_plan`, for this plan; None makes them in every program.
+        start: launches (kernel, grid, *arguments, **constants).
     """
     group = spec.group_size
     rows = max_run * group
@@ -213,7 +216,9 @@ def launch_decode(
         part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
         bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=q.device)
-    _split_kernel[(num_heads, triton.cdiv(rows, config.tile_m))](
+    start(
+        _split_kernel,
+        (num_heads, triton.cdiv(rows, config.tile_m)),
         q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
         records if records is not None else seqlens_k,
         block_table, seqlens_k, cu_seqlens_q,
@@ -236,7 +241,7 @@ def launch_decode(
     )  # fmt: skip
     if plan.alone:
         return
-    launch_merge(part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run)
+    launch_merge(part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run, start=start)
 
 
 def launch_merge(
@@ -248,12 +253,16 @@ def launch_merge(
     o: Tensor,
     lse: Tensor,
     max_run: int,
+    *,
+    start: Start = by_triton,
 ) -> None:
     """Merge the splits of every sequence that has more than one into its rows of o and lse."""
     rows = spec.num_seqs * max_run * spec.num_q_heads
     # The tile is the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
-    _merge_kernel[(spec.num_seqs * max_run, spec.num_q_heads)](
+    start(
+        _merge_kernel,
+        (spec.num_seqs * max_run, spec.num_q_heads),
         part_o, part_lse, bounds, cu_seqlens_q, o, lse,
         o.stride(0), o.stride(1), lse.stride(0), max_run,
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,

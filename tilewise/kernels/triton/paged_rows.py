@@ -32,6 +32,7 @@ from tilewise.kernels.triton._paged import (
 )
 from tilewise.kernels.triton._paged_items import find_item, find_tile
 from tilewise.kernels.triton._quantise import FLOAT, Scales
+from tilewise.kernels.triton._start import Start, by_triton
 from tilewise.kernels.triton._tile import LOG2E
 from tilewise.kernels.triton.paged_rows_merge import launch_merge
 
@@ -203,6 +204,7 @@ def launch_rows(
     rows: Tensor | None = None,
     adds: bool = False,
     split_run: int = 0,
+    start: Start = by_triton,
 ) -> None:
     """Write the rows of sequences with more than split_run new tokens, and the padding rows.
 
@@ -212,6 +214,7 @@ def launch_rows(
         skipped: int32 (B,), first keys of each sequence that are left out.
         rows: int32, where cu_seqlens_q counts entries of it, which are rows of q.
         adds: merge with what o and lse hold for keys that are not of this call.
+        start: launches (kernel, grid, *arguments, **constants).
     """
     config, group = plan.config, spec.group_size
     part_o, part_lse, bounds = o, lse, seqlens_k  # never touched without parts
@@ -220,7 +223,9 @@ def launch_rows(
         part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
         bounds = torch.empty((1 + 4 * plan.num_merged,), dtype=torch.int32, device=q.device)
-    _rows_kernel[(plan.num_items * spec.num_kv_heads,)](
+    start(
+        _rows_kernel,
+        plan.num_items * spec.num_kv_heads,
         q, k_cache, v_cache, o, lse, part_o, part_lse, bounds, block_table, seqlens_k, cu_seqlens_q,
         alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
         rows if rows is not None else seqlens_k, skipped if skipped is not None else seqlens_k,
@@ -243,4 +248,6 @@ def launch_rows(
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if plan.splits:
-        launch_merge(o, lse, part_o, part_lse, bounds, cu_seqlens_q, rows, spec, plan, adds=adds)
+        launch_merge(
+            o, lse, part_o, part_lse, bounds, cu_seqlens_q, rows, spec, plan, adds=adds, start=start
+        )

@@ -19,6 +19,7 @@ from tilewise.kernels.paged_rows_tiles import RowsPlan
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import padded_head_dim
 from tilewise.kernels.triton._paged import LOWEST, MERGE_TILE, add_parts
+from tilewise.kernels.triton._start import Start
 from tilewise.kernels.triton._tile import LN2
 
 
@@ -92,9 +93,12 @@ def launch_merge(
     plan: RowsPlan,
     *,
     adds: bool,
+    start: Start,
 ) -> None:
     """Write o and lse of the rows that have parts, whose places the rows kernel left in bounds."""
-    _merge_kernel[(plan.num_merged * plan.config.tile_m, spec.num_kv_heads)](
+    start(
+        _merge_kernel,
+        (plan.num_merged * plan.config.tile_m, spec.num_kv_heads),
         part_o, part_lse, bounds, cu_seqlens_q, rows if rows is not None else cu_seqlens_q, o, lse,
         o.stride(0), o.stride(1), lse.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,

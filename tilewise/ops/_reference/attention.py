@@ -25,13 +25,13 @@ def _rule(spec: AttentionSpec, tensors: _Tensors) -> dict[str, Any]:
         "window": (spec.window_left, spec.window_right),
         "softmax_scale": spec.softmax_scale,
         "softcap": spec.softcap,
-        "alibi_slopes": tensors["alibi_slopes"],
-        "sinks": tensors["sinks"],
-        "bias": tensors["bias"],
-        "seqlens_k": tensors["seqlens_k"],
+        "alibi_slopes": tensors.get("alibi_slopes"),
+        "sinks": tensors.get("sinks"),
+        "bias": tensors.get("bias"),
+        "seqlens_k": tensors.get("seqlens_k"),
     }
     shape = (spec.batch, spec.num_q_heads, spec.max_seqlen_q, spec.max_seqlen_k)
-    if tensors["mask"] is not None:
+    if tensors.get("mask") is not None:
         rule["mask"] = visible_by_mask(tensors["mask"], spec.max_seqlen_q, spec.max_seqlen_k)
     if spec.dropout_p > 0:
         rule["keep_mask"] = dropout.keep_mask(tensors["philox"], shape, spec.dropout_p)
@@ -95,7 +95,7 @@ def launch_bwd(
     dbias, dsinks = (
         None if like is None else grad.to(like.dtype)
         for like, grad in zip(
-            (tensors["bias"] if spec.needs_dbias else None, tensors["sinks"]),
+            (tensors.get("bias") if spec.needs_dbias else None, tensors.get("sinks")),
             grads[3:],
             strict=True,
         )
