@@ -37,6 +37,7 @@ CASES = {
     "more_sequences_than_are_added_up_at_once": Case(
         "", (1,) * 70, (1,) * 69 + (900,), 1, WIDTHS, 64, BRAIN
     ),
+    "32_rows": Case("", (1, 1), (70, 130), 20, WIDTHS, 64, HALF),
     "small_blocks": Case("", (1, 1, 1), (277, 0, 64), 16, WIDTHS, 16, BRAIN),
     "drafts_in_half_blocks": Case("", (2, 3, 0, 1), (300, 97, 5, 33), 40, WIDTHS, 32, HALF),
     "a_run_over_three_small_blocks": Case("", (8, 5), (200, 3), 5, WIDTHS, 16, BRAIN),
@@ -187,8 +188,9 @@ MUTATIONS = {
     ),
     "p_is_not_fenced": _without("scores:_fold_tile", "fence_async_shared()"),
     "q_is_overwritten_while_it_is_read": _without("scores:_begin", "mbarrier.wait(full, turn & 1)"),
-    "q_comes_before_the_last_item_is_done": _without(
-        "scores:_begin", "_wait_empty(at + 2, shared)  # then all of the item before has been taken"
+    "q_comes_before_the_last_item_is_done": Mutation(
+        "mla_decode_scores:_begin", "_wait_empty(at + index, shared)",
+        "if index != 2: _wait_empty(at + index, shared)", "",
     ),
     "logits_before_the_tail_is_there": _without(
         "scores:_issue", "mbarrier.wait(shared.tail_full.index(at % 2), at // 2 & 1)"

@@ -326,6 +326,15 @@ def reduce(input: Any, axis: int, combine_fn: Callable[..., Any], keep_dims: boo
 
 
 @operation
+def associative_scan(input: Any, axis: int, combine_fn: Callable[..., Any]) -> Any:
+    parts: list[Any] = []
+    for index in range(input.shape[axis]):
+        part = Register(np.take(input.values, index, axis), input.dtype)
+        parts.append(combine_fn(parts[-1], part) if parts else part)
+    return register(np.stack([values_of(part) for part in parts], axis), input.dtype)
+
+
+@operation
 def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Any:
     machine().step(reads=pointer.shape == [])
     return pointer.read(mask, other)

@@ -31,7 +31,7 @@ from tilewise.kernels.gluon.mla_bytes_scores import Queries, score_items
 from tilewise.kernels.gluon.mla_bytes_values import add_items
 from tilewise.kernels.gluon.mla_decode_item import FIELDS
 from tilewise.kernels.gluon.mla_decode_kernel import Output
-from tilewise.kernels.gluon.mla_decode_share import Step, share_of
+from tilewise.kernels.gluon.mla_decode_share import Step, lengths_of, share_of
 
 P_STAGES = gl.constexpr(2)
 QUERY_PARTS = gl.constexpr(9)  # of 64 channels
@@ -127,7 +127,7 @@ def mla_bytes_kernel(
         None, None, None, block_table, table_row, seqlens_k, cu_seqlens_q, batch, heads, row_tiles
     )
     output = Output(o, lse, part_o, part_lse, plan, tokens)
-    share = share_of(step, least_tiles)
+    share = share_of(step, lengths_of(step, 0), least_tiles)
     loads = Loads(latent, rope, scale, scale_block)
     shared = _allocate(loads, variant)
     queries = Queries(q_latent, q_rope, latent_row, rope_row)

@@ -88,12 +88,15 @@ def why_not_on_hopper(spec: PagedSpec) -> str | None:
     return None
 
 
+def _run_rows_of(spec: PagedSpec) -> int:
+    """Return the rows of a run, new tokens times heads, as 16, 32 or, for more, 64."""
+    rows = max(1, spec.max_seqlen_q) * spec.num_q_heads
+    return 16 if rows <= 16 else 32 if rows <= 32 else ROWS.value
+
+
 def _rows_of(spec: PagedSpec) -> int:
     """Return the rows of a tile: products of 8 bits are as narrow as few rows allow."""
-    rows = max(1, spec.max_seqlen_q) * spec.num_q_heads
-    if spec.cache_dtype not in _KINDS or rows > 32:
-        return ROWS.value
-    return 16 if rows <= 16 else 32
+    return _run_rows_of(spec) if spec.cache_dtype in _KINDS else ROWS.value
 
 
 def tile_configs(spec: PagedSpec) -> dict[str, TileConfig]:
@@ -148,7 +151,10 @@ def launch(
     )  # fmt: skip
     if latent_scale is None:
         box = min(spec.block_size, KEYS.value)
-        variant = Variant(spec.block_size, box, longest > 1, publish, prefetch, registers or 160)
+        variant = Variant(
+            spec.block_size, box, _run_rows_of(spec), longest > 1, publish, prefetch,
+            registers or 160,
+        )  # fmt: skip
         _start_wide(q_latent, q_rope, latent_cache, spec, work, variant)
     else:
         bytes_variant = BytesVariant(
@@ -181,8 +187,8 @@ def _start_wide(
     cache = addressable(latent_cache.unsqueeze(2))
     start(
         mla_decode_kernel, work.shares * work.row_tiles,
-        *(descriptor(rows, ROWS.value, width) for width in _WIDTHS[:2]),
-        descriptor(rope_rows, ROWS.value, _ROPE_DIM),
+        *(descriptor(rows, variant.q_box, width) for width in _WIDTHS[:2]),
+        descriptor(rope_rows, variant.q_box, _ROPE_DIM),
         *(descriptor(cache, variant.box, width) for width in _WIDTHS),
         *work.outputs, cache, work.block_table, work.seqlens_k, work.cu_seqlens_q,
         cache.stride(0), cache.stride(1), work.block_table.shape[1],

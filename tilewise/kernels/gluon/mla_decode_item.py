@@ -34,6 +34,20 @@ def write(shared, slot, field: gl.constexpr, value):
 
 
 @gluon.jit
+def tell(shared, slot, item, part):
+    """Set all of an item: one store, since every store waits for those before it."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    field = gl.arange(0, FIELDS, lane)
+    value = gl.where(field == TILES, item.tiles, part)
+    value = gl.where(field == FIRST, item.first, value)
+    value = gl.where(field == SEQUENCE, item.sequence, value)
+    value = gl.where(field == LENGTH, item.length, value)
+    value = gl.where(field == ROW, item.first_row, value)
+    value = gl.where(field == COUNT, item.rows, value)
+    shared.items.index(slot).store(value)
+
+
+@gluon.jit
 def read(shared, slot, field: gl.constexpr):
     """Return one integer of an item."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -20,9 +20,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon._barriers import barriers
+from tilewise.kernels.gluon._compat import reinterpret
 from tilewise.kernels.gluon.mla_decode_item import FIELDS
 from tilewise.kernels.gluon.mla_decode_scores import score_items
-from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS, Step, share_of
+from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS, Step, lengths_of, share_of
 from tilewise.kernels.gluon.mla_decode_tiles import STAGES, TAIL_STAGES, Loads
 from tilewise.kernels.gluon.mla_decode_values import add_items
 
@@ -32,6 +33,7 @@ class Variant(NamedTuple):
 
     block: int  # tokens of a cache block
     box: int  # keys of one copy: those of a block, at most 64
+    q_box: int  # rows of q that are copied at once: those of the longest run, as 16, 32 or 64
     several: bool  # runs may be longer than one token, so that rows differ in what they see
     publish: int  # products of a tile's logits that may still run when the p before it is handed on
     prefetch: int  # tiles, beyond those in the ring, whose last channels L2 is asked for
@@ -64,6 +66,7 @@ class Shared(NamedTuple):
     alpha: object  # what a tile multiplies the sums before it by
     scale: object  # what o of an item is multiplied by in the end
     item: object  # see `mla_decode_item`; two slots, as scale has
+    items: object  # the same, a slot at a time
     left_full: object
     middle_full: object
     tail_full: object
@@ -93,6 +96,7 @@ def _allocate(loads):
     item = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], ITEM)
     return Shared(
         left, middle, tail, rope, q_tail, q_rope, alpha, scale, item,
+        reinterpret(item, gl.int32, [2, FIELDS], LINE),
         barriers(STAGES, 1), barriers(STAGES, 1), barriers(TAIL_STAGES, 1),
         barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(1, 1),
         barriers(2, 1), barriers(2, 2), barriers(2, 1),
@@ -120,9 +124,10 @@ def mla_decode_kernel(
         batch, heads, row_tiles,
     )  # fmt: skip
     output = Output(o, lse, part_o, part_lse, plan, tokens)
-    share = share_of(step, least_tiles)
+    lengths = lengths_of(step, 0)  # on their way while barriers are made
     loads = Loads(q_left, q_middle, q_rope, left, middle, rope)
     shared = _allocate(loads)
+    share = share_of(step, lengths, least_tiles)
     gl.warp_specialize(
         [
             (score_items, (loads, step, share, output, softmax_scale_log2, shared, variant)),

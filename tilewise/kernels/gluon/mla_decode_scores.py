@@ -24,17 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gluon._compat import partition_barrier, tma_load
 from tilewise.kernels.gluon._softmax import finish, fold, partial_sums
 from tilewise.kernels.gluon._warpgroup import keep_columns, operand_layout, sum_layout
-from tilewise.kernels.gluon.mla_decode_item import (
-    COUNT,
-    FIRST,
-    LENGTH,
-    PART,
-    ROW,
-    SEQUENCE,
-    TILES,
-    wait_slot,
-    write,
-)
+from tilewise.kernels.gluon.mla_decode_item import TILES, tell, wait_slot, write
 from tilewise.kernels.gluon.mla_decode_share import KEYS, ROWS, item_of, store_lse
 from tilewise.kernels.gluon.mla_decode_tiles import (
     LEFT,
@@ -79,14 +69,8 @@ def _score_item(item, at, turn, loads, step, share, output, factor, shared, vari
     S: gl.constexpr = sum_layout(KEYS)
     slot = turn % 2
     wait_slot(turn, shared)
-    write(shared, slot, TILES, item.tiles)
-    write(shared, slot, FIRST, item.first)
-    write(shared, slot, SEQUENCE, item.sequence)
-    write(shared, slot, LENGTH, item.length)
-    write(shared, slot, ROW, item.first_row)
-    write(shared, slot, COUNT, item.rows)
     part = item.number * step.row_tiles + share.row_tile
-    write(shared, slot, PART, gl.where(item.parts == 1, -1, part))
+    tell(shared, slot, item, gl.where(item.parts == 1, -1, part))
     mbarrier.arrive(shared.item_full.index(slot), count=1)
     q_left, q_middle = _begin(item, at, turn, loads, step, shared, variant)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
@@ -117,24 +101,16 @@ def _score_item(item, at, turn, loads, step, share, output, factor, shared, vari
 @gluon.jit
 def _begin(item, at, turn, loads, step, shared, variant: gl.constexpr):
     """Start to load three tiles; return q, which goes through the stage of the third first."""
-    for index in gl.static_range(2):
-        if index < item.tiles:
-            _wait_empty(at + index, shared)
-            _load_tile(item, index, at, loads, step, shared, variant)
     stage = (at + 2) % 3
-    _wait_empty(at + 2, shared)  # then all of the item before has been taken
     full = shared.q_full.index(0)
-    nbytes: gl.constexpr = (
-        loads.q_left.block_type.nbytes
-        + 2 * loads.q_middle.block_type.nbytes
-        + loads.q_rope.block_type.nbytes
-    )
-    mbarrier.expect(full, nbytes)
-    tma_load(loads.q_left, [0, 0, item.first_row, LEFT], full, shared.left.index(stage))
-    tma_load(loads.q_middle, [0, 0, item.first_row, MIDDLE], full, shared.middle.index(stage))
-    tma_load(loads.q_middle, [0, 0, item.first_row, TAIL], full, shared.q_tail)
-    tma_load(loads.q_rope, [0, 0, item.first_row, 0], full, shared.q_rope)
-    for index in gl.static_range(2):
+    # Loops, because no cache holds the instructions of a first item: short code comes sooner.
+    for index in range(3):
+        _wait_empty(at + index, shared)
+        if index == 2:  # then all of the item before has been taken
+            _load_queries(item, stage, full, loads, shared, variant)
+        elif index < item.tiles:
+            _load_tile(item, index, at, loads, step, shared, variant)
+    for index in range(2):
         if index < item.tiles:
             tail = (at + index) % 2
             place = _place_of(item, index, step, variant)
@@ -149,6 +125,24 @@ def _begin(item, at, turn, loads, step, shared, variant: gl.constexpr):
     if item.tiles > 2:
         _load_tile(item, 2, at, loads, step, shared, variant)
     return q_left, q_middle
+
+
+@gluon.jit
+def _load_queries(item, stage, full, loads, shared, variant: gl.constexpr):
+    """Start to load q; rows that no run has stay as they are, and what they give is not stored."""
+    BOX: gl.constexpr = variant.q_box
+    nbytes: gl.constexpr = (
+        loads.q_left.block_type.nbytes
+        + 2 * loads.q_middle.block_type.nbytes
+        + loads.q_rope.block_type.nbytes
+    )
+    mbarrier.expect(full, nbytes)
+    row = item.first_row
+    left, middle = shared.left.index(stage), shared.middle.index(stage)
+    tma_load(loads.q_left, [0, 0, row, LEFT], full, left.slice(0, BOX, dim=2))
+    tma_load(loads.q_middle, [0, 0, row, MIDDLE], full, middle.slice(0, BOX, dim=2))
+    tma_load(loads.q_middle, [0, 0, row, TAIL], full, shared.q_tail.slice(0, BOX, dim=2))
+    tma_load(loads.q_rope, [0, 0, row, 0], full, shared.q_rope.slice(0, BOX, dim=2))
 
 
 @gluon.jit

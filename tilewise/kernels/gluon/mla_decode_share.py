@@ -3,7 +3,7 @@
 What: the tiles of all sequences in a row, cut into shares of equal size, one for each CTA.
 Grid: none, inlined into `mla_decode_kernel` and `mla_bytes_kernel`; every CTA finds its own share.
 One call: a share, or the part of it that one sequence has (an item).
-Traffic: the lengths of all sequences, twice a CTA; lse of its rows, once.
+Traffic: the lengths of the first 64 sequences once a CTA, of others twice; lse of its rows, once.
 Numerics: integers.
 
 A share may begin and end within a sequence. Items are numbered sequence + share: from one item to
@@ -69,33 +69,57 @@ class Item(NamedTuple):
     all_tiles: object
 
 
+class Lengths(NamedTuple):
+    """Of CHUNK sequences: where their runs begin and end, and how many tokens they have."""
+
+    begin: object
+    end: object
+    length: object
+
+
 @gluon.jit
-def _tiles_of(step, b):
-    """Return how many tiles sequences have: at least one where they have a row, else none."""
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def lengths_of(step, first_sequence):
+    """Return the Lengths of CHUNK sequences."""
+    # Every warp takes all of them, so that none waits for another to add them up.
+    LINE: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [4], [0])
+    b = first_sequence + gl.arange(0, CHUNK, LINE)
     inside = b < step.batch
     begin = gl.load(step.cu_seqlens_q + b, mask=inside, other=0)
     end = gl.load(step.cu_seqlens_q + b + 1, mask=inside, other=0)
-    length = gl.load(step.seqlens_k + b, mask=inside, other=0)
-    return gl.where(end > begin, gl.maximum(gl.cdiv(length, KEYS), 1), 0)
+    return Lengths(begin, end, gl.load(step.seqlens_k + b, mask=inside, other=0))
 
 
 @gluon.jit
-def share_of(step, least_tiles):
+def _tiles_of(lengths):
+    """Return how many tiles sequences have: at least one where they have a row, else none."""
+    tiles = gl.maximum(gl.cdiv(lengths.length, KEYS), 1)
+    return gl.where(lengths.end > lengths.begin, tiles, 0)
+
+
+@gluon.jit
+def share_of(step, lengths, least_tiles):
     """Return the Share of this CTA.
 
+    lengths: of the first sequences, which are loaded while other things are done.
     least_tiles: a share has at least so many, so that little work is not cut to nothing.
     """
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    SQUARE: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
     number = gl.program_id(0) // step.row_tiles
     row_tile = gl.program_id(0) - number * step.row_tiles
     shares = gl.num_programs(0) // step.row_tiles
-    total = number * 0
-    longest = number * 0 + 1
-    for base in range(0, step.batch, CHUNK):
-        tiles = _tiles_of(step, base + gl.arange(0, CHUNK, LINE))
-        total += gl.sum(tiles, 0)
-        longest = gl.maximum(longest, gl.max(tiles, 0))
+    tiles = _tiles_of(lengths)
+    totals = tiles
+    most = gl.maximum(tiles, 1)
+    for base in range(CHUNK, step.batch, CHUNK):
+        others = _tiles_of(lengths_of(step, base))
+        totals += others
+        most = gl.maximum(most, others)
+    total = gl.sum(totals, 0)
+    longest = gl.max(most, 0)
     size = gl.maximum(gl.cdiv(total, shares), least_tiles)
     even = gl.where(
         size >= longest,
@@ -105,21 +129,17 @@ def share_of(step, least_tiles):
     size = gl.where(even <= size + size // SLACK, even, size)
     first = gl.minimum(number * size, total)
 
-    sequence = number * 0
-    start = number * 0
-    before = number * 0
-    for base in range(0, step.batch, CHUNK):
-        column = gl.arange(0, CHUNK, gl.SliceLayout(0, SQUARE))
-        row = gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE))
-        tiles = gl.expand_dims(_tiles_of(step, base + column), 0)
-        until = gl.expand_dims(row, 1) >= gl.expand_dims(column, 0)
-        ends = before + gl.sum(gl.where(until, tiles, 0), 1)
-        passed = ends <= first
-        sequence += gl.sum(gl.where(passed, 1, 0), 0)
-        start = gl.maximum(start, gl.max(gl.where(passed, ends, 0), 0))
-        before = gl.max(ends, 0)
+    ends = gl.associative_scan(tiles, 0, _add)
+    passes = (ends <= first).to(gl.int32)
+    starts = gl.where(ends <= first, ends, 0)
+    for base in range(CHUNK, step.batch, CHUNK):
+        others = _tiles_of(lengths_of(step, base))
+        ends = gl.max(ends, 0) + gl.associative_scan(others, 0, _add)
+        passes += (ends <= first).to(gl.int32)
+        starts = gl.maximum(starts, gl.where(ends <= first, ends, 0))
+    sequence = gl.sum(passes, 0)
     last = gl.minimum(first + size, total)
-    return Share(number, row_tile, size, first, last, sequence, start)
+    return Share(number, row_tile, size, first, last, sequence, gl.max(starts, 0))
 
 
 @gluon.jit

@@ -80,7 +80,7 @@ def _add_item(
                     prefetch_last(step, table, length, ahead, row_tile, variant)
             o = _end_left(o, at + index, index + 3 < tiles, place, loads, shared, variant)
         scale, part, row, rows = _end(slot, phase, shared, o)
-        _store(scale_rows(o, scale), part, row, rows, output, LEFT)
+        _store(scale_rows(o, scale), part, row, rows, output, LEFT, variant)
     else:
         o = gl.zeros([ROWS, 128], gl.float32, sum_layout(128))
         o_tail = gl.zeros([ROWS, 128], gl.float32, sum_layout(128))
@@ -93,8 +93,8 @@ def _add_item(
                 variant,
             )  # fmt: skip
         scale, part, row, rows = _end(slot, phase, shared, o)
-        _store(scale_rows(o, scale), part, row, rows, output, MIDDLE)
-        _store(scale_rows(o_tail, scale), part, row, rows, output, TAIL)
+        _store(scale_rows(o, scale), part, row, rows, output, MIDDLE, variant)
+        _store(scale_rows(o_tail, scale), part, row, rows, output, TAIL, variant)
 
 
 @gluon.jit
@@ -159,24 +159,39 @@ def _end(slot, phase, shared, o):
     return scale, part, row, rows
 
 
+@gluon.constexpr_function
+def _store_layout(columns):
+    """Return how a warp stores its 16 rows of sums: four neighbouring columns a thread, not two.
+
+    What four threads store of a row is then twice as long; warps get there by shuffles.
+    """
+    wide = [[0, 16 << bit] for bit in range((columns // 16).bit_length() - 1)]
+    lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
+    registers = [[0, 1], [0, 2], [8, 0], *wide]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
 @gluon.jit
-def _store(o, part, first_row, rows, output, first_column: gl.constexpr):
+def _store(o, part, first_row, rows, output, first_column: gl.constexpr, variant: gl.constexpr):
     """Store columns of o (64, 512) from `first_column` on, in the end or as a part."""
-    EIGHTS: gl.constexpr = o.shape[1] // 8
-    # Eight columns at a time: what a thread adds to its first address are then constants.
-    o3 = o.reshape([ROWS, EIGHTS, 8])
+    # Where one warp has all rows there is little to store, and the exchange takes longer.
+    GROUP: gl.constexpr = 16 if variant.q_box == ROWS else 8
+    GROUPS: gl.constexpr = o.shape[1] // GROUP
+    if GROUP == 16:
+        o = gl.convert_layout(o, _store_layout(o.shape[1]))
+    # A few columns at a time: what a thread adds to its first address are then constants.
+    o3 = o.reshape([ROWS, GROUPS, GROUP])
     L3: gl.constexpr = o3.type.layout
     L2: gl.constexpr = gl.SliceLayout(1, L3)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, L2)), 1)
-    column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, L2)), 0)
-    eights = gl.arange(0, EIGHTS, gl.SliceLayout(0, gl.SliceLayout(2, L3))) * 8
-    eights = gl.expand_dims(gl.expand_dims(eights, 0), 2)
-    within = row * 512 + column
+    column = gl.expand_dims(gl.arange(0, GROUP, gl.SliceLayout(0, L2)), 0)
+    groups = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, L3))) * GROUP
+    groups = gl.expand_dims(gl.expand_dims(groups, 0), 2)
+    within = gl.expand_dims(row * 512 + column, 1)
+    inside = gl.expand_dims(row < rows, 1)
     if part < 0:
         start = output.o + first_row.to(gl.int64) * 512 + first_column
-        at = start + gl.expand_dims(within, 1) + eights
-        inside = gl.expand_dims(row < rows, 1)
-        gl.store(at, o3.to(output.o.dtype.element_ty), mask=inside)
+        gl.store(start + within + groups, o3.to(output.o.dtype.element_ty), mask=inside)
     else:
         part_start = output.part_o + part.to(gl.int64) * (ROWS * 512) + first_column
-        gl.store(part_start + gl.expand_dims(within, 1) + eights, o3)
+        gl.store(part_start + within + groups, o3, mask=inside)
