@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.kernels.quantised_cache import quantised
 from tilewise import ops
 from tilewise.kernels import device
-from tilewise.kernels.cpu import decode, paged_attention, simd
+from tilewise.kernels.cpu import decode, paged_attention, simd, weights
 from tilewise.kernels.cpu.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
 from tilewise.reference import paged as reference
@@ -223,3 +223,88 @@ def test_rounding_to_integers_is_to_the_nearest() -> None:
     unit = njit(lambda *args: decode._round_row(*args))(row, len(row), q, 1)
     assert q.view(np.int16).tolist() == [0, 32767, -32767, 16384, 0, 0, 0]
     assert unit == pytest.approx(1 / 32767)
+
+
+def _weights(rows: Tensor, tensors: list[Tensor], metadata: dict[str, Any]) -> Tensor:
+    """Unnormalised float64 weights (keys, Hq) of the one sequence, times the values' scales."""
+    q, k_cache, _ = tensors
+    group = q.shape[1] // k_cache.shape[2]
+    k, v_scale = k_cache.flatten(0, 1)[rows].double(), metadata["v_scale"].flatten(0, 1)[rows]
+    k = k * metadata["k_scale"].flatten(0, 1)[rows].double().unsqueeze(-1)
+    logits = torch.einsum("hd,khd->kh", q[0].double(), k.repeat_interleave(group, 1))
+    logits *= metadata.get("softmax_scale", q.shape[-1] ** -0.5)
+    return logits.sub(logits.amax(0)).exp() * v_scale.double().repeat_interleave(group, 1)
+
+
+@needs_integers
+@by_dtype
+@pytest.mark.parametrize("softmax_scale", [0.01, 0.3], ids=["flat", "few keys weigh most"])
+def test_weights_in_integers_are_2_to_the_minus_16_of_a_chunks_largest_off(
+    softmax_scale: float, dtype: torch.dtype
+) -> None:
+    length, heads, dim = 301, (8, 2), 64
+    k_cache, v_cache, table, seqlens_k = make_paged_cache([length], 16, heads[1], dim)
+    (k_cache, k_scale), (v_cache, v_scale) = (
+        quantised(cache, torch.int8) for cache in (k_cache, v_cache)
+    )
+    # Rows of q whose elements have one magnitude are exact integers: the weights alone are off.
+    signs = torch.randint(0, 2, (1, heads[0], dim), generator=torch.Generator().manual_seed(4))
+    tensors = [(signs * 2 - 1).to(dtype), k_cache, v_cache]
+    metadata = {
+        "block_table": table, "seqlens_k": seqlens_k, "k_scale": k_scale, "v_scale": v_scale,
+        "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32), "softmax_scale": softmax_scale,
+    }  # fmt: skip
+    o, lse = _run(tensors, metadata)
+    truth, lse_truth = reference.paged_attention(
+        tensors[0].double(), *tensors[1:], **metadata, return_lse=True
+    )
+    torch.testing.assert_close(lse.double(), lse_truth, rtol=1e-6, atol=2e-5)
+    rows = (table[0].long()[:, None] * 16 + torch.arange(16)).flatten()[:length]
+    weighed = _weights(rows, tensors, metadata)
+    chunks = weighed.split(decode.CHUNK)  # of as many keys or more than those of any machine
+    largest = torch.cat([chunk.amax(0).expand_as(chunk) for chunk in chunks])
+    stored = v_cache.flatten(0, 1)[rows].double().abs().repeat_interleave(4, 1)
+    totals = (weighed / v_scale.flatten(0, 1)[rows].double().repeat_interleave(4, 1)).sum(0)
+    bound = 2.0**-16 * torch.einsum("kh,khd->hd", largest, stored) / totals[:, None]
+    rounding = torch.finfo(dtype).eps / 2 * truth[0].abs() + 2e-6
+    assert bool(((o[0].double() - truth[0]).abs() <= bound + rounding).all())
+
+
+@by_dtype
+def test_a_value_that_is_not_a_number_spoils_the_heads_of_its_key_head_alone(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One task has both key heads, and its last chunk is the first key of a register: behind it
+    # lies the scale of the last head's second key of the chunk before.
+    monkeypatch.setattr(paged_attention, "chunk_of", lambda key_bytes: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    tensors, metadata = _call("groups of 4", dtype)
+    metadata["seqlens_k"][2] = 512 + 17
+    want, _ = _run(tensors, metadata)
+    metadata["v_scale"][metadata["block_table"][2, 32], 1, 1] = math.nan
+    o, _ = _run(tensors, metadata)
+    assert bool(o[2, 4:].isnan().all())
+    assert torch.equal(o[2, :4], want[2, :4])
+    assert torch.equal(o[:2], want[:2])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_values_of_any_size_are_weighed(scale: float) -> None:
+    tensors, metadata = _one_key(64, 3)
+    metadata["v_scale"] = torch.full_like(metadata["v_scale"], scale)
+    o, _ = _run(tensors, metadata)
+    torch.testing.assert_close(o.double(), torch.full_like(o, 3 * scale).double(), rtol=0, atol=0)
+
+
+@needs_integers
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_word_of_weights_is_that_of_two_keys(heads: int) -> None:
+    lanes = simd.REGISTER_BYTES // 4
+    numbers = np.linspace(-32767, 32767, lanes).astype(np.float32)
+    store = {1: weights.store_pairs_1, 4: weights.store_pairs_4}[heads]
+    words = np.zeros(lanes // 2 + 2, np.float32)
+    njit(lambda words, x: store(words, 1, simd.load(x, 0)))(words, numbers)
+    assert words[0] == words[-1] == 0
+    pairs = words[1:-1].view(np.int16).reshape(-1, heads, 2)
+    by_key = np.rint(numbers).astype(np.int16).reshape(-1, heads)
+    assert np.array_equal(pairs.transpose(0, 2, 1).reshape(-1, heads), by_key)

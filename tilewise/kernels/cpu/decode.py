@@ -22,6 +22,7 @@ import math
 from numba import types
 
 from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.cache_rows import HEADS, has_bytes, lanes_in, order_of, unit_of
 from tilewise.kernels.cpu.decode_chunk import (
     Rows,
     Strip,
@@ -30,7 +31,6 @@ from tilewise.kernels.cpu.decode_chunk import (
     fetch_scales,
     look_ahead,
 )
-from tilewise.kernels.cpu.dots import HEADS, has_bytes, lanes_in, order_of, unit_of
 from tilewise.kernels.cpu.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
 from tilewise.kernels.cpu.products import LARGEST_INTEGER
 from tilewise.kernels.cpu.quantise import SMALLEST_SCALE
@@ -165,7 +165,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, first_
                         sizes.k_scale_block, sizes.k_scale_row, first, beyond)  # fmt: skip
         _fill_addresses(v_scale, sizes.block_size, table, sequence, sizes.v_scale,
                         sizes.v_scale_block, sizes.v_scale_row, first, beyond)  # fmt: skip
-    s, rescale = scratch(CHUNK * HEADS, like), scratch(lanes, like)
+    s, rescale = scratch(CHUNK * HEADS, like), scratch(2 * lanes, like)
     slopes = zero_scratch(lanes, like)
     k_factor, v_factor = zero_scratch(CHUNK + lanes, like), zero_scratch(CHUNK + lanes, like)
     rows = Rows(bare(k), bare(v), bare(k_scale), bare(v_scale), bare(ahead))

@@ -16,20 +16,25 @@ import math
 from typing import Any, NamedTuple
 
 from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.cache_rows import HEADS, LINE, has_integers, span_of, unit_of
 from tilewise.kernels.cpu.dots import (
-    HEADS,
-    LINE,
     dots_1,
     dots_4,
     keys_1,
     keys_4,
     max_1,
     max_4,
-    span_of,
     spread_4,
     sum_1,
     sum_4,
-    unit_of,
+)
+from tilewise.kernels.cpu.pack import prefetch
+from tilewise.kernels.cpu.products import LARGEST_INTEGER
+from tilewise.kernels.cpu.quantise import E4M3, E4M3_FACTOR, SMALLEST_SCALE
+from tilewise.kernels.cpu.rows import read_f32
+from tilewise.kernels.cpu.softmax import LOG2_E
+from tilewise.kernels.cpu.threads import inlined
+from tilewise.kernels.cpu.weigh import (
     weigh_1,
     weigh_4,
     weigh_dry_1,
@@ -37,11 +42,7 @@ from tilewise.kernels.cpu.dots import (
     weigh_rest_1,
     weigh_rest_4,
 )
-from tilewise.kernels.cpu.pack import prefetch
-from tilewise.kernels.cpu.quantise import E4M3, E4M3_FACTOR
-from tilewise.kernels.cpu.rows import read_f32
-from tilewise.kernels.cpu.softmax import LOG2_E
-from tilewise.kernels.cpu.threads import inlined
+from tilewise.kernels.cpu.weights import store_pairs_1, store_pairs_4
 
 
 class Rows(NamedTuple):
@@ -67,7 +68,8 @@ class Sums(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Bare pointers to what is used within a chunk: scores, factors of old sums, slopes, scales."""
+    """Bare pointers to what is used within a chunk: scores; factors of old sums and, behind them,
+    what an integer weight is worth; slopes; scales."""
 
     s: Any
     rescale: Any
@@ -125,12 +127,14 @@ def _fill_scales(sizes, like, rows, strip, at, kv_head, count):
 
 
 @inlined
-def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_scales):
+def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_scales,
+             in_integers):  # fmt: skip
     """Turn products [key][head] into probabilities; m[lane:], l[lane:], rescale hold heads, tiled.
 
     Args:
         distance: positions from the chunk's first key to the query.
         has_scales: whether a scale per key multiplies the product, and another what is left in s.
+        in_integers: whether what is left in s is pairs of integers, see `weights.py`.
     """
     total = count * heads
     scale, softcap = simd.load(sums.scale, lane), simd.splat(like, rule.softcap)
@@ -158,7 +162,7 @@ def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_s
         top = simd.maximum(x, top)
     new = max_1(top) if heads == 1 else max_4(top)
     shift = simd.select(simd.at_least(new, simd.splat(like, -3e38)), new, zero)
-    partial = zero
+    partial, largest, check = zero, zero, zero
     for at in range(0, total, lanes):
         x = simd.exp2(simd.mul(simd.sub(simd.load(strip.s, at), shift), log2_e))
         partial = simd.add(partial, x)
@@ -167,7 +171,25 @@ def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_s
                 simd.load(strip.v_scale, at) if heads == 1 else spread_4(strip.v_scale, at // HEADS)
             )
             x = simd.mul(x, v_scale)
+        if in_integers:
+            if at + lanes > total:
+                x = simd.select(simd.within(like, at, 0, total), x, zero)
+            largest = simd.maximum(simd.absolute(x), largest)
+            check = simd.fma(x, zero, check)
         simd.store(strip.s, at, x)
+    if in_integers:
+        largest = max_1(largest) if heads == 1 else max_4(largest)
+        check = sum_1(check) if heads == 1 else sum_4(check)
+        unit = simd.mul(largest, simd.splat(like, 1.0 / LARGEST_INTEGER))
+        is_usual = simd.at_least(unit, simd.splat(like, SMALLEST_SCALE))
+        inverse = simd.select(is_usual, simd.div(simd.splat(like, 1.0), unit), zero)
+        simd.store(strip.rescale, lanes, simd.add(unit, check))
+        for at in range(0, total, lanes):
+            x = simd.mul(simd.load(strip.s, at), inverse)
+            if heads == 1:
+                store_pairs_1(strip.s, at // 2, x)
+            else:
+                store_pairs_4(strip.s, at // 2, x)
     factor = simd.exp2(simd.mul(simd.sub(old, shift), log2_e))
     added = sum_1(partial) if heads == 1 else sum_4(partial)
     simd.store(sums.m, lane, new)
@@ -185,36 +207,36 @@ def _weigh(sizes, like, cache_like, heads, ci, ld, rows, strip, sums, at, shift,
         offset = column // unit * unit_bytes
         if heads == 1 and offset % LINE == 0:
             weigh_1(
-                cache_like, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at, shift,
-                rows.ahead, later, offset, count, 0,
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, 0,
             )  # fmt: skip
         elif heads == 1:
             weigh_dry_1(
-                cache_like, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at, shift,
-                rows.ahead, later, offset, count, 0,
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, 0,
             )  # fmt: skip
         elif offset % LINE == 0:
             weigh_4(
-                cache_like, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at, shift,
-                rows.ahead, later, offset, count, 0,
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, 0,
             )  # fmt: skip
         else:
             weigh_dry_4(
-                cache_like, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at, shift,
-                rows.ahead, later, offset, count, 0,
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, 0,
             )  # fmt: skip
         column += span
     while column < dim:
         offset, rest = column // unit * unit_bytes, min(unit, dim - column)
         if heads == 1:
             weigh_rest_1(
-                cache_like, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at, shift,
-                rows.ahead, later, offset, count, rest,
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, rest,
             )  # fmt: skip
         else:
             weigh_rest_4(
-                cache_like, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at, shift,
-                rows.ahead, later, offset, count, rest,
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, rest,
             )  # fmt: skip
         column += unit
 
@@ -256,6 +278,6 @@ def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, dist
                 head = min(index * heads + lane % heads, sizes.group - 1)
                 strip.slopes[lane] = slopes[kv_head * sizes.group + head]
         _softmax(like, lanes, rule, heads, count, distance, strip, sums, state + index * lanes,
-                 has_scales)  # fmt: skip
+                 has_scales, has_integers(cache_like, sums.q))  # fmt: skip
         _weigh(sizes, like, cache_like, heads, ci + index * heads * ldv, ldv, rows, strip, sums, at,
                kv_head * sizes.v_head, later + chunk, count)  # fmt: skip

@@ -2,7 +2,7 @@
 
 What      three ways to multiply: floats; pairs of bfloat16 (VDPBF16PS); and 8-bit keys with queries
           that were rounded to 16-bit integers, two products to a lane (VPMADDWD).
-Grid      none: emitted into the loops of `dots.py`.
+Grid      none: emitted into the loops of `dots.py` and `weigh.py`.
 One call  a register of products more, or all sums folded into one register.
 Traffic   none.
 Numerics  integers are exact: 512 products of 16 and 8 bits fit 32. A query so rounded is 2^-16 of
@@ -19,6 +19,13 @@ from tilewise.kernels.cpu import simd
 _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 LONGEST_INTEGER_DOT = 512  # elements: 512 * 32,767 * 128 < 2^31
 LARGEST_INTEGER = 32767.0
+
+
+def multiply_pairs(builder, a, b):
+    """<2n x i16> * <2n x i16> -> <n x i32>, each the sum of two products."""
+    lanes = a.type.count // 2
+    name = {8: "x86.avx2.pmadd.wd", 16: "x86.avx512.pmaddw.d.512"}[lanes]
+    return simd.call_llvm(builder, name, ir.VectorType(_i32, lanes), [a, b])
 
 
 class _Floats:
@@ -84,8 +91,7 @@ class _Integers(_Floats):
         return simd.load_vector(self.builder, self.builder.gep(row, [at]), self.words, 2)
 
     def multiply_add(self, a, b, c):
-        name = {8: "x86.avx2.pmadd.wd", 16: "x86.avx512.pmaddw.d.512"}[self.rows.lanes]
-        return self.builder.add(c, simd.call_llvm(self.builder, name, self.sums, [a, b]))
+        return self.builder.add(c, multiply_pairs(self.builder, a, b))
 
     def add(self, a, b):
         return self.builder.add(a, b)
