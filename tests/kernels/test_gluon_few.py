@@ -92,6 +92,33 @@ class TestBlocks:
         assert attention_few.blocks_of(v.transpose(2, 3), v) is None
 
 
+class TestMetadata:
+    """Tensors that say that a batch of equal sequences is a paged one; they are made seldom."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attention_few, "_remembered", {})
+
+    @pytest.mark.parametrize("keys", [1, 127, 128, 129, 1000, 1023, 1024, 1025, 5000])
+    def test_says_where_keys_are_and_how_many(self, keys: int) -> None:
+        blocks = attention_few.Blocks(128, 40)
+        cpu = torch.device("cpu")
+        table, lengths, starts = attention_few._metadata(3, 4, keys, blocks, cpu)
+        used = -(-keys // 128)
+        assert (table[:, :used] == torch.arange(3)[:, None] * 40 + torch.arange(used)).all()
+        assert lengths.tolist() == [keys] * 3
+        assert starts.tolist() == [0, 4, 8, 12]
+        assert all(x.dtype == torch.int32 for x in (table, lengths, starts))
+        assert lengths.is_contiguous()
+        assert lengths.data_ptr() % 16 == 0
+
+    def test_a_growing_cache_needs_few(self) -> None:
+        blocks = attention_few.Blocks(128, 0)
+        for keys in range(4000, 4200):
+            attention_few._metadata(1, 1, keys, blocks, torch.device("cpu"))
+        assert len(attention_few._remembered) == 5  # two tables, two runs of lengths
+
+
 SPEC = AttentionSpec("cuda", BRAIN, 1, 1, 65536, 64, 8, 128, 128)
 
 
@@ -102,6 +129,7 @@ class TestChoice:
         spec = replace(SPEC, max_seqlen_q=rows, window_right=window_right)
         assert attention_few.is_faster(spec, 132)
         assert attention_few.is_faster(replace(spec, batch=16, max_seqlen_k=8192), 132)
+        assert attention_few.is_faster(replace(spec, max_seqlen_k=8192), 132)
 
     @pytest.mark.parametrize(
         "changes",
@@ -111,7 +139,7 @@ class TestChoice:
             {"max_seqlen_k": 100},
             {"batch": 16, "num_q_heads": 16, "num_kv_heads": 16},  # limited by memory either way
             {"batch": 16, "max_seqlen_q": 64},  # rows enough for tiles
-            {"max_seqlen_k": 8192},  # shorter than the host takes to launch two kernels
+            {"max_seqlen_k": 2048},  # shorter than the host takes to launch two kernels
             {"is_varlen": True},
             {"has_bias": True},
             {"has_alibi": True},

@@ -26,7 +26,7 @@ from tests.kernels.attention_problem import (
     assert_right,
     make_problem,
 )
-from tests.kernels.gluon_driver import AnyKernel, pretended_gpu
+from tests.kernels.gluon_driver import STREAM, AnyKernel, pretended_gpu
 from tests.kernels.gluon_problem import assert_forward_right
 from tilewise import ops
 from tilewise.kernels.gluon import (
@@ -154,7 +154,8 @@ class TestRepeating:
         lasting, asked = torch.zeros(4), []
         kernel, original = AnyKernel(example.driver), example.compute
 
-        def ask() -> Tensor:
+        def ask(stream: int = STREAM) -> Tensor:
+            assert stream == STREAM
             with _disable_current_modes():  # as if it had been there
                 asked.append(torch.zeros(4))
             return asked[-1]
@@ -328,6 +329,7 @@ def kernels(driver, monkeypatch):
             monkeypatch.setattr(module, name, found[name])
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(attention_fwd_launch, "_counter", lambda device: counter)
+    monkeypatch.setattr(attention_fwd_launch, "_counter_of", lambda device, stream: counter)
     monkeypatch.setattr(attention, "_forward", _record.Memory())
     monkeypatch.setattr(attention, "_backward", _record.Memory())
     monkeypatch.setattr(attention_few, "_remembered", {})
@@ -442,6 +444,21 @@ class TestAttention:
             driver, kernels, lambda p: backward(p, o, lse), problem, other, attention._backward,
             o=o, lse=lse,
         )  # fmt: skip
+
+    def test_three_tensors_like_others(self, driver, kernels):
+        problem, other = (draw(CASES["causal_groups"], "cpu") for _ in range(2))
+        q, k, v = problem.q, problem.k, problem.v
+        again = attention.Again(q, k, v, problem.spec)
+        assert again.forward(q, k, v) is None  # nobody knows how yet
+        for _ in range(3):
+            forward(problem)
+        tensors = tensors_of(other)
+        found, _ = launches_of(driver, lambda: again.forward(other.q, other.k, other.v), tensors)
+        expected, _ = launches_of(driver, lambda: forward(other), tensors)
+        assert found == expected != []
+        odd = torch.empty(q.numel() + 4, dtype=q.dtype)[4:].view(q.shape)
+        assert again.forward(odd, k, v) is None
+        assert again.forward(q, k, v) is not None
 
     @pytest.mark.parametrize("name", FEW)
     def test_few_queries(self, driver, kernels, name):

@@ -125,9 +125,9 @@ def _launch(tensors: list[torch.Tensor]) -> Callable[[], object]:
     spec, memory = make_spec(q, k, v, options), Memory()
     for _ in range(4):
         memory.run((), [q, k, v], lambda: attention_fwd_launch.launch_fwd(q, k, v, spec))
-    launch = memory.launcher((), [q, k, v])
-    assert launch is not None, "the launch was not recorded"
-    return launch
+    call = memory.known(())
+    assert call is not None, "the launch was not recorded"
+    return call.launcher([q, k, v])
 
 
 def _graph(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -180,9 +180,10 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     options = AttentionOptions(*values)
     spec = make_spec(q, k, v, options, needs_dbias=needs_dbias)
-    return run_backward(
+    grads = run_backward(
         do, dlse, q, k, v, o, lse, spec, *chosen(spec, options.backend), **options.tensors()
     )
+    return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
 def run_backward(
@@ -197,14 +198,14 @@ def run_backward(
     kernels: ModuleType,
     repair: ModuleType | None,
     **tensors: Any,
-) -> tuple[Tensor, ...]:
-    """Compute a gradient on the kernels that are `chosen` for it."""
+) -> tuple[Tensor | None, ...]:
+    """Compute a gradient on the kernels that are `chosen` for it; see their `launch_bwd`."""
     if do.shape[-1] > 1 and do.stride(-1) != 1:
         do = do.contiguous()
     grads = kernels.launch_bwd(do, dlse, q, k, v, o, lse, spec, **tensors)
     if repair is not None:
         repair.repair_bwd(do, dlse, q, k, v, o, lse, *grads[:3], spec, **tensors)
-    return tuple(q.new_empty(0) if g is None else g.contiguous() for g in grads)
+    return tuple(None if g is None else g.contiguous() for g in grads)
 
 
 def _backward_fake(

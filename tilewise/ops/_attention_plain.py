@@ -22,7 +22,7 @@ from tilewise.ops._attention_op import (
     run_backward,
     run_forward,
 )
-from tilewise.ops._gradient import autocasts, is_plain, records, unwatched
+from tilewise.ops._gradient import are_plain, autocasts, records, unwatched
 from tilewise.ops._library import where_its_tensors_are
 
 __all__ = ["plain_attention"]
@@ -35,7 +35,6 @@ def plain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     causal: bool,
     window: Window,
     softmax_scale: float | None,
@@ -48,7 +47,7 @@ def plain_attention(
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.
     """
-    if not unwatched() or not (is_plain(q) and is_plain(k) and is_plain(v)) or autocasts():
+    if not unwatched() or not are_plain(q, k, v) or autocasts():
         return None
     numbers = (causal, window, softmax_scale, softcap, deterministic, backend)
     key = (
@@ -69,9 +68,10 @@ def plain_attention(
         if len(_remembered) >= _MAX_REMEMBERED:
             _remembered.clear()
         call = _remembered[key] = _Call(q, k, v, options)
-    run = _apply if records(q, k, v) else _forward
-    results: tuple[Tensor, Tensor] = run(q, k, v, call)
-    return results
+    if records(q, k, v):
+        results: tuple[Tensor, Tensor] = _apply(q, k, v, call)
+        return results
+    return call.forward(q, k, v)
 
 
 def _are_usual(causal: Any, window: Any, softmax_scale: Any, softcap: Any) -> bool:
@@ -85,10 +85,6 @@ def _are_usual(causal: Any, window: Any, softmax_scale: Any, softcap: Any) -> bo
     )
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Any:
-    return call.forward(q, k, v)
-
-
 class _Call:
     """What follows from a key."""
 
@@ -96,16 +92,29 @@ class _Call:
         self.options = options
         self._spec = make_spec(q, k, v, options)
         self._kernels, self._repair = chosen(self._spec, options.backend)
-        self.forward = where_its_tensors_are(self._forward)
+        again = getattr(self._kernels, "Again", None)
+        self._again = None if again is None or self._repair else again(q, k, v, self._spec)
+        self._anew = where_its_tensors_are(self._compute)
         self.backward = where_its_tensors_are(self._backward)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return o and lse."""
+        results = None if self._again is None else self._again.forward(q, k, v)
+        if results is None:
+            results = self._anew(q, k, v)
+        o, lse = results
+        return o, lse
+
+    def _compute(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return run_forward(q, k, v, self._spec, self._kernels, self._repair)
 
-    def _backward(self, do: Tensor, dlse: Tensor | None, *call: Tensor) -> tuple[Tensor, ...]:
+    def _backward(
+        self, do: Tensor, dlse: Tensor | None, *call: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return dq, dk and dv."""
         q, k, v, o, lse = call
         chosen = self._spec, self._kernels, self._repair
-        return run_backward(do, dlse, q, k, v, o, lse, *chosen)
+        return run_backward(do, dlse, q, k, v, o, lse, *chosen)[:3]
 
 
 class _Node(torch.autograd.Function):
@@ -127,12 +136,11 @@ class _Node(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         tensors = (do, dlse, q, k, v, o, lse)
         given = [x for x in tensors if x is not None]
-        if unwatched() and all(map(is_plain, given)) and not records(*given):
+        if unwatched() and are_plain(*given) and not records(*given):
             grads = ctx.call.backward(*tensors)
         else:
-            grads = attention_bwd(*tensors, False, *ctx.call.options)
-        dq, dk, dv = grads[:3]
-        return dq, dk, dv, None
+            grads = attention_bwd(*tensors, False, *ctx.call.options)[:3]
+        return *grads, None
 
 
 # Function.apply, past what it does for torch.func: under a transform nobody comes here.

@@ -104,13 +104,16 @@ def records(*args: Any) -> bool:
     return torch.is_grad_enabled() and _any_requires_grad(*args)
 
 
-def is_plain(x: Any) -> bool:
-    """Whether the dispatcher would pass a tensor on to a kernel as it is.
+def are_plain(*tensors: Tensor) -> bool:
+    """Whether the dispatcher would pass tensors on to a kernel as they are.
 
     It shows those of a subclass to their class, negates what .conj().imag only marks as negated,
     and maps over what autograd.grad(is_grads_batched=True) hands to a backward formula.
     """
-    return type(x) in _PLAIN and not (x.is_neg() or is_legacy_batchedtensor(x))
+    for x in tensors:
+        if type(x) not in _PLAIN or x.is_neg() or is_legacy_batchedtensor(x):
+            return False
+    return True
 
 
 def autocasts() -> bool:
@@ -127,7 +130,7 @@ def _would_pass(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> boo
         return False
     for x, kinds in zip(args, types, strict=True):
         kind = type(x)
-        if kind not in kinds or (kind in _PLAIN and not is_plain(x)):
+        if kind not in kinds or (kind in _PLAIN and not are_plain(x)):
             return False
     return True
 

@@ -130,9 +130,8 @@ def attention(
     has_vectors = not (alibi_slopes is None and sinks is None and seqlens_k is None)
     if bias is None and mask is None and not has_vectors and dropout_p == 0.0:
         results = plain_attention(
-            q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, softcap=softcap,
-            deterministic=deterministic, backend=backend,
-        )  # fmt: skip
+            q, k, v, causal, window, softmax_scale, softcap, deterministic, backend
+        )
         if results is not None:
             return results if return_lse else results[0]
     q, k, v, options = prepare_dense(

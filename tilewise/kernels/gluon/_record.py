@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilewise.kernels.gluon._launch import Grid, Prepared, observed, watching
 from tilewise.kernels.gluon._repeat import Repeat
 
-__all__ = ["Memory", "ask", "keep"]
+__all__ = ["Call", "Key", "Memory", "Results", "ask", "keep"]
 
 _MAX_CALLS, _MAX_TRIED = 256, 1024
 _MOST_TRIES = 4  # the first ones may fill caches, of constant tensors for instance
@@ -75,8 +75,8 @@ def keep(*tensors: Tensor) -> None:
         recording.kept += tensors
 
 
-def ask(tensor: Tensor, again: Callable[[], Tensor]) -> None:
-    """Declare that in a repeated call what `again` returns takes the place of `tensor`."""
+def ask(tensor: Tensor, again: Callable[[int], Tensor]) -> None:
+    """Declare that in a repeated call on a stream `again` of it takes the place of `tensor`."""
     recording: _Recording | None = getattr(watching, "watcher", None)
     if recording is not None:
         recording.asked.append((tensor, again))
@@ -116,13 +116,9 @@ class Memory:
             return compute()
         return self._record(key, inputs, compute)
 
-    def launcher(self, key: Key, inputs: Sequence[Tensor]) -> Callable[[], None] | None:
-        """Return what only launches the call of `key`, into memory allocated here, if it is known.
-
-        Its results are out of reach: it is to be measured.
-        """
-        call = self._calls.get(key)
-        return None if call is None else call.launcher(inputs)
+    def known(self, key: Key) -> Call | None:
+        """Return what repeats the call of `key`, if it was recorded."""
+        return self._calls.get(key)
 
     def _record(
         self, key: Key, inputs: Sequence[Tensor], compute: Callable[[], Results]
@@ -160,7 +156,7 @@ def _capturing() -> bool:
 
 
 def _current_device() -> int:
-    return torch.cuda.current_device()
+    return torch._C._cuda_getDevice()  # torch.cuda's own asks first whether CUDA is there
 
 
 class Call:
@@ -178,7 +174,7 @@ class Call:
 
     def __init__(
         self, repeats: list[Repeat], device: int, same: list[tuple[int, int]],
-        results: list[Made | None], kept: list[Tensor], asked: list[Callable[[], Tensor]],
+        results: list[Made | None], kept: list[Tensor], asked: list[Callable[[int], Tensor]],
         size: int, offsets: list[int],
     ) -> None:  # fmt: skip
         self._repeats, self._device, self._same = repeats, device, same
@@ -188,27 +184,28 @@ class Call:
 
     def run(self, inputs: Sequence[Tensor]) -> Results | None:
         """Return the results of the same call of `inputs`; None where it is another one."""
-        at = [x.data_ptr() for x in inputs]
-        odd = 0
-        for address in at:
+        at, odd = list[int](), 0
+        for x in inputs:
+            address = x.data_ptr()
             odd |= address
+            at.append(address)
         for one, other in self._same:
             odd |= at[one] != at[other]
         if odd & _ALIGNED or _current_device() != self._device or observed():
             return None
-        results, beside = self._allocate(at)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
+        results, beside = self._allocate(at, stream)
         for repeat in self._repeats:
             repeat.start(stream, at)
         del beside  # the allocator gives it to what comes later on this stream
         return results
 
-    def _allocate(self, at: list[int]) -> tuple[Results, list[Tensor]]:
+    def _allocate(self, at: list[int], stream: int) -> tuple[Results, list[Tensor]]:
         """Return results and what else must live, and append where all of it lies."""
         results = [None if made is None else _fresh(*made) for made in self._results]
         at += [x.data_ptr() for x in results if x is not None]
         at += self._kept_at
-        beside = [again() for again in self._asked]
+        beside = [again(stream) for again in self._asked]
         at += [x.data_ptr() for x in beside]
         if self._offsets:
             workspace = _fresh(*self._workspace)
@@ -218,12 +215,12 @@ class Call:
         return tuple(results), beside
 
     def launcher(self, inputs: Sequence[Tensor]) -> Callable[[], None]:
-        """See `Memory.launcher`."""
+        """Return what only launches, into memory that is allocated here: it is to be measured."""
         at = [x.data_ptr() for x in inputs]
-        memory = self._allocate(at)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        memory = self._allocate(at, stream)
 
         def launch(memory: object = (inputs, memory)) -> None:
-            stream = torch._C._cuda_getCurrentRawStream(self._device)
             for repeat in self._repeats:
                 repeat.start(stream, at)
 
@@ -249,7 +246,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.kept: list[Tensor] = []
-        self.asked: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.asked: list[tuple[Tensor, Callable[[int], Tensor]]] = []
         self._inputs = [x.data_ptr() for x in inputs]
         self._allocated: list[_Allocated] = []  # alive, so that no two have the same address
         self._launched: list[_Launched] = []

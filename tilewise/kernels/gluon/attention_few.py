@@ -9,6 +9,7 @@ lie one after the other.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,16 +32,17 @@ __all__ = ["blocks_of", "is_faster", "launch_few", "tile_config_few"]
 
 _MAX_ROWS = 128  # queries of a sequence: a tile of the other kernel
 _BLOCKS = (128, 64, 32, 16)
-_MAX_REMEMBERED = 64
+_MAX_REMEMBERED = 256
+_LSE_TILE = 1024
+_RUN, _ALIGNED = 1024, 4  # lengths of a tensor, of which each starts at a multiple of 16 bytes
 # What decides which kernels are faster: seconds on one H200, bf16, D 64 and 128, 2,048 to 65,536
 # keys (2026-11-22). A wave of tiles with 64 rows takes so long for each key, and longer for each
 # channel; with 128 rows a quarter more. The paged kernels take so long for each row and key, and
 # for their merge, and on the host longer than most calls do on the GPU.
 _TILE_KEY, _TILE_CHANNEL, _TILE_BOTH, _TILE_START = 5.7e-9, 1.33e-11, 1.25, 5e-6
 _PACKED_KEY, _PACKED_CHANNEL, _PACKED_START = 0.77e-12, 1.64e-15, 15e-6
-_LSE_TILE = 1024
 _BYTES, _PACKED_TRAFFIC = 4.2e12, 1.15  # a second; what splits read more slowly
-_HOST = 200e-6
+_HOST = 50e-6
 
 
 class Blocks(NamedTuple):
@@ -178,26 +180,45 @@ def _paged_spec(spec: AttentionSpec, blocks: Blocks) -> PagedSpec:
     )  # fmt: skip
 
 
-_remembered: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] = {}
-
-
 def _metadata(
     batch: int, rows: int, keys: int, blocks: Blocks, where: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return block_table, seqlens_k and cu_seqlens_q of a batch of equal sequences."""
-    key = (batch, rows, keys, blocks, where)
+    """Return block_table, seqlens_k and cu_seqlens_q of a batch of equal sequences.
+
+    The table may have more columns than there are blocks, and lengths are part of a run of them:
+    while a cache grows by a key a step, few of these tensors are new.
+    """
+
+    def arange(count: int) -> Tensor:
+        return torch.arange(count, dtype=torch.int32, device=where)
+
+    def table() -> Tensor:
+        return (arange(batch) * blocks.step)[:, None] + arange(columns)
+
+    def lengths() -> Tensor:
+        return (arange(_RUN) + first)[:, None].repeat(1, width)
+
+    columns = 1 << (-(-keys // blocks.size) - 1).bit_length()
+    first, width = keys - keys % _RUN, -(-batch // _ALIGNED) * _ALIGNED
+    return (
+        _lasting(("table", batch, columns, blocks, where), table),
+        _lasting(("lengths", width, first, where), lengths)[keys - first, :batch],
+        _lasting(("starts", batch, rows, where), lambda: arange(batch + 1) * rows),
+    )
+
+
+_remembered: dict[tuple[object, ...], Tensor] = {}
+
+
+def _lasting(key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+    """Return the tensor of a key, which lasts unless a graph is captured or there are too many."""
     found = _remembered.get(key)
-    if found is not None:
-        return found
-    first = torch.arange(batch, dtype=torch.int32, device=where) * blocks.step
-    column = torch.arange(-(-keys // blocks.size), dtype=torch.int32, device=where)
-    table = first[:, None] + column
-    lengths = torch.full((batch,), keys, dtype=torch.int32, device=where)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=where) * rows
-    made = table, lengths, starts
-    capturing = where.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if not capturing and len(_remembered) < _MAX_REMEMBERED:
-        if where.type == "cuda":  # other streams will read them
-            torch.cuda.current_stream(where).synchronize()
-        _remembered[key] = made
-    return made
+    if found is None:
+        found = make()
+        if found.is_cuda and torch.cuda.is_current_stream_capturing():
+            return found
+        if len(_remembered) < _MAX_REMEMBERED:
+            if found.is_cuda:  # other streams will read it
+                torch.cuda.current_stream(found.device).synchronize()
+            _remembered[key] = found
+    return found

@@ -99,7 +99,7 @@ def launch_fwd(
         num_tiles = upper_bound * num_heads
         grid = min(num_tiles, device.sm_count_of(q.device))
         counter = _counter(q.device)
-        ask(counter, functools.partial(_counter, q.device))
+        ask(counter, functools.partial(_counter_of, q.device))
         launch(
             attention_fwd_kernel, grid, *_split_descriptors(q, GROUP_ROWS, tile),
             *_split_descriptors(k, tile.keys, tile), descriptor(v, tile.keys, tile.dv),
@@ -190,19 +190,24 @@ def _plan(
     return plan, size
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+_counters: dict[tuple[int | None, int], Tensor] = {}
 
 
 def _counter(where: torch.device) -> Tensor:
     """Return the counter of the current stream: it goes back to 0 by itself at a launch's end."""
     if where.type != "cuda":
         return torch.zeros(1, dtype=torch.int32, device=where)
-    if torch.cuda.is_current_stream_capturing():  # memory of a graph must not outlive it
-        return torch.zeros(1, dtype=torch.int32, device=where)
-    key = (where, torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=where)
+    return _counter_of(where, torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+
+
+def _counter_of(where: torch.device, stream: int) -> Tensor:
+    """Return the counter of a device's current stream."""
+    counter = _counters.get((where.index, stream))
+    # Memory of a graph must not outlive it, and a graph's launches not share a counter with others.
+    if counter is None or torch.cuda.is_current_stream_capturing():
+        counter = torch.zeros(1, dtype=torch.int32, device=where)
+        if not torch.cuda.is_current_stream_capturing():
+            _counters[where.index, stream] = counter
     return counter
 
 
