@@ -64,13 +64,9 @@ class Again:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Results | None:
         """Return o and lse; None where `launch_fwd` must find out how."""
-        if self._call is None:
-            self._call = _forward.known(self._key)
-            if self._call is None:
-                return None
-        results = self._call.run((q, k, v))
-        if results is None:
-            self._call = None
+        call = self._call or _forward.known(self._key)
+        results = None if call is None else call.run((q, k, v))
+        self._call = None if results is None else call  # whose memory may have forgotten it
         return results
 
 
