@@ -165,7 +165,10 @@ def _decode(problem: Problem, lse: Tensor, cache_dtype: torch.dtype) -> None:
     heads_per_task = sizes.num_kv_heads
     while num_slots // heads_per_task < 4 * torch.get_num_threads() and heads_per_task % 2 == 0:
         heads_per_task //= 2
-    chunk = chunk_of(sizes.num_kv_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.k_size)
+    # 8-bit rows count as 16 bits: on an EPYC with 512 KiB of L2 16 keys took 6 to 10 % less than 32
+    # with int8 from memory, though 8 % more with all of them in the L2 cache (2026-11-22).
+    key_bytes = (sizes.head_dim + sizes.v_head_dim) * max(sizes.k_size, 2)
+    chunk = chunk_of(sizes.num_kv_heads * key_bytes)
     group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
     real = arrays.like.dtype
     rows = num_slots * group
