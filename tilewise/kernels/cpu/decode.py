@@ -8,9 +8,10 @@ One task  walks its keys in chunks, and for each chunk over its key heads: score
 Traffic   each K and V row is read from memory once, in the order in which blocks hold them; a chunk
           of all heads and the one prefetched meanwhile fill a quarter of the L2 cache.
 Numerics  float32 (float64 for float64) throughout, but that bfloat16 and float16 queries of an int8
-          cache become 16-bit integers, see `products.py`. The scales of an 8-bit cache multiply
-          logits and probabilities, not keys and values. Splits lie at multiples of 512 positions,
-          so a sequence's bits depend on nothing but itself, whatever the batch or the threads.
+          cache and its probabilities become 16-bit integers, see `products.py` and `weights.py`.
+          The scales of an 8-bit cache multiply logits and probabilities, not keys and values.
+          Splits lie at multiples of 512 positions, so a sequence's bits depend on nothing but
+          itself, whatever the batch or the threads.
 """
 
 # ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
