@@ -199,6 +199,17 @@ class TestRepeating:
                 thread.join()
         assert not wrong
 
+    def test_may_be_no_more_than_its_launches(self, example):
+        recorded(example)
+        x, y = make(), make()
+        launch = example.memory.known((3, x.stride(), y.stride())).launcher([x, y])
+        launch()
+        first = example.launched()
+        launch()
+        assert example.launched() == first
+        assert (first[0][0], first[1][0][0]) == (x.data_ptr(), y.data_ptr())
+        assert example.memory.known("another key") is None
+
     def test_keeps_no_tensor_alive(self, example):
         x, y = make(), make()
         watched = [weakref.ref(x.untyped_storage()), weakref.ref(y.untyped_storage())]
