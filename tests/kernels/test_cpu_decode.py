@@ -308,3 +308,18 @@ def test_a_word_of_weights_is_that_of_two_keys(heads: int) -> None:
     pairs = words[1:-1].view(np.int16).reshape(-1, heads, 2)
     by_key = np.rint(numbers).astype(np.int16).reshape(-1, heads)
     assert np.array_equal(pairs.transpose(0, 2, 1).reshape(-1, heads), by_key)
+
+
+def test_a_chunk_of_8_bits_has_as_many_keys_as_one_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def note(key_bytes: int) -> int:
+        asked.append(key_bytes)
+        return 16
+
+    monkeypatch.setattr(paged_attention, "chunk_of", note)
+    tensors, metadata = _call("groups of 4", NARROW[0])
+    _run(tensors, metadata)
+    metadata = {name: value for name, value in metadata.items() if not name.endswith("scale")}
+    _run([tensor.to(NARROW[0]) for tensor in tensors], metadata)
+    assert asked == [2 * (128 + 128) * 2] * 2
