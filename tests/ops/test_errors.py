@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -77,6 +79,9 @@ def test_attention_refuses(name):
 
 def test_a_named_backend_is_never_replaced(monkeypatch):
     """A CPU tensor does not run on triton (outside its interpreter), and the message says so."""
+    # Kernels know from their import on whether they are interpreted, for all tests to come.
+    pytest.importorskip("triton")
+    importlib.import_module("tilewise.kernels.triton.attention")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     tensors = _qkv()
     with pytest.raises(
