@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.kernels.fp8_oracle import assert_within_format, dequantised_truth
 from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
 from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
 from tilewise.reference import fp8, standard
 from tilewise.testing import assert_within_budget, make_qkv
@@ -120,7 +121,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("given", "error", "message"), REFUSALS.values(), ids=REFUSALS.keys())
 def test_wrong_arguments_are_refused(given, error, message, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(device, "interpreting", lambda: False)
     q, k, v = _inputs((1, 2, 3, 2, 2, 64))
     call = {"q": q, "k": k, "v": v} | given
     with pytest.raises(error, match=message):
