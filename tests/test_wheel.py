@@ -17,6 +17,7 @@ MAX_BYTES = 20_000_000
 def _run(*command: str | Path, **options) -> str:
     # Neither this checkout nor the interpreter switch may help the wheel along.
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    env["NUMBA_OPT"] = "0"  # kernels are compiled anew there; how well is tested elsewhere
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, env=env, **options
     )

@@ -18,8 +18,11 @@ from tilewise.reference import mla as reference
 from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
 
 BF16 = torch.bfloat16
+# Nobody decodes in float64, and compiling for it takes as long as for what they decode in.
 OTHERS = [
-    dtype for dtype in (torch.float32, torch.float16, torch.float64) if why_not_dtype(dtype) is None
+    pytest.param(dtype, marks=[pytest.mark.slow] if dtype == torch.float64 else [])
+    for dtype in (torch.float32, torch.float16, torch.float64)
+    if why_not_dtype(dtype) is None
 ]
 
 
