@@ -91,6 +91,8 @@ def launch(
         compiled = kernel[where](*arguments, num_warps=num_warps, **constants)
         prepared = None
         if kind not in calls.prepared:
+            if len(calls.prepared) >= _MAX_REMEMBERED:  # of integers any number of values may come
+                calls.prepared.clear()
             prepared = calls.prepared[kind] = _prepare(compiled, arguments, calls.specialised)
     watcher: Watcher | None = getattr(watching, "watcher", None)
     if watcher is not None:
