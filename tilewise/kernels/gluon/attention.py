@@ -113,12 +113,8 @@ def launch_bwd(
     if spec.needs_dbias:  # by Triton's launcher, which no recording sees
         return compute()
     inputs = [do, q, k, v, o, lse]
-    key = (
-        spec, q.device, do.dtype, k.dtype, v.dtype, o.dtype, do.stride(), q.stride(), k.stride(),
-        v.stride(), o.stride(), lse.stride(),
-    )  # fmt: skip
-    if spec.is_varlen:
-        key += (q.shape[0], k.shape[0])
+    key = _key_of(q, k, v, spec)
+    key += (do.dtype, o.dtype, do.stride(), o.stride(), lse.stride())
     if dlse is not None:
         inputs.append(dlse)
         key += ("dlse", dlse.dtype, dlse.stride())
