@@ -23,6 +23,8 @@ from tests.kernels.gluon_emulator.errors import (
 )
 from tests.kernels.gluon_emulator.launcher import emulated
 from tests.kernels.gluon_emulator.program import Program
+from tests.kernels.gluon_emulator.recording import Recording
+from tests.kernels.gluon_emulator.replay import Replay
 
 __all__ = [
     "Deadlock",
@@ -33,5 +35,7 @@ __all__ = [
     "Program",
     "Protocol",
     "Race",
+    "Recording",
+    "Replay",
     "emulated",
 ]

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tests.kernels.gluon_emulator.machine import Cta, Machine
 from tests.kernels.gluon_emulator.memory import Descriptor, Known, Memory, Pointer
 from tests.kernels.gluon_emulator.program import Program
+from tests.kernels.gluon_emulator.recording import Recording
 from tests.kernels.gluon_emulator.registers import Register, Scalar
 
 _OPTIONS = ("num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug")
@@ -31,6 +32,7 @@ def emulated(
     resident: int = 4,
     program: Program = _UNCHANGED,
     idempotent: frozenset[str] = frozenset(),
+    recordings: list[Recording] | None = None,
 ) -> Iterator[list[str]]:
     """Run Gluon kernels that are started inside the block in the emulator.
 
@@ -40,6 +42,7 @@ def emulated(
         program: the source, changed or not.
         idempotent: kernel functions that partitions may run on the same memory at the same time,
             because they all write the same.
+        recordings: gets what each kernel did, for `replay.Replay`.
 
     Yields:
         the names of the kernels that have run.
@@ -72,7 +75,10 @@ def emulated(
         def body(_: Cta) -> None:
             function(**arguments)
 
-        Machine(seed + len(names), resident, idempotent).run(tuple(grid), num_warps, body)
+        machine = Machine(seed + len(names), resident, idempotent)
+        machine.run(tuple(grid), num_warps, body)
+        if recordings is not None:
+            recordings.append(Recording(kernel.fn.__name__, resident, machine.ctas))
 
     with (
         mock.patch.object(GluonJITFunction, "run", run),
