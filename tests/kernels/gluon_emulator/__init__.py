@@ -21,7 +21,7 @@ from tests.kernels.gluon_emulator.errors import (
     Protocol,
     Race,
 )
-from tests.kernels.gluon_emulator.launcher import emulated
+from tests.kernels.gluon_emulator.launcher import emulated, recorded
 from tests.kernels.gluon_emulator.program import Program
 from tests.kernels.gluon_emulator.recording import Recording
 from tests.kernels.gluon_emulator.replay import Replay
@@ -38,4 +38,5 @@ __all__ = [
     "Recording",
     "Replay",
     "emulated",
+    "recorded",
 ]

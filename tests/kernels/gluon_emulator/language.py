@@ -413,4 +413,5 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "warpgroup_mma": products.warpgroup_mma,
     "warpgroup_mma_init": products.warpgroup_mma_init,
     "warpgroup_mma_wait": products.warpgroup_mma_wait,
+    "mma_v2": products.mma_v2,
 }

@@ -23,6 +23,7 @@ from tests.kernels.gluon_emulator.registers import Register, Scalar
 
 _OPTIONS = ("num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug")
 _UNCHANGED = Program()
+_recordings: list[list[Recording]] = []
 
 
 @contextlib.contextmanager
@@ -32,7 +33,6 @@ def emulated(
     resident: int = 4,
     program: Program = _UNCHANGED,
     idempotent: frozenset[str] = frozenset(),
-    recordings: list[Recording] | None = None,
 ) -> Iterator[list[str]]:
     """Run Gluon kernels that are started inside the block in the emulator.
 
@@ -42,7 +42,6 @@ def emulated(
         program: the source, changed or not.
         idempotent: kernel functions that partitions may run on the same memory at the same time,
             because they all write the same.
-        recordings: gets what each kernel did, for `replay.Replay`.
 
     Yields:
         the names of the kernels that have run.
@@ -77,7 +76,7 @@ def emulated(
 
         machine = Machine(seed + len(names), resident, idempotent)
         machine.run(tuple(grid), num_warps, body)
-        if recordings is not None:
+        for recordings in _recordings:
             recordings.append(Recording(kernel.fn.__name__, resident, machine.ctas))
 
     with (
@@ -85,6 +84,17 @@ def emulated(
         mock.patch.object(torch.Tensor, "data_ptr", remembered),
     ):
         yield names
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Recording]]:
+    """Yield a list that gets what each kernel inside the block has done, for `Replay`."""
+    recordings: list[Recording] = []
+    _recordings.append(recordings)
+    try:
+        yield recordings
+    finally:
+        _recordings.remove(recordings)
 
 
 def _on_device(value: Any, known: Known) -> Any:

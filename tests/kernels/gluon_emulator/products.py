@@ -105,6 +105,12 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def mma_v2(a: Register, b: Register, acc: Register, *_: Any, **__: Any) -> Register:
+    """Multiply what each warp has in registers: a sum in float32."""
+    total = np.matmul(a.values, b.values) + acc.values
+    return Register(numbers.rounded(total, acc.dtype), acc.dtype)
+
+
 def finish(worker: Worker) -> None:
     """Check that a partition ends with all products waited for."""
     if _products(worker).running:

@@ -105,8 +105,9 @@ def steps_of(worker: Worker, regions: Regions) -> list[Op]:
             (written if kind == "store" else read).add(number)
             steps.append((kind, EVERY, number, of_op[2]))
         elif kind == "bring":
+            # Triton keeps warps that read what a copy overwrites together, too, as a rule: that is
+            # not counted on here.
             number = regions.number(*of_op[:2])
-            touch(number, True)
             steps.append((kind, FIRST, number, *of_op[2:]))
         elif kind == "send":
             number = regions.number(*of_op[:2])
