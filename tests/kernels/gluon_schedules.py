@@ -14,7 +14,12 @@ from unittest import mock
 
 import torch
 
-from tests.kernels import test_gluon_fp8_emulated, test_gluon_mla, test_gluon_mla_bytes
+from tests.kernels import (
+    test_gluon_fp8_emulated,
+    test_gluon_mla,
+    test_gluon_mla_bytes,
+    test_gluon_paged,
+)
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem
 from tests.kernels.gluon_emulator import Program, Recording, Replay, recorded
 from tests.kernels.gluon_problem import assert_forward_right, backward, forward
@@ -97,12 +102,10 @@ def _gradients(case: Attention) -> dict[str, torch.Tensor]:
 
 
 def _bytes(seed: int, program: Program) -> list[Recording]:
-    name = "causal"
     with recorded() as recordings:
         o, lse, truth = test_gluon_fp8_emulated.run(
-            (1, 200, 200, 2, 1, 64), (-1, 0), None, seed=seed, num_sms=1, program=program
+            (1, 200, 700, 1, 1, 64), (-1, 0), None, seed=seed, num_sms=1, program=program
         )
-    assert name in test_gluon_fp8_emulated.CASES
     test_gluon_fp8_emulated.assert_within_format(o, lse, truth)
     return recordings
 
@@ -126,10 +129,18 @@ def _latents_of_bytes(seed: int, program: Program) -> list[Recording]:
     return recordings
 
 
+def _paged(seed: int, program: Program) -> list[Recording]:
+    torch.manual_seed(0)
+    case = test_gluon_paged.Case("", (380, 33), (1, 1), (4, 4), head_dim=64)
+    with recorded() as recordings:
+        test_gluon_paged.run_emulated(case, torch.int8, seed, program)
+    return recordings
+
+
 _LITTLE = ((100, 100), (30, 60), (140, 140))
 CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "packed_causal": Attention(PACKED).run,
-    "every_tile_alike": Attention(Call(200, 260, (2, 1), (128, 128), 1, BRAIN)).run,
+    "every_tile_alike": Attention(Call(200, 500, (2, 1), (128, 128), 1, BRAIN)).run,
     "short_tiles": Attention(Call(60, 200, (3, 1), (128, 128), 1, BRAIN)).run,
     "windows": Attention(Call(200, 300, (1, 1), (128, 128), 1, BRAIN, (70, 0))).run,
     "lengths": Attention(
@@ -146,7 +157,7 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "masked": Attention(
         Call(130, 300, (2, 1), (64, 64), 1, HALF, mask=(1, 2), mask_tile=(128, 128))
     ).run,
-    "backward": Attention(Call(200, 200, (1, 1), (64, 64), 1, BRAIN, CAUSAL), "backward").run,
+    "backward": Attention(Call(500, 130, (1, 1), (64, 64), 1, BRAIN), "backward").run,
     "backward_packed": Attention(
         Call(heads=(1, 1), dims=(128, 128), dtype=BRAIN, window=CAUSAL, lengths=_LITTLE[:2]),
         "backward",
@@ -155,7 +166,7 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
         Call(150, 200, (1, 1), (64, 64), 1, BRAIN), "backward", deterministic=True, resident=2
     ).run,
     "backward_chores": Attention(
-        Call(70, 100, (3, 3), (64, 64), 1, BRAIN), "backward", chores=True, resident=2
+        Call(100, 100, (3, 3), (64, 64), 1, BRAIN), "backward", chores=True, resident=2
     ).run,
     "backward_apart": Attention(
         Call(200, 150, (1, 1), (192, 128), 1, BRAIN, CAUSAL), "backward"
@@ -164,6 +175,7 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
         Call(150, 100, (1, 1), (256, 256), 1, BRAIN, CAUSAL, dropout_p=0.2), "backward"
     ).run,
     "8_bits": _bytes,
+    "paged_decode": _paged,
     "latents": _latents,
     "latents_of_8_bits": _latents_of_bytes,
 }  # fmt: skip

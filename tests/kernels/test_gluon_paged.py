@@ -156,7 +156,7 @@ def test_a_captured_graph_follows_the_plan() -> None:
 
 
 EMULATED = {
-    "splits": Case("", (300, 33, 130), (1, 1, 1), (8, 4), head_dim=64),
+    "splits": Case("", (430, 33, 130), (1, 1, 1), (8, 4), head_dim=64),
     "drafts_and_a_window": Case(
         "", (200, 65, 64), (2, 1, 2), (8, 4), head_dim=64, block_size=8, options={"window": 70}
     ),
@@ -168,7 +168,7 @@ EMULATED = {
 def run_emulated(
     case: Case, dtype: torch.dtype, seed: int = 0, program: Program | None = None
 ) -> None:
-    """Judge one call in the emulator: two stages, and a split for every two tiles of keys."""
+    """Judge one call in the emulator: two stages, and a split for every four tiles of keys."""
     (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, dtype, "cpu")
     window = options.get("window")
     spec = replace(
@@ -179,7 +179,7 @@ def run_emulated(
         window_left=-1 if window is None else window - 1, has_sinks="sinks" in options,
     )  # fmt: skip
     splits = tiles.SplitPlan(
-        target_pairs=0, split_tiles=2, num_pairs=12, fixed=True, alone=False
+        target_pairs=0, split_tiles=4, num_pairs=12, fixed=True, alone=False
     )
     with (
         # Shared memory of the emulator holds numbers, not bytes: e4m3 has no two zeros or NaNs.

@@ -1,10 +1,10 @@
 """What the partitions of a kernel did, each in its own order, as steps of their warps.
 
 One run of the emulator says what every partition reads, writes, announces and waits for. That is
-turned into what its warps do, with the barriers among them that Triton puts in (3.6 to 3.9, as
-their PTX shows): before an arrival, after a wait for products or for copies, and where a partition
-touches shared memory that it touched before and one of the two writes. Nothing else keeps the warps
-of a partition together.
+turned into what its warps do, with the barriers among them that Triton puts in (as its PTX shows,
+which test_gluon_schedules.py looks at): before an arrival, after a wait for outgoing copies, and
+where loads, stores, products or outgoing copies touch what a load, store or product of the partition
+touched before and one of the two writes. Nothing else keeps the warps of a partition together.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def steps_of(worker: Worker, regions: Regions) -> list[Op]:
         if kind == "init":
             steps.append((kind, FIRST, *of_op))
         elif kind == "arrive":
-            barrier()
+            if not of_op[2]:  # who announces bytes does not wait for its warps
+                barrier()
             steps.append((kind, FIRST, *of_op))
         elif kind in ("wait", "meet", "fence"):
             steps.append((kind, EVERY, *of_op))
@@ -120,10 +121,10 @@ def steps_of(worker: Worker, regions: Regions) -> list[Op]:
             numbers = [regions.number(*view) for view in of_op[0]]
             for number in numbers:
                 touch(number, False)
+                read.add(number)  # when it is issued: Triton does not ask when it is done
             steps.append((kind, EVERY, numbers))
         elif kind == "multiplied":
             steps.append((kind, EVERY, *of_op))
-            barrier()
         elif kind == "atomic":
             steps.append((kind, FIRST, *of_op))
             if of_op[2] == 0:  # all warps learn what the first one has read

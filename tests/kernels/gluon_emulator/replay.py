@@ -83,19 +83,26 @@ class _Named:
 
 
 class Replay:
-    """A recording, ready to be run in many schedules."""
+    """A recording, ready to be run in many schedules.
 
-    def __init__(self, recording: Recording) -> None:
+    Attributes:
+        kernel: its name.
+        steps: how many there are, those of all warps of a partition counted once.
+    """
+
+    def __init__(self, recording: Recording, *, barriers: bool = True) -> None:
+        """Prepare; without `barriers` nothing keeps the warps of a partition together."""
         self.kernel, self.resident = recording.kernel, recording.resident
         self.regions = Regions()
         self._ctas: list[list[tuple[Worker, list[Any]]]] = []
-        barriers: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         self._barrier_names: list[str] = []
         for cta in recording.ctas:
             parts = []
             for worker in cta.workers:
                 steps = without_polls(steps_of(worker, self.regions))
-                parts.append((worker, [self._numbered(step, barriers) for step in steps]))
+                steps = [step for step in steps if barriers or step[0] != "barrier"]
+                parts.append((worker, [self._numbered(step, numbers) for step in steps]))
             self._ctas.append(parts)
         self.kinds = {step[0] for parts in self._ctas for _, steps in parts for step in steps}
         every = [step for parts in self._ctas for _, steps in parts for step in steps]
@@ -107,17 +114,17 @@ class Replay:
                 _, address, _, old, _ = of_step
                 self.values[address] = min(old, self.values.get(address, old))
 
-    def _numbered(self, step: Any, barriers: dict[int, int]) -> Any:
+    def _numbered(self, step: Any, numbers: dict[int, int]) -> Any:
         """Name barriers by number."""
         kind = step[0]
         at = 3 if kind == "bring" else 2
         if kind not in ("init", "arrive", "wait", "bring"):
             return step
         barrier = step[at]
-        if id(barrier) not in barriers:
-            barriers[id(barrier)] = len(self._barrier_names)
+        if id(barrier) not in numbers:
+            numbers[id(barrier)] = len(self._barrier_names)
             self._barrier_names.append(barrier.name)
-        return (*step[:at], barriers[id(barrier)], *step[at + 1 :])
+        return (*step[:at], numbers[id(barrier)], *step[at + 1 :])
 
     def run(self, seed: int) -> None:
         """Run one schedule; raise what is wrong with it."""
@@ -379,10 +386,18 @@ class _Run:
                 actor, region, False, actor.products, actor.issued, True, False, "multiplies"
             )
 
-    def _multiplied(self, actor: _Actor, left: int) -> None:
+        self._wake(("issued", id(actor.partition)))
+
+    def _multiplied(self, actor: _Actor, left: int) -> Any:
+        """Wait for products, which the four warps of a warpgroup make together."""
         done = actor.issued - left
-        if actor.clock[actor.products] < done:
-            actor.clock[actor.products] = done
+        mates = actor.partition.actors
+        if any(mate.issued < done for mate in mates):
+            return ("issued", id(actor.partition))
+        for mate in mates:
+            if actor.clock[mate.products] < done:
+                actor.clock[mate.products] = done
+        return None
 
     # Barriers.
 
