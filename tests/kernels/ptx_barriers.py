@@ -16,7 +16,7 @@ _LABEL = re.compile(r"^\s*\$L__BB")
 def bare_handovers(ptx: str) -> list[str]:
     """Return the hand-overs that no barrier of the warps of their partition guards.
 
-    An arrival at an mbarrier and a copy out of shared memory must come after such a barrier, with no
+    An arrival at an mbarrier and a copy out of shared memory must come after such a barrier, and no
     access of shared memory in between; a wait for outgoing copies must be followed by one.
     """
     found = []

@@ -178,9 +178,7 @@ def run_emulated(
         max_blocks=options["block_table"].shape[1], softmax_scale=case.head_dim**-0.5,
         window_left=-1 if window is None else window - 1, has_sinks="sinks" in options,
     )  # fmt: skip
-    splits = tiles.SplitPlan(
-        target_pairs=0, split_tiles=4, num_pairs=12, fixed=True, alone=False
-    )
+    splits = tiles.SplitPlan(target_pairs=0, split_tiles=4, num_pairs=12, fixed=True, alone=False)
     with (
         # Shared memory of the emulator holds numbers, not bytes: e4m3 has no two zeros or NaNs.
         mock.patch.object(gluon, "_bytes_descriptor", _int8_descriptor),

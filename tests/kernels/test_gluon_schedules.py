@@ -62,9 +62,15 @@ def test_barriers_among_the_warps_of_a_partition_are_needed(name: str) -> None:
     """That the model lets warps lag: without the barriers of Triton's own it sees races."""
     for recording in CASES[name](0, Program()):
         replay = Replay(recording, barriers=False)
-        with pytest.raises(Race):
-            for seed in range(50):
-                replay.run(seed)
+        assert any(races(replay, seed) for seed in range(50))
+
+
+def races(replay: Replay, seed: int) -> bool:
+    try:
+        replay.run(seed)
+    except Race:
+        return True
+    return False
 
 
 def test_a_schedule_can_be_repeated() -> None:

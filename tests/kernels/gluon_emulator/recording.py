@@ -1,10 +1,10 @@
 """What the partitions of a kernel did, each in its own order, as steps of their warps.
 
 One run of the emulator says what every partition reads, writes, announces and waits for. That is
-turned into what its warps do, with the barriers among them that Triton puts in (as its PTX shows,
-which test_gluon_schedules.py looks at): before an arrival, after a wait for outgoing copies, and
-where loads, stores, products or outgoing copies touch what a load, store or product of the partition
-touched before and one of the two writes. Nothing else keeps the warps of a partition together.
+turned into what its warps do, with the barriers among them that Triton puts in: before an arrival,
+after a wait for outgoing copies (test_compile.py looks them up in PTX), and where loads, stores,
+products or outgoing copies touch what a load, store or product of the partition touched before and
+one of the two writes. Nothing else keeps the warps of a partition together.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ mbarrier late may find it a phase further. Vector clocks prove that all accesses
 clocks.py). Numbers are not followed: what an ordered access finds does not depend on the schedule.
 
 What a kernel's path depends on is kept as recorded: an atomic add waits for the number that it
-found. A schedule that the hardware allows but in which another CTA takes a tile is another recording.
+found. Schedules in which other CTAs take a tile are those of another recording.
 """
 
 from __future__ import annotations
@@ -324,9 +324,7 @@ class _Run:
 
     def _bring(self, actor: _Actor, region: int, number: int, nbytes: int) -> None:
         barrier = self.barriers[number]
-        access = self._access(
-            actor, region, True, barrier.lane, _NEVER, True, False, "copies into"
-        )
+        access = self._access(actor, region, True, barrier.lane, _NEVER, True, False, "copies into")
 
         def land() -> None:
             barrier.bytes -= nbytes
@@ -342,9 +340,7 @@ class _Run:
         partition = actor.partition
         partition.sends += 1
         number = partition.sends
-        self._access(
-            actor, region, False, partition.copies, number, True, False, "copies from"
-        )
+        self._access(actor, region, False, partition.copies, number, True, False, "copies from")
         boxes = self.boxes.setdefault(address, {})
         for old_place, old_adds, lane, epoch, who in boxes.values():
             if (old_adds and adds) or actor.clock[lane] >= epoch:
@@ -502,9 +498,7 @@ class _Run:
         if "acq" in sem:
             actor.clock = _later(actor.clock, self.places.get(address, self.zero))
         if "rel" in sem.replace("relaxed", ""):
-            self.places[address] = _later(
-                self.places.get(address, self.zero), self._release(actor)
-            )
+            self.places[address] = _later(self.places.get(address, self.zero), self._release(actor))
         if value != 0 or name != "add":
             self._wake(("value", address))
         return None
