@@ -13,7 +13,7 @@ from tests.kernels.gluon_emulator import EmulationError, Program, Race, Replay
 from tests.kernels.gluon_handovers import HANDOVERS
 from tests.kernels.gluon_schedules import CASES, replayed
 
-STEPS = 240_000  # of all schedules of a kernel together, as partitions count them: seconds
+STEPS = 180_000  # of all schedules of a kernel together, as partitions count them: seconds
 STEPS_SLOW = 8_000_000
 TRIES = 3
 
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_schedule_lets_two_accesses_meet(name: str) -> None:
-    """Between 200 and 1,300 schedules of each kernel."""
+    """Between 150 and 1,000 schedules of each kernel."""
     for recording in CASES[name](0, Program()):
         replayed([recording], STEPS // Replay(recording).steps)
 
