@@ -24,7 +24,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from tests.kernels import compile_cases, compile_cases_gluon, compile_cases_paged, sass
+from tests.kernels import (
+    compile_cases,
+    compile_cases_gluon,
+    compile_cases_paged,
+    ptx_barriers,
+    sass,
+)
 from tilewise.kernels import device
 
 
@@ -104,6 +110,7 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
         "operands": sass.overwritten_operands(instructions),
         "shared": kernel.metadata.shared,
         "mma": mma,
+        "bare_handovers": ptx_barriers.bare_handovers(ptx),
         "complaints": re.findall(r"C75\d\d.*", report),
     }
 

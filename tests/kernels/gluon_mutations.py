@@ -77,7 +77,13 @@ _FREE_K = (
     "        mbarrier.arrive(shared.k_empty.index(stage), count=1)\n"
 )
 _ANNOUNCE = "    if tile.dynamic:\n        _announce(shared, group, number)\n"
-_EXPECT_Q = "    mbarrier.expect(shared.q_full.index(group), q.block_type.nbytes)\n"
+_LOAD_Q = (
+    "    row = rows.first_q + rows.first_row + group * 64\n"
+    "    at = [b, rows.h, row, 0]\n"
+    "    at_rest = [b, rows.h, row, tile.d]\n"
+    "    full = shared.q_full.index(group)\n"
+    "    _load(q, q_rest, at, at_rest, full, shared.q, shared.q_rest, group, tile)\n"
+)
 
 FORWARD = {
     # The loader.
@@ -107,10 +113,11 @@ FORWARD = {
         _LOAD, "shared.v_full.index(stage), shared.v.index",
         "shared.k_full.index(stage), shared.v.index", "full",
     ),
-    "half_of_the_bytes_of_k": Mutation(
-        _LOAD, "k.block_type.nbytes", "k.block_type.nbytes // 2", "full"
+    "half_of_the_bytes_of_q_and_k": Mutation(
+        "attention_fwd*:_load", "mbarrier.expect(full, tiles.block_type.nbytes)",
+        "mbarrier.expect(full, tiles.block_type.nbytes // 2)", "full",
     ),
-    "a_tile_announced_after_its_queries": _later(_QUERIES, _ANNOUNCE, _EXPECT_Q, "causal"),
+    "a_tile_announced_after_its_queries": _later(_QUERIES, _ANNOUNCE, _LOAD_Q, "causal"),
     "a_counter_that_is_not_reset": _without(_LOAD, "gl.atomic_xchg(counter, 0)", "causal"),
     "an_end_that_is_not_announced": _without(
         _LOAD, "_announce(shared, group, work.num_tiles)", "causal"

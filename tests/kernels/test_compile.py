@@ -14,7 +14,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels import compile_cases, compile_cases_gluon, compile_cases_paged, sass_budgets
+from tests.kernels import (
+    compile_cases,
+    compile_cases_gluon,
+    compile_cases_paged,
+    ptx_barriers,
+    sass_budgets,
+)
 from tests.kernels.compile_cases import Case
 from tests.kernels.compile_cases_gluon import GluonCase
 
@@ -99,6 +105,22 @@ def test_compiles_without_a_gpu(case: Case) -> None:
             assert not kernel["complaints"], kernel
 
 
+def test_a_handover_without_a_barrier_is_seen() -> None:
+    arrives = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"
+    loads = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r2, %r3, %r4, %r5}, [%r6];"
+    leaves = "@%p2 cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%rd1, {%r1}], [%r2];"
+    waits = "cp.async.bulk.wait_group.read 0;"
+    barrier = "bar.sync \t0, 128;"
+    right = [loads, barrier, arrives, barrier, leaves, waits, barrier, loads]
+    assert ptx_barriers.bare_handovers("\n".join(right)) == []
+    for place, line in enumerate(right):
+        if line == barrier:
+            wrong = "\n".join([*right[:place], loads, *right[place + 1 :]])
+            assert len(ptx_barriers.bare_handovers(wrong)) == 1
+    turn = "bar.sync 9, 256; mov.b32 %r1, %r2;"  # with warps of other partitions
+    assert ptx_barriers.bare_handovers("\n".join([loads, turn, arrives])) == [arrives]
+
+
 def test_hopper_kernels_take_every_case() -> None:
     assert not compile_cases_gluon.REFUSED
 
@@ -112,6 +134,7 @@ def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
     for kernel in kernels:
         assert "error" not in kernel, kernel["error"]
         assert kernel["shared"] <= _SHARED_LIMIT[case.arch], kernel
+        assert kernel["bare_handovers"] == []  # what the emulator's replays count on
     assert any("wgmma.mma_async" in kernel["mma"] for kernel in kernels), kernels
     hot = [sass_budgets.hot_loop(kernel["loops"]) for kernel in kernels]
     # A kernel that needs more than there is can compile to nothing at all.

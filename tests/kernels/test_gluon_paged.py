@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.gluon_emulator import Program, emulated
 from tests.kernels.test_triton_paged import _spec
 from tilewise import paged_attention, plan_paged_attention, write_kv_cache
+from tilewise.kernels import tiles
+from tilewise.kernels.gluon import paged_attention as gluon
+from tilewise.kernels.gluon._descriptors import descriptor
 from tilewise.kernels.gluon.paged_attention import why_not_decode
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget
@@ -49,26 +54,28 @@ CASES = [
 ]
 
 
-def _inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+def _inputs(
+    case: Case, dtype: torch.dtype, where: str = "cuda"
+) -> tuple[list[Tensor], dict[str, Any]]:
     """q, the caches of 8 bits and of what they stand for; NaN wherever nobody owns a slot."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(where).manual_seed(0)
     counts = [-(-length // case.block_size) for length in case.lengths]
     slots = (sum(counts) + 2, case.block_size, case.heads[1])
-    tables = torch.randperm(slots[0], generator=generator, device="cuda").int().split(
+    tables = torch.randperm(slots[0], generator=generator, device=where).int().split(
         [*counts, 2]
     )  # fmt: skip
-    table = torch.full((len(counts), max(counts) + 1), -7, dtype=torch.int32, device="cuda")
-    owned = torch.zeros(slots[:2], dtype=torch.bool, device="cuda")
+    table = torch.full((len(counts), max(counts) + 1), -7, dtype=torch.int32, device=where)
+    owned = torch.zeros(slots[:2], dtype=torch.bool, device=where)
     for row, (blocks, length) in enumerate(zip(tables[:-1], case.lengths, strict=True)):
         table[row, : len(blocks)] = blocks
-        at = torch.arange(length, device="cuda")
+        at = torch.arange(length, device=where)
         owned[blocks.long()[at // case.block_size], at % case.block_size] = True
     caches, scales, exact = [], [], []
     for _ in range(2):
-        x = torch.randn(*slots, case.head_dim, generator=generator, device="cuda")
+        x = torch.randn(*slots, case.head_dim, generator=generator, device=where)
         cache = torch.zeros_like(x, dtype=dtype)
         shape = slots[2:] if case.head_scales else slots
-        scale = torch.rand(shape, generator=generator, device="cuda") * 0.1 + 0.001
+        scale = torch.rand(shape, generator=generator, device=where) * 0.1 + 0.001
         divided = x / scale.unsqueeze(-1)
         limit = 127.0 if dtype == torch.int8 else 448.0
         cache.copy_(divided.clamp(-limit, limit))
@@ -79,17 +86,17 @@ def _inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any
         caches.append(cache)
         scales.append(scale)
     q = torch.randn(
-        sum(case.runs) + 2, case.heads[0], case.head_dim, generator=generator, device="cuda"
+        sum(case.runs) + 2, case.heads[0], case.head_dim, generator=generator, device=where
     )
     options = {
         "block_table": table,
-        "seqlens_k": torch.tensor(case.lengths, dtype=torch.int32, device="cuda"),
-        "cu_seqlens_q": torch.tensor([0, *case.runs], device="cuda").cumsum(0).int(),
+        "seqlens_k": torch.tensor(case.lengths, dtype=torch.int32, device=where),
+        "cu_seqlens_q": torch.tensor([0, *case.runs], device=where).cumsum(0).int(),
         "max_seqlen_q": max(case.runs),
         **case.options,
     }
     if "sinks" in options:
-        options["sinks"] = torch.full((case.heads[0],), options["sinks"], device="cuda")
+        options["sinks"] = torch.full((case.heads[0],), options["sinks"], device=where)
     return [q.bfloat16(), *caches, *scales, *exact], options
 
 
@@ -146,6 +153,58 @@ def test_a_captured_graph_follows_the_plan() -> None:
         graph.replay()
         want = paged_attention(q, k, v, **(given | {"backend": "triton"}))
         torch.testing.assert_close(o, want, rtol=2e-2, atol=2e-2)
+
+
+EMULATED = {
+    "splits": Case("", (430, 33, 130), (1, 1, 1), (8, 4), head_dim=64),
+    "drafts_and_a_window": Case(
+        "", (200, 65, 64), (2, 1, 2), (8, 4), head_dim=64, block_size=8, options={"window": 70}
+    ),
+    "a_scale_a_head": Case("", (290, 70), (1, 1), (4, 4), head_scales=True),
+    "nothing_to_see": Case("", (0, 5, 64), (1, 1, 1), (8, 4), options={"sinks": 3.0}),
+}
+
+
+def run_emulated(
+    case: Case, dtype: torch.dtype, seed: int = 0, program: Program | None = None
+) -> None:
+    """Judge one call in the emulator: two stages, and a split for every four tiles of keys."""
+    (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, dtype, "cpu")
+    window = options.get("window")
+    spec = replace(
+        BYTES, cache_dtype=dtype, num_seqs=len(case.lengths), num_tokens=q.shape[0],
+        max_seqlen_q=max(case.runs), num_q_heads=case.heads[0], num_kv_heads=case.heads[1],
+        head_dim=case.head_dim, v_head_dim=case.head_dim, block_size=case.block_size,
+        max_blocks=options["block_table"].shape[1], softmax_scale=case.head_dim**-0.5,
+        window_left=-1 if window is None else window - 1, has_sinks="sinks" in options,
+    )  # fmt: skip
+    splits = tiles.SplitPlan(target_pairs=0, split_tiles=4, num_pairs=12, fixed=True, alone=False)
+    with (
+        # Shared memory of the emulator holds numbers, not bytes: e4m3 has no two zeros or NaNs.
+        mock.patch.object(gluon, "_bytes_descriptor", _int8_descriptor),
+        emulated(seed, program=program or Program(), resident=2),
+    ):
+        o, lse = gluon.launch(
+            q, k, v, spec, **{name: options[name] for name in _TENSORS}, k_scale=k_scale,
+            v_scale=v_scale, sinks=options.get("sinks"), tuned=(2, splits),
+        )  # fmt: skip
+    truth, truth_lse = _reference(torch.float64, q, exact, options)
+    eager, eager_lse = _reference(q.dtype, q, exact, options)
+    assert_within_budget(o, truth, eager, name="o")
+    assert_within_budget(lse, truth_lse, eager_lse, name="lse")
+
+
+_TENSORS = ("block_table", "seqlens_k", "cu_seqlens_q")
+
+
+def _int8_descriptor(cache: Tensor, rows: int, width: int) -> object:
+    return descriptor(cache.view(torch.int8), rows, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("name", EMULATED)
+def test_agrees_with_float64_in_the_emulator(name: str, dtype: torch.dtype) -> None:
+    run_emulated(EMULATED[name], dtype)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ from tests.kernels.gluon_emulator.errors import (
     Protocol,
     Race,
 )
-from tests.kernels.gluon_emulator.launcher import emulated
+from tests.kernels.gluon_emulator.launcher import emulated, recorded
 from tests.kernels.gluon_emulator.program import Program
+from tests.kernels.gluon_emulator.recording import Recording
+from tests.kernels.gluon_emulator.replay import Replay
 
 __all__ = [
     "Deadlock",
@@ -33,5 +35,8 @@ __all__ = [
     "Program",
     "Protocol",
     "Race",
+    "Recording",
+    "Replay",
     "emulated",
+    "recorded",
 ]

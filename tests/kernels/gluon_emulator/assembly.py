@@ -69,6 +69,15 @@ def _widened_e4m3(pair: np.ndarray) -> np.ndarray:
     return _half_pair(*(numbers.from_bits(x, gl.float8e4nv) for x in parts))
 
 
+def _turned(pairs: np.ndarray) -> np.ndarray:
+    """Transpose blocks of 8 x 8 halves, of which a row is four neighbouring registers."""
+    words = np.ascontiguousarray(pairs.astype(np.uint32))
+    halves = words.view(np.uint16)
+    *lead, rows, columns = halves.shape
+    blocks = halves.reshape(*lead, rows // 8, 8, columns // 8, 8).swapaxes(-3, -1)
+    return np.ascontiguousarray(blocks.reshape(halves.shape)).view(np.uint32)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "ex2.approx.ftz.f32": _floats(lambda x: _flushed(np.exp2(_flushed(x)))),
     "ex2.approx.f32": _floats(np.exp2),
@@ -90,6 +99,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "cvt.rn.satfinite.e4m3x2.f32": _pair(gl.float8e4nv, 8),
     "cvt.rn.f16x2.e4m3x2": _widened_e4m3,
     "sub.rn.f16x2": _subtracted_halves,
+    "movmatrix.sync.aligned.m8n8.trans.b16": _turned,
     "mov.b32": lambda x: x,
     "mov.u32": lambda x: x,
     "mov.b16": lambda x: x,

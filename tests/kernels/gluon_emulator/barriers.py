@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.kernels.gluon_emulator.clocks import Clock
 from tests.kernels.gluon_emulator.errors import Protocol
-from tests.kernels.gluon_emulator.machine import current, machine
+from tests.kernels.gluon_emulator.machine import current, machine, note
 
 MOST_PENDING = (1 << 20) - 1  # arrivals of a phase (PTX ISA, mbarrier)
 THREADS_PER_WARP = 32
@@ -29,6 +29,7 @@ class Barrier:
             raise Protocol(f"{self.name} cannot count {count} arrivals")
         self.count = self._pending = int(count)
         self._bytes = 0
+        note("init", self, self.count)
 
     def invalidate(self) -> None:
         """End the barrier's life; its memory may be used anew."""
@@ -38,6 +39,7 @@ class Barrier:
     def arrive(self, count: int = 1, expected_bytes: int = 0) -> None:
         """Arrive, and announce bytes that a copy will bring before the phase ends."""
         self._checked()
+        note("arrive", self, int(count), expected_bytes)
         machine().step()
         self._bytes += expected_bytes
         self._collected.join(current().release())
@@ -61,6 +63,7 @@ class Barrier:
         parity = int(parity)
         if parity not in (0, 1):
             raise Protocol(f"the parity of a phase is 0 or 1, got {parity}")
+        note("wait", self, parity)
         machine().wait(
             lambda: self.finished & 1 != parity,
             f"{self.name}, phase {parity} ({self._pending} arrivals and {self._bytes} bytes short)",
@@ -105,6 +108,7 @@ class NamedBarrier:
     def meet(self, threads: int, blocks: bool) -> None:
         """Arrive with all threads of the running partition, and wait for the others if `blocks`."""
         worker = current()
+        note("meet", self._number, threads, blocks)
         machine().step()
         if worker in self._arrived:
             raise Protocol(f"{worker.name} arrives twice at barrier {self._number}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import numpy as np
 
 from tests.kernels.gluon_emulator.barriers import Barrier
 from tests.kernels.gluon_emulator.clocks import UNFINISHED, Box
 from tests.kernels.gluon_emulator.errors import Protocol
-from tests.kernels.gluon_emulator.machine import Worker, current, machine
+from tests.kernels.gluon_emulator.machine import Worker, current, machine, note
 from tests.kernels.gluon_emulator.memory import Descriptor
 from tests.kernels.gluon_emulator.shared import SharedMemory, poison
 
@@ -43,6 +46,7 @@ def load(
     _check(tensor_desc, result)
     if not pred:
         return
+    note("bring", result.history, result.memory, barrier, tensor_desc.block_type.nbytes)
     machine().step()
     place = [int(x) for x in coord]
     access = result.history.add(
@@ -50,15 +54,25 @@ def load(
     )
     result.memory[...] = poison(result.dtype)
 
-    def land() -> None:
-        result.memory[...] = tensor_desc.read(place)
-        access.epoch = barrier.complete(tensor_desc.block_type.nbytes)
+    pieces = machine().pieces(result.memory)
+    landed = []
 
-    machine().later(land)
+    def land(piece: tuple[slice, ...]) -> None:
+        landed.append(piece)
+        result.memory[piece] = tensor_desc.read(place)[piece]
+        share = result.memory[piece].size * tensor_desc.block_type.nbytes // result.memory.size
+        phase = barrier.complete(share)
+        if len(landed) == len(pieces):
+            access.epoch = phase
+
+    for piece in pieces:
+        machine().later(functools.partial(land, piece))
 
 
 def _send(tensor_desc: Descriptor, coord: Any, src: SharedMemory, add: bool) -> None:
     _check(tensor_desc, src)
+    box = tensor_desc.box([int(x) for x in coord])[0]
+    note("send", src.history, src.memory, tensor_desc.address, box, add)
     machine().step()
     worker = current()
     stores = _stores(worker)
@@ -76,17 +90,23 @@ def _send(tensor_desc: Descriptor, coord: Any, src: SharedMemory, add: bool) -> 
     stores.reading.add(number)
     stores.writing.add(number)
 
-    def read() -> None:
-        values = src.memory.copy()
-        stores.reading.discard(number)
+    pieces = machine().pieces(src.memory)
+    values = np.empty_like(src.memory)
+    taken = []
 
-        def write() -> None:  # later: that a tile has been read does not say that it is written
-            tensor_desc.write(place, values, add)
-            stores.writing.discard(number)
+    def write() -> None:  # later: that a tile has been read does not say that it is written
+        tensor_desc.write(place, values, add)
+        stores.writing.discard(number)
 
-        machine().later(write)
+    def read(piece: tuple[slice, ...]) -> None:
+        taken.append(piece)
+        values[piece] = src.memory[piece]
+        if len(taken) == len(pieces):
+            stores.reading.discard(number)
+            machine().later(write)
 
-    machine().later(read)
+    for piece in pieces:
+        machine().later(functools.partial(read, piece))
 
 
 def store(tensor_desc: Descriptor, coord: Any, src: SharedMemory) -> None:
@@ -110,6 +130,7 @@ def wait_group(pendings: int) -> None:
 
 
 def _wait(pendings: int, written: bool) -> None:
+    note("sent", int(pendings), written)
     worker = current()
     stores = _stores(worker)
     last = stores.issued - int(pendings)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as real
 from tests.kernels.gluon_emulator import barriers, copies, numbers, products, shared
 from tests.kernels.gluon_emulator.assembly import inline_asm_elementwise
 from tests.kernels.gluon_emulator.errors import EmulationError, NotEmulated
-from tests.kernels.gluon_emulator.machine import Worker, current, machine
+from tests.kernels.gluon_emulator.machine import Worker, current, machine, note
 from tests.kernels.gluon_emulator.memory import Pointer
 from tests.kernels.gluon_emulator.registers import (
     Layout,
@@ -88,9 +88,11 @@ def warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_r
         worker = Worker(name, parent.cta, int(warps), parent.clock)
         machine().start(worker, functools.partial(_partition, function, args))
         workers.append(worker)
+    note("start", [worker.number for worker in workers])
     parent.clock[parent.lane] += 1
     function, args = functions_and_args[0]
     _partition(function, args)
+    note("join", [worker.number for worker in workers])
     machine().wait(lambda: all(worker.finished for worker in workers), "its workers")
     for worker in workers:
         parent.clock.join(worker.clock)
@@ -135,6 +137,7 @@ for _name in ("multiple_of", "max_contiguous", "max_constancy"):
 
 @operation
 def barrier(*, cluster: bool = False) -> None:
+    note("barrier")
     machine().step()
 
 
@@ -349,9 +352,13 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
 def _atomic(name: str, function: Callable[[Any, Any], Any]) -> None:
     def apply(pointer: Pointer, val: Any, mask: Any = None, sem: Any = None, scope: Any = None):
         machine().step(polls=True)
-        for address in pointer.addresses(mask):
+        addresses = pointer.addresses(mask)
+        for address in addresses:
             machine().meet(address, str(sem or "acq_rel"))
-        return pointer.update(function, val, mask)
+        old = pointer.update(function, val, mask)
+        if pointer.shape == [] and len(addresses) == 1 and isinstance(old, Scalar):
+            note("atomic", name, addresses[0], int(val), int(old), str(sem or "acq_rel"))
+        return old
 
     setattr(Language, f"atomic_{name}", staticmethod(apply))
 
@@ -406,4 +413,5 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "warpgroup_mma": products.warpgroup_mma,
     "warpgroup_mma_init": products.warpgroup_mma_init,
     "warpgroup_mma_wait": products.warpgroup_mma_wait,
+    "mma_v2": products.mma_v2,
 }

@@ -18,10 +18,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tests.kernels.gluon_emulator.machine import Cta, Machine
 from tests.kernels.gluon_emulator.memory import Descriptor, Known, Memory, Pointer
 from tests.kernels.gluon_emulator.program import Program
+from tests.kernels.gluon_emulator.recording import Recording
 from tests.kernels.gluon_emulator.registers import Register, Scalar
 
 _OPTIONS = ("num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug")
 _UNCHANGED = Program()
+_recordings: list[list[Recording]] = []
 
 
 @contextlib.contextmanager
@@ -72,13 +74,27 @@ def emulated(
         def body(_: Cta) -> None:
             function(**arguments)
 
-        Machine(seed + len(names), resident, idempotent).run(tuple(grid), num_warps, body)
+        machine = Machine(seed + len(names), resident, idempotent)
+        machine.run(tuple(grid), num_warps, body)
+        for recordings in _recordings:
+            recordings.append(Recording(kernel.fn.__name__, resident, machine.ctas))
 
     with (
         mock.patch.object(GluonJITFunction, "run", run),
         mock.patch.object(torch.Tensor, "data_ptr", remembered),
     ):
         yield names
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Recording]]:
+    """Yield a list that gets what each kernel inside the block has done, for `Replay`."""
+    recordings: list[Recording] = []
+    _recordings.append(recordings)
+    try:
+        yield recordings
+    finally:
+        _recordings.remove(recordings)
 
 
 def _on_device(value: Any, known: Known) -> Any:

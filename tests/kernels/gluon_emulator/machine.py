@@ -24,6 +24,7 @@ _SWITCH = 0.25  # chance that another partition goes on at a step
 _DELAY, _LONG_DELAY, _LONG = 12, 250, 0.15  # steps that a copy takes; some take much longer
 _MOST_POLLS = 20_000  # steps without progress: everybody polls memory that nobody changes
 _active: list[Machine] = []
+Op = tuple[Any, ...]
 
 
 class Stopped(BaseException):
@@ -33,6 +34,11 @@ class Stopped(BaseException):
 def machine() -> Machine:
     """Return the machine that runs now."""
     return _active[-1]
+
+
+def note(*op: Any) -> None:
+    """Record what the running partition does."""
+    _active[-1].running.ops.append(op)
 
 
 def current() -> Worker:
@@ -45,6 +51,7 @@ class Cta:
 
     def __init__(self, *place: int) -> None:
         self.place = place  # in the grid
+        self.workers: list[Worker] = []
         self.histories: list[History] = []
         self.named_barriers: dict[int, Any] = {}
 
@@ -54,6 +61,8 @@ class Worker:
 
     def __init__(self, name: str, cta: Cta, num_warps: int, clock: Clock) -> None:
         self.name, self.cta, self.num_warps = f"CTA {cta.place} {name}", cta, num_warps
+        self.number = len(cta.workers)
+        cta.workers.append(self)
         self.lane = object()
         self.clock = Clock(clock)
         self.clock[self.lane] = 0
@@ -64,6 +73,7 @@ class Worker:
         self.finished = False
         self.products: Any = None  # of wgmma.py
         self.stores: Any = None  # of copies.py
+        self.ops: list[Op] = []  # what it did, in its own order (see recording.py)
 
     def release(self) -> Clock:
         """Return what others learn from this partition now; what it does later they do not."""
@@ -83,6 +93,7 @@ class Machine:
         self.places: defaultdict[int, Clock] = defaultdict(Clock)  # where atomics meet
         self.boxes: defaultdict[int, Boxes] = defaultdict(Boxes)  # by the address of a tensor
         self.running: Worker = Worker("nobody", Cta(), 0, Clock())
+        self.ctas: list[Cta] = []  # in the order in which they began
         self._workers: list[Worker] = []
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -101,6 +112,7 @@ class Machine:
             place = next(waiting, None)
             if place is not None:
                 cta = Cta(*place)
+                self.ctas.append(cta)
                 worker = Worker("default", cta, num_warps, Clock())
                 self.start(worker, lambda: body(cta), start_next)
 
@@ -181,6 +193,15 @@ class Machine:
         most = _LONG_DELAY if self.random.random() < _LONG else _DELAY
         due = self._now + self.random.randint(0, most)
         heapq.heappush(self._events, (due, next(self._order), event))
+
+    def pieces(self, memory: np.ndarray) -> list[tuple[slice, ...]]:
+        """Cut a tile into runs of rows that are copied at times of their own."""
+        axis = max(range(memory.ndim - 1), key=lambda i: memory.shape[i], default=0)
+        rows = memory.shape[axis]
+        count = min(self.random.choice((1, 1, 2, 4)), rows)
+        ends = [rows * i // count for i in range(count + 1)]
+        before = (slice(None),) * axis
+        return [(*before, slice(a, b)) for a, b in itertools.pairwise(ends)]
 
     def _land(self, until: int) -> None:
         while self._events and self._events[0][0] <= until:

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from tests.kernels.gluon_emulator import numbers
 from tests.kernels.gluon_emulator.errors import InFlight, Protocol
-from tests.kernels.gluon_emulator.machine import Worker, current, machine
+from tests.kernels.gluon_emulator.machine import Worker, current, machine, note
 from tests.kernels.gluon_emulator.registers import Layout, Register
 from tests.kernels.gluon_emulator.shared import SharedMemory
 
@@ -65,6 +65,8 @@ def warpgroup_mma(
         raise Protocol(f"{rows} rows are no multiple of 16 for each of {worker.num_warps} warps")
     products = _products(worker)
     products.issued += 1
+    read = [x for x in (a, b) if isinstance(x, SharedMemory)]
+    note("multiply", [(x.history, x.memory) for x in read])
     for operand in (a, b):
         if isinstance(operand, SharedMemory):
             operand.history.add(
@@ -84,6 +86,7 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
     """Wait until at most `num_outstanding` products run; return deps, finished ones as tensors."""
     if deps is None:
         raise Protocol("warpgroup_mma_wait needs deps")
+    note("multiplied", int(num_outstanding))
     machine().step()
     worker = current()
     products = _products(worker)
@@ -100,6 +103,12 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
         for dep in deps
     ]
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def mma_v2(a: Register, b: Register, acc: Register, *_: Any, **__: Any) -> Register:
+    """Multiply what each warp has in registers: a sum in float32."""
+    total = np.matmul(a.values, b.values) + acc.values
+    return Register(numbers.rounded(total, acc.dtype), acc.dtype)
 
 
 def finish(worker: Worker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,11 @@ from tests.kernels.gluon_emulator import numbers
 from tests.kernels.gluon_emulator.barriers import Barriers
 from tests.kernels.gluon_emulator.clocks import History
 from tests.kernels.gluon_emulator.errors import OutOfBounds, Protocol
-from tests.kernels.gluon_emulator.machine import current, machine
+from tests.kernels.gluon_emulator.machine import current, machine, note
 from tests.kernels.gluon_emulator.registers import Layout, register, values_of
 
 POISON = 0x5555  # what integers hold before they are written
+_WARPS_APART = 0.25  # how often the warps of a partition access memory one after the other
 
 
 class BarrierLayout(Layout):
@@ -78,13 +80,18 @@ class SharedMemory:
         return self._view(memory)
 
     def load(self, layout: Any = None) -> Any:
+        note("load", self.history, self.memory, _is_idempotent())
         machine().step()
         self.history.add(
             current(), self.memory, writes=False, what="loads from", settles=_is_idempotent()
         )
-        return register(self.memory.copy(), self.dtype)
+        values = np.empty_like(self.memory)
+        for rows in _rows_of_warps(self.memory):
+            values[rows] = self.memory[rows]
+        return register(values, self.dtype)
 
     def store(self, value: Any) -> None:
+        note("store", self.history, self.memory, _is_idempotent())
         machine().step()
         if list(value.shape) != self.shape or value.dtype != self.dtype:
             raise Protocol(
@@ -94,7 +101,20 @@ class SharedMemory:
         self.history.add(
             current(), self.memory, writes=True, what="stores to", settles=_is_idempotent()
         )
-        self.memory[...] = values_of(value)
+        values = values_of(value)
+        for rows in _rows_of_warps(self.memory):
+            self.memory[rows] = values[rows]
+
+
+def _rows_of_warps(memory: np.ndarray) -> Iterator[Any]:
+    """Yield the rows of one warp after the other; sometimes others do something in between."""
+    warps, rows = current().num_warps, memory.shape[0]
+    if warps == 1 or rows % warps or machine().random.random() > _WARPS_APART:
+        yield ...
+        return
+    for first in range(0, rows, rows // warps):
+        yield slice(first, first + rows // warps)
+        machine().step()
 
 
 def _is_idempotent() -> bool:
@@ -141,6 +161,7 @@ def reinterpret(memory: SharedMemory, dtype: gl.dtype, shape: Any, layout: Any =
 
 def fence_async_shared(cluster: bool = False) -> None:
     """Show ordinary writes to copies and products."""
+    note("fence")
     machine().step()
     for history in current().cta.histories:
         history.fence(current())

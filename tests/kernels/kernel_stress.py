@@ -1,0 +1,379 @@
+"""The same call again and again, compared on the device: does every run give the same bits?
+
+A case is a call of a kernel's launcher. Its runs are captured in a CUDA graph, each followed by a
+comparison with the first result and by poison over its outputs, so that memory of an earlier run
+cannot pass for what a run forgot to write. The host only replays; differences are counted on the
+device, and the first differing outputs are kept. What may depend on the order of sums is compared
+within rounding, all else bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels import attention_problem
+from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem
+
+Results = dict[str, Tensor]
+RUNS_PER_GRAPH = 50
+LOOK_EVERY = 0.25  # seconds that the host is ahead at most
+# Of a sum whose order is free: part of the value, and of the root mean square of all values.
+RELATIVE, ABSOLUTE = 2.0**-6, 2.0**-5
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that can be run again and again.
+
+    Attributes:
+        run: makes results of memory of its own.
+        rounded: names of results that may differ by the order of their sums.
+        check: judges the first results; None where other tests do.
+    """
+
+    run: Callable[[], Results]
+    rounded: frozenset[str] = frozenset()
+    check: Callable[[Results], None] | None = None
+
+
+@dataclass
+class Found:
+    """What came of a case."""
+
+    name: str
+    runs: int
+    differing: int
+    seconds: float
+    graph: bool
+    first: list[dict[str, Any]] = field(default_factory=list)  # how the first difference looks
+
+
+class Watch:
+    """Compares results on their device, and remembers there what differed."""
+
+    def __init__(self, want: Results, rounded: frozenset[str] = frozenset()) -> None:
+        self.want = {name: x.clone() for name, x in want.items()}
+        self.kept = {name: x.clone() for name, x in want.items()}
+        self.rounded = rounded
+        device = next(iter(want.values())).device
+        self._differing = torch.zeros((), dtype=torch.int64, device=device)
+        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        self._limits = {name: self._limit(self.want[name]) for name in rounded if name in want}
+
+    @staticmethod
+    def _limit(x: Tensor) -> Tensor:
+        x = x.float()
+        finite = x.nan_to_num(0.0, 0.0, 0.0)
+        return x.abs() * RELATIVE + finite.square().mean().sqrt() * ABSOLUTE
+
+    def look(self, results: Results) -> None:
+        """Count results that differ; overwrite them with poison."""
+        differs = self._never
+        for name, got in results.items():
+            want = self.want[name]
+            if name in self.rounded:
+                near = (got.float() - want.float()).abs() <= self._limits[name]
+                differs = differs | ~(near | (bits(got) == bits(want))).all()
+            else:
+                differs = differs | (bits(got) != bits(want)).any()
+        first = differs & (self._differing == 0)
+        for name, got in results.items():
+            self.kept[name].copy_(torch.where(first, got, self.kept[name]))
+        self._differing += differs
+        for got in results.values():
+            got.fill_(math.nan)
+
+    @property
+    def differing(self) -> int:
+        """Runs that differed, so far."""
+        return int(self._differing)
+
+    def first(self) -> list[dict[str, Any]]:
+        """Say of each result where the first run that differed did."""
+        report = []
+        for name, kept in self.kept.items():
+            want = self.want[name]
+            wrong = bits(kept) != bits(want)
+            if not wrong.any():
+                continue
+            far = (kept.float() - want.float()).abs()
+            report.append(
+                {
+                    "result": name,
+                    "shape": list(want.shape),
+                    "elements": int(wrong.sum()),
+                    "largest": float(far.nan_to_num(math.inf)[wrong].max()),
+                    "nan": bool(kept.float()[wrong].isnan().any()),
+                    # Indices along each axis at which something differs, and how many there are.
+                    "where": [
+                        _indices(wrong.any(dim=[d for d in range(wrong.dim()) if d != axis]))
+                        for axis in range(wrong.dim())
+                    ],
+                }
+            )
+        return report
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return x as integers, for which NaN equals itself."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(kinds[x.element_size()])
+
+
+def _indices(wrong: Tensor) -> dict[str, Any]:
+    if wrong.dim() == 0:
+        return {"count": int(wrong)}
+    at = wrong.nonzero().flatten().tolist()
+    return {"count": len(at), "of": wrong.numel(), "first": at[:16]}
+
+
+def stress(name: str, prepared: Prepared, seconds: float, most_runs: int = 1 << 60) -> Found:
+    """Run a call for so long, or so often, at least once."""
+    want = prepared.run()
+    if prepared.check is not None:
+        prepared.check({name: x.clone() for name, x in want.items()})
+    watch = Watch(want, prepared.rounded)
+    del want
+    if next(iter(watch.want.values())).device.type != "cuda":
+        return _repeat(name, prepared, watch, seconds, most_runs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what kernels remember of a stream is made before the capture
+        for _ in range(3):
+            watch.look(prepared.run())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    per_graph = min(RUNS_PER_GRAPH, max(1, most_runs))
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(per_graph):
+            watch.look(prepared.run())
+    begin = time.perf_counter()
+    runs, at_once = 3, 1
+    while True:
+        started = time.perf_counter()
+        for _ in range(at_once):
+            graph.replay()
+        runs += at_once * per_graph
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        if now - begin >= seconds or runs >= most_runs:
+            break
+        each = max((now - started) / at_once, 1e-6)
+        left = min(LOOK_EVERY, seconds - (now - begin)) / each
+        at_once = max(1, min(int(left), -(-(most_runs - runs) // per_graph)))
+    return _found(name, watch, runs, now - begin, True)
+
+
+def _repeat(
+    name: str, prepared: Prepared, watch: Watch, seconds: float, most_runs: int
+) -> Found:  # fmt: skip
+    begin = time.perf_counter()
+    runs = 0
+    while runs == 0 or (runs < most_runs and time.perf_counter() - begin < seconds):
+        watch.look(prepared.run())
+        runs += 1
+    return _found(name, watch, runs, time.perf_counter() - begin, False)
+
+
+def _found(name: str, watch: Watch, runs: int, seconds: float, graph: bool) -> Found:
+    differing = watch.differing
+    return Found(name, runs, differing, seconds, graph, watch.first() if differing else [])
+
+
+# The cases.
+
+_SHORT = ((20, 20), (64, 64), (100, 100), (1, 1), (130, 130), (70, 200), (128, 128), (33, 90))
+LITTLE = {
+    "packed_short": Call(
+        heads=(16, 4), dims=(128, 128), dtype=BRAIN, window=CAUSAL, lengths=_SHORT * 8
+    ),
+    "packed_short_d64": Call(
+        heads=(16, 4), dims=(64, 64), dtype=BRAIN, window=CAUSAL, lengths=_SHORT * 8
+    ),
+    "packed_short_d256": Call(
+        heads=(8, 4), dims=(256, 256), dtype=BRAIN, window=CAUSAL, lengths=_SHORT * 4
+    ),
+    "packed_short_full": Call(heads=(16, 4), dims=(128, 128), dtype=BRAIN, lengths=_SHORT * 8),
+    "packed_short_latent": Call(
+        heads=(8, 8), dims=(192, 128), dtype=BRAIN, window=CAUSAL, lengths=_SHORT * 4
+    ),
+    "ragged_d128": Call(150, 150, (16, 4), (128, 128), 8, BRAIN, CAUSAL),
+    "ragged_d64": Call(210, 210, (16, 4), (64, 64), 8, HALF),
+}  # fmt: skip
+
+
+def _forward(call: Call) -> Prepared:
+    from tests.kernels.gluon_problem import assert_forward_right
+    from tilewise.kernels.gluon import attention_fwd_launch
+
+    problem = p = make_problem(call, "cuda")
+
+    def run() -> Results:
+        o, lse = attention_fwd_launch.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
+        return {"o": o, "lse": lse}
+
+    return Prepared(run, check=lambda results: assert_forward_right(problem, results))
+
+
+def _backward(call: Call, deterministic: bool) -> Prepared:
+    from tilewise.kernels.gluon import attention_bwd_launch
+    from tilewise.kernels.triton import attention
+
+    p = make_problem(call, "cuda")
+    o, lse = attention.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
+    spec = replace(p.spec, deterministic=deterministic)
+    reason = attention_bwd_launch.why_not_bwd(spec)
+    assert reason is None, reason
+
+    def run() -> Results:
+        gradients = attention_bwd_launch.launch_bwd(
+            p.do, p.dlse, p.q, p.k, p.v, o, lse, spec, **p.tensors
+        )
+        named = zip(("dq", "dk", "dv", "dbias", "dsinks"), gradients, strict=True)
+        return {name: x for name, x in named if x is not None}
+
+    def check(results: Results) -> None:
+        attention_problem.assert_right(p, {"o": o, "lse": lse} | results)
+
+    return Prepared(run, frozenset() if deterministic else frozenset({"dq"}), check)
+
+
+def _portable(call: Call) -> Prepared:
+    p = make_problem(call, "cuda")
+    return Prepared(
+        lambda: attention_problem.computed(p),
+        check=lambda results: attention_problem.assert_right(p, results),
+    )
+
+
+def _few(call: Call) -> Prepared:
+    from tests.kernels import test_gluon_few
+
+    p = make_problem(call, "cuda")
+    return Prepared(lambda: test_gluon_few.launched(p))
+
+
+def _bytes(shape: Any, window: Any, lengths: Any) -> Prepared:
+    from tilewise.kernels.gluon import attention_fp8
+    from tilewise.kernels.spec import AttentionSpec
+    from tilewise.testing import make_qkv
+
+    q, k, v = make_qkv(*shape, dtype=BRAIN, device="cuda")
+    seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim = shape
+    spec = AttentionSpec(
+        "cuda", torch.float8_e4m3fn, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim,
+        head_dim, *window, head_dim**-0.5, has_seqlens_k=lengths is not None,
+    )  # fmt: skip
+
+    def run() -> Results:
+        o, lse = attention_fp8.launch_fwd(q, k, v, spec, scales=None, seqlens_k=seqlens)
+        return {"o": o, "lse": lse}
+
+    return Prepared(run)
+
+
+def _paged_bytes(case: Any, dtype: torch.dtype) -> Prepared:
+    from tests.kernels import test_gluon_paged
+    from tilewise import paged_attention, plan_paged_attention
+
+    (q, k, v, k_scale, v_scale, *_), options = test_gluon_paged._inputs(case, dtype)
+    given = options | {"k_scale": k_scale, "v_scale": v_scale, "backend": "gluon"}
+    plan = plan_paged_attention(q, k, v, **given)
+
+    def run() -> Results:
+        o, lse = paged_attention(q, k, v, plan=plan, return_lse=True, **given)
+        return {"o": o, "lse": lse}
+
+    return Prepared(run)
+
+
+def _pair(launch: Callable[[Any], tuple[Tensor, Tensor]], inputs: Any) -> Prepared:
+    def run() -> Results:
+        o, lse = launch(inputs)
+        return {"o": o, "lse": lse}
+
+    return Prepared(run)
+
+
+def _latents(case: Any) -> Prepared:
+    from tests.kernels import test_gluon_mla, test_triton_mla
+
+    inputs = test_triton_mla.make_inputs(case, "cuda")
+    prepared = _pair(test_gluon_mla.launch, inputs)
+    return replace(prepared, check=lambda x: test_gluon_mla.check(inputs, x["o"], x["lse"]))
+
+
+def _latents_of_bytes(given: Any) -> Prepared:
+    from tests.kernels import test_gluon_mla, test_gluon_mla_bytes
+
+    inputs = test_gluon_mla_bytes.make_bytes(given, "cuda")
+    prepared = _pair(test_gluon_mla.launch, inputs)
+    return replace(prepared, check=lambda x: test_gluon_mla_bytes.check(inputs, x["o"], x["lse"]))
+
+
+def _portable_paged(case: Any) -> Prepared:
+    from tests.kernels import test_triton_paged
+
+    return _pair(test_triton_paged.launch, test_triton_paged.make_inputs(case, "cuda"))
+
+
+def _portable_latents(case: Any) -> Prepared:
+    from tests.kernels import test_triton_mla
+
+    return _pair(test_triton_mla.launch, test_triton_mla.make_inputs(case, "cuda"))
+
+
+def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
+    """Yield the cases of a Hopper GPU: "family/name" and what prepares it."""
+    from tests.kernels import (
+        test_gluon_attention_bwd,
+        test_gluon_attention_fwd,
+        test_gluon_few,
+        test_gluon_fp8_emulated,
+        test_gluon_mla,
+        test_gluon_mla_bytes,
+        test_gluon_paged,
+        test_triton_mla,
+        test_triton_paged,
+    )
+
+    def lazily(make: Callable[..., Prepared], *arguments: Any) -> Callable[[], Prepared]:
+        return lambda: make(*arguments)
+
+    forward = LITTLE | test_gluon_attention_fwd.CASES
+    backward = LITTLE | test_gluon_attention_bwd.CASES
+    for name, call in forward.items():
+        yield f"forward/{name}", lazily(_forward, call)
+    for name, call in backward.items():
+        yield f"backward/{name}", lazily(_backward, call, False)
+        yield f"backward_in_order/{name}", lazily(_backward, call, True)
+    for name, call in test_gluon_few.CASES.items():
+        yield f"few/{name}", lazily(_few, call)
+    fp8 = test_gluon_fp8_emulated.CASES | {
+        "short": ((8, 150, 150, 8, 2, 128), (-1, 0), None),
+        "short_d64": ((8, 150, 150, 8, 2, 64), (-1, 0), None),
+        "short_d256": ((8, 150, 150, 4, 2, 256), (-1, 0), None),
+    }
+    for name, given in fp8.items():
+        yield f"8_bits/{name.replace(' ', '_')}", lazily(_bytes, *given)
+    for case in test_gluon_paged.CASES:
+        for kind, dtype in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
+            yield f"paged_{kind}/{case.name}", lazily(_paged_bytes, case, dtype)
+    for name, case in test_gluon_mla.CASES.items():
+        yield f"latents/{name}", lazily(_latents, case)
+    for name, given in test_gluon_mla_bytes.CASES.items():
+        yield f"latents_of_8_bits/{name}", lazily(_latents_of_bytes, given)
+    for name, call in (LITTLE | test_gluon_attention_bwd.CASES).items():
+        yield f"triton/{name}", lazily(_portable, call)
+    for case in test_triton_paged.CASES:
+        yield f"triton_paged/{case.name}", lazily(_portable_paged, case)
+    for case in test_triton_mla.CASES:
+        yield f"triton_latents/{case.name}", lazily(_portable_latents, case)
