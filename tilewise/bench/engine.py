@@ -1,7 +1,8 @@
 """`tilewise bench engine`: the whole engine beside its peers, and beside the roof of the device.
 
 The same requests go to each engine, which runs in a process of its own (`engines/`). Workloads:
-"fixed" is a batch of equal prompts, greedy: prefill is the time to the first token, decode the rest;
+"fixed" is a batch of equal prompts, greedy: prefill is the time to the first token, decode is the
+rest;
 "nano" is nano-vllm's 256 requests; "samples" draws many samples of each prompt. The roof is the
 least time that the device's read bandwidth and its rate of matrix products allow.
 """
@@ -244,7 +245,7 @@ class Bench:
     def _turns(
         self, workload: Workload, processes: Sequence[tuple[Competitor, EngineProcess]]
     ) -> dict[str, list[Row] | EngineFailed]:
-        """Run a workload some times on every engine, in turns: a drifting machine is fair to all."""
+        """Run a workload on every engine, in turns: a machine that drifts is fair to all."""
         found: dict[str, list[Row] | EngineFailed] = {c.label: [] for c, _ in processes}
         for turn in range(self.repeats + 1):
             for competitor, process in processes:

@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class EngineProcess:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             line = self._answers.get(timeout=timeout)
-        except OSError:
+        except (OSError, ValueError):  # its pipe is broken, or closed
             line = ""
         except queue.Empty:
             self.close()
@@ -104,13 +105,13 @@ class EngineProcess:
     def close(self) -> None:
         """Stop the engine, and wait until its memory is free."""
         process = self._process
-        try:
-            if process.stdin is not None and process.poll() is None:
-                process.stdin.write('{"do": "stop"}\n')
-                process.stdin.close()
-                process.wait(10)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
+        assert process.stdin is not None
+        with suppress(OSError, ValueError):  # it may have ended by itself, and be closed already
+            process.stdin.write('{"do": "stop"}\n')
+        with suppress(OSError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
         if process.poll() is None:
             process.kill()
         process.wait()
@@ -124,6 +125,5 @@ class EngineProcess:
         self._answers.put("")
 
     def _end_of_log(self) -> str:
-        self._stderr.flush()
         text = self.log.read_text(errors="replace")[-_LOG_SHOWN:]
         return " ".join(text.split()) or "it said nothing"

@@ -31,6 +31,7 @@ class Measured:
         self.version: str = transformers.__version__
         self.device: str = settings["device"]
         self.is_continuous: bool = settings["engine"] == "transformers_cb"
+        self.sampled_as: tuple[float, int] | None = None
         dtype = getattr(torch, settings["dtype"])
         directory = settings["directory"]
         attention = "paged|sdpa" if self.is_continuous else "sdpa"
@@ -98,8 +99,14 @@ class Measured:
             pad_token_id=0,
             num_return_sequences=n,
         )
+        if self.sampled_as != (temperature, n):
+            # The manager, its cache and its graphs stay for all calls that sample alike.
+            self.model.destroy_cached_continuous_batching_manager()
+            self.sampled_as = (temperature, n)
         answers: dict[str, list[int]] = {}
-        with self.model.continuous_batching_context_manager(generation_config=config) as manager:
+        with self.model.continuous_batching_context_manager(
+            generation_config=config, persistent_manager=True
+        ) as manager:
             for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True)):
                 manager.add_request(prompt, request_id=str(i), max_new_tokens=count)
             while len(answers) < len(prompts):
