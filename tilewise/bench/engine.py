@@ -42,6 +42,8 @@ Row = dict[str, Any]
 OURS = "tilewise"
 PEERS = ("transformers", "transformers_cb", "vllm", "llamacpp")
 WARM_UP_TOKENS = 8
+# The best of a few: others may use a CPU's cores and its memory at the same time.
+CEILING_TRIES = {"cpu": 4, "cuda": 1}
 COLUMNS = [
     "shape", "workload", "batch", "prompt", "engine", "threads", "prefill tok/s", "decode tok/s",
     "output tok/s", "ms a step", "% of roof", "busy %", "host ms", "spread %", "x best peer",
@@ -458,7 +460,17 @@ def _limits(options: argparse.Namespace) -> tuple[tuple[float, float], Row]:
         return (read, flops), {"given": True, "read_bytes": read, "matmul_flops": flops}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         dtype = getattr(torch, options.dtype)
-        ceilings = pool.submit(measure_ceilings, options.device, dtype).result()
+        tries = [
+            pool.submit(measure_ceilings, options.device, dtype).result()
+            for _ in range(CEILING_TRIES[options.device])
+        ]
+    ceilings = replace(
+        tries[0],
+        **{
+            name: max(getattr(each, name) for each in tries)
+            for name in ("matmul_flops", "read_bytes", "copy_bytes")
+        },
+    )
     say(str(ceilings))
     return (ceilings.read_bytes, ceilings.matmul_flops), ceilings.as_dict()
 

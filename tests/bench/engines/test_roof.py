@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +98,17 @@ def test_an_unknown_shape_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"shape must be qwen3-0.6b, .*, got 'gpt-5'"):
         model_directory("gpt-5", tmp_path)
     assert model_directory("story", tmp_path)[1] is False
+
+
+def test_the_page_has_the_sizes_of_every_shape(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "engine-benchmarks.md").read_text()
+    for name in (*SHAPES, "story"):
+        directory, _ = model_directory(name, tmp_path)
+        sizes = read_sizes(json.loads((directory / "config.json").read_text()))
+        [line] = [line for line in page.splitlines() if line.startswith(f"| `{name}` | random, ")
+                  or line.startswith(f"| `{name}` | the packaged")]  # fmt: skip
+        *_, weights, cache = [cell.strip() for cell in line.strip("|").split("|")]
+        number, unit = weights.split()
+        streamed = 2 * sizes.streamed_parameters / {"GB": 1e9, "MB": 1e6}[unit]
+        assert float(number) == pytest.approx(streamed, rel=5e-3)
+        assert cache == f"{sizes.cache_bytes():,} B"
