@@ -92,18 +92,26 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def load(device: str) -> list[dict[str, Any]]:
+    """Read the documents of a device, engine_DEVICE*.json, but for those of other caches."""
+    paths = sorted(BENCHMARKS.glob(f"engine_{device}*.json"))
+    documents = [json.loads(path.read_text()) for path in paths]
+    return [document for document in documents if document.get("kv_cache_dtype") is None]
+
+
 def main() -> None:
     """Draw what there are results for."""
     other = shares(json.loads((BENCHMARKS / "engine_vllm_h200.json").read_text()))
     for device in ("h200", "cpu"):
-        document = json.loads((BENCHMARKS / f"engine_{device}.json").read_text())
-        rows = shares(document)
+        documents = load(device)
+        rows = [row for document in documents for row in shares(document)]
         if not rows:
-            print(f"engine_{device}.json has no shares of the roof: not drawn")
+            print(f"engine_{device}*.json has no shares of the roof: not drawn")
             continue
         if device == "h200":
             rows = with_peer(rows, other, "vllm")
-        title = f"{document['device']}, {document['dtype']}, torch {document['torch']}"
+        first = documents[0]
+        title = f"{first['device']}, {first['dtype']}, torch {first['torch']}"
         draw(rows, title, DOCS / f"engine_{device}.png")
 
 
