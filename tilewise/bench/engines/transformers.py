@@ -31,7 +31,7 @@ class Measured:
         self.version: str = transformers.__version__
         self.device: str = settings["device"]
         self.is_continuous: bool = settings["engine"] == "transformers_cb"
-        self.sampled_as: tuple[float, int] | None = None
+        self.sampled_as: float | None = None
         dtype = getattr(torch, settings["dtype"])
         directory = settings["directory"]
         attention = "paged|sdpa" if self.is_continuous else "sdpa"
@@ -90,6 +90,8 @@ class Measured:
         """Give each request to the manager, with its own number of new tokens."""
         from transformers import GenerationConfig
 
+        if n != 1:
+            raise ValueError(f"transformers' continuous batching is measured with n = 1, got {n}")
         config = cast(Any, GenerationConfig)(
             max_new_tokens=max(new_tokens),
             do_sample=temperature > 0,
@@ -97,12 +99,11 @@ class Measured:
             top_k=0 if temperature > 0 else 50,
             eos_token_id=-1,
             pad_token_id=0,
-            num_return_sequences=n,
         )
-        if self.sampled_as != (temperature, n):
+        if self.sampled_as != temperature:
             # The manager, its cache and its graphs stay for all calls that sample alike.
             self.model.destroy_cached_continuous_batching_manager()
-            self.sampled_as = (temperature, n)
+            self.sampled_as = temperature
         answers: dict[str, list[int]] = {}
         with self.model.continuous_batching_context_manager(
             generation_config=config, persistent_manager=True
