@@ -37,6 +37,7 @@ docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed re
 	$(BIN)/python docs/hopper_plots.py
 	$(BIN)/python docs/decode_plots.py
 	$(BIN)/python docs/memory_plot.py
+	$(BIN)/python docs/engine_plots.py
 
 clean:
 	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tilewise import attention
-from tilewise.bench import decode, engine, ops, peers, tables
+from tilewise.bench import decode, ops, peers, tables
 from tilewise.bench.report import emit, format_table
 from tilewise.bench.roofline import Ceilings
 from tilewise.bench.timing import peak_memory, time_call
@@ -67,25 +67,6 @@ def test_peak_memory_sees_what_a_call_takes_and_gives_back():
     taken = peak_memory(lambda: torch.ones(16 << 20, dtype=torch.float32).sum(), "cpu")
     assert 60 << 20 <= taken <= 100 << 20
     assert peak_memory(lambda: torch.ones(8).sum(), "cpu") < 8 << 20
-
-
-def test_engines_take_turns_and_their_time_is_split_into_prefill_and_decode():
-    calls = []
-
-    def engine_named(name, seconds):
-        def generate(prompts, count):
-            calls.append((name, count))
-            time.sleep(seconds * count)
-            return [[0] * count for _ in prompts]
-
-        return generate
-
-    engines = {"slow": engine_named("slow", 0.06), "fast": engine_named("fast", 0.001)}
-    slow, fast = engine._measure(engines, [[1, 2, 3]] * 2, 3, 2)
-    assert calls[:4] == [("slow", 1), ("slow", 3), ("fast", 1), ("fast", 3)]
-    assert len(calls) == 3 * 4  # one turn to warm up, two that count
-    assert fast["decode tok/s"] > slow["decode tok/s"]
-    assert slow["prefill tok/s"] <= 2 * 3 / 0.004
 
 
 def test_a_table_aligns_its_columns_and_shows_gaps():

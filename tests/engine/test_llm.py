@@ -532,3 +532,17 @@ def test_prompts_that_share_a_prefix_get_the_tokens_of_each_alone(directory, mon
     assert tokens_of(llm.generate(as_ids(prompts), GREEDY)) == want
     assert sum(shared is not None for shared in found) >= STEPS - 1
     assert_idle(llm)
+
+
+def test_random_weights_need_neither_tensors_nor_a_tokenizer(tmp_path):
+    write_checkpoint(tmp_path, "llama")
+    for file in tmp_path.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    llm = LLM(tmp_path, device="cpu", random_weights=True, max_num_seqs=2, max_model_len=64)
+    assert llm.tokenizer is None
+    [first], [again] = (llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY) for _ in range(2))
+    assert len(first.outputs[0].token_ids) == STEPS
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    with pytest.raises(CheckpointError, match="safetensors"):
+        LLM(tmp_path, device="cpu")

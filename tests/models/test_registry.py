@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.models.tiny import VOCAB, make_hf, save_hf
+from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, build_model, load_model
 from tilewise.models.config import read_config
 from tilewise.models.registry import MODELS
@@ -72,6 +74,17 @@ def test_a_generator_makes_the_weights_reproducible():
         for _ in range(2)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_random_weights_need_only_a_configuration(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    first, again = (load_model(tmp_path, dtype="bfloat16", random_weights=True) for _ in range(2))
+    assert not first.training
+    assert first.embed_tokens.weight.dtype == torch.bfloat16
+    assert torch.equal(first.embed_tokens.weight, again.embed_tokens.weight)
+    assert first.embed_tokens.weight.float().std().item() == pytest.approx(0.02, rel=0.1)
+    with pytest.raises(CheckpointError, match="must hold model.safetensors"):
+        load_model(tmp_path)
 
 
 def test_construction_allocates_no_weights_before_they_are_needed(monkeypatch):

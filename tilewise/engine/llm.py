@@ -69,6 +69,8 @@ class LLM:
             cache together.
         enable_prefix_caching: prompts that begin alike compute the common blocks once.
         seed: from which requests without a seed draw theirs.
+        random_weights: draw the weights instead of reading them, to measure a model's speed; the
+            directory then needs only a config.json.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -96,6 +98,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        random_weights: bool = False,
     ) -> None:
         check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
         check_integers(
@@ -111,7 +114,7 @@ class LLM:
         directory = model_directory(model)
         on = compute_device(device)
         self.tokenizer = load_tokenizer(directory)
-        self.model = load_model(directory, dtype=dtype, device=on)
+        self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.model.pack_for_inference()
         self.config: ModelConfig = self.model.config

@@ -31,6 +31,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    random_weights: bool = False,
 ) -> Decoder:
     """Load a Hugging Face checkpoint directory, ready for inference.
 
@@ -38,6 +39,8 @@ def load_model(
         path: holds config.json and model.safetensors, or its shards and index.
         dtype: of the parameters, as "bfloat16" or torch.bfloat16; "auto" is the checkpoint's own.
         device: where the parameters live.
+        random_weights: draw the weights on the device, always the same for a device, instead of
+            reading them; config.json is then enough.
 
     Returns:
         The decoder in eval mode; its parameters do require gradients.
@@ -51,7 +54,10 @@ def load_model(
     """
     config = read_config(path)
     model = _materialise(config, config.dtype if dtype == "auto" else dtype, device)
-    load_weights(model, path)
+    if random_weights:
+        model.init_weights(generator=torch.Generator(device).manual_seed(0))
+    else:
+        load_weights(model, path)
     return model.eval()
 
 

@@ -1,0 +1,94 @@
+"""A GGUF file holds the checkpoint's bits, in llama.cpp's names and order of rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tilewise.bench.engines.gguf import write_gguf
+from tilewise.bench.engines.shapes import SHAPES
+from tilewise.models import build_model
+from tilewise.models.config import ModelConfig
+from tilewise.models.weights import save_model
+from tilewise.reference.rope import apply_rope
+
+SMALL = SHAPES["llama-0.4b"] | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 40,
+}
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """What is told to a stand-in for the package gguf."""
+    found = SimpleNamespace(tensors={}, kinds={}, said={})
+
+    class Writer:
+        def __init__(self, path, architecture):
+            found.said["architecture"] = architecture
+
+        def add_tensor(self, name, values, raw_shape=None, raw_dtype=None):
+            found.tensors[name], found.kinds[name] = values.copy(), raw_dtype
+
+        def __getattr__(self, name):
+            return lambda *values: found.said.update({name: values})
+
+    module = ModuleType("gguf")
+    module.GGUFWriter = Writer
+    module.GGMLQuantizationType = SimpleNamespace(BF16="bf16")
+    monkeypatch.setitem(sys.modules, "gguf", module)
+    return found
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    model = build_model(
+        ModelConfig.from_hf(SMALL), dtype="bfloat16", generator=torch.Generator().manual_seed(1)
+    )
+    save_model(model, tmp_path)
+    return model, tmp_path
+
+
+def test_the_bits_of_bfloat16_stay_as_they_are(written, checkpoint):
+    model, path = checkpoint
+    write_gguf(path, path / "x.gguf", "bf16")
+    assert written.said["architecture"] == "llama"
+    assert written.said["add_tokenizer_model"] == ("no_vocab",)
+    assert len(written.tensors) == 2 + 2 * 9  # the head is tied
+    table = written.tensors["token_embd.weight"].view(np.uint16)
+    ours = model.embed_tokens.weight.detach().view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(table, ours)
+    assert written.kinds["token_embd.weight"] == "bf16"
+    assert written.tensors["blk.1.ffn_norm.weight"].dtype == np.float32
+
+
+def test_q_rotated_in_pairs_is_q_rotated_in_halves(written, checkpoint):
+    model, path = checkpoint
+    write_gguf(path, path / "x.gguf", "f16")
+    d, heads = 8, 4
+    x = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    ours = model.layers[0].attention.qkv_proj.weight[: heads * d].detach().half().double()
+    theirs = torch.from_numpy(written.tensors["blk.0.attn_q.weight"]).double()
+    angles = torch.arange(3, dtype=torch.float64)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    tables = angles.cos(), angles.sin()
+    halves = apply_rope((x @ ours.T).view(3, heads, d), *tables)
+    pairs = apply_rope((x @ theirs.T).view(3, heads, d), *tables, interleaved=True)
+    reordered = pairs.unflatten(-1, (d // 2, 2)).transpose(-1, -2).flatten(-2)
+    torch.testing.assert_close(reordered, halves)
+    assert not torch.allclose(ours, theirs)
+
+
+def test_other_models_are_refused(written, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
+    with pytest.raises(ValueError, match="must be a Llama with a plain rope"):
+        write_gguf(tmp_path, tmp_path / "x.gguf", "bf16")

@@ -1,0 +1,129 @@
+"""A Llama checkpoint as a GGUF file for llama.cpp, without a tokenizer.
+
+    python -m tilewise.bench.engines.gguf DIRECTORY FILE bf16|f16
+
+Runs in llama.cpp's environment: it needs numpy and the package gguf, neither torch nor safetensors.
+The products keep 16 bits, norms become float32, and the rows of q and k are reordered from Hugging
+Face's rotary halves to llama.cpp's pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["write_gguf"]
+
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def write_gguf(directory: Path, file: Path, dtype: str) -> None:
+    """Write a GGUF file of a LlamaForCausalLM checkpoint in model.safetensors.
+
+    Args:
+        directory: holds config.json and model.safetensors, in bfloat16, float16 or float32.
+        dtype: "bf16" or "f16", of the products.
+
+    Raises:
+        ImportError: gguf or numpy is missing.
+        ValueError: the checkpoint is of another model, or has a scaled rope.
+    """
+    try:
+        import gguf
+        import numpy as np
+    except ImportError as error:
+        raise ImportError("writing GGUF needs: pip install gguf numpy") from error
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
+    if config["architectures"] != ["LlamaForCausalLM"] or rope.get("rope_type") == "llama3":
+        raise ValueError("the checkpoint must be a Llama with a plain rope to become GGUF")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    d = config.get("head_dim") or config["hidden_size"] // heads
+    writer: Any = gguf.GGUFWriter(str(file), "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(d)
+    writer.add_value_length(d)
+    writer.add_rope_dimension_count(d)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    kinds = gguf.GGMLQuantizationType
+    for name, values in _tensors(directory / "model.safetensors", np):
+        theirs = _name(name)
+        if theirs is None or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
+            continue
+        if "q_proj" in name or "k_proj" in name:
+            count = heads if "q_proj" in name else kv_heads
+            halves = values.reshape(count, 2, d // 2, -1)
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        if values.ndim == 1:
+            writer.add_tensor(theirs, values)
+        elif dtype == "f16":
+            writer.add_tensor(theirs, values.astype(np.float16))
+        else:
+            # The checkpoint's own bits where it is bfloat16; else rounded to nearest even.
+            bits = values.astype(np.float32).view(np.uint32)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            raw = np.ascontiguousarray(bits.astype(np.uint16)).view(np.uint8)
+            writer.add_tensor(theirs, raw, raw_shape=raw.shape, raw_dtype=kinds.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _name(name: str) -> str | None:
+    """Return llama.cpp's name of a tensor; None for one that it computes itself."""
+    if name in _OUTER:
+        return _OUTER[name]
+    if name.endswith("inv_freq"):
+        return None
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{_LAYER[rest.removesuffix('.weight')]}.weight"
+
+
+def _tensors(path: Path, np: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a safetensors file as float32: eight bytes of length, JSON, the data."""
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    (length,) = struct.unpack("<Q", data[:8].tobytes())
+    header = json.loads(data[8 : 8 + length].tobytes())
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        raw = np.frombuffer(data[begin:end].tobytes(), dtype=np.uint8)
+        if entry["dtype"] == "BF16":
+            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            kind = {"F16": np.float16, "F32": np.float32}[entry["dtype"]]
+            values = raw.view(kind).astype(np.float32)
+        yield name, values.reshape(entry["shape"])
+
+
+if __name__ == "__main__":
+    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,203 @@
+"""The models of the engine's benchmark: their configurations, and the sizes that decide their cost.
+
+A named shape has Hugging Face's public configuration and random weights; "story" is the packaged
+model, anything else a checkpoint directory. No torch: peers run in environments without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SHAPES", "Sizes", "model_directory", "read_sizes"]
+
+_SHARED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+}
+_LLAMA: dict[str, Any] = _SHARED | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+}
+_LLAMA_3: dict[str, Any] = _LLAMA | {
+    "vocab_size": 128_256,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+    "rope_theta": 500_000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+}
+_LLAMA_32_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _SHARED
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "max_window_layers": 28,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+    },
+    "llama-3-8b": _LLAMA_3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+    # Llama 3.2's, of 1.24 B parameters.
+    "llama-1b": _LLAMA_3
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "rope_scaling": _LLAMA_32_ROPE | {"rope_theta": 500_000.0},
+        "rope_parameters": _LLAMA_32_ROPE | {"rope_theta": 500_000.0},
+    },
+    # For a CPU; no published model's. 0.39 B parameters, all of which a token reads.
+    "llama-0.4b": _LLAMA
+    | {
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 3840,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "rope_theta": 10_000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+"""Name to config.json. Both spellings of the rotary settings are there, for old and new readers."""
+
+_STORY = Path(__file__).parents[2] / "assets" / "story"
+
+
+def model_directory(name: str, folder: Path) -> tuple[Path, bool]:
+    """Return the directory that `name` stands for, and whether its weights are random.
+
+    Args:
+        name: one of SHAPES, whose config.json is written below `folder`, "story", or a path.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if name in SHAPES:
+        directory = folder / name
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(SHAPES[name], indent=1) + "\n")
+        return directory, True
+    path = _STORY if name == "story" and not Path(name).is_dir() else Path(name)
+    if not (path / "config.json").is_file():
+        known = ", ".join((*SHAPES, "story"))
+        raise ValueError(f"shape must be {known} or a directory with config.json, got {name!r}")
+    return path, False
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What decides how many bytes and FLOPs a token costs.
+
+    Attributes:
+        products: (in, out) of each matrix product of a layer; their weights are read once a step.
+        head: (in, out) of the output head.
+        max_len: positions of the model.
+    """
+
+    products: tuple[tuple[int, int], ...]
+    head: tuple[int, int]
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_len: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's products."""
+        return sum(math.prod(product) for product in self.products)
+
+    @property
+    def streamed_parameters(self) -> int:
+        """Weights that a step reads: all products and the head, not the table of embeddings."""
+        return self.num_layers * self.layer_parameters + math.prod(self.head)
+
+    def cache_bytes(self, element_bytes: int = 2) -> int:
+        """Bytes of one token's keys and values; one byte an element adds a float32 a head."""
+        head = self.head_dim * element_bytes + (4 if element_bytes == 1 else 0)
+        return 2 * self.num_layers * self.num_kv_heads * head
+
+
+def read_sizes(config: Mapping[str, Any]) -> Sizes:
+    """Return the sizes of a Hugging Face config.json, of GPT-2 or a Llama-like decoder."""
+    if config.get("model_type") == "gpt2":
+        e, heads = config["n_embd"], config["n_head"]
+        inner = config.get("n_inner") or 4 * e
+        return Sizes(
+            products=((e, 3 * e), (e, e), (e, inner), (inner, e)),
+            head=(e, config["vocab_size"]),
+            num_layers=config["n_layer"],
+            num_q_heads=heads,
+            num_kv_heads=heads,
+            head_dim=e // heads,
+            vocab_size=config["vocab_size"],
+            max_len=config["n_positions"],
+        )
+    e, inner, heads = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    kv_heads = config.get("num_key_value_heads") or heads
+    d = config.get("head_dim") or e // heads
+    return Sizes(
+        products=((e, (heads + 2 * kv_heads) * d), (heads * d, e), (e, 2 * inner), (inner, e)),
+        head=(e, config["vocab_size"]),
+        num_layers=config["num_hidden_layers"],
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=d,
+        vocab_size=config["vocab_size"],
+        max_len=config["max_position_embeddings"],
+    )
