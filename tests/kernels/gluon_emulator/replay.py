@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.kernels.gluon_emulator.clocks import meet
 from tests.kernels.gluon_emulator.errors import Deadlock, Protocol, Race
 from tests.kernels.gluon_emulator.machine import Worker
 from tests.kernels.gluon_emulator.recording import Recording, Regions, steps_of, without_polls
@@ -322,8 +323,11 @@ class _Run:
                 left.append((lane, old))
         self.unfenced = left
 
-    def _bring(self, actor: _Actor, region: int, number: int, nbytes: int) -> None:
+    def _bring(
+        self, actor: _Actor, region: int, number: int, nbytes: int, address: int, place: Any
+    ) -> None:  # fmt: skip
         barrier = self.barriers[number]
+        self._check_boxes(actor, address, place, False)
         access = self._access(actor, region, True, barrier.lane, _NEVER, True, False, "copies into")
 
         def land() -> None:
@@ -341,13 +345,8 @@ class _Run:
         partition.sends += 1
         number = partition.sends
         self._access(actor, region, False, partition.copies, number, True, False, "copies from")
+        self._check_boxes(actor, address, place, adds)
         boxes = self.boxes.setdefault(address, {})
-        for old_place, old_adds, lane, epoch, who in boxes.values():
-            if (old_adds and adds) or actor.clock[lane] >= epoch:
-                continue
-            if all(a.start < b.stop and b.start < a.stop
-                   for a, b in zip(old_place, place, strict=True)):  # fmt: skip
-                raise Race(f"{actor.name} writes a box of global memory, as '{who}' may still do")
         key = (partition.written, adds, *((part.start, part.stop) for part in place))
         boxes[key] = (place, adds, partition.written, number, actor.name)
         partition.reading.add(number)
@@ -364,6 +363,14 @@ class _Run:
             self._later(write)
 
         self._later(read)
+
+    def _check_boxes(self, actor: _Actor, address: int, place: Any, adds: bool) -> None:
+        """Raise Race if a copy from or to global memory meets one that may be under way."""
+        for old_place, old_adds, lane, epoch, who in self.boxes.get(address, {}).values():
+            if (old_adds and adds) or actor.clock[lane] >= epoch:
+                continue
+            if meet(old_place, place):
+                raise Race(f"{actor.name} copies a box of global memory that '{who}' may write")
 
     def _sent(self, actor: _Actor, pendings: int, written: bool) -> Any:
         partition = actor.partition
