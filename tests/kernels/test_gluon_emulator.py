@@ -130,6 +130,25 @@ def test_a_mistake_is_seen_in_every_schedule(name: str) -> None:
             multiply(seed, program=replaced(*changes))
 
 
+LOADED = [
+    (
+        "a = a_tiles.index(stage).reshape([64, 64])",
+        "a = a_tiles.index(stage).reshape([64, 64]).load(gl.DotOperandLayout(0, sum_layout(n), 2))",
+    ),
+    (WAIT_SUM, "        acc, a = warpgroup_mma_wait(0, deps=(acc, a))\n"),
+]
+FENCE = "        fence_async_shared()\n"
+
+
+def test_a_copy_over_what_loads_have_read_needs_a_fence() -> None:
+    """A barrier orders loads with stores; a copy that it lets go may land under them."""
+    for seed in range(3):
+        result, truth = multiply(seed, program=replaced(*LOADED, (RELEASE, FENCE + RELEASE)))
+        torch.testing.assert_close(result, truth, rtol=1e-5, atol=1e-4)
+        with pytest.raises(Race, match="was not fenced"):
+            multiply(seed, program=replaced(*LOADED))
+
+
 class TestLanguage:
     """Values mean what they mean on the device."""
 

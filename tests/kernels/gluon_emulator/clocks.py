@@ -71,9 +71,8 @@ class History:
             if not (writes or old.writes):
                 continue
             known = clock.knows(old.lane, old.epoch)
-            fenced = not (by_engine and old.writes and not old.by_engine) or any(
-                clock.knows(*fence) for fence in old.fences.items()
-            )
+            crosses = by_engine and not old.by_engine  # from ordinary accesses to the engine's
+            fenced = not crosses or any(clock.knows(*fence) for fence in old.fences.items())
             if (known and fenced) or not np.shares_memory(old.memory, memory):
                 continue
             if not known and (
@@ -93,9 +92,13 @@ class History:
         return access
 
     def fence(self, actor: Any) -> None:
-        """Make the ordinary writes that `actor` knows of visible to copies and products."""
+        """Order the ordinary accesses that `actor` knows of before copies and products.
+
+        Reads, too: a load that was issued before a barrier may take its data after it, when a copy
+        that the barrier let go has begun to write.
+        """
         for old in self._accesses.values():
-            if old.writes and not old.by_engine and actor.clock.knows(old.lane, old.epoch):
+            if not old.by_engine and actor.clock.knows(old.lane, old.epoch):
                 old.fences.setdefault(actor.lane, actor.clock[actor.lane])
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.kernels.gluon._bwd_walk import ROW_PADDING, head_of_cta, place_of_head
 from tilewise.kernels.gluon._compat import partition_barrier, tma_load
@@ -124,7 +124,8 @@ def do_chores(
                 _prepare(
                     part, parts, first, later, shape, chores, o_buf, do_buf, full, variant, WARPS
                 )  # fmt: skip
-                partition_barrier()  # all have read the tile
+                fence_async_shared()  # loads of the tile come before the copy that follows
+                partition_barrier()
                 if part + STAGES < count:
                     _load_rows(
                         o_desc, do_desc, part + STAGES, parts, first, later, shape, o_buf, do_buf,
@@ -153,6 +154,7 @@ def do_chores(
                     turns_ptr, part, sum_parts, first, earlier, shape, scores, chores, sum_buf,
                     full, o_buf.dtype, variant, WARPS,
                 )  # fmt: skip
+            fence_async_shared()
             partition_barrier()
             if variant.chores == "together":  # noqa: SIM102
                 if part + STAGES < count:

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.gluon._barriers import release_loaded
 from tilewise.kernels.gluon._bwd_scores import (
     MASK_TILE,
     add_alibi,
@@ -207,7 +208,7 @@ def make_dk(
         delta = bufs.delta.index(stage).reshape([64]).load(row_terms)
         mbarrier.wait(bars.p_full.index(parity), (step // 2) & 1)
         p = bufs.p.index(parity).reshape([64, 64]).load(over_queries).to(gl.float32)
-        mbarrier.arrive(bars.p_empty.index(parity), count=1)
+        release_loaded(bars.p_empty.index(parity))  # and with it lse, delta: copies refill them
         if variant.dropout:
             p, dp = keep_signed(p, dp, scores.keep_scale)
         ds = p * (dp - gl.expand_dims(delta, 0))

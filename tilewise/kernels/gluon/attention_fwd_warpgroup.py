@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.gluon._barriers import release_loaded
 from tilewise.kernels.gluon._blocks import hidden_steps, walk_of
 from tilewise.kernels.gluon._dropout import draw_of
 from tilewise.kernels.gluon._logits import head_of
@@ -149,7 +150,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     q = shared.q.index(GROUP).reshape([64, tile.d])
     if tile.q_in_registers:
         q = q.load(operand_layout(tile.keys))
-        mbarrier.arrive(shared.q_empty.index(GROUP), count=1)
+        release_loaded(shared.q_empty.index(GROUP))
     START: gl.constexpr = 1.0 if variant.bounded else float("-inf")
     m = gl.full([64], START, gl.float32, ROWS)
     l = partial_sums(gl.zeros([64, KEYS], gl.float32, S))

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.gluon._barriers import release_loaded
 from tilewise.kernels.gluon.mla_bytes_load import TILES
 from tilewise.kernels.gluon.mla_bytes_operands import (
     WIDTH,
@@ -88,7 +89,7 @@ def _add_tile(o, o_next, at, shared, variant: gl.constexpr, SIDE: gl.constexpr):
     y = values_operand(high, ROWS, KIND)
     o = warpgroup_mma(y, p_high, o, is_async=True)
     low, high = value_halves(shared.latent_tiles.index(place + 1).load(value_bytes_layout()))
-    mbarrier.arrive(shared.empty.index(stage), count=1)
+    release_loaded(shared.empty.index(stage))
     o, x = warpgroup_mma_wait(RUNNING, deps=(o, x))
     x = values_operand(low, ROWS, KIND)
     o_next = warpgroup_mma(x, p_low, o_next, is_async=True)

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
+from tilewise.kernels.gluon._barriers import release_loaded
 from tilewise.kernels.gluon._byte_operands import (
     E4M3,
     KEYS,
@@ -245,7 +246,7 @@ def _fold_tiles(given, shape: gl.constexpr):
         if shape.slot_scales:
             k_scales = _head_scales(ring.k_scale, stage, head, shape)
             v_scales = _head_scales(ring.v_scale, stage, head, shape)
-        mbarrier.arrive(ring.empty.index(stage), count=1)  # after a barrier of these warps
+        release_loaded(ring.empty.index(stage))
         zeros = gl.zeros([4, 16, R], gl.float32, MMA)
         s = mma_v2(keys_operand(key_bytes, shape.kind), operand, zeros) * row_scale
         if shape.slot_scales:
