@@ -161,10 +161,10 @@ class _Run:
         self.values = dict(replay.values)
         self.places: dict[int, Clock] = {}
         size = len(replay.regions.names)
+        self.unfenced: list[tuple[int, list[Any]]] = []  # ordinary accesses, by lane
         # Of every region and lane: [epoch, by an engine, fences, settles, whose].
         self.writes: list[dict[int, list[Any]]] = [{} for _ in range(size)]
         self.reads: list[dict[int, list[Any]]] = [{} for _ in range(size)]
-        self.unfenced: list[tuple[int, list[Any]]] = []  # ordinary writes, by lane
         self.boxes: dict[int, dict[Any, Any]] = {}
         self.ready: list[_Actor] = []
         self.blocked: dict[Any, list[_Actor]] = {}
@@ -280,12 +280,12 @@ class _Run:
                         continue  # of the same partition, whose barriers Triton has seen to
                     old_writes = tables is self.writes
                     if known:
-                        if engine and old_writes and not old[1]:  # noqa: SIM102
-                            if not any(clock[fence] >= at for fence, at in old[2].items()):
-                                raise Race(
-                                    f"{actor.name} {what} {regions.names[region]}, but "
-                                    f"'{old[4]}' was not fenced"
-                                )
+                        fenced = old[1] or not engine
+                        if not fenced and not any(clock[x] >= at for x, at in old[2].items()):
+                            raise Race(
+                                f"{actor.name} {what} {regions.names[region]}, but "
+                                f"'{old[4]}' was not fenced"
+                            )
                         continue
                     if (settles and not (old_writes and not old[3])) or (old[3] and not writes):
                         continue
@@ -300,7 +300,7 @@ class _Run:
                     for old_lane in [x for x in table if x not in mates]:
                         del table[old_lane]
         (self.writes if writes else self.reads)[region][lane] = access
-        if writes and not engine:
+        if not engine:
             self.unfenced.append((lane, access))
         return access
 
@@ -313,14 +313,15 @@ class _Run:
         self._access(actor, region, True, actor.lane, epoch, False, settles, "stores to")
 
     def _fence(self, actor: _Actor) -> None:
-        clock = actor.clock
-        at, warps = int(clock[actor.lane]), actor.partition.warps
+        """Order the ordinary accesses that this warp knows of before copies and products."""
+        clock, lane, warps = actor.clock, actor.lane, actor.partition.warps
+        at = int(clock[lane])
         left = []
-        for lane, old in self.unfenced:
-            if clock[lane] >= old[0]:
-                old[2].setdefault(actor.lane, at)
+        for old_lane, old in self.unfenced:
+            if clock[old_lane] >= old[0]:
+                old[2].setdefault(lane, at)
             if len(old[2]) < warps:
-                left.append((lane, old))
+                left.append((old_lane, old))
         self.unfenced = left
 
     def _bring(
