@@ -30,7 +30,7 @@ FORWARD = {
     "q_given_back_before_it_is_in_registers": Mutation(
         _ATTEND,
         "        q = q.load(operand_layout(tile.keys))\n"
-        "        mbarrier.arrive(shared.q_empty.index(GROUP), count=1)\n",
+        "        release_loaded(shared.q_empty.index(GROUP))\n",
         "        mbarrier.arrive(shared.q_empty.index(GROUP), count=1)\n"
         "        q = q.load(operand_layout(tile.keys))\n",
         "packed_causal",
@@ -119,6 +119,13 @@ BACKWARD = {
 
 _CONSUME_8 = "attention_fp8_fwd:_consume"
 _ADD = "mla_decode_values:"
+_VALUES = "        value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))\n"
+_SCALES = (
+    "        if shape.slot_scales:\n"
+    "            k_scales = _head_scales(ring.k_scale, stage, head, shape)\n"
+    "            v_scales = _head_scales(ring.v_scale, stage, head, shape)\n"
+)
+_FREE_PAGE = "        release_loaded(ring.empty.index(stage))\n"
 
 OTHERS = {
     "8_bits_v_multiplied_before_it_is_there": _without(
@@ -151,10 +158,7 @@ OTHERS = {
         "mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)", "paged_decode",
     ),
     "a_page_given_back_before_its_values_are_read": Mutation(
-        "paged_decode:_fold_tiles",
-        "        value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))\n",
-        "        mbarrier.arrive(ring.empty.index(stage), count=1)\n"
-        "        value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))\n",
+        "paged_decode:_fold_tiles", _VALUES + _SCALES + _FREE_PAGE, _FREE_PAGE + _VALUES + _SCALES,
         "paged_decode",
     ),
     "the_scales_of_a_page_not_waited_for": Mutation(
@@ -189,8 +193,8 @@ OTHERS = {
         "mla_bytes_values:_add_tile",
         "    low, high = value_halves("
         "shared.latent_tiles.index(place + 1).load(value_bytes_layout()))\n"
-        "    mbarrier.arrive(shared.empty.index(stage), count=1)\n",
-        "    mbarrier.arrive(shared.empty.index(stage), count=1)\n"
+        "    release_loaded(shared.empty.index(stage))\n",
+        "    release_loaded(shared.empty.index(stage))\n"
         "    low, high = value_halves("
         "shared.latent_tiles.index(place + 1).load(value_bytes_layout()))\n",
         "latents_of_8_bits",
@@ -205,4 +209,23 @@ OTHERS = {
         "mbarrier.wait(shared.scale_full.index(slot), turn // 2 & 1)", "latents_of_8_bits",
     ),
 }  # fmt: skip
-HANDOVERS = FORWARD | BACKWARD | OTHERS
+
+# The race of 2026-11-22 (docs/hopper.md): the copy engine goes past a barrier.
+_RELEASE, _FENCE = "_barriers:release_loaded", "fence_async_shared()"
+UNFENCED = {
+    "q_given_back_under_loads_that_are_not_fenced": _without(_RELEASE, _FENCE, "packed_causal"),
+    "p_lse_and_delta_given_back_under_loads_that_are_not_fenced": _without(
+        _RELEASE, _FENCE, "backward_apart"
+    ),
+    "a_page_given_back_under_loads_that_are_not_fenced": _without(
+        _RELEASE, _FENCE, "paged_decode"
+    ),
+    "latents_of_8_bits_given_back_under_loads_that_are_not_fenced": _without(
+        _RELEASE, _FENCE, "latents_of_8_bits"
+    ),
+    "sums_of_dq_loaded_over_loads_that_are_not_fenced": Mutation(
+        _CHORES, "            fence_async_shared()\n            partition_barrier()\n",
+        "            partition_barrier()\n", "backward_chores",
+    ),
+}  # fmt: skip
+HANDOVERS = FORWARD | BACKWARD | OTHERS | UNFENCED

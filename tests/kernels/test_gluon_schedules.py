@@ -14,7 +14,7 @@ from tests.kernels.gluon_handovers import HANDOVERS
 from tests.kernels.gluon_schedules import CASES, replayed
 
 STEPS = 180_000  # of all schedules of a kernel together, as partitions count them: seconds
-STEPS_SLOW = 8_000_000
+STEPS_SLOW = 4_000_000
 TRIES = 3
 
 

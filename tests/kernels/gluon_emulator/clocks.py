@@ -121,16 +121,26 @@ class Boxes:
 
     def add(self, actor: Any, box: Box) -> None:
         """Record a copy of `actor`; raise Race if it may collide with an older one."""
-        for old in self._boxes.values():
-            if (old.adds and box.adds) or actor.clock.knows(old.lane, old.epoch):
-                continue
-            if all(
-                a.start < b.stop and b.start < a.stop
-                for a, b in zip(old.place, box.place, strict=True)
-            ):
-                raise Race(
-                    f"{box.who} to a box of global memory, but '{old.who}' to the same is not "
-                    "known to be finished"
-                )
+        self._check(actor, box.place, box.adds, f"{box.who} to")
         key = (box.lane, box.adds, *((part.start, part.stop) for part in box.place))
         self._boxes[key] = box
+
+    def read(self, actor: Any, place: tuple[slice, ...]) -> None:
+        """Raise Race if what `actor` starts to load may still be being written."""
+        self._check(actor, place, False, f"{actor.name} loads from")
+
+    def _check(self, actor: Any, place: tuple[slice, ...], adds: bool, who: str) -> None:
+        for old in self._boxes.values():
+            if (old.adds and adds) or actor.clock.knows(old.lane, old.epoch):
+                continue
+            if meet(old.place, place):
+                raise Race(
+                    f"{who} a box of global memory, but '{old.who}' to the same is not "
+                    "known to be finished"
+                )
+
+
+def meet(a: tuple[slice, ...], b: tuple[slice, ...]) -> bool:
+    """Whether two boxes have an element in common."""
+    pairs = zip(a, b, strict=True)
+    return all(x.start < y.stop and y.start < x.stop for x, y in pairs)

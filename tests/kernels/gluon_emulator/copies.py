@@ -46,9 +46,12 @@ def load(
     _check(tensor_desc, result)
     if not pred:
         return
-    note("bring", result.history, result.memory, barrier, tensor_desc.block_type.nbytes)
-    machine().step()
     place = [int(x) for x in coord]
+    box = tensor_desc.box(place)[0]
+    nbytes = tensor_desc.block_type.nbytes
+    note("bring", result.history, result.memory, barrier, nbytes, tensor_desc.address, box)
+    machine().step()
+    machine().boxes[tensor_desc.address].read(current(), box)
     access = result.history.add(
         current(), result.memory, writes=True, what="copies into", lane=barrier, epoch=UNFINISHED
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.kernels.gluon_emulator.clocks import meet
 from tests.kernels.gluon_emulator.errors import Deadlock, Protocol, Race
 from tests.kernels.gluon_emulator.machine import Worker
 from tests.kernels.gluon_emulator.recording import Recording, Regions, steps_of, without_polls
@@ -160,10 +161,10 @@ class _Run:
         self.values = dict(replay.values)
         self.places: dict[int, Clock] = {}
         size = len(replay.regions.names)
+        self.unfenced: list[tuple[int, list[Any]]] = []  # ordinary accesses, by lane
         # Of every region and lane: [epoch, by an engine, fences, settles, whose].
         self.writes: list[dict[int, list[Any]]] = [{} for _ in range(size)]
         self.reads: list[dict[int, list[Any]]] = [{} for _ in range(size)]
-        self.unfenced: list[tuple[int, list[Any]]] = []  # ordinary writes, by lane
         self.boxes: dict[int, dict[Any, Any]] = {}
         self.ready: list[_Actor] = []
         self.blocked: dict[Any, list[_Actor]] = {}
@@ -279,12 +280,12 @@ class _Run:
                         continue  # of the same partition, whose barriers Triton has seen to
                     old_writes = tables is self.writes
                     if known:
-                        if engine and old_writes and not old[1]:  # noqa: SIM102
-                            if not any(clock[fence] >= at for fence, at in old[2].items()):
-                                raise Race(
-                                    f"{actor.name} {what} {regions.names[region]}, but "
-                                    f"'{old[4]}' was not fenced"
-                                )
+                        fenced = old[1] or not engine
+                        if not fenced and not any(clock[x] >= at for x, at in old[2].items()):
+                            raise Race(
+                                f"{actor.name} {what} {regions.names[region]}, but "
+                                f"'{old[4]}' was not fenced"
+                            )
                         continue
                     if (settles and not (old_writes and not old[3])) or (old[3] and not writes):
                         continue
@@ -299,7 +300,7 @@ class _Run:
                     for old_lane in [x for x in table if x not in mates]:
                         del table[old_lane]
         (self.writes if writes else self.reads)[region][lane] = access
-        if writes and not engine:
+        if not engine:
             self.unfenced.append((lane, access))
         return access
 
@@ -312,18 +313,22 @@ class _Run:
         self._access(actor, region, True, actor.lane, epoch, False, settles, "stores to")
 
     def _fence(self, actor: _Actor) -> None:
-        clock = actor.clock
-        at, warps = int(clock[actor.lane]), actor.partition.warps
+        """Order the ordinary accesses that this warp knows of before copies and products."""
+        clock, lane, warps = actor.clock, actor.lane, actor.partition.warps
+        at = int(clock[lane])
         left = []
-        for lane, old in self.unfenced:
-            if clock[lane] >= old[0]:
-                old[2].setdefault(actor.lane, at)
+        for old_lane, old in self.unfenced:
+            if clock[old_lane] >= old[0]:
+                old[2].setdefault(lane, at)
             if len(old[2]) < warps:
-                left.append((lane, old))
+                left.append((old_lane, old))
         self.unfenced = left
 
-    def _bring(self, actor: _Actor, region: int, number: int, nbytes: int) -> None:
+    def _bring(
+        self, actor: _Actor, region: int, number: int, nbytes: int, address: int, place: Any
+    ) -> None:  # fmt: skip
         barrier = self.barriers[number]
+        self._check_boxes(actor, address, place, False)
         access = self._access(actor, region, True, barrier.lane, _NEVER, True, False, "copies into")
 
         def land() -> None:
@@ -341,13 +346,8 @@ class _Run:
         partition.sends += 1
         number = partition.sends
         self._access(actor, region, False, partition.copies, number, True, False, "copies from")
+        self._check_boxes(actor, address, place, adds)
         boxes = self.boxes.setdefault(address, {})
-        for old_place, old_adds, lane, epoch, who in boxes.values():
-            if (old_adds and adds) or actor.clock[lane] >= epoch:
-                continue
-            if all(a.start < b.stop and b.start < a.stop
-                   for a, b in zip(old_place, place, strict=True)):  # fmt: skip
-                raise Race(f"{actor.name} writes a box of global memory, as '{who}' may still do")
         key = (partition.written, adds, *((part.start, part.stop) for part in place))
         boxes[key] = (place, adds, partition.written, number, actor.name)
         partition.reading.add(number)
@@ -364,6 +364,14 @@ class _Run:
             self._later(write)
 
         self._later(read)
+
+    def _check_boxes(self, actor: _Actor, address: int, place: Any, adds: bool) -> None:
+        """Raise Race if a copy from or to global memory meets one that may be under way."""
+        for old_place, old_adds, lane, epoch, who in self.boxes.get(address, {}).values():
+            if (old_adds and adds) or actor.clock[lane] >= epoch:
+                continue
+            if meet(old_place, place):
+                raise Race(f"{actor.name} copies a box of global memory that '{who}' may write")
 
     def _sent(self, actor: _Actor, pendings: int, written: bool) -> Any:
         partition = actor.partition
