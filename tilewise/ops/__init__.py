@@ -1,5 +1,6 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
+from tilewise.ops.activation import silu_mul
 from tilewise.ops.attention import attention, attention_varlen
 from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
 from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
@@ -8,6 +9,7 @@ from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.merge import merge_states
 from tilewise.ops.mla import mla_decode, write_latent_cache
 from tilewise.ops.mla_expanded import mla_attention, mla_prefill
+from tilewise.ops.norm import add_rms_norm, rms_norm
 from tilewise.ops.paged import paged_attention
 from tilewise.ops.paged_plan import PagedPlan, plan_paged_attention
 from tilewise.ops.precompile import Precompiled, precompile
@@ -22,6 +24,7 @@ __all__ = [
     "PagedPlan",
     "Precompiled",
     "SharedPrefixes",
+    "add_rms_norm",
     "apply_rope",
     "attention",
     "attention_fp8",
@@ -37,8 +40,10 @@ __all__ = [
     "plan_paged_attention",
     "precompile",
     "quantize_heads",
+    "rms_norm",
     "rope_write_kv_cache",
     "shared_prefixes",
+    "silu_mul",
     "swap_blocks",
     "tree_mask_from_parents",
     "write_kv_cache",
