@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tilewise.ops.paged_plan import PagedPlan, plan_paged_attention
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
+    from tilewise.ops.sampling import sample_tokens, token_logprobs
     from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
     from tilewise.ops.swap import BlockTransfer, swap_blocks
     from tilewise.ops.tree import tree_mask_from_parents
@@ -75,9 +76,11 @@ __all__ = [
     "quantize_heads",
     "rms_norm",
     "rope_write_kv_cache",
+    "sample_tokens",
     "shared_prefixes",
     "silu_mul",
     "swap_blocks",
+    "token_logprobs",
     "tree_mask_from_parents",
     "write_kv_cache",
     "write_latent_cache",
@@ -112,9 +115,11 @@ _LAZY = {
     "quantize_heads": "tilewise.ops",
     "rms_norm": "tilewise.ops",
     "rope_write_kv_cache": "tilewise.ops",
+    "sample_tokens": "tilewise.ops",
     "shared_prefixes": "tilewise.ops",
     "silu_mul": "tilewise.ops",
     "swap_blocks": "tilewise.ops",
+    "token_logprobs": "tilewise.ops",
     "tree_mask_from_parents": "tilewise.ops",
     "write_kv_cache": "tilewise.ops",
     "write_latent_cache": "tilewise.ops",

@@ -24,7 +24,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from tests.kernels import compile_cases, compile_cases_gluon, compile_cases_paged, sass
+from tests.kernels import (
+    compile_cases,
+    compile_cases_gluon,
+    compile_cases_paged,
+    compile_cases_step,
+    sass,
+)
 from tilewise.kernels import device
 
 
@@ -125,7 +131,7 @@ def main(arch: int, names: list[str], folder: Path) -> None:
         compiled.append(kernel)
 
     JITFunction.run = compile_only
-    modules = (compile_cases, compile_cases_paged, compile_cases_gluon)
+    modules = (compile_cases, compile_cases_paged, compile_cases_gluon, compile_cases_step)
     cases = {case.name: case for module in modules for case in module.CASES}
     for name in names:
         print(json.dumps({"case": name, "begins": True}), flush=True)

@@ -14,6 +14,7 @@ from tilewise.ops.paged import paged_attention
 from tilewise.ops.paged_plan import PagedPlan, plan_paged_attention
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
+from tilewise.ops.sampling import sample_tokens, token_logprobs
 from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
 from tilewise.ops.swap import BlockTransfer, swap_blocks
 from tilewise.ops.tree import tree_mask_from_parents
@@ -42,9 +43,11 @@ __all__ = [
     "quantize_heads",
     "rms_norm",
     "rope_write_kv_cache",
+    "sample_tokens",
     "shared_prefixes",
     "silu_mul",
     "swap_blocks",
+    "token_logprobs",
     "tree_mask_from_parents",
     "write_kv_cache",
     "write_latent_cache",

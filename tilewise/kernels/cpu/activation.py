@@ -79,7 +79,7 @@ def _silu_mul_rows(like, code, size, source, source_row, target, num_rows, dim, 
             start, to = source + index * source_row, target + index * dim * size
             load_row(like, code, gate, 0, start, dim)
             _silu(gate, dim)
-            if code == BF16 or code == F16:
+            if code in (BF16, F16):
                 store_row(like, code, gate, 0, 1.0, to, dim)
                 load_row(like, code, gate, 0, to, dim)  # rounded
             load_row(like, code, up, 0, start + dim * size, dim)

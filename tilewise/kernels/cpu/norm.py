@@ -104,7 +104,7 @@ def _normalise_rows(like, code, x, x_row, added, added_row, has_residual, weight
                     num_rows, dim, eps, rows_per_task, counter, num_tasks):  # fmt: skip
     row, other, weights = scratch(dim, like), scratch(dim, like), scratch(dim, like)
     load_row(like, code, weights, 0, weight, dim)
-    is_half = code == BF16 or code == F16
+    is_half = code in (BF16, F16)
     while True:
         task = next_task(counter)
         if task >= num_tasks:
