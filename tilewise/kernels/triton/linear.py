@@ -44,7 +44,7 @@ class LinearTile(NamedTuple):
     num_stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, rows, outputs, channels, stride_x, stride_weight,
     slices_per_part,
@@ -92,7 +92,7 @@ def _linear_kernel(
     tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _merge_kernel(
     part_ptr, bias_ptr, y_ptr, outputs, count,
     HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
