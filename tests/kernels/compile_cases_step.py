@@ -33,6 +33,16 @@ def launch_sampling(vocab: int) -> None:
         sampling.token_logprobs(logits, stream, count)
 
 
+def launch_linear(outputs: int, channels: int) -> None:
+    """Call the product of few rows on the tile that its table gives."""
+    from tilewise.kernels.triton import linear
+
+    weight, bias = (
+        meta(*shape, dtype=torch.bfloat16) for shape in ((outputs, channels), (outputs,))
+    )
+    linear.launch(meta(4, channels, dtype=torch.bfloat16), weight, bias)
+
+
 def step_cases() -> Iterator[Case]:
     """Yield small and large widths for every architecture."""
     for arch in ARCHITECTURES:
@@ -43,6 +53,14 @@ def step_cases() -> Iterator[Case]:
                 lambda dim=dim, dtype=dtype: launch_norms(dim, dtype),  # type: ignore[misc]
                 products=False,
                 slow=arch != 90 or dim != 1024,
+            )
+        for outputs in (1024, 4096, 28672, 151_936):
+            yield Case(
+                f"sm_{arch}-linear-{outputs}",
+                arch,
+                lambda outputs=outputs: launch_linear(outputs, 4096),  # type: ignore[misc]
+                mma="mma.sync",  # 16 rows are below what warp-group instructions multiply
+                slow=arch != 90 or outputs > 4096,
             )
         for vocab in (151_936, 1_000_001):
             yield Case(

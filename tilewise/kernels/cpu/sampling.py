@@ -274,9 +274,7 @@ def _logprob_rows(logits, vocab, tokens, count, own, ids, values, counter, num_t
         top = np.float64(_largest(logits, first, vocab))
         log_total = math.nan
         if math.isfinite(top):
-            log_total = top + math.log(
-                _exponentials(logits, first, vocab, top, _LOG2E, powers)
-            )
+            log_total = top + math.log(_exponentials(logits, first, vocab, top, _LOG2E, powers))
         own[row] = np.float64(logits[first + tokens[row]]) - log_total
         best = row * count
         found = 0

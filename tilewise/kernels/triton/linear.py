@@ -11,37 +11,18 @@ numerics products of 16-bit numbers, summed in float32 in an order that depends 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.linear_tiles import LinearTile, tile_of
 from tilewise.kernels.spec import ElementSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
 ROWS = 16  # of the smallest matrix instruction; fewer are padded
 MERGE_TILE = 1024
-
-
-class LinearTile(NamedTuple):
-    """How a product is cut.
-
-    Attributes:
-        tile_n: outputs of a program.
-        tile_k: channels of a slice.
-        ways: warps that take slices in turn; 1 has all warps share one slice.
-        parts: programs that share an output.
-    """
-
-    tile_n: int
-    tile_k: int
-    ways: int
-    parts: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -116,16 +97,20 @@ def why_not(spec: ElementSpec) -> str | None:
     return None
 
 
-def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile) -> Tensor:
-    """Return y (R, N) of x (R, K) with up to 16 rows, weight (N, K) and bias (N,)."""
-    rows, channels = x.shape
-    outputs = weight.shape[0]
-    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile | None = None
+) -> Tensor:
+    """Return y (..., N) of x (..., K) with up to 16 rows, weight (N, K) and bias (N,)."""
+    outputs, channels = weight.shape
+    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
+    x = x.reshape(-1, channels)
+    rows = x.shape[0]
+    tile = tile_of(outputs, channels) if tile is None else tile
     slices = triton.cdiv(channels, tile.tile_k * tile.ways)
     per_part = triton.cdiv(slices, tile.parts)
-    parts = max(1, triton.cdiv(slices, max(1, per_part)))
+    parts = triton.cdiv(slices, per_part)
     target = y
     if parts > 1:
         target = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)

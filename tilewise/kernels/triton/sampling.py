@@ -297,9 +297,7 @@ def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
 
 
 @triton.jit
-def _masses_from(
-    row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl.constexpr
-):
+def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl.constexpr):
     """The masses of the logits of a row that are ordered at three bounds or above."""
     mass_1 = tl.zeros([TILE], tl.int64)
     mass_2, mass_3 = mass_1, mass_1
@@ -326,9 +324,7 @@ def _draw_by_reading_all(
             enough = _count_from(row_ptr, vocab, middle, TILE) >= top_k
             bound, above = tl.where(enough, middle, bound), tl.where(enough, above, middle - 1)
     if top_p < 1.0:
-        total, _, _ = _masses_from(
-            row_ptr, vocab, bound, bound, bound, top, slope, TILE
-        )
+        total, _, _ = _masses_from(row_ptr, vocab, bound, bound, bound, top, slope, TILE)
         kept = top_p.to(tl.float64) * total.to(tl.float64)
         # The smallest x such that what is above it has less than top_p, a quarter at a time.
         below, above = bound, highest
@@ -345,9 +341,7 @@ def _draw_by_reading_all(
             below = tl.where(small_1, below, after)
         bound = below
     bound = tl.maximum(bound, least)
-    total, _, _ = _masses_from(
-        row_ptr, vocab, bound, bound, bound, top, slope, TILE
-    )
+    total, _, _ = _masses_from(row_ptr, vocab, bound, bound, bound, top, slope, TILE)
     target = _target(uniform, total)
     before, chosen = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
     for first in range(0, vocab, TILE):
@@ -431,9 +425,7 @@ def _draw_kernel(
     if (temperature > 0.0) & is_finite:
         slope = _slope_of(tl.zeros([], tl.float32) + temperature)
         uniform = _uniform(tl.load(seed_ptr + row), tl.load(counter_ptr + row))
-        masses, scaled = _relative_masses(
-            tops, mass_ptr + row * chunks, number, chunks, top, slope
-        )
+        masses, scaled = _relative_masses(tops, mass_ptr + row * chunks, number, chunks, top, slope)
         top_k = tl.zeros([], tl.int32)
         top_p, min_p = tl.full([], 1.0, tl.float32), tl.zeros([], tl.float32)
         if HAS_K:
@@ -479,9 +471,7 @@ def _logprob_kernel(
     tops = tl.load(top_ptr + row * chunks + number, mask=number < chunks, other=float("-inf"))
     top = tl.max(tops, 0)
     slope = _slope_of(tl.full([], 1.0, tl.float32))
-    _, scaled = _relative_masses(
-        tops, mass_ptr + row * chunks, number, chunks, top, slope
-    )
+    _, scaled = _relative_masses(tops, mass_ptr + row * chunks, number, chunks, top, slope)
     log_total = (tl.log2(tl.sum(scaled, 0).to(tl.float64)) - WEIGHT_BITS) / slope
     log_total += top.to(tl.float64) + (top - top).to(tl.float64)  # NaN where it is not finite
     own = tl.load(row_ptr + tl.load(token_ptr + row))
@@ -489,6 +479,7 @@ def _logprob_kernel(
     if COUNT > 0:
         group = tl.arange(0, TILE_GROUPS)
         peaks = tl.load(peak_ptr + row * groups + group, mask=group < groups, other=float("-inf"))
+        last, last_peak = tl.full([], -1, tl.int32), tl.full([], float("inf"), tl.float32)
         for place in range(COUNT):
             peak = tl.max(peaks, 0)
             # Of equal ones the first; a group of padding only when nothing else is left.
@@ -496,11 +487,13 @@ def _logprob_kernel(
             token = chosen * GROUP + tl.arange(0, GROUP)
             logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
             logit = tl.where(logit != logit, float("inf"), logit)
-            first = tl.min(tl.where((logit == peak) & (token < vocab), token, 2147483647), 0)
+            # Tokens come in the order of values, then of ids: equal ones up to the last are taken.
+            is_next = (logit == peak) & (token > tl.where(peak < last_peak, -1, last))
+            first = tl.min(tl.where(is_next & (token < vocab), token, 2147483647), 0)
             value = (peak.to(tl.float64) - log_total).to(tl.float32)
             tl.store(ids_ptr + row * COUNT + place, tl.minimum(first, vocab - 1).to(tl.int64))
             tl.store(values_ptr + row * COUNT + place, value)
-            # What is left of the group: all that comes after in the order of values, then of ids.
+            last, last_peak = first, peak
             later = (logit < peak) | ((logit == peak) & (token > first))
             rest = tl.max(tl.where(later & (token < vocab), logit, float("-inf")), 0)
             peaks = tl.where(group == chosen, rest, peaks)
