@@ -166,7 +166,8 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """Return (..., Hq + 2 Hk, D): query, key and value heads."""
         num_heads = self.num_q_heads + 2 * self.num_kv_heads
-        return project(self.qkv_proj, x).unflatten(-1, (num_heads, self.head_dim))
+        heads: Tensor = project(self.qkv_proj, x).unflatten(-1, (num_heads, self.head_dim))
+        return heads
 
     def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # split_with_sizes, since Tensor.split is Python around it and takes twice as long.

@@ -1,4 +1,4 @@
-"""sample_tokens() and token_logprobs(): from rows of logits to tokens, on the device they are on."""
+"""sample_tokens() and token_logprobs(): from rows of logits to tokens, on their own device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sample_tokens(
 
     The token of a row depends on that row and its six numbers only, not on R nor on other rows.
     Probabilities are integers, 2^42 or more for the most likely token, and summed exactly; each is
-    off by 4e-11 on a GPU (less on a CPU). Of drawings from random logits fewer than 1e-5 differ from
+    off by 4e-11 on a GPU (less on a CPU). Of draws from random logits fewer than 1e-5 differ from
     those of a float64 sampler: those whose number lies that near to a boundary.
 
     Args:

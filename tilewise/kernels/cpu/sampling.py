@@ -6,8 +6,9 @@ Grid      tasks of one row, taken from a counter.
 One task  weighs the row in scratch. top_k and top_p find their bound digit by digit: sums of what
           stands in each of 2,048 bins of the first 11 bits of a logit, then of the next ones
           within one bin; nothing is sorted.
-Traffic   the logits three times, once more for each digit of a bound; 12 bytes a token of scratch.
-Numerics  exp in float64, made an integer of at least 2^42 for the most likely token: sums are exact.
+Traffic   the logits three times, once more for each digit of a bound; 24 bytes of scratch a token.
+Numerics  exp in float64, made an integer of at least 2^42 for the most likely token: sums are
+          exact.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from tilewise.kernels.cpu.threads import inner, kernel, next_task, run_tasks, sc
 from tilewise.kernels.spec import ElementSpec
 
 _LOG2E = 1.0 / math.log(2.0)
-_BINS = 2048
-_DIGITS = ((21, 11), (10, 11), (0, 10))  # shift and width of the digits of an ordered logit
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _ROUNDS = 10

@@ -12,9 +12,9 @@ program  a chunk: its largest logit and where it is, the sum of its weights, the
 traffic  the logits once, 5 percent of that for peaks and sums, and one chunk or the candidates
 numerics a weight is 2^42 exp((logit - m) / T) as an integer, m the largest logit of the chunk (or
          of the row, for candidates), computed in float64 to 4e-11. (With a float32 exp2, 40 of
-         1.15 million draws from random logits were not those of a float64 sampler: many unlikely
-         tokens move with one likely one.) Integers add up to the same in any order, and chunks are the
-         same whatever the batch: so is the token
+         1.15 million draws from random logits were not those of a float64 sampler, H200, 2026-11:
+         many unlikely tokens move with one likely one.) Integers add up to the same in any order,
+         and chunks are the same whatever the batch: so is the token
 """
 
 from __future__ import annotations
@@ -435,8 +435,8 @@ def _draw_kernel(
             min_p = tl.load(min_p_ptr + row)
         is_truncated = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
         token = tl.full([], -1, tl.int32)
-        if HAS_K or HAS_P or HAS_MIN:
-            if is_truncated:
+        if HAS_K or HAS_P or HAS_MIN:  # known when it is compiled
+            if is_truncated:  # noqa: SIM102
                 lists = list_ptr + row * list_stride
                 token = _draw_truncated(
                     row_ptr, peak_ptr + row * groups, lists,
