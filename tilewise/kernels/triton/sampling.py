@@ -435,8 +435,8 @@ def _draw_kernel(
             min_p = tl.load(min_p_ptr + row)
         is_truncated = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
         token = tl.full([], -1, tl.int32)
-        if HAS_K or HAS_P or HAS_MIN:  # known when it is compiled
-            if is_truncated:  # noqa: SIM102
+        if HAS_K or HAS_P or HAS_MIN:  # noqa: SIM102 - known when it is compiled
+            if is_truncated:
                 lists = list_ptr + row * list_stride
                 token = _draw_truncated(
                     row_ptr, peak_ptr + row * groups, lists,
