@@ -123,7 +123,16 @@ def test_every_module_says_what_it_is():
 
 
 def test_every_op_has_an_oracle_a_kernel_for_each_backend_and_a_test():
-    for op in ("attention", "paged_attention", "mla_decode", "cache_ops", "rope", "merge"):
+    for op in (
+        "attention",
+        "paged_attention",
+        "mla_decode",
+        "cache_ops",
+        "rope",
+        "merge",
+        "norm",
+        "activation",
+    ):
         assert (PACKAGE / "ops" / "_reference" / f"{op}.py").exists()
         for backend in ("cpu", "triton"):
             assert (PACKAGE / "kernels" / backend / f"{op}.py").exists()

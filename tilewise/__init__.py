@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
     from tilewise.masks import BlockMask
+    from tilewise.ops.activation import silu_mul
     from tilewise.ops.attention import attention, attention_varlen
     from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
     from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
     from tilewise.ops.merge import merge_states
     from tilewise.ops.mla import mla_decode, write_latent_cache
     from tilewise.ops.mla_expanded import mla_attention, mla_prefill
+    from tilewise.ops.norm import add_rms_norm, rms_norm
     from tilewise.ops.paged import paged_attention
     from tilewise.ops.paged_plan import PagedPlan, plan_paged_attention
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
+    from tilewise.ops.sampling import sample_tokens, token_logprobs
     from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
     from tilewise.ops.swap import BlockTransfer, swap_blocks
     from tilewise.ops.tree import tree_mask_from_parents
@@ -55,6 +58,7 @@ __all__ = [
     "SharedPrefixes",
     "TilewiseError",
     "UnsupportedError",
+    "add_rms_norm",
     "apply_rope",
     "attention",
     "attention_fp8",
@@ -70,9 +74,13 @@ __all__ = [
     "plan_paged_attention",
     "precompile",
     "quantize_heads",
+    "rms_norm",
     "rope_write_kv_cache",
+    "sample_tokens",
     "shared_prefixes",
+    "silu_mul",
     "swap_blocks",
+    "token_logprobs",
     "tree_mask_from_parents",
     "write_kv_cache",
     "write_latent_cache",
@@ -89,6 +97,7 @@ _LAZY = {
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
     "SharedPrefixes": "tilewise.ops",
+    "add_rms_norm": "tilewise.ops",
     "apply_rope": "tilewise.ops",
     "attention": "tilewise.ops",
     "attention_fp8": "tilewise.ops",
@@ -104,9 +113,13 @@ _LAZY = {
     "plan_paged_attention": "tilewise.ops",
     "precompile": "tilewise.ops",
     "quantize_heads": "tilewise.ops",
+    "rms_norm": "tilewise.ops",
     "rope_write_kv_cache": "tilewise.ops",
+    "sample_tokens": "tilewise.ops",
     "shared_prefixes": "tilewise.ops",
+    "silu_mul": "tilewise.ops",
     "swap_blocks": "tilewise.ops",
+    "token_logprobs": "tilewise.ops",
     "tree_mask_from_parents": "tilewise.ops",
     "write_kv_cache": "tilewise.ops",
     "write_latent_cache": "tilewise.ops",

@@ -28,6 +28,7 @@ from tests.kernels import (
     compile_cases,
     compile_cases_gluon,
     compile_cases_paged,
+    compile_cases_step,
     ptx_barriers,
     sass,
 )
@@ -132,7 +133,7 @@ def main(arch: int, names: list[str], folder: Path) -> None:
         compiled.append(kernel)
 
     JITFunction.run = compile_only
-    modules = (compile_cases, compile_cases_paged, compile_cases_gluon)
+    modules = (compile_cases, compile_cases_paged, compile_cases_gluon, compile_cases_step)
     cases = {case.name: case for module in modules for case in module.CASES}
     for name in names:
         print(json.dumps({"case": name, "begins": True}), flush=True)

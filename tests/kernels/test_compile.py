@@ -18,13 +18,14 @@ from tests.kernels import (
     compile_cases,
     compile_cases_gluon,
     compile_cases_paged,
+    compile_cases_step,
     ptx_barriers,
     sass_budgets,
 )
 from tests.kernels.compile_cases import Case
 from tests.kernels.compile_cases_gluon import GluonCase
 
-CASES = [*compile_cases.CASES, *compile_cases_paged.CASES]
+CASES = [*compile_cases.CASES, *compile_cases_paged.CASES, *compile_cases_step.CASES]
 HOPPER_CASES = compile_cases_gluon.CASES
 
 _ROOT = Path(__file__).parents[2]

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tilewise import ops
+from tilewise.nn import layers
 from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, RMSNorm
 from tilewise.testing import assert_within_budget
 
@@ -86,3 +88,37 @@ def test_mlp_is_up_activation_down():
     inner = F.gelu(x @ mlp.up_proj.weight.T + mlp.up_proj.bias, approximate="tanh")
     expected = inner @ mlp.down_proj.weight.T + mlp.down_proj.bias
     torch.testing.assert_close(mlp(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inference_in_one_kernel_gives_what_training_gives(monkeypatch, dtype):
+    calls = []
+    for name in ("rms_norm", "add_rms_norm", "silu_mul"):
+        original = getattr(ops, name)
+
+        def count(*args, _original=original, _name=name):
+            calls.append(_name)
+            return _original(*args)
+
+        monkeypatch.setattr(ops, name, count)
+    monkeypatch.setattr(layers, "FEWEST_ELEMENTS_ON_CPU", 1)
+    norm, _ = make_norm(96, dtype)
+    mlp = GatedMLP(96, 40, "silu").to(dtype)
+    x, residual = torch.randn(2, 7, 96).to(dtype)
+
+    def block():
+        y, total = norm.add(x, residual)
+        return norm(x), y, total, mlp(y)
+
+    recorded = block()
+    assert calls == []
+    assert all(t.requires_grad for t in (recorded[0], recorded[1], recorded[3]))
+    with torch.inference_mode():
+        fused = block()
+    assert calls == ["add_rms_norm", "rms_norm", "silu_mul"]
+    for got, wanted in zip(fused, recorded, strict=True):
+        torch.testing.assert_close(got, wanted.detach(), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():  # mixed dtypes and columns are torch's
+        norm(x.float() if dtype == torch.bfloat16 else x.double())
+        norm(torch.randn(96, 7, dtype=dtype).T)
+    assert len(calls) == 3

@@ -19,7 +19,11 @@ __all__ = ["Llama"]
 
 
 class LlamaLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    The residual stream travels as two terms, so that their addition and the norm that follows are
+    one kernel: the last block's output, and the sum of all before it.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -43,14 +47,22 @@ class LlamaLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
+        residual: Tensor | None,
         rope: tuple[Tensor, Tensor],
         ctx: AttentionContext | None,
         kv: KVLayer | None,
-    ) -> Tensor:
-        """Map the residual stream (..., E) to itself."""
-        x = x + self.attention(self.attention_norm(x), rope, ctx=ctx, kv=kv)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
-        return y
+    ) -> tuple[Tensor, Tensor]:
+        """Map the residual stream x + residual (..., E) to itself; before the first layer it is x.
+
+        Returns its two terms, not yet added: what the feed-forward block gives, and the rest.
+        """
+        if residual is None:
+            residual, x = x, self.attention_norm(x)
+        else:
+            x, residual = self.attention_norm.add(x, residual)
+        x = self.attention(x, rope, ctx=ctx, kv=kv)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
 
 
 class Llama(Decoder):
@@ -79,10 +91,10 @@ class Llama(Decoder):
             rope = self.rotary.prefix(self.dense_length(ids, ctx), ids.device)
         else:
             rope = self.rotary(positions)
-        x = self.embed_tokens(ids)
+        x, residual = self.embed_tokens(ids), None
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, ctx, None if kv is None else kv[i])
-        y: Tensor = self.norm(x)
+            x, residual = layer(x, residual, rope, ctx, None if kv is None else kv[i])
+        y: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
         return y
 
     def weight_table(self) -> tuple[Weight, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.layers import RMSNorm
+from tilewise.nn.layers import RMSNorm, project
 from tilewise.ops import PagedPlan
 
 __all__ = ["Attention"]
@@ -94,8 +94,7 @@ class Attention(nn.Module):
             )
         else:
             o = self._attend_cache(heads, rope, ctx, kv)
-        y: Tensor = self.o_proj(o.flatten(-2))
-        return y
+        return project(self.o_proj, o.flatten(-2))
 
     def _attend_cache(
         self,
@@ -167,7 +166,7 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """Return (..., Hq + 2 Hk, D): query, key and value heads."""
         num_heads = self.num_q_heads + 2 * self.num_kv_heads
-        heads: Tensor = self.qkv_proj(x).unflatten(-1, (num_heads, self.head_dim))
+        heads: Tensor = project(self.qkv_proj, x).unflatten(-1, (num_heads, self.head_dim))
         return heads
 
     def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,17 +1,21 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
+from tilewise.ops.activation import silu_mul
 from tilewise.ops.attention import attention, attention_varlen
 from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
 from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
 from tilewise.ops.dropout import dropout_keep_mask
 from tilewise.ops.explain import Explanation, explain
+from tilewise.ops.linear import linear, linear_pays
 from tilewise.ops.merge import merge_states
 from tilewise.ops.mla import mla_decode, write_latent_cache
 from tilewise.ops.mla_expanded import mla_attention, mla_prefill
+from tilewise.ops.norm import add_rms_norm, rms_norm
 from tilewise.ops.paged import paged_attention
 from tilewise.ops.paged_plan import PagedPlan, plan_paged_attention
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
+from tilewise.ops.sampling import sample_tokens, token_logprobs
 from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
 from tilewise.ops.swap import BlockTransfer, swap_blocks
 from tilewise.ops.tree import tree_mask_from_parents
@@ -22,6 +26,7 @@ __all__ = [
     "PagedPlan",
     "Precompiled",
     "SharedPrefixes",
+    "add_rms_norm",
     "apply_rope",
     "attention",
     "attention_fp8",
@@ -29,6 +34,8 @@ __all__ = [
     "copy_blocks",
     "dropout_keep_mask",
     "explain",
+    "linear",
+    "linear_pays",
     "merge_states",
     "mla_attention",
     "mla_decode",
@@ -37,9 +44,13 @@ __all__ = [
     "plan_paged_attention",
     "precompile",
     "quantize_heads",
+    "rms_norm",
     "rope_write_kv_cache",
+    "sample_tokens",
     "shared_prefixes",
+    "silu_mul",
     "swap_blocks",
+    "token_logprobs",
     "tree_mask_from_parents",
     "write_kv_cache",
     "write_latent_cache",

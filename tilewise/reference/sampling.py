@@ -1,11 +1,13 @@
-"""The distribution that a sampler must draw from."""
+"""The distribution that a sampler must draw from, and the token at one number of a stream."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["target_distribution"]
+__all__ = ["sample_tokens", "target_distribution", "token_logprobs", "uniform"]
+
+_WORD = 0xFFFFFFFF
 
 
 def target_distribution(
@@ -47,6 +49,64 @@ def target_distribution(
     if top_p < 1:
         p = _renormalise(p, _mass_above(p) < top_p)
     return _renormalise(p, p >= min_p * p.amax(-1, keepdim=True))
+
+
+def uniform(seed: int, counter: int) -> float:
+    """Return number `counter` of stream `seed` in [0, 1): Philox4x32-10, 53 bits.
+
+    Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    c0, c1, c2, c3 = counter & _WORD, counter >> 32 & _WORD, 0, 0
+    k0, k1 = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _WORD, (p0 >> 32) ^ c3 ^ k1, p0 & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return float((c0 >> 5 << 26) | (c1 >> 6)) * 2.0**-53
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor | None,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the token of each row of (R, V), row by row, and whether its maximum is finite.
+
+    The first token whose cumulative probability exceeds the row's uniform number.
+    """
+    is_finite = logits.amax(-1).isfinite()
+    tokens = []
+    for row, values in enumerate(logits):
+
+        def number(x: Tensor | None, default: float, row: int = row) -> float:
+            return default if x is None else x[row].item()
+
+        heat = number(temperature, 0.0)
+        if heat == 0 or not bool(is_finite[row]):
+            tokens.append(int(values.argmax()))
+            continue
+        p = target_distribution(
+            values, temperature=heat, top_k=int(number(top_k, 0)), top_p=number(top_p, 1.0),
+            min_p=number(min_p, 0.0),
+        )  # fmt: skip
+        assert seeds is not None
+        assert counters is not None
+        cumulative = p.cumsum(-1)
+        at = uniform(int(seeds[row]), int(counters[row])) * cumulative[-1]
+        tokens.append(int(torch.searchsorted(cumulative, at, right=True)))
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device), is_finite
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log_softmax of one token a row (R,), and the largest (R, count): ids, then values."""
+    logprobs = logits.double().log_softmax(-1)
+    own = logprobs.gather(-1, token_ids[:, None])[:, 0]
+    values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+    return own.float(), ids[:, :count].contiguous(), values[:, :count].float().contiguous()
 
 
 def _mass_above(p: Tensor) -> Tensor:

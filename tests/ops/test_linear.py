@@ -1,0 +1,131 @@
+"""linear: float64 on the same inputs, on every tile, and the same bits for any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ops.test_paged import BACKENDS
+from tilewise import ops
+from tilewise.errors import UnsupportedError
+from tilewise.kernels import linear_tiles
+from tilewise.kernels.linear_tiles import LinearTile
+from tilewise.nn.layers import project
+from tilewise.testing import assert_within_budget
+
+on_each_triton = pytest.mark.parametrize(("backend", "place"), BACKENDS[1:])
+TILES = {
+    "one_slice": LinearTile(32, 64, 1, 1, 4, 3),
+    "ways": LinearTile(8, 32, 4, 1, 4, 3),
+    "parts": LinearTile(16, 32, 1, 3, 4, 2),
+    "ways_and_parts": LinearTile(16, 32, 2, 4, 2, 2),
+}
+
+
+def _problem(rows, channels, outputs, dtype, place):
+    x, weight, bias = (
+        torch.randn(shape).to(place, dtype)
+        for shape in ((rows, channels), (outputs, channels), (outputs,))
+    )
+    return x, weight, bias
+
+
+@on_each_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    ("rows", "channels", "outputs"), [(1, 200, 40), (3, 64, 8), (16, 300, 33), (5, 8, 1)]
+)
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_keeps_the_budget(
+    tile, rows, channels, outputs, has_bias, dtype, backend, place
+):
+    from tilewise.kernels.triton import linear
+
+    x, weight, bias = _problem(rows, channels, outputs, dtype, place)
+    given = bias if has_bias else None
+    y = linear.launch(x, weight, given, TILES[tile])
+    wide = F.linear(x.double(), weight.double(), bias.double() if has_bias else None)
+    assert_within_budget(y, wide, F.linear(x, weight, given))
+
+
+@on_each_triton
+@pytest.mark.parametrize(("channels", "outputs"), [(96, 100), (40, 2100), (2100, 2100)])
+def test_a_row_does_not_depend_on_others(channels, outputs, backend, place):
+    x, weight, bias = _problem(16, channels, outputs, torch.bfloat16, place)
+    together = ops.linear(x, weight, bias, backend=backend)
+    wide = F.linear(x.double(), weight.double(), bias.double())
+    assert_within_budget(together, wide, F.linear(x, weight, bias))
+    for rows in (slice(0, 1), slice(7, 10), slice(1, 16, 5)):
+        assert torch.equal(ops.linear(x[rows], weight, bias, backend=backend), together[rows])
+
+
+@on_each_triton
+def test_shapes_strides_and_no_rows(backend, place):
+    x, weight, _ = _problem(12, 48, 20, torch.float16, place)
+    apart = x.view(3, 4, 48)[:, ::2]
+    y = ops.linear(apart, weight[::2], backend=backend)
+    assert y.shape == (3, 2, 10)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, F.linear(apart, weight[::2]), rtol=2e-3, atol=2e-2)
+    assert ops.linear(x[:0], weight, backend=backend).shape == (0, 20)
+    assert torch.equal(
+        ops.linear(x[0], weight, backend=backend), ops.linear(x, weight, backend=backend)[0]
+    )
+
+
+def test_the_reference_rounds_once():
+    x, weight, bias = _problem(2, 30, 7, torch.bfloat16, "cpu")
+    y = ops.linear(x, weight, bias, backend="reference")
+    assert torch.equal(y, F.linear(x.double(), weight.double(), bias.double()).bfloat16())
+
+
+def test_the_table_knows_every_shape():
+    for outputs in (1, 1024, 4096, 6144, 28672, 151936, 1 << 30):
+        for channels in (1, 1024, 14336):
+            tile = linear_tiles.tile_of(outputs, channels)
+            assert tile.num_warps % tile.ways == 0
+            assert not linear_tiles.pays(outputs, channels, 80)
+    assert linear_tiles.pays(1024, 2048, 90)
+    assert not linear_tiles.pays(1024, 2044, 90)
+    assert not linear_tiles.pays(151936, 1024, 90)
+    assert not ops.linear_pays(torch.randn(1024, 2048, dtype=torch.bfloat16))
+
+
+def test_projections_on_a_cpu_are_those_of_their_modules():
+    layer = torch.nn.Linear(8, 5)
+    x = torch.randn(3, 8)
+    assert torch.equal(project(layer, x), layer(x))
+
+
+@pytest.mark.gpu
+def test_projections_use_it_where_it_pays():
+    layer = torch.nn.Linear(2048, 1024, bias=False, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(16, 2048, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode():
+        wanted = ops.linear(x, layer.weight) if ops.linear_pays(layer.weight) else layer(x)
+        assert torch.equal(project(layer, x), wanted)
+        assert torch.equal(project(layer, x.repeat(2, 1)), layer(x.repeat(2, 1)))
+    assert project(layer, x).requires_grad
+
+
+def test_it_is_a_clean_node_of_a_graph():
+    x, weight, bias = _problem(2, 30, 7, torch.bfloat16, "cpu")
+    torch.library.opcheck(torch.ops.tilewise.linear.default, (x, weight, bias, "reference"))
+
+
+def test_refuses():
+    x, weight, bias = _problem(2, 30, 7, torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match="x must have at most 16 rows, got 17"):
+        ops.linear(x.repeat(9, 1)[:17], weight)
+    with pytest.raises(TypeError, match="weight must have dtype bfloat16"):
+        ops.linear(x, weight.half())
+    with pytest.raises(ValueError, match="weight must have shape"):
+        ops.linear(x, weight[:, :29])
+    with pytest.raises(ValueError, match="bias must have shape"):
+        ops.linear(x, weight, bias[:5])
+    with pytest.raises(UnsupportedError, match="cpu: it has no kernel for this op"):
+        ops.linear(x, weight)
+    with pytest.raises(UnsupportedError, match="dtype must be float16 or bfloat16"):
+        ops.linear(x.float(), weight.float(), backend="triton")

@@ -1,0 +1,84 @@
+"""RMS norm of rows, and of the sum of two rows.
+
+what     r = round(x + residual), where there is a residual; y = round(r / rms(r)) * weight
+grid     (rows,)
+program  holds one row in registers, whatever its width
+traffic  every element read once and written once; the weight from the L2 cache
+numerics float32; rounded where torch's separate operations round
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.spec import ElementSpec
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, new_residual_ptr, stride_x, stride_residual, eps,
+    DIM: tl.constexpr, TILE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    inside = column < DIM
+    dtype = y_ptr.dtype.element_ty
+    # Asked for first: it does not wait for what the kernel before has written.
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        at = residual_ptr + row * stride_residual + column
+        x += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        total = x.to(dtype)
+        tl.store(new_residual_ptr + row * DIM + column, total, mask=inside)
+        x = total.to(tl.float32)
+    mean_square = tl.sum(x * x, 0) / DIM
+    scaled = (x * tl.rsqrt(mean_square + eps)).to(dtype)
+    tl.store(y_ptr + row * DIM + column, (scaled.to(tl.float32) * weight).to(dtype), mask=inside)
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """Say why this kernel cannot run a call, or return None when it can."""
+    if spec.device_type != "cuda" and not device.interpreting():
+        return f"needs a CUDA device, got {spec.device_type}"
+    if spec.dtype not in DTYPES:
+        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
+    return None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return y (..., E) of x (..., E)."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, eps, y, y)
+    return y
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return y and the new residual, both (..., E)."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, eps, y, total)
+    return y, total
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor
+) -> None:
+    if x.numel() == 0:
+        return
+    dim = x.shape[-1]
+    rows = x.reshape(-1, dim)
+    added = rows if residual is None else residual.reshape(-1, dim)
+    tile = triton.next_power_of_2(dim)
+    _norm_kernel[(rows.shape[0],)](
+        rows, added, weight, y, total, rows.stride(0), added.stride(0), eps,
+        DIM=dim, TILE=tile, HAS_RESIDUAL=residual is not None,
+        num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)),
+    )  # fmt: skip

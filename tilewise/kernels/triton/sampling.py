@@ -1,0 +1,587 @@
+"""Tokens drawn from rows of logits, and log-probabilities, without a sort and without the host.
+
+what     the inverse of the cumulative distribution at one uniform number, under temperature, top_k,
+         top_p and min_p; for log-probabilities the largest logits and log(sum(exp))
+grid     `_chunk_kernel` (rows * chunks of 2,048 tokens,), then one program a row
+program  a chunk: its largest logit and where it is, the sum of its weights, the peak of each group
+         of 32 tokens. A row: adds the chunks, finds the chunk of its number and there the token.
+         Where a row is truncated, the q-th largest peak bounds the q-th largest logit from below:
+         only groups whose peak is at least that are read again, into a list of candidates, and
+         top_k and top_p are bisections over the list. A row whose candidates do not fit (top_k
+         above 4,096, or a nucleus of more than about 1,000 tokens) bisects over all its logits
+traffic  the logits once, 5 percent of that for peaks and sums, and one chunk or the candidates
+numerics a weight is 2^42 exp((logit - m) / T) as an integer, m the largest logit of the chunk (or
+         of the row, for candidates), computed in float64 to 4e-11. (With a float32 exp2, 40 of
+         1.15 million draws from random logits were not those of a float64 sampler, H200, 2026-11:
+         many unlikely tokens move with one likely one.) Integers add up to the same in any order,
+         and chunks are the same whatever the batch: so is the token
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.spec import ElementSpec
+
+CHUNK = 2048
+GROUP = 32  # tokens that share a peak; more where a vocabulary has over 8,192 groups
+MOST_GROUPS = 8192
+CANDIDATES = 4096  # of a row, held in registers
+FEW = 512  # of them, looked at first where top_k does not say how many there are
+TILE = 8192  # logits at a time where a row is read as a whole
+ROW_WARPS = 8  # of a program that lists candidates: 16 of them a thread
+WEIGHT_BITS = tl.constexpr(42)  # 2^21 tokens of weight 1 fit in 63 bits
+BITS_OF_1536 = tl.constexpr(0x4098000000000000)  # 1.5 * 2^10 as float64
+# 2^x for |x| <= 1/2, interpolated at Chebyshev nodes; the relative error is 4e-11.
+EXP2_0, EXP2_1, EXP2_2, EXP2_3, EXP2_4, EXP2_5, EXP2_6, EXP2_7 = (
+    tl.constexpr(float(c))
+    for c in np.polynomial.Chebyshev.interpolate(np.exp2, 7, domain=[-0.5, 0.5])
+    .convert(kind=np.polynomial.Polynomial)
+    .coef
+)
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-(2**31))
+FORBIDDEN = tl.constexpr(-2139095041)  # the order of -inf
+ROUNDS = tl.constexpr(10)
+
+
+@triton.jit
+def _order(logit):
+    """An int32 that is ordered as logits are; -0 is 0, which it equals."""
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _logit_of(order):
+    """The logit of this order."""
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _slope_of(temperature):
+    """log2(e) / temperature in float64."""
+    slope = LOG2E / temperature.to(tl.float64)
+    return tl.where(slope < 1e30, slope, 1e30)  # colder than 1e-30 no ratio of weights is left
+
+
+@triton.jit
+def _weights(logit, top, slope):
+    """2^42 exp((logit - top) / T) as int64 for logits up to `top`; 0 below 2^-60 and for -inf."""
+    alive = (logit - top) * slope.to(tl.float32) > -60.0
+    difference = logit.to(tl.float64) - top.to(tl.float64)
+    # 1.5 * 2^52 leaves the nearest integer in the low bits of the sum.
+    moved = tl.fma(difference, slope, 6755399441055744.0)
+    fraction = tl.fma(difference, slope, 6755399441055744.0 - moved)
+    # tl.full, since tl.fma would round numbers of Python to float32.
+    power = tl.full([], EXP2_7, tl.float64)
+    power = tl.fma(fraction, power, tl.full([], EXP2_6, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_5, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_4, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_3, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_2, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_1, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_0, tl.float64))
+    # Likewise 1.5 * 2^10 leaves 2^42 times the power; what is left is to divide it by 2^-whole.
+    scaled = (power + 1536.0).to(tl.int64, bitcast=True) - BITS_OF_1536
+    whole = moved.to(tl.int64, bitcast=True).to(tl.int32)  # what the sum has in its low word
+    return tl.where(alive, scaled >> (-whole).to(tl.int64), 0)
+
+
+@triton.jit
+def _chunk_kernel(
+    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
+    HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row, chunk = (program // chunks).to(tl.int64), program % chunks
+    group = tl.arange(0, CHUNK // GROUP)
+    token = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    logit = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf"))
+    # A NaN counts as infinity, so that its row shows it.
+    peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
+    if HAS_PEAKS:
+        number = chunk * (CHUNK // GROUP) + group
+        tl.store(peak_ptr + row * groups + number, peaks, mask=number < groups)
+    top = tl.max(peaks, 0)
+    tl.store(top_ptr + program, top)
+    if HAS_MASS:
+        temperature = 1.0
+        if HAS_TEMPERATURE:
+            temperature = tl.load(temperature_ptr + row)
+        mass = tl.zeros([], tl.int64)
+        if temperature > 0.0:
+            slope = _slope_of(tl.zeros([], tl.float32) + temperature)
+            mass = tl.sum(tl.sum(_weights(logit, top, slope), 1), 0)
+        tl.store(mass_ptr + program, mass)
+
+
+@triton.jit
+def _uniform(seed, counter):
+    """Number `counter` of stream `seed`, in [0, 1) with 53 bits: `engine.philox.uniforms`."""
+    zero = tl.zeros([], tl.uint32)
+    high, low, _, _ = tl.philox_impl(
+        counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero,
+        seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS,
+    )  # fmt: skip
+    bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
+    return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _target(uniform, total):
+    """The integer in 0 ... total - 1 at this part of the distribution."""
+    target = (uniform * total.to(tl.float64)).to(tl.int64)
+    return tl.maximum(tl.minimum(target, total - 1), 0)
+
+
+@triton.jit
+def _relative_masses(tops, mass_ptr, chunk, chunks, top, slope):
+    """The masses of chunks, and what they are at the scale of the row's largest logit."""
+    masses = tl.load(mass_ptr + chunk, mask=chunk < chunks, other=0)
+    power = (tops.to(tl.float64) - top.to(tl.float64)) * slope
+    scaled = masses.to(tl.float64) * tl.exp2(power)
+    return masses, tl.where(masses > 0, scaled, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _draw_from_all(
+    row_ptr, top_ptr, masses, scaled, uniform, vocab, slope,
+    CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The token of a row that is not truncated; reads one chunk."""
+    number = tl.arange(0, TILE_CHUNKS)
+    target = _target(uniform, tl.sum(scaled, 0))
+    cumulative = tl.cumsum(scaled, 0)
+    passed = cumulative <= target
+    chosen = tl.sum(passed.to(tl.int32), 0)
+    inside = target - tl.max(tl.where(passed, cumulative, 0), 0)
+    share = tl.max(tl.where(number == chosen, scaled, 0), 0)
+    mass = tl.max(tl.where(number == chosen, masses, 0), 0)
+    # From the scale of the row back to that of the chunk.
+    ratio = mass.to(tl.float64) / tl.maximum(share, 1).to(tl.float64)
+    inside = tl.minimum((inside.to(tl.float64) * ratio).to(tl.int64), mass - 1)
+    token = chosen * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+    weight = _weights(logit, tl.load(top_ptr + chosen), slope)
+    before = tl.sum((tl.cumsum(weight, 0) <= inside).to(tl.int32), 0)
+    return chosen * CHUNK + tl.minimum(before, CHUNK - 1)
+
+
+@triton.jit
+def _smallest_with(order, count, most, lowest, highest):
+    """An x in lowest ... highest such that at least `count` of `order` are >= x.
+
+    The largest such x, or the first found that no more than `most` reach; `lowest` where fewer than
+    `count` reach it.
+    """
+    number = tl.sum((order >= lowest.to(tl.int32)).to(tl.int32), 0)
+    while (lowest < highest) & (number > most):
+        middle = lowest + (highest - lowest + 1) // 2
+        reached = tl.sum((order >= middle.to(tl.int32)).to(tl.int32), 0)
+        enough = reached >= count
+        number = tl.where(enough, reached, number)
+        lowest, highest = tl.where(enough, middle, lowest), tl.where(enough, highest, middle - 1)
+    return lowest
+
+
+@triton.jit
+def _is_likely(logit, top, slope, log_min_p):
+    """Whether a token is at least min_p times as likely as the most likely one."""
+    return (logit.to(tl.float64) - top.to(tl.float64)) * slope >= log_min_p
+
+
+@triton.jit
+def _least_likely(top, slope, log_min_p):
+    """The smallest order that min_p keeps; below all where it keeps all."""
+    bound = (top.to(tl.float64) + log_min_p / slope).to(tl.float32)
+    least = _order(bound).to(tl.int64)
+    # The rounding of the bound may be one step off, either way.
+    step = least + 1
+    least = step + 1
+    for _ in tl.static_range(3):
+        likely = _is_likely(_logit_of(step), top, slope, log_min_p)
+        least = tl.where(likely, step, least)
+        step -= 1
+    return tl.where(bound > float("-inf"), least, LOWEST)
+
+
+@triton.jit
+def _list_candidates(
+    row_ptr, peak_ptr, group_ptr, value_ptr, token_ptr, vocab, groups, wanted, lowest, highest,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Write all tokens down to about the `wanted`-th largest peak to a list, in their order.
+
+    Returns their number, of which no more than CANDIDATES are written, and the order of that peak,
+    at least `lowest`.
+    """
+    group = tl.arange(0, TILE_GROUPS)
+    peak = tl.load(peak_ptr + group, mask=group < groups, other=float("-inf"))
+    order = tl.where(group < groups, _order(peak), LOWEST)
+    most = tl.minimum(wanted + wanted // 2 + 32, tl.maximum(wanted, CANDIDATES // 3))
+    cutoff = _smallest_with(order, wanted, most, lowest, highest)
+    selected = (order >= cutoff.to(tl.int32)) & (group < groups)
+    place = tl.cumsum(selected.to(tl.int32), 0) - 1
+    tl.store(group_ptr + place, group, mask=selected)
+    number = tl.sum(selected.to(tl.int32), 0)
+    tl.debug_barrier()
+    ROWS: tl.constexpr = CANDIDATES // GROUP
+    found = tl.zeros([], tl.int32)
+    for first in range(0, number, ROWS):
+        index = first + tl.arange(0, ROWS)
+        read = tl.load(group_ptr + index, mask=index < number, other=0)
+        token = read[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = (index < number)[:, None] & (token < vocab)
+        logit = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
+        keep = tl.reshape(inside & (_order(logit) >= cutoff.to(tl.int32)), [CANDIDATES])
+        at = found + tl.cumsum(keep.to(tl.int32), 0) - 1
+        keep = keep & (at < CANDIDATES)
+        tl.store(value_ptr + at, tl.reshape(logit, [CANDIDATES]), mask=keep)
+        tl.store(token_ptr + at, tl.reshape(token, [CANDIDATES]), mask=keep)
+        found = tl.max(at, 0) + 1
+    tl.debug_barrier()
+    return found, cutoff
+
+
+@triton.jit
+def _draw_from_list(
+    value_ptr, token_ptr, found, cutoff, is_complete, top_k, top_p, vocab, total, uniform,
+    least, highest, top, slope, LIST: tl.constexpr,
+):  # fmt: skip
+    """The token of a row whose candidates are listed, or -1 where others may be kept, too."""
+    index = tl.arange(0, LIST)
+    value = tl.load(value_ptr + index, mask=index < found, other=float("-inf"))
+    order = tl.where(index < found, _order(value), LOWEST)
+    weight = _weights(value, top, slope)
+    weight = tl.where(index < found, weight, 0)
+    if (top_k > 0) & (top_k < vocab):
+        bound = _smallest_with(order, top_k, top_k, cutoff, highest)
+        weight = tl.where(order >= bound.to(tl.int32), weight, 0)
+        total = tl.sum(weight, 0)
+    if top_p < 1.0:
+        kept = top_p.to(tl.float64) * total.to(tl.float64)
+        is_complete = is_complete | (tl.sum(weight, 0).to(tl.float64) >= kept)
+        # The smallest x such that what is above it has less than top_p.
+        below, above = cutoff, tl.where(is_complete, highest, cutoff)
+        while below < above:
+            middle = below + (above - below) // 2
+            mass = tl.sum(tl.where(order > middle.to(tl.int32), weight, 0), 0)
+            small = mass.to(tl.float64) < kept
+            below, above = tl.where(small, below, middle + 1), tl.where(small, middle, above)
+        weight = tl.where(order >= below.to(tl.int32), weight, 0)
+    weight = tl.where(order >= least.to(tl.int32), weight, 0)
+    target = _target(uniform, tl.sum(weight, 0))
+    place = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
+    token = tl.load(token_ptr + tl.minimum(place, found - 1))
+    return tl.where(is_complete, token, -1)
+
+
+@triton.jit
+def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
+    """How many logits of a row are ordered at `bound` or above."""
+    count = tl.zeros([TILE], tl.int32)
+    for first in range(0, vocab, TILE):
+        token = first + tl.arange(0, TILE)
+        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        count += ((_order(logit) >= bound.to(tl.int32)) & (token < vocab)).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl.constexpr):
+    """The masses of the logits of a row that are ordered at three bounds or above."""
+    mass_1 = tl.zeros([TILE], tl.int64)
+    mass_2, mass_3 = mass_1, mass_1
+    for first in range(0, vocab, TILE):
+        token = first + tl.arange(0, TILE)
+        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        weight, order = _weights(logit, top, slope), _order(logit)
+        mass_1 += tl.where(order >= bound_1.to(tl.int32), weight, 0)
+        mass_2 += tl.where(order >= bound_2.to(tl.int32), weight, 0)
+        mass_3 += tl.where(order >= bound_3.to(tl.int32), weight, 0)
+    return tl.sum(mass_1, 0), tl.sum(mass_2, 0), tl.sum(mass_3, 0)
+
+
+@triton.jit
+def _draw_by_reading_all(
+    row_ptr, vocab, top_k, top_p, uniform, bound, least, highest, top, slope,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The token of a truncated row whose candidates do not fit in a list: many passes."""
+    if (top_k > 0) & (top_k < vocab):
+        above = highest
+        while bound < above:
+            middle = bound + (above - bound + 1) // 2
+            enough = _count_from(row_ptr, vocab, middle, TILE) >= top_k
+            bound, above = tl.where(enough, middle, bound), tl.where(enough, above, middle - 1)
+    if top_p < 1.0:
+        total, _, _ = _masses_from(row_ptr, vocab, bound, bound, bound, top, slope, TILE)
+        kept = top_p.to(tl.float64) * total.to(tl.float64)
+        # The smallest x such that what is above it has less than top_p, a quarter at a time.
+        below, above = bound, highest
+        while below < above:
+            one, two = below + (above - below) // 4, below + (above - below) // 2
+            three = tl.maximum(two, above - 1 - (above - below) // 4)
+            mass_1, mass_2, mass_3 = _masses_from(
+                row_ptr, vocab, one + 1, two + 1, three + 1, top, slope, TILE
+            )
+            small_1, small_2 = mass_1.to(tl.float64) < kept, mass_2.to(tl.float64) < kept
+            small_3 = mass_3.to(tl.float64) < kept
+            above = tl.where(small_1, one, tl.where(small_2, two, tl.where(small_3, three, above)))
+            after = tl.where(small_2, one + 1, tl.where(small_3, two + 1, three + 1))
+            below = tl.where(small_1, below, after)
+        bound = below
+    bound = tl.maximum(bound, least)
+    total, _, _ = _masses_from(row_ptr, vocab, bound, bound, bound, top, slope, TILE)
+    target = _target(uniform, total)
+    before, chosen = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
+    for first in range(0, vocab, TILE):
+        token = first + tl.arange(0, TILE)
+        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        weight = _weights(logit, top, slope)
+        weight = tl.where(_order(logit) >= bound.to(tl.int32), weight, 0)
+        mass = tl.sum(weight, 0)
+        if (before <= target) & (target < before + mass):
+            passed = tl.cumsum(weight, 0) <= target - before
+            chosen = first + tl.sum(passed.to(tl.int32), 0)
+        before += mass
+    return chosen
+
+
+@triton.jit
+def _draw_truncated(
+    row_ptr, peak_ptr, group_ptr, value_ptr, token_ptr, vocab, groups, top, top_k, top_p, min_p,
+    total, uniform, slope,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, FEW: tl.constexpr, CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The token of a row under top_k, top_p and min_p."""
+    highest = _order(top).to(tl.int64)
+    least = tl.minimum(_least_likely(top, slope, tl.log2(min_p.to(tl.float64))), highest)
+    takes_k = (top_k > 0) & (top_k < vocab)
+    # Nothing below has a weight, or is allowed at all.
+    lowest = _order((top.to(tl.float64) - 61.0 / slope).to(tl.float32)).to(tl.int64)
+    lowest = tl.minimum(tl.maximum(lowest, FORBIDDEN + 1), highest)
+    # What min_p drops may be left out of the list, too, unless top_k counts it.
+    lowest = tl.where(takes_k, lowest, tl.maximum(lowest, least))
+    chosen = tl.full([], -1, tl.int32)
+    # Few at first; the second time as many as a list may hold; then all.
+    wanted = tl.where(takes_k, top_k, FEW // 4)
+    tries = tl.where(takes_k, tl.where(top_k <= CANDIDATES, 1, 0), 2)
+    while (chosen < 0) & (tries > 0):
+        found, cutoff = _list_candidates(
+            row_ptr, peak_ptr, group_ptr, value_ptr, token_ptr, vocab, groups, wanted, lowest,
+            highest, GROUP, TILE_GROUPS, CANDIDATES,
+        )  # fmt: skip
+        is_complete = takes_k | (cutoff == lowest)
+        if found <= FEW:
+            chosen = _draw_from_list(
+                value_ptr, token_ptr, found, cutoff, is_complete, top_k, top_p, vocab, total,
+                uniform, least, highest, top, slope, FEW,
+            )  # fmt: skip
+        elif found <= CANDIDATES:
+            chosen = _draw_from_list(
+                value_ptr, token_ptr, found, cutoff, is_complete, top_k, top_p, vocab, total,
+                uniform, least, highest, top, slope, CANDIDATES,
+            )  # fmt: skip
+        tries -= 1
+        wanted = wanted * 0 + CANDIDATES // 4
+    if chosen < 0:
+        chosen = _draw_by_reading_all(
+            row_ptr, vocab, top_k, top_p, uniform, lowest, least, highest, top,
+            slope, TILE,
+        )  # fmt: skip
+    return chosen
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr,
+    top_ptr, mass_ptr, peak_ptr, list_ptr, token_ptr, finite_ptr,
+    stride, vocab, chunks, groups, list_stride,
+    HAS_TEMPERATURE: tl.constexpr, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr,
+    CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
+    FEW: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    number = tl.arange(0, TILE_CHUNKS)
+    tops = tl.load(top_ptr + row * chunks + number, mask=number < chunks, other=float("-inf"))
+    top = tl.max(tops, 0)
+    is_finite = tl.abs(top) < float("inf")
+    tl.store(finite_ptr + row, is_finite)
+    temperature = 0.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+    if (temperature > 0.0) & is_finite:
+        slope = _slope_of(tl.zeros([], tl.float32) + temperature)
+        uniform = _uniform(tl.load(seed_ptr + row), tl.load(counter_ptr + row))
+        masses, scaled = _relative_masses(tops, mass_ptr + row * chunks, number, chunks, top, slope)
+        top_k = tl.zeros([], tl.int32)
+        top_p, min_p = tl.full([], 1.0, tl.float32), tl.zeros([], tl.float32)
+        if HAS_K:
+            top_k = tl.load(top_k_ptr + row)
+        if HAS_P:
+            top_p = tl.load(top_p_ptr + row)
+        if HAS_MIN:
+            min_p = tl.load(min_p_ptr + row)
+        is_truncated = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
+        token = tl.full([], -1, tl.int32)
+        if HAS_K or HAS_P or HAS_MIN:  # noqa: SIM102 - known when it is compiled
+            if is_truncated:
+                lists = list_ptr + row * list_stride
+                token = _draw_truncated(
+                    row_ptr, peak_ptr + row * groups, lists,
+                    (lists + groups).to(tl.pointer_type(tl.float32), bitcast=True),
+                    lists + groups + CANDIDATES, vocab, groups, top, top_k, top_p, min_p,
+                    tl.sum(scaled, 0), uniform, slope,
+                    GROUP, TILE_GROUPS, FEW, CANDIDATES, TILE,
+                )  # fmt: skip
+        if token < 0:
+            token = _draw_from_all(
+                row_ptr, top_ptr + row * chunks, masses, scaled, uniform, vocab, slope,
+                CHUNK, TILE_CHUNKS,
+            )  # fmt: skip
+    else:
+        chunk = tl.min(tl.where(tops == top, number, TILE_CHUNKS), 0)
+        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+        logit = tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf"))
+        token = tl.min(tl.where((logit == top) & (tokens < vocab), tokens, vocab - 1), 0)
+    tl.store(token_ptr + row, tl.minimum(token, vocab - 1).to(tl.int64))
+
+
+@triton.jit
+def _logprob_kernel(
+    logits_ptr, token_ptr, top_ptr, mass_ptr, peak_ptr, own_ptr, ids_ptr, values_ptr,
+    stride, vocab, chunks, groups, COUNT: tl.constexpr,
+    TILE_CHUNKS: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    number = tl.arange(0, TILE_CHUNKS)
+    tops = tl.load(top_ptr + row * chunks + number, mask=number < chunks, other=float("-inf"))
+    top = tl.max(tops, 0)
+    slope = _slope_of(tl.full([], 1.0, tl.float32))
+    _, scaled = _relative_masses(tops, mass_ptr + row * chunks, number, chunks, top, slope)
+    log_total = (tl.log2(tl.sum(scaled, 0).to(tl.float64)) - WEIGHT_BITS) / slope
+    log_total += top.to(tl.float64) + (top - top).to(tl.float64)  # NaN where it is not finite
+    own = tl.load(row_ptr + tl.load(token_ptr + row))
+    tl.store(own_ptr + row, (own.to(tl.float64) - log_total).to(tl.float32))
+    if COUNT > 0:
+        group = tl.arange(0, TILE_GROUPS)
+        peaks = tl.load(peak_ptr + row * groups + group, mask=group < groups, other=float("-inf"))
+        last, last_peak = tl.full([], -1, tl.int32), tl.full([], float("inf"), tl.float32)
+        for place in range(COUNT):
+            peak = tl.max(peaks, 0)
+            # Of equal ones the first; a group of padding only when nothing else is left.
+            chosen = tl.min(tl.where((peaks == peak) & (group < groups), group, TILE_GROUPS), 0)
+            token = chosen * GROUP + tl.arange(0, GROUP)
+            logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+            logit = tl.where(logit != logit, float("inf"), logit)
+            # Tokens come in the order of values, then of ids: equal ones up to the last are taken.
+            is_next = (logit == peak) & (token > tl.where(peak < last_peak, -1, last))
+            first = tl.min(tl.where(is_next & (token < vocab), token, 2147483647), 0)
+            value = (peak.to(tl.float64) - log_total).to(tl.float32)
+            tl.store(ids_ptr + row * COUNT + place, tl.minimum(first, vocab - 1).to(tl.int64))
+            tl.store(values_ptr + row * COUNT + place, value)
+            last, last_peak = first, peak
+            later = (logit < peak) | ((logit == peak) & (token > first))
+            rest = tl.max(tl.where(later & (token < vocab), logit, float("-inf")), 0)
+            peaks = tl.where(group == chosen, rest, peaks)
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """Say why this kernel cannot run a call, or return None when it can."""
+    if spec.device_type != "cuda" and not device.interpreting():
+        return f"needs a CUDA device, got {spec.device_type}"
+    return None
+
+
+class _Parts:
+    """What `_chunk_kernel` leaves of R rows: sizes and the tensors of its results."""
+
+    def __init__(self, logits: Tensor, needs_peaks: bool) -> None:
+        rows, vocab = logits.shape
+        self.group = GROUP
+        while triton.cdiv(vocab, self.group) > MOST_GROUPS:
+            self.group *= 2
+        self.chunks, self.groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, self.group)
+        self.tile_chunks = triton.next_power_of_2(self.chunks)
+        self.tile_groups = triton.next_power_of_2(self.groups)
+        new = logits.new_empty
+        self.top = new((rows, self.chunks), dtype=torch.float32)
+        self.mass = new((rows, self.chunks), dtype=torch.int64)
+        self.peak = new((rows, self.groups), dtype=torch.float32) if needs_peaks else self.top
+
+    def fill(
+        self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
+    ) -> None:
+        rows, vocab = logits.shape
+        _chunk_kernel[(rows * self.chunks,)](
+            logits, temperature if temperature is not None else logits, self.top, self.mass,
+            self.peak, logits.stride(0), vocab, self.chunks, self.groups,
+            HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
+            CHUNK=max(CHUNK, self.group), GROUP=self.group, num_warps=4,
+        )  # fmt: skip
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor | None,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return token ids int64 (R,) and whether each row is finite, bool (R,), of logits (R, V)."""
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    is_finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    if rows == 0:
+        return tokens, is_finite
+    truncates = temperature is not None and not (top_k is None and top_p is None and min_p is None)
+    parts = _Parts(logits, truncates)
+    parts.fill(logits, temperature, has_mass=temperature is not None, has_peaks=truncates)
+    list_stride = parts.groups + 2 * CANDIDATES
+    lists = tokens if not truncates else logits.new_empty((rows, list_stride), dtype=torch.int32)
+
+    def given(x: Tensor | None) -> Tensor:
+        return tokens if x is None else x
+
+    _draw_kernel[(rows,)](
+        logits, given(temperature), given(top_k), given(top_p), given(min_p), given(seeds),
+        given(counters), parts.top, parts.mass, parts.peak, lists, tokens, is_finite,
+        logits.stride(0), vocab, parts.chunks, parts.groups, list_stride,
+        HAS_TEMPERATURE=temperature is not None, HAS_K=top_k is not None, HAS_P=top_p is not None,
+        HAS_MIN=min_p is not None, CHUNK=CHUNK, TILE_CHUNKS=parts.tile_chunks, GROUP=parts.group,
+        TILE_GROUPS=parts.tile_groups, FEW=FEW, CANDIDATES=CANDIDATES, TILE=TILE,
+         num_warps=ROW_WARPS if truncates else 4,
+    )  # fmt: skip
+    return tokens, is_finite
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log_softmax (R,) of one token a row, and the `count` largest: ids and values."""
+    rows, vocab = logits.shape
+    own = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
+    values = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return own, ids, values
+    parts = _Parts(logits, count > 0)
+    parts.fill(logits, None, has_mass=True, has_peaks=count > 0)
+    _logprob_kernel[(rows,)](
+        logits, tokens, parts.top, parts.mass, parts.peak, own, ids, values, logits.stride(0),
+        vocab, parts.chunks, parts.groups, COUNT=count, TILE_CHUNKS=parts.tile_chunks,
+        GROUP=parts.group, TILE_GROUPS=parts.tile_groups, num_warps=8 if count > 0 else 4,
+    )  # fmt: skip
+    return own, ids, values

@@ -1,0 +1,83 @@
+"""linear(): a product of few rows with a weight matrix, as fast as the weights can be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.linear_tiles import MOST_ROWS, pays
+from tilewise.kernels.spec import ElementSpec
+from tilewise.ops import _checks, _dispatch
+from tilewise.ops._gradient import lean
+from tilewise.ops._library import register
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Compute y = x weight^T + bias for at most 16 rows of x.
+
+    Products of 16-bit numbers are summed in float32, in an order that depends on the shape of the
+    weight alone: a row of y has the same bits whatever rows are beside it. Nothing is
+    differentiable. `linear_pays` tells where this is faster than `torch.nn.functional.linear`.
+
+    Args:
+        x: (..., K), float16 or bfloat16, at most 16 rows in all, last dim contiguous.
+        weight: (N, K), the dtype of x, last dim contiguous.
+        bias: (N,), the dtype of x.
+        backend: "triton" or "reference"; None chooses. There is no kernel for CPUs.
+
+    Returns:
+        (..., N), a new contiguous tensor of x's dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
+            cannot; the message names it.
+
+    Example:
+        >>> y = linear(x, layer.weight)  # x (4, 1024) on a GPU
+    """
+    _checks.check_float("x", x)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x must be (..., K) with K at least 1, got shape {tuple(x.shape)}")
+    rows = x.numel() // x.shape[-1]
+    if rows > MOST_ROWS:
+        raise ValueError(f"x must have at most {MOST_ROWS} rows, got {rows}")
+    _checks.check_last_dim_contiguous("x", x)
+    _checks.check_same_dtype("weight", weight, x.dtype)
+    _checks.check_dims("weight", weight, "(N, K)")
+    _checks.check_shape("weight", weight, (weight.shape[0], x.shape[-1]))
+    _checks.check_device("weight", weight, x.device)
+    _checks.check_last_dim_contiguous("weight", weight)
+    if bias is not None:
+        _checks.check_same_dtype("bias", bias, x.dtype)
+        _checks.check_shape("bias", bias, (weight.shape[0],))
+        _checks.check_device("bias", bias, x.device)
+        _checks.check_last_dim_contiguous("bias", bias)
+    _dispatch.check_backend_name(backend)
+    y: Tensor = _linear(x, weight, bias, backend)
+    return y
+
+
+def linear_pays(weight: Tensor) -> bool:
+    """Whether `linear` has been measured to be faster than cuBLAS for a weight of this shape."""
+    if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return pays(weight.shape[0], weight.shape[1], device.arch_of(weight.device))
+
+
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
+    name = _dispatch.choose("linear", ElementSpec(x.device.type, x.dtype), backend)
+    y: Tensor = _dispatch.kernel_module("linear", name).launch(x, weight, bias)
+    return y
+
+
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+
+
+register("linear(Tensor x, Tensor weight, Tensor? bias, str? backend) -> Tensor", _kernel, _fake)
+_linear = lean("linear")

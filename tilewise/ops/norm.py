@@ -1,0 +1,128 @@
+"""rms_norm() and add_rms_norm(): one pass over the rows between two products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import ElementSpec
+from tilewise.ops import _checks, _dispatch
+from tilewise.ops._gradient import lean
+from tilewise.ops._library import register
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
+    """Scale each row to unit root mean square: y = round(x / sqrt(mean(x^2) + eps)) * weight.
+
+    Statistics are float32 (float64 for float64), and the quotient is rounded to the dtype of x
+    before the weight multiplies it: `torch.nn.functional.rms_norm(x, (E,), None, eps) * weight` in
+    one kernel, equal to the bit but for the order in which float32 squares are summed. Nothing is
+    differentiable.
+
+    Args:
+        x: (..., E), any float dtype, last dim contiguous.
+        weight: (E,), the dtype of x.
+        eps: added to the mean square.
+        backend: "cpu", "triton" or "reference"; None chooses.
+
+    Returns:
+        A new contiguous tensor of x's shape and dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
+            cannot; the message names it.
+
+    Source: Zhang and Sennrich, 2019; the order of rounding is that of Hugging Face's Llama.
+
+    Example:
+        >>> y = rms_norm(torch.randn(3, 1024), torch.ones(1024), 1e-6)
+    """
+    _check(x, weight)
+    _dispatch.check_backend_name(backend)
+    y: Tensor = _rms_norm(x, weight, eps, backend)
+    return y
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and normalise the sum, in one kernel.
+
+    new_residual = round(x + residual); y = rms_norm(new_residual, weight, eps). Both are rounded
+    where the separate operations round, see `rms_norm`. Nothing is differentiable.
+
+    Args:
+        x, residual: (..., E), of one shape and float dtype, last dims contiguous.
+        weight: (E,), the dtype of x.
+        eps: added to the mean square.
+        backend: "cpu", "triton" or "reference"; None chooses.
+
+    Returns:
+        y and new_residual, new contiguous tensors of x's shape and dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `rms_norm`.
+
+    Example:
+        >>> y, residual = add_rms_norm(torch.randn(3, 64), torch.randn(3, 64), torch.ones(64), 1e-6)
+    """
+    _check(x, weight)
+    _checks.check_same_dtype("residual", residual, x.dtype)
+    _checks.check_shape("residual", residual, tuple(x.shape))
+    _checks.check_device("residual", residual, x.device)
+    _checks.check_last_dim_contiguous("residual", residual)
+    _dispatch.check_backend_name(backend)
+    y, new_residual = _add_rms_norm(x, residual, weight, eps, backend)
+    return y, new_residual
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    _checks.check_float("x", x)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x must be (..., E) with E at least 1, got shape {tuple(x.shape)}")
+    _checks.check_last_dim_contiguous("x", x)
+    _checks.check_same_dtype("weight", weight, x.dtype)
+    _checks.check_shape("weight", weight, (x.shape[-1],))
+    _checks.check_device("weight", weight, x.device)
+    _checks.check_last_dim_contiguous("weight", weight)
+
+
+def _module(x: Tensor, backend: str | None) -> Any:
+    name = _dispatch.choose("norm", ElementSpec(x.device.type, x.dtype), backend)
+    return _dispatch.kernel_module("norm", name)
+
+
+def _rms_norm_kernel(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> Tensor:
+    y: Tensor = _module(x, backend).rms_norm(x, weight, eps)
+    return y
+
+
+def _add_rms_norm_kernel(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    y, new_residual = _module(x, backend).add_rms_norm(x, residual, weight, eps)
+    return y, new_residual
+
+
+def _one_like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _two_like(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _one_like(x), _one_like(x)
+
+
+register(
+    "rms_norm(Tensor x, Tensor weight, float eps, str? backend) -> Tensor",
+    _rms_norm_kernel,
+    _one_like,
+)
+register(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str? backend) "
+    "-> (Tensor, Tensor)",
+    _add_rms_norm_kernel,
+    _two_like,
+)
+_rms_norm, _add_rms_norm = lean("rms_norm"), lean("add_rms_norm")
