@@ -64,7 +64,7 @@ def build_inputs(
     cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
     row_of = np.repeat(np.arange(len(sequences)), lengths)  # (T,) sequence of each row
     positions = np.arange(len(row_of)) + (starts - cu_seqlens_q[:-1])[row_of]  # (T,)
-    block_table = _block_table(sequences)
+    block_table = _block_table(sequences, block_size)
     slots = block_table[row_of, positions // block_size] * block_size + positions % block_size
     samples = np.array([s.num_samples > 0 for s in sequences], dtype=bool)
     parts = (
@@ -100,11 +100,13 @@ def build_inputs(
     )
 
 
-def _block_table(sequences: Sequence[ScheduledSequence]) -> NDArray[np.int64]:
+def _block_table(sequences: Sequence[ScheduledSequence], block_size: int) -> NDArray[np.int64]:
     """Return the (B, max_blocks) ids of the blocks, -1 past the last one of a sequence."""
-    counts = _int64([len(s.block_ids) for s in sequences])
-    table = np.full((len(sequences), max(int(counts.max()), 1)), -1, dtype=np.int64)
-    table[np.arange(table.shape[1]) < counts[:, None]] = _flatten(s.block_ids for s in sequences)
+    counts = _int64([-(-(s.start + len(s.token_ids)) // block_size) for s in sequences])
+    table = np.full((len(sequences), int(counts.max())), -1, dtype=np.int64)
+    table[np.arange(table.shape[1]) < counts[:, None]] = _flatten(
+        s.block_ids[:count] for s, count in zip(sequences, counts.tolist(), strict=True)
+    )
     return table
 
 
