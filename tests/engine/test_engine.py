@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -75,11 +76,17 @@ def expected_tokens(prompt, params, seed=0, eos=()):
     return tokens[len(prompt) :]
 
 
-def make_engine(num_blocks=64, block_size=4, **options):
+@pytest.fixture(params=[False, True], ids=["in turn", "overlap"])
+def make_engine(request):
+    """Every test runs with steps in turn and with overlap."""
+    return functools.partial(build_engine, overlap=request.param)
+
+
+def build_engine(num_blocks=64, block_size=4, overlap=False, **options):
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 100, **options}
     storage = KVStorage(CacheSpec(1, block_size, KVSpec(1, 1, 1, torch.float32)), num_blocks)
     scheduler = Scheduler(num_blocks, block_size, **settings)
-    return Engine(scheduler, ModelRunner(CacheReader(), storage))
+    return Engine(scheduler, ModelRunner(CacheReader(), storage), overlap=overlap)
 
 
 def run(engine, *requests):
@@ -99,14 +106,14 @@ def prompt_of(length, seed):
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
-def test_chunks_and_batches_leave_the_tokens_alone(budget):
+def test_chunks_and_batches_leave_the_tokens_alone(make_engine, budget):
     prompts = {str(n): prompt_of(n, n) for n in (1, 3, 4, 5, 17, 40)}
     engine = make_engine(max_num_batched_tokens=budget)
     got = run(engine, *(Request(i, p, GREEDY) for i, p in prompts.items()))
     assert got == {(i, 0): expected_tokens(p, GREEDY) for i, p in prompts.items()}
 
 
-def test_preemption_leaves_the_tokens_alone():
+def test_preemption_leaves_the_tokens_alone(make_engine):
     prompts = {str(n): prompt_of(n, n) for n in (6, 9, 10, 13, 3)}
     engine = make_engine(num_blocks=8)
     got = run(engine, *(Request(i, p, GREEDY) for i, p in prompts.items()))
@@ -115,7 +122,7 @@ def test_preemption_leaves_the_tokens_alone():
 
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
-def test_samples_of_a_fork_are_what_each_would_be_alone(num_blocks):
+def test_samples_of_a_fork_are_what_each_would_be_alone(make_engine, num_blocks):
     params = SamplingParams(n=4, seed=5, max_tokens=9)
     engine = make_engine(num_blocks=num_blocks)
     request = Request("a", prompt_of(10, 1), params)
@@ -134,7 +141,7 @@ def test_samples_of_a_fork_are_what_each_would_be_alone(num_blocks):
     assert alone["b", 0] == got[0]
 
 
-def test_a_prefix_hit_leaves_the_tokens_alone():
+def test_a_prefix_hit_leaves_the_tokens_alone(make_engine):
     engine = make_engine()
     shared = prompt_of(21, 7)
     first = run(engine, Request("a", [*shared, 1, 2], GREEDY))
@@ -145,7 +152,7 @@ def test_a_prefix_hit_leaves_the_tokens_alone():
     assert second["b", 0] == expected_tokens([*shared, 3], GREEDY)
 
 
-def test_end_tokens_stop_unless_ignored():
+def test_end_tokens_stop_unless_ignored(make_engine):
     prompt = prompt_of(5, 3)
     free = expected_tokens(prompt, GREEDY)
     end = free[4]
@@ -157,7 +164,7 @@ def test_end_tokens_stop_unless_ignored():
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-def test_aborting_midway_leaks_nothing_and_disturbs_nobody(budget):
+def test_aborting_midway_leaks_nothing_and_disturbs_nobody(make_engine, budget):
     prompts = {str(n): prompt_of(n, n) for n in (6, 9, 20, 13)}
     engine = make_engine(max_num_batched_tokens=budget)
     for i, p in prompts.items():
@@ -177,7 +184,7 @@ def test_aborting_midway_leaks_nothing_and_disturbs_nobody(budget):
         assert kept[i] == expected_tokens(prompts[i], GREEDY)
 
 
-def test_a_sample_can_be_finished_from_outside():
+def test_a_sample_can_be_finished_from_outside(make_engine):
     engine = make_engine()
     engine.add_request(Request("a", prompt_of(5, 1), SamplingParams(n=2, seed=1, max_tokens=30)))
     for _ in range(3):
@@ -189,7 +196,7 @@ def test_a_sample_can_be_finished_from_outside():
     assert engine.stats().scheduler.blocks_used == 0
 
 
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(make_engine):
     engine = make_engine(max_num_seqs=2)
     whole = engine.runner.forward
 
@@ -208,13 +215,13 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
     assert engine.stats().scheduler.blocks_used == 0
 
 
-def test_a_step_without_work_does_nothing():
+def test_a_step_without_work_does_nothing(make_engine):
     engine = make_engine()
     assert engine.step() == []
     assert engine.runner.model.steps == 0
 
 
-def test_stats_separate_prompts_from_decoding():
+def test_stats_separate_prompts_from_decoding(make_engine):
     engine = make_engine()
     run(engine, Request("a", prompt_of(10, 1), SamplingParams(temperature=0.0, max_tokens=6)))
     stats = engine.stats()
@@ -226,7 +233,7 @@ def test_stats_separate_prompts_from_decoding():
     assert make_engine().stats().decode_rate == 0
 
 
-def test_random_loads_come_out_as_if_each_were_alone():
+def test_random_loads_come_out_as_if_each_were_alone(make_engine):
     draw = random.Random(1)
     for trial in range(12):
         engine = make_engine(

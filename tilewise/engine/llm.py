@@ -274,7 +274,7 @@ class LLM:
             self._abort(list(self._live.values()))
             if not isinstance(error, Exception):
                 # An interrupt can come between any two instructions of the scheduler.
-                self.engine.scheduler = self._new_scheduler()
+                self.engine.restart(self._new_scheduler())
             raise
         finally:
             self._lock.release()

@@ -152,7 +152,7 @@ class Sequence:
         num_prompt_tokens: how many of token_ids are the prompt.
         num_computed_tokens: how many have their keys and values in the cache, by finished steps.
         num_scheduled_tokens: the same when the unfinished steps are done, too.
-        num_pending: tokens that an unfinished step draws for it, 0 or 1.
+        num_pending: tokens that unfinished steps draw for it.
         max_len: tokens, prompt and generated, at which it ends.
         block_ids: cache blocks in order of position; owned by reference count.
         num_registered_blocks: how many leading blocks are full and known to the prefix cache.

@@ -197,7 +197,7 @@ class Scheduler:
             self.tables.register(seq)
             if run.num_samples == 0:
                 continue
-            seq.num_pending = 0
+            seq.num_pending -= 1
             if run.num_samples == 1:
                 events.append(self._append(seq, drawn[0]))
                 continue
@@ -398,9 +398,9 @@ class Scheduler:
         known = len(seq.token_ids)
         if seq.num_pending:
             forks = known == seq.num_prompt_tokens and seq.request.sampling.n > 1
-            if forks or known + 1 >= seq.max_len:
+            known += seq.num_pending
+            if forks or known >= seq.max_len:
                 return 0
-            known += 1
         lacking = known - seq.num_scheduled_tokens
         if lacking == 1:
             return 1
@@ -422,7 +422,7 @@ class Scheduler:
         seeds: tuple[int, ...] = ()
         if end == known + drawn:
             seeds = (seq.seed,)
-            seq.num_pending = 1
+            seq.num_pending += 1
             if num_generated == 0 and seq.request.sampling.n > 1:
                 samples = range(1, seq.request.sampling.n)
                 seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
