@@ -11,6 +11,7 @@ import torch
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.runner import ModelRunner
@@ -38,11 +39,16 @@ class CacheReader:
     def __call__(self, ids, positions, *, ctx, kv):
         self.steps += 1
         [(k_cache, v_cache)] = kv
-        k_cache.view(-1)[ctx.slot_mapping] = ids.float()
-        v_cache.view(-1)[ctx.slot_mapping] = positions.float()
+        is_row = ctx.slot_mapping >= 0  # rows that pad a bucket have no slot and no keys
+        k_cache.view(-1)[ctx.slot_mapping[is_row]] = ids[is_row].float()
+        v_cache.view(-1)[ctx.slot_mapping[is_row]] = positions[is_row].float()
         block_size, prefixes = k_cache.shape[1], []
         bounds, lengths = ctx.cu_seqlens_q.tolist(), ctx.seqlens_k.tolist()
         for b, length in enumerate(lengths):
+            if length == 0:
+                assert not is_row[bounds[b] : bounds[b + 1]].any()
+                prefixes += [[0]] * (bounds[b + 1] - bounds[b])
+                continue
             blocks = ctx.block_table[b, : -(-length // block_size)].long()
             tokens = k_cache[blocks].flatten()[:length]
             seen = v_cache[blocks].flatten()[:length]
@@ -76,17 +82,26 @@ def expected_tokens(prompt, params, seed=0, eos=()):
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "overlap"])
+@pytest.fixture(
+    params=[("model", False), ("model", True), ("device", False), ("device", True)],
+    ids=["in turn", "overlap", "device batch in turn", "device batch with overlap"],
+)
 def make_engine(request):
-    """Every test runs with steps in turn and with overlap."""
-    return functools.partial(build_engine, overlap=request.param)
+    """Every test runs with steps in turn and with overlap, on either runner."""
+    kind, overlap = request.param
+    return functools.partial(build_engine, kind=kind, overlap=overlap)
 
 
-def build_engine(num_blocks=64, block_size=4, overlap=False, **options):
+def build_engine(num_blocks=64, block_size=4, *, kind="model", overlap=False, **options):
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 100, **options}
     storage = KVStorage(CacheSpec(1, block_size, KVSpec(1, 1, 1, torch.float32)), num_blocks)
     scheduler = Scheduler(num_blocks, block_size, **settings)
-    return Engine(scheduler, ModelRunner(CacheReader(), storage), overlap=overlap)
+    if kind == "model":
+        runner = ModelRunner(CacheReader(), storage)
+    else:
+        limits = {name: settings[name] for name in ("max_num_seqs", "max_model_len")}
+        runner = DeviceRunner(CacheReader(), storage, **limits)
+    return Engine(scheduler, runner, overlap=overlap)
 
 
 def run(engine, *requests):
@@ -198,18 +213,18 @@ def test_a_sample_can_be_finished_from_outside(make_engine):
 
 def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(make_engine):
     engine = make_engine(max_num_seqs=2)
-    whole = engine.runner.forward
+    whole = engine.runner.model.compute_logits
 
-    def fail(inputs):
+    def fail(hidden):
         raise FloatingPointError("logits must be finite")
 
     for i in range(3):
         engine.add_request(Request(str(i), prompt_of(6, i), GREEDY))
     engine.step()
-    engine.runner.forward = fail
+    engine.runner.model.compute_logits = fail
     with pytest.raises(FloatingPointError):
         engine.step()
-    engine.runner.forward = whole
+    engine.runner.model.compute_logits = whole
     rest = run(engine)  # the third had only waited
     assert rest == {("2", 0): expected_tokens(prompt_of(6, 2), GREEDY)}
     assert engine.stats().scheduler.blocks_used == 0

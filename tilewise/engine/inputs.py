@@ -15,7 +15,7 @@ from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import shared_prefixes
 
-__all__ = ["ModelInputs", "build_inputs"]
+__all__ = ["ModelInputs", "build_inputs", "send"]
 
 # Triton compiles one variant of a kernel for pointers that are 16-byte aligned and another for the
 # rest; parts that always start aligned keep it to one.
@@ -77,7 +77,7 @@ def build_inputs(
         (starts + lengths).astype(np.int32),
         block_table.astype(np.int32).ravel(),
     )
-    ids, positions_, slots_, rows, copies, cu, seqlens, table = _send(parts, device)
+    ids, positions_, slots_, rows, copies, cu, seqlens, table = send(parts, device)
     shared = None
     if sharing_tokens is not None:
         *_, edges, ends, _ = parts
@@ -110,7 +110,7 @@ def _block_table(sequences: Sequence[ScheduledSequence], block_size: int) -> NDA
     return table
 
 
-def _send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+def send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """Copy all `parts` to `device` at once and return them as views of one buffer there."""
     offsets = [0]
     for part in parts:
