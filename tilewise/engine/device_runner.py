@@ -22,6 +22,7 @@ from torch import Tensor
 from tilewise.cache.storage import KVStorage
 from tilewise.engine import device_sampling
 from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import Changes, DeviceBatch
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples
@@ -47,7 +48,8 @@ class DeviceRunner:
 
     Attributes:
         steps: the decode steps by their number of rows.
-        num_waits: how often the host waited for the device, but for results.
+        captures: a decode step is captured as a CUDA graph when it first runs.
+        compilations: kernels that were compiled since the runner was ready.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class DeviceRunner:
         self.storage = storage
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
-        self.num_compilations = 0
+        self.compilations = Compilations()
         layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
         self.sharing_tokens: int | None = None
         if self.device.type == "cuda":
@@ -76,6 +78,11 @@ class DeviceRunner:
             for _ in range(RING)
         ]
         self._reading = torch.cuda.Stream(self.device) if is_cuda else None
+
+    @property
+    def num_compilations(self) -> int:
+        """Kernels that were compiled since the runner was ready, see `start`."""
+        return self.compilations.count
 
     def step_of(self, bucket: int) -> DecodeStep:
         """Return the decode step of so many rows, made when it is first asked for."""
@@ -186,7 +193,8 @@ class DeviceRunner:
         )
         hidden = self.model(ids_, positions_, ctx=ctx, kv=self.storage.layers)
         if not drawing:
-            return _Handle(batch, [], torch.empty((0, 2), dtype=torch.int64), None, None)
+            nothing = torch.empty((0, 2), dtype=torch.int64)
+            return _Handle(batch, [], nothing, None, self._read([], None))
         if len(logits_rows) < len(hidden):
             hidden = hidden.index_select(0, logits_rows)
         logits = self.model.compute_logits(hidden)
