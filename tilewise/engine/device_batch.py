@@ -139,6 +139,8 @@ class DeviceBatch:
         self._num_blocks = [0] * size  # leading blocks that the row has
         # Rows that were active may still be so on the device.
         self._is_active = [True] * size
+        with torch.inference_mode():
+            self.fresh.fill_(-1)
 
     def take(self, batch: Batch, *, decodes: bool) -> Changes:
         """Follow a batch; call `send` with the result before its step begins.

@@ -95,7 +95,6 @@ class DeviceRunner:
     def reset(self) -> None:
         """Forget all sequences."""
         self.rows.reset()
-        self.rows.fresh.fill_(-1)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> _Handle:
