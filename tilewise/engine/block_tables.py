@@ -131,6 +131,7 @@ class BlockTables:
         shared = first < len(blocks) and self.allocator.ref_count(blocks[first]) > 1
         grown = -(-end // size) - len(blocks)
         if not shared and grown <= 0:
+            seq.shares_tail = False
             return True
         grown = max(grown, 0)
         if shared + grown > self.allocator.num_free:
@@ -144,6 +145,7 @@ class BlockTables:
             # While steps are unfinished, the other owners may be fences that end before this copy.
             if not self._fences:
                 self.allocator.release([source])
+        seq.shares_tail = False
         if grown:
             blocks += self.allocator.allocate(grown)
         return True
@@ -151,6 +153,7 @@ class BlockTables:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence start from all that its parent has computed."""
         self.allocator.share(parent.block_ids)
+        parent.shares_tail = child.shares_tail = True
         child.block_ids = list(parent.block_ids)
         child.num_registered_blocks = parent.num_registered_blocks
         child.num_computed_tokens = parent.num_computed_tokens
@@ -160,6 +163,7 @@ class BlockTables:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
         self._let_go(seq.block_ids)
         seq.block_ids = []
+        seq.shares_tail = False
         seq.num_registered_blocks = seq.num_told_blocks = 0
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
 
@@ -204,7 +208,16 @@ class BlockTables:
         """
         if self.allocator.num_used > self.blocks_peak:
             self.blocks_peak = self.allocator.num_used
-            self.slots_peak = self.slots_used({s: s.num_scheduled_tokens for s in holders})
+            size, empty = self.block_size, 0
+            rest: dict[Sequence, int] = {}
+            for seq in holders:  # nearly all end in their own last block
+                scheduled = seq.num_scheduled_tokens
+                room = len(seq.block_ids) * size - scheduled
+                if room < size and not seq.shares_tail:
+                    empty += room
+                else:
+                    rest[seq] = scheduled
+            self.slots_peak = self.slots_used(rest) - empty
 
     def slots_used(self, computed: dict[Sequence, int]) -> int:
         """Return how many slots of used blocks hold a token; shared blocks count once.

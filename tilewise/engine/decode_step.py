@@ -44,9 +44,8 @@ class Results:
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        with torch.inference_mode():
-            self.values = torch.zeros((RING, max_num_seqs, 2), dtype=torch.int64, device=device)
-            self.place = torch.zeros((1,), dtype=torch.int64, device=device)
+        self.values = torch.zeros((RING, max_num_seqs, 2), dtype=torch.int64, device=device)
+        self.place = torch.zeros((1,), dtype=torch.int64, device=device)
 
 
 class DecodeStep:
@@ -76,15 +75,14 @@ class DecodeStep:
         self.logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         device = batch.device
-        with torch.inference_mode():
-            self.ctx = AttentionContext(
-                cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=device),
-                max_seqlen_q=1,
-                seqlens_k=torch.zeros(bucket, dtype=torch.int32, device=device),
-                block_table=batch.table[:bucket],
-                slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
-                keeps_plans=True,
-            )
+        self.ctx = AttentionContext(
+            cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=device),
+            max_seqlen_q=1,
+            seqlens_k=torch.zeros(bucket, dtype=torch.int32, device=device),
+            block_table=batch.table[:bucket],
+            slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
+            keeps_plans=True,
+        )
 
     @property
     def is_captured(self) -> bool:

@@ -112,14 +112,13 @@ class DeviceBatch:
     ) -> None:
         self.max_num_seqs, self.max_blocks, self.block_size = max_num_seqs, max_blocks, block_size
         self.device = device
-        with torch.inference_mode():
-            self._ints = torch.zeros((5, max_num_seqs), dtype=torch.int64, device=device)
-            self._words = torch.zeros((4, max_num_seqs), dtype=torch.int32, device=device)
-            self.table = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
-            self.fresh = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
-            self.token, self.position, self.active, self.seed, self.counter = self._ints.unbind()
-            self.temperature, self.top_p, self.min_p = self._words[:3].view(torch.float32).unbind()
-            self.top_k = self._words[3]
+        self._ints = torch.zeros((5, max_num_seqs), dtype=torch.int64, device=device)
+        self._words = torch.zeros((4, max_num_seqs), dtype=torch.int32, device=device)
+        self.table = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self.fresh = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
+        self.token, self.position, self.active, self.seed, self.counter = self._ints
+        self.temperature, self.top_p, self.min_p = self._words[:3].view(torch.float32)
+        self.top_k = self._words[3]
         self._buffers = [
             torch.full((max_num_seqs,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
             for _ in range(BUFFERS)
@@ -139,8 +138,7 @@ class DeviceBatch:
         self._num_blocks = [0] * size  # leading blocks that the row has
         # Rows that were active may still be so on the device.
         self._is_active = [True] * size
-        with torch.inference_mode():
-            self.fresh.fill_(-1)
+        self.fresh.fill_(-1)
 
     def take(self, batch: Batch, *, decodes: bool) -> Changes:
         """Follow a batch; call `send` with the result before its step begins.

@@ -129,6 +129,7 @@ class Request:
         sampling: see SamplingParams.
         salt: prefix-cache namespace; requests with different salts never share blocks.
         eos_token_ids: the model's own end tokens.
+        end_ids: tokens that end a sample: those asked for, and the model's unless ignored.
     """
 
     request_id: str
@@ -136,6 +137,11 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     salt: str = ""
+    end_ids: frozenset[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ends = () if self.sampling.ignore_eos else self.eos_token_ids
+        self.end_ids = frozenset((*(self.sampling.stop_token_ids or ()), *ends))
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +160,7 @@ class Sequence:
         num_scheduled_tokens: the same when the unfinished steps are done, too.
         num_pending: tokens that unfinished steps draw for it.
         max_len: tokens, prompt and generated, at which it ends.
+        shares_tail: samples of its request may hold its last block, too, though it is not full.
         block_ids: cache blocks in order of position; owned by reference count.
         num_registered_blocks: how many leading blocks are full and known to the prefix cache.
         num_told_blocks: how many leading blocks a batch has told, and that have not changed since.
@@ -174,6 +181,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0
     num_pending: int = 0
+    shares_tail: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_registered_blocks: int = 0
     num_told_blocks: int = 0

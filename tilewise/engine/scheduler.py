@@ -187,14 +187,14 @@ class Scheduler:
         step = self._steps.popleft()
         self.tables.end_step(0)
         live, events = self.roster.live, list[TokenEvent]()
-        for run, preemptions, drawn in zip(
-            batch.sequences, step.preemptions, samples, strict=True
-        ):
+        block_size = self.tables.block_size
+        for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
                 continue
             seq.num_computed_tokens += len(run.token_ids)
-            self.tables.register(seq)
+            if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
+                self.tables.register(seq)
             if run.num_samples == 0:
                 continue
             seq.num_pending -= 1
@@ -348,15 +348,21 @@ class Scheduler:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""
         runs: list[tuple[Sequence, int]] = []
         running, extend = self.roster.running, self.tables.extend
-        budget = self.limits.max_num_batched_tokens
+        budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
         lacked_blocks = False
         i = 0
         while i < len(running) and budget > 0:
             seq = running[i]
-            n = self._chunk(seq, budget)
+            start, known = seq.num_scheduled_tokens, len(seq.token_ids)
+            is_decoding = known - start == 1 - seq.num_pending and known > seq.num_prompt_tokens
+            if is_decoding:  # the usual case, without a call
+                n = 1 if known + seq.num_pending < seq.max_len else 0
+            else:
+                n = self._chunk(seq, budget)
             if n == 0:  # it waits for what an unfinished step draws
                 i += 1
-            elif extend(seq, seq.num_scheduled_tokens + n):
+            # A token inside a block that the one before it was written to needs nothing.
+            elif (n == 1 and start % block_size and not seq.shares_tail) or extend(seq, start + n):
                 runs.append((seq, n))
                 budget -= n
                 i += 1
@@ -414,21 +420,24 @@ class Scheduler:
 
     def _describe(self, seq: Sequence, n: int) -> ScheduledSequence:
         """Return the run of the next n tokens of a sequence, and count them as scheduled."""
-        start, known = seq.num_scheduled_tokens, len(seq.token_ids)
+        start, known, drawn = seq.num_scheduled_tokens, len(seq.token_ids), seq.num_pending
         end = seq.num_scheduled_tokens = start + n
-        drawn = seq.num_pending
         num_generated = known + drawn - seq.num_prompt_tokens
-        token_ids = (PENDING,) if end > known else tuple(seq.token_ids[start:end])
+        if end > known:
+            token_ids: tuple[int, ...] = (PENDING,)
+        else:
+            token_ids = (seq.token_ids[start],) if n == 1 else tuple(seq.token_ids[start:end])
         seeds: tuple[int, ...] = ()
         if end == known + drawn:
             seeds = (seq.seed,)
-            seq.num_pending += 1
+            seq.num_pending = drawn + 1
             if num_generated == 0 and seq.request.sampling.n > 1:
                 samples = range(1, seq.request.sampling.n)
                 seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
-        told, seq.num_told_blocks = seq.num_told_blocks, len(seq.block_ids)
+        blocks, told = seq.block_ids, seq.num_told_blocks
+        seq.num_told_blocks = len(blocks)
         return ScheduledSequence(
-            seq.seq_id, token_ids, start, seq.block_ids, len(seeds), seq.request.sampling, seeds,
+            seq.seq_id, token_ids, start, blocks, len(seeds), seq.request.sampling, seeds,
             num_generated, told,
         )  # fmt: skip
 
@@ -442,22 +451,20 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token: SampledToken) -> TokenEvent:
         seq.token_ids.append(token.token_id)
-        reason, stop_reason = self._why_finished(seq, token.token_id)
-        if reason is not None:
+        request, reason, stop_reason = seq.request, None, None
+        if token.token_id in request.end_ids or len(seq.token_ids) >= seq.max_len:
+            reason, stop_reason = self._why_finished(seq, token.token_id)
             self._finish(seq, reason, stop_reason)
         return TokenEvent(
-            seq.request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
+            request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
         )
 
-    def _why_finished(self, seq: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
-        sampling = seq.request.sampling
-        if token_id in (sampling.stop_token_ids or ()):
+    def _why_finished(self, seq: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
+        if token_id in (seq.request.sampling.stop_token_ids or ()):
             return FinishReason.STOP, token_id
-        if token_id in seq.request.eos_token_ids and not sampling.ignore_eos:
+        if token_id in seq.request.end_ids:
             return FinishReason.STOP, None
-        if len(seq.token_ids) >= seq.max_len:
-            return FinishReason.LENGTH, None
-        return None, None
+        return FinishReason.LENGTH, None
 
     def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         seq.finish_reason = reason
