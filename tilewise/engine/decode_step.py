@@ -17,6 +17,7 @@ from tilewise.engine import device_sampling
 from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.runner import CausalModel
 from tilewise.nn.context import AttentionContext
+from tilewise.ops.decode_rows import begin_decode, finish_decode
 
 __all__ = ["RING", "DecodeStep", "Results", "buckets"]
 
@@ -40,12 +41,12 @@ class Results:
 
     Attributes:
         values: (RING, max_num_seqs, 2) int64: token, and 1 if the row of logits was finite.
-        place: (1,) int64, of the next step; the step itself moves it on.
+        place: (1,) int64, of the last step; a step begins by moving it on.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self.values = torch.zeros((RING, max_num_seqs, 2), dtype=torch.int64, device=device)
-        self.place = torch.zeros((1,), dtype=torch.int64, device=device)
+        self.place = torch.full((1,), RING - 1, dtype=torch.int64, device=device)
 
 
 class DecodeStep:
@@ -75,6 +76,7 @@ class DecodeStep:
         self.logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         device = batch.device
+        self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
         self.ctx = AttentionContext(
             cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=device),
             max_seqlen_q=1,
@@ -117,22 +119,22 @@ class DecodeStep:
 
     def _compute(self) -> None:
         rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket
-        block_size = rows.block_size
         token, position, active = rows.token[:size], rows.position[:size], rows.active[:size]
-        is_active = active != 0
-        positions = position * active  # of rows without one, a position that is there
-        column = (positions // block_size).unsqueeze(1)
-        fresh = rows.fresh[:size].unsqueeze(1)
-        block = ctx.block_table.gather(1, column)
-        block = torch.where(fresh >= 0, fresh, block)
-        ctx.block_table.scatter_(1, column, block)
-        fresh.fill_(-1)
-        slots = block[:, 0].to(torch.int64) * block_size + positions % block_size
-        ctx.slot_mapping.copy_(torch.where(is_active, slots, -1))
-        ctx.seqlens_k.copy_(positions + active)
+        begin_decode(
+            position,
+            active,
+            rows.fresh[:size],
+            ctx.block_table,
+            results.place,
+            block_size=rows.block_size,
+            ring=RING,
+            positions=self._positions,
+            slot_mapping=ctx.slot_mapping,
+            seqlens_k=ctx.seqlens_k,
+        )
         for plan in ctx.plans.values():
             plan.update(ctx.seqlens_k, ctx.cu_seqlens_q)
-        hidden = self.model(token, positions, ctx=ctx, kv=self.storage.layers)
+        hidden = self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
         self.logits = self.model.compute_logits(hidden)
         drawn, is_finite = device_sampling.sample_tokens(
             self.logits,
@@ -143,9 +145,7 @@ class DecodeStep:
             seeds=rows.seed[:size],
             counters=rows.counter[:size],
         )
-        token.copy_(torch.where(is_active, drawn, token))
-        position += active
-        rows.counter[:size] += active
-        pairs = torch.stack((drawn, is_finite.to(torch.int64)), dim=1)
-        results.values[:, :size].index_copy_(0, results.place, pairs.unsqueeze(0))
-        results.place.add_(1).remainder_(RING)
+        finish_decode(
+            drawn, is_finite, token, position, rows.counter[:size], active, results.place,
+            results.values,
+        )  # fmt: skip
