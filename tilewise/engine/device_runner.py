@@ -95,6 +95,8 @@ class DeviceRunner:
     def reset(self) -> None:
         """Forget all sequences."""
         self.rows.reset()
+        # A step that failed midway may have moved the device's count on.
+        self.results.place.fill_((self._place - 1) % RING)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> _Handle:
