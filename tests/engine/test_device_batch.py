@@ -196,9 +196,7 @@ def test_rows_stay_together_when_sequences_leave():
     rows.send(rows.take(come, decodes=True))
     rows.fresh.fill_(-1)
     rows.position += rows.active
-    rest = Batch(
-        tuple(run(i, (PENDING,), 1, [10 + i], 1) for i in (2, 4)), left=(0, 1, 3)
-    )
+    rest = Batch(tuple(run(i, (PENDING,), 1, [10 + i], 1) for i in (2, 4)), left=(0, 1, 3))
     changes = rows.take(rest, decodes=True)
     rows.send(changes)
     assert rows.num_rows == 2

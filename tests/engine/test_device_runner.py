@@ -1,4 +1,4 @@
-"""LLM over the device's batch with overlap is LLM step by step: texts, stops, logprobs, failures."""
+"""LLM over rows and with overlap is LLM step by step: texts, stops, logprobs, failures."""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ def make_runner(directory, device, *, block_size=4, num_blocks=400, max_num_seqs
         for tensor in layer:
             tensor.zero_()
     return DeviceRunner(
-        model, storage, max_num_seqs=max_num_seqs, max_model_len=model.config.max_position_embeddings
+        model,
+        storage,
+        max_num_seqs=max_num_seqs,
+        max_model_len=model.config.max_position_embeddings,
     )
 
 

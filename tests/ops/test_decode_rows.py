@@ -76,9 +76,7 @@ def test_the_kernel_does_what_the_oracle_does(size, block_size):
     for backend in ("triton", "reference"):
         rows = [torch.arange(size), position.clone(), torch.arange(size) * 7]
         results = torch.zeros((RING, size + 2, 2), dtype=torch.int64)
-        finish_decode(
-            drawn, finite, *rows, active, torch.tensor([2]), results, backend=backend
-        )
+        finish_decode(drawn, finite, *rows, active, torch.tensor([2]), results, backend=backend)
         finished.append([*rows, results])
     assert all(torch.equal(a, b) for a, b in zip(*finished, strict=True))
 

@@ -9,6 +9,8 @@ keys and write to no slot.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -100,8 +102,8 @@ class DecodeStep:
             self._graph.replay()
 
     @torch.inference_mode()
-    def capture(self, pool: tuple[int, int]) -> None:
-        """Capture the graph; no row may be active.
+    def capture(self, pool: Any) -> None:
+        """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
 
         What the step does for the first time (kernels that are compiled, plans, tables of angles,
         workspaces of cuBLAS) it does before, twice.

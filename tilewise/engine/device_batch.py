@@ -165,9 +165,7 @@ class DeviceBatch:
             self._follow(batch, changes)
         return changes
 
-    def send(
-        self, changes: Changes, more: Sequence[NDArray[np.integer]] = ()
-    ) -> list[Tensor]:
+    def send(self, changes: Changes, more: Sequence[NDArray[np.integer]] = ()) -> list[Tensor]:
         """Apply changes on the device; return `more`, which goes along, as tensors there."""
         sent: list[Tensor] = []
         if more or not changes.is_empty:
@@ -240,8 +238,9 @@ class DeviceBatch:
     def _move(self, source: int, target: int) -> None:
         seq_id = self._owner[source]
         self._row_of[seq_id], self._owner[target] = target, seq_id
-        for mirror in (self._next, self._num_blocks, self._is_active):
-            mirror[target] = mirror[source]  # type: ignore[index]
+        self._next[target] = self._next[source]
+        self._num_blocks[target] = self._num_blocks[source]
+        self._is_active[target] = self._is_active[source]
         self.host_table[target] = self.host_table[source]
 
     def _follow_decode(self, batch: Batch, changes: Changes) -> None:
@@ -277,9 +276,7 @@ class DeviceBatch:
             if have < len(run.block_ids):
                 self._store_blocks(row, have, run.block_ids, changes)
 
-    def _store_blocks(
-        self, row: int, first: int, blocks: Sequence[int], changes: Changes
-    ) -> None:
+    def _store_blocks(self, row: int, first: int, blocks: Sequence[int], changes: Changes) -> None:
         new = blocks[first:]
         self.host_table[row, first : len(blocks)] = new
         self._num_blocks[row] = len(blocks)

@@ -24,7 +24,7 @@ from tilewise.engine import device_sampling
 from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
-from tilewise.engine.device_batch import Changes, DeviceBatch
+from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks, shared_prefixes
@@ -70,7 +70,7 @@ class DeviceRunner:
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
         self.captures = False
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._place = 0  # of the next results, as the device counts
         is_cuda = self.device.type == "cuda"
         self._pinned = [

@@ -159,13 +159,13 @@ class LLM:
         storage = allocate(spec, num_blocks, on)
         runner: Runner
         if has_graphs:
-            runner = DeviceRunner(
+            runner = on_device = DeviceRunner(
                 self.model, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
             )
             progress = Progress(terminal(use_progress))
             try:
                 prepare(
-                    runner,
+                    on_device,
                     max_num_batched_tokens=max_num_batched_tokens,
                     is_lazy=graphs == "lazy",
                     show=progress.show,

@@ -335,8 +335,11 @@ class Scheduler:
             (has_work, "a running sequence has a token to compute"),
             (all(a <= b <= c for a, b, c in ahead), "computed, scheduled, known or drawn"),
             (
-                self._steps or all(a == b and not s.num_pending
-                                   for s, (a, b, _) in zip(running, ahead, strict=True)),
+                self._steps
+                or all(
+                    a == b and not s.num_pending
+                    for s, (a, b, _) in zip(running, ahead, strict=True)
+                ),
                 "what is scheduled and not computed is in an unfinished step",
             ),
         ]

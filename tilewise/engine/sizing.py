@@ -98,11 +98,10 @@ def blocks_on_cuda(
         ValueError: not even one block fits, or not even the step; the message has the sizes.
     """
     weights = torch.cuda.memory_allocated(device)
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    used = [total - free]  # before, with the step, with the graphs
+    before = _used(device)
+    _, total = torch.cuda.mem_get_info(device)
     batch = widest_batch(max_num_seqs, max_num_batched_tokens, max_model_len, spec.block_size)
-    trial: DeviceRunner | None = None
+    graphs = 0
     try:
         if has_graphs:
             storage = KVStorage(spec, _blocks_of(batch), device)
@@ -110,40 +109,45 @@ def blocks_on_cuda(
                 model, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
             )
             trial.submit(batch).result()
+            with_step = _used(device)
+            graphs = _graph_bytes(trial, with_step)
+            del trial, storage
         else:
             run_once(model, spec, batch, device)
-        used.append(_used(device))
-        sizes = [] if trial is None else trial.buckets[-2:][::-1]
-        for size in sizes if trial is not None else ():
-            trial.capture(size)
-            used.append(_used(device))
+            with_step = _used(device)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"max_num_batched_tokens and max_num_seqs must be of a step that fits the memory of "
             f"{total / 2**30:.1f} GiB beside {weights / 2**30:.1f} GiB of weights, got "
             f"{max_num_batched_tokens} and {max_num_seqs}"
         ) from error
-    graphs = used[-1] - used[1]
-    if trial is not None and len(sizes) == 2:
-        graphs += max(0, used[3] - used[2]) * (len(trial.buckets) - 2)
-    budget = int(total * gpu_memory_utilization) - used[1] - graphs
-    del trial
+    budget = int(total * gpu_memory_utilization) - with_step - graphs
     gc.collect()
     torch.cuda.empty_cache()
     if budget < spec.bytes_per_block:
         parts = {
             "weights": weights,
-            "other programs and the driver": max(0, used[0] - weights),
-            "the widest step": used[1] - used[0],
+            "other programs and the driver": max(0, before - weights),
+            "the widest step": with_step - before,
             "graphs": graphs,
         }
-        sizes_text = ", ".join(f"{size / 2**30:.1f} GiB {what}" for what, size in parts.items())
+        sizes = ", ".join(f"{size / 2**30:.1f} GiB {what}" for what, size in parts.items())
         raise ValueError(
             "gpu_memory_utilization must leave room for the KV cache, or max_num_seqs and "
-            f"max_num_batched_tokens be lower: of {total / 2**30:.1f} GiB, {sizes_text}, "
+            f"max_num_batched_tokens be lower: of {total / 2**30:.1f} GiB, {sizes}, "
             f"got {gpu_memory_utilization}"
         )
     return num_blocks_for(spec, budget)
+
+
+def _graph_bytes(trial: DeviceRunner, before: int) -> int:
+    """Capture the two largest decode steps and return what all of them will take."""
+    used = [before]
+    for size in trial.buckets[-2:][::-1]:
+        trial.capture(size)
+        used.append(_used(trial.device))
+    another = used[-1] - used[-2] if len(used) == 3 else 0
+    return used[-1] - before + max(0, another) * (len(trial.buckets) - 2)
 
 
 def _used(device: torch.device) -> int:
