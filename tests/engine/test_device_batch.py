@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, random_request, random_scheduler
 from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.device_batch import DeviceBatch
-from tilewise.engine.inputs import build_inputs
+from tilewise.engine.inputs import HostTables, build_inputs
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduler import Scheduler
 from tilewise.errors import RequestError
@@ -33,6 +34,7 @@ class Follower:
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self.rows = DeviceBatch(limits.max_num_seqs, max_blocks, limits.block_size, CPU)
         self.block_size = limits.block_size
+        self.tables = HostTables()
         self.rng = random.Random(5)
         self.drawn: dict[int, int] = {}
         self.waiting: list[tuple[Batch, list[list[SampledToken]]]] = []
@@ -48,6 +50,11 @@ class Follower:
             )
         )
         inputs = build_inputs(known, self.block_size, CPU)
+        told = build_inputs(
+            replace(known, left=batch.left), self.block_size, CPU, tables=self.tables
+        )
+        assert torch.equal(inputs.ctx.block_table, told.ctx.block_table)
+        assert torch.equal(inputs.ctx.slot_mapping, told.ctx.slot_mapping)
         index = torch.tensor(changes.rows)
         if is_decode:
             self.place_fresh()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +124,25 @@ def test_a_warm_up_step_fits_the_limits(directory):
         runner.submit(batch).result()
     runner.reset()
     assert runner.rows.num_rows == 0
+
+
+def test_compilations_are_counted_from_when_the_runner_is_ready(directory):
+    knobs = pytest.importorskip("triton").knobs
+    runner = make_runner(directory, "cpu", max_num_seqs=2, num_blocks=30)
+
+    def compile_one(name):
+        knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(name=name), key="")
+
+    compile_one("before")
+    lines = []
+    prepare(runner, max_num_batched_tokens=40, is_lazy=True, show=lines.append)
+    assert lines[0].startswith("compiling kernels, step 1 of")
+    assert not runner.captures  # there is no graph on a CPU
+    engine = Engine(new_scheduler(runner), runner)
+    assert engine.stats().num_compilations == 0
+    compile_one("after")
+    assert engine.stats().num_compilations == 1
+    assert runner.compilations.names == ["after"]
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def prepare(
     runner.reset()
     if not is_lazy:
         capture_all(runner, show)
-    runner.captures = True
+    runner.captures = runner.device.type == "cuda"
     runner.compilations = Compilations()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import PENDING, Batch, SampledToken
-from tilewise.engine.inputs import ModelInputs, build_inputs
+from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.sampler import sample
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks
@@ -143,6 +143,7 @@ class ModelRunner:
         self.num_parameters = num_parameters
         self.sampler = sampler
         self._drawn: dict[int, int] = {}  # by seq_id, in the last step
+        self._tables = HostTables()
         self.storage = storage
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
@@ -160,7 +161,11 @@ class ModelRunner:
         """Compute a step."""
         batch = self._known(batch)
         inputs = build_inputs(
-            batch, self.block_size, self.device, sharing_tokens=self.sharing_tokens
+            batch,
+            self.block_size,
+            self.device,
+            tables=self._tables,
+            sharing_tokens=self.sharing_tokens,
         )
         samples = self.sampler(self.forward(inputs), batch)
         self._drawn = {
@@ -171,8 +176,8 @@ class ModelRunner:
         return Finished(samples)
 
     def reset(self) -> None:
-        """Forget what was drawn."""
-        self._drawn = {}
+        """Forget all sequences."""
+        self._drawn, self._tables = {}, HostTables()
 
     def _known(self, batch: Batch) -> Batch:
         """Put the tokens that the last step has drawn in place of PENDING."""
