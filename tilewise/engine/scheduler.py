@@ -23,8 +23,9 @@ preempts only if it was not enough.
 Why every accepted request ends: sequences keep one order, (arrival, sample), with all running ones
 before all waiting ones. The first of them is never preempted while another runs, alone it fits the
 cache (admission has checked), and so it advances in every step that is scheduled with none
-unfinished. One that is scheduled beside another either runs it or, if the first waits for what is
-unfinished, is a step for others or none: then the unfinished one ends with nothing in between.
+unfinished. Beside an unfinished step it runs, too, or waits for a token of that step, or for
+blocks: in that case no other runs before it, the step finishes, and the next one is scheduled with
+none unfinished.
 
 Source: the unified scheduler of vLLM V1 for the loop; Kwon et al. 2023, "Efficient Memory
 Management for LLM Serving with PagedAttention", section 4.4 for fork and copy-on-write, 4.5 for
