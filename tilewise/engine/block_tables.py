@@ -25,14 +25,14 @@ class _Match(NamedTuple):
     """What the prefix cache had for a sequence when it was last asked.
 
     Attributes:
-        stamp: of the last block found; while it has it, the others are what they were.
+        stamps: of the blocks; while one has its own, it and those before it are what they were.
         refused_room: blocks that were free and not spare when these were too few; -1 if they were
             not. With as few, or fewer, they still are.
     """
 
     seq: Sequence
     blocks: list[int]
-    stamp: int
+    stamps: list[int]
     refused_room: int = -1
 
 
@@ -280,14 +280,20 @@ class BlockTables:
         if prefix is None:
             return []
         known: list[int] = []
-        if last is not None and last.seq is seq and last.blocks:
-            known = last.blocks if prefix.stamp(last.blocks[-1]) == last.stamp else []
+        stamps: list[int] = []
+        if last is not None and last.seq is seq:
+            known, stamps = last.blocks, last.stamps
+            kept = len(known)
+            while kept and prefix.stamp(known[kept - 1]) != stamps[kept - 1]:
+                kept -= 1  # evicted since, the last ones first
+            if kept < len(known):
+                known, stamps = known[:kept], stamps[:kept]
         blocks = prefix.match(seq.token_ids, seq.request.salt, known)
-        if last is None or not known or len(blocks) > len(known):
-            stamp = prefix.stamp(blocks[-1]) if blocks else 0
-            self._matched = _Match(seq, blocks, stamp)
-            return blocks
-        return known
+        if last is not None and last.blocks is known and len(blocks) == len(known):
+            return known
+        stamps = stamps + [prefix.stamp(block) for block in blocks[len(known) :]]
+        self._matched = _Match(seq, blocks, stamps)
+        return blocks
 
     def _is_refused(self, seq: Sequence, hits: list[int], room: int) -> bool:
         """Whether a sequence that begins with cached blocks `hits` needs more than `room` others.
