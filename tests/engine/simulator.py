@@ -4,13 +4,17 @@ The virtual cache keeps, in each slot, a fingerprint of the token there and of a
 slot is right only if its whole prefix is. The virtual model first does the copies, then writes the
 step's tokens, then reads every slot that a real one would read, and draws the next token from the
 fingerprint and the sample's random stream.
+
+It is the most unpunctual of devices: what a step is to write it spoils when the step is submitted,
+and what a step is to read it reads when its result is asked for, which may be after the next step
+has been submitted. A block that was given away while an unfinished step still used it shows.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-from tilewise.engine.batch import Batch, SampledToken, TokenEvent
+from tilewise.engine.batch import PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.scheduler import Scheduler
 
@@ -31,27 +35,80 @@ class VirtualModel:
         self.slots: list[list[int | None]] = [
             [None] * self.block_size for _ in range(scheduler.limits.num_blocks)
         ]
+        self.tables: dict[int, list[int]] = {}  # as a device knows them, from what batches tell
+        self.drawn: dict[int, int] = {}
+        self.unfinished: list[Step] = []
 
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         """Compute one step."""
+        self.submit(batch)
+        return self.result(batch)
+
+    def submit(self, batch: Batch) -> None:
+        """Begin a step."""
         self._check_limits(batch)
-        self._copy(batch)
-        prefixes = {}
-        written: set[tuple[int, int]] = set()
+        step = Step(batch)
+        for seq_id in batch.left:
+            self.tables.pop(seq_id, None)
         for run in batch.sequences:
             seq = self.scheduler.roster.live[run.seq_id]
             end = run.start + len(run.token_ids)
-            assert list(run.token_ids) == seq.token_ids[run.start : end]
-            assert len(run.block_ids) == -(-end // self.block_size)
-            prefixes[run.seq_id] = prefix = fingerprints(seq.token_ids[:end])
-            for position in range(run.start, end):
-                block = run.block_ids[position // self.block_size]
+            known = seq.token_ids[:end]
+            is_pending = run.token_ids == (PENDING,)
+            assert is_pending or list(run.token_ids) == known[run.start :]
+            assert len(known) + is_pending == end
+            assert is_pending <= bool(self.unfinished), "only an unfinished step draws"
+            table = self.tables.get(run.seq_id, [])[: run.first_new_block]
+            assert len(table) == run.first_new_block, "what was told was told"
+            table += run.block_ids[run.first_new_block :]
+            assert table == list(run.block_ids), "what changed is told"
+            self.tables[run.seq_id] = table
+            step.runs.append((known, table[: -(-end // self.block_size)]))
+        written: set[tuple[int, int]] = set()
+        for run, (_, table) in zip(batch.sequences, step.runs, strict=True):
+            for position in range(run.start, run.start + len(run.token_ids)):
+                block = table[position // self.block_size]
                 slot = (block, position % self.block_size)
                 assert self.scheduler.tables.allocator.ref_count(block) == 1, "exclusive writer"
                 assert slot not in written, "one writer per slot"
                 written.add(slot)
-                self.slots[block][slot[1]] = prefix[position]
-        return [self._read_and_draw(run, prefixes[run.seq_id]) for run in batch.sequences]
+        for block, place in written:
+            self.slots[block][place] = None
+        for _, destination in batch.block_copies:
+            self.slots[destination] = [None] * self.block_size
+        self.unfinished.append(step)
+
+    def result(self, batch: Batch) -> list[list[SampledToken]]:
+        """Compute the oldest unfinished step."""
+        step = self.unfinished.pop(0)
+        assert step.batch is batch
+        for seq_id in batch.left:
+            self.drawn.pop(seq_id, None)
+        self._copy(batch)
+        prefixes = []
+        for run, (known, table) in zip(batch.sequences, step.runs, strict=True):
+            if run.token_ids == (PENDING,):
+                known = [*known, self.drawn.get(run.seq_id, 0)]
+            prefixes.append(fingerprints(known))
+            for position in range(run.start, len(known)):
+                place = position % self.block_size
+                self.slots[table[position // self.block_size]][place] = prefixes[-1][position]
+        drawn = [
+            [SampledToken(0)] * run.num_samples
+            if run.seq_id in step.spoilt
+            else self._read_and_draw(run, table, prefix)
+            for run, (_, table), prefix in zip(batch.sequences, step.runs, prefixes, strict=True)
+        ]
+        for run, tokens in zip(batch.sequences, drawn, strict=True):
+            if tokens:
+                self.drawn[run.seq_id] = tokens[0].token_id
+        return drawn
+
+    def drop(self, batch: Batch) -> None:
+        """Let a step fail: what a later one computes for its sequences is worth nothing."""
+        self.unfinished = [step for step in self.unfinished if step.batch is not batch]
+        for step in self.unfinished:
+            step.spoilt |= {run.seq_id for run in batch.sequences}
 
     def _check_limits(self, batch: Batch) -> None:
         limits = self.scheduler.limits
@@ -59,7 +116,8 @@ class VirtualModel:
         assert len(batch.sequences) <= limits.max_num_seqs
         chunk = limits.max_chunk_tokens or limits.max_num_batched_tokens
         assert all(1 <= len(run.token_ids) <= chunk for run in batch.sequences)
-        assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
+        if not self.unfinished:
+            assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
 
     def _oldest_id(self) -> int:
         family = next(iter(self.scheduler.roster.requests.values()))
@@ -73,9 +131,9 @@ class VirtualModel:
         for source, destination in batch.block_copies:
             self.slots[destination] = list(self.slots[source])
 
-    def _read_and_draw(self, run, prefix: list[int]) -> list[SampledToken]:
+    def _read_and_draw(self, run, table: list[int], prefix: list[int]) -> list[SampledToken]:
         for position, truth in enumerate(prefix):
-            block = run.block_ids[position // self.block_size]
+            block = table[position // self.block_size]
             assert self.slots[block][position % self.block_size] == truth, (
                 f"sequence {run.seq_id} reads a wrong key at {position}, block {block}"
             )
@@ -83,6 +141,15 @@ class VirtualModel:
         return [
             SampledToken(_digest(prefix[-1], seed, run.num_generated) % VOCAB) for seed in run.seeds
         ]
+
+
+class Step:
+    """An unfinished step: for each run the tokens that the host knew, and the blocks."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.runs: list[tuple[list[int], list[int]]] = []
+        self.spoilt: set[int] = set()
 
 
 def fingerprints(token_ids: list[int]) -> list[int]:
@@ -116,11 +183,19 @@ class Outputs:
 def run_to_end(scheduler: Scheduler, max_steps: int = 20_000) -> Outputs:
     """Step until nothing is unfinished, checking everything in each step."""
     model, outputs = VirtualModel(scheduler), Outputs()
+    unfinished: list[Batch] = []
     for _ in range(max_steps):
-        batch = scheduler.schedule()
-        if batch is None:
+        while len(unfinished) < scheduler.max_in_flight:
+            batch = scheduler.schedule()
+            if batch is None:
+                break
+            model.submit(batch)
+            unfinished.append(batch)
+            scheduler.check_integrity()
+        if not unfinished:
             break
-        outputs.add(scheduler.update(batch, model.run(batch)))
+        batch = unfinished.pop(0)
+        outputs.add(scheduler.update(batch, model.result(batch)))
         scheduler.check_integrity()
     assert not scheduler.has_unfinished(), f"unfinished after {max_steps} steps"
     assert scheduler.stats().blocks_used == 0

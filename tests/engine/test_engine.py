@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.runner import ModelRunner
@@ -37,11 +39,16 @@ class CacheReader:
     def __call__(self, ids, positions, *, ctx, kv):
         self.steps += 1
         [(k_cache, v_cache)] = kv
-        k_cache.view(-1)[ctx.slot_mapping] = ids.float()
-        v_cache.view(-1)[ctx.slot_mapping] = positions.float()
+        is_row = ctx.slot_mapping >= 0  # rows that pad a bucket have no slot and no keys
+        k_cache.view(-1)[ctx.slot_mapping[is_row]] = ids[is_row].float()
+        v_cache.view(-1)[ctx.slot_mapping[is_row]] = positions[is_row].float()
         block_size, prefixes = k_cache.shape[1], []
         bounds, lengths = ctx.cu_seqlens_q.tolist(), ctx.seqlens_k.tolist()
         for b, length in enumerate(lengths):
+            if length == 0:
+                assert not is_row[bounds[b] : bounds[b + 1]].any()
+                prefixes += [[0]] * (bounds[b + 1] - bounds[b])
+                continue
             blocks = ctx.block_table[b, : -(-length // block_size)].long()
             tokens = k_cache[blocks].flatten()[:length]
             seen = v_cache[blocks].flatten()[:length]
@@ -75,11 +82,26 @@ def expected_tokens(prompt, params, seed=0, eos=()):
     return tokens[len(prompt) :]
 
 
-def make_engine(num_blocks=64, block_size=4, **options):
+@pytest.fixture(
+    params=[("model", False), ("model", True), ("device", False), ("device", True)],
+    ids=["in turn", "overlap", "device batch in turn", "device batch with overlap"],
+)
+def make_engine(request):
+    """Every test runs with steps in turn and with overlap, on either runner."""
+    kind, overlap = request.param
+    return functools.partial(build_engine, kind=kind, overlap=overlap)
+
+
+def build_engine(num_blocks=64, block_size=4, *, kind="model", overlap=False, **options):
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 100, **options}
     storage = KVStorage(CacheSpec(1, block_size, KVSpec(1, 1, 1, torch.float32)), num_blocks)
     scheduler = Scheduler(num_blocks, block_size, **settings)
-    return Engine(scheduler, ModelRunner(CacheReader(), storage))
+    if kind == "model":
+        runner = ModelRunner(CacheReader(), storage)
+    else:
+        limits = {name: settings[name] for name in ("max_num_seqs", "max_model_len")}
+        runner = DeviceRunner(CacheReader(), storage, **limits)
+    return Engine(scheduler, runner, overlap=overlap)
 
 
 def run(engine, *requests):
@@ -99,14 +121,14 @@ def prompt_of(length, seed):
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
-def test_chunks_and_batches_leave_the_tokens_alone(budget):
+def test_chunks_and_batches_leave_the_tokens_alone(make_engine, budget):
     prompts = {str(n): prompt_of(n, n) for n in (1, 3, 4, 5, 17, 40)}
     engine = make_engine(max_num_batched_tokens=budget)
     got = run(engine, *(Request(i, p, GREEDY) for i, p in prompts.items()))
     assert got == {(i, 0): expected_tokens(p, GREEDY) for i, p in prompts.items()}
 
 
-def test_preemption_leaves_the_tokens_alone():
+def test_preemption_leaves_the_tokens_alone(make_engine):
     prompts = {str(n): prompt_of(n, n) for n in (6, 9, 10, 13, 3)}
     engine = make_engine(num_blocks=8)
     got = run(engine, *(Request(i, p, GREEDY) for i, p in prompts.items()))
@@ -115,7 +137,7 @@ def test_preemption_leaves_the_tokens_alone():
 
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
-def test_samples_of_a_fork_are_what_each_would_be_alone(num_blocks):
+def test_samples_of_a_fork_are_what_each_would_be_alone(make_engine, num_blocks):
     params = SamplingParams(n=4, seed=5, max_tokens=9)
     engine = make_engine(num_blocks=num_blocks)
     request = Request("a", prompt_of(10, 1), params)
@@ -134,7 +156,7 @@ def test_samples_of_a_fork_are_what_each_would_be_alone(num_blocks):
     assert alone["b", 0] == got[0]
 
 
-def test_a_prefix_hit_leaves_the_tokens_alone():
+def test_a_prefix_hit_leaves_the_tokens_alone(make_engine):
     engine = make_engine()
     shared = prompt_of(21, 7)
     first = run(engine, Request("a", [*shared, 1, 2], GREEDY))
@@ -145,7 +167,7 @@ def test_a_prefix_hit_leaves_the_tokens_alone():
     assert second["b", 0] == expected_tokens([*shared, 3], GREEDY)
 
 
-def test_end_tokens_stop_unless_ignored():
+def test_end_tokens_stop_unless_ignored(make_engine):
     prompt = prompt_of(5, 3)
     free = expected_tokens(prompt, GREEDY)
     end = free[4]
@@ -157,7 +179,7 @@ def test_end_tokens_stop_unless_ignored():
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-def test_aborting_midway_leaks_nothing_and_disturbs_nobody(budget):
+def test_aborting_midway_leaks_nothing_and_disturbs_nobody(make_engine, budget):
     prompts = {str(n): prompt_of(n, n) for n in (6, 9, 20, 13)}
     engine = make_engine(max_num_batched_tokens=budget)
     for i, p in prompts.items():
@@ -177,7 +199,7 @@ def test_aborting_midway_leaks_nothing_and_disturbs_nobody(budget):
         assert kept[i] == expected_tokens(prompts[i], GREEDY)
 
 
-def test_a_sample_can_be_finished_from_outside():
+def test_a_sample_can_be_finished_from_outside(make_engine):
     engine = make_engine()
     engine.add_request(Request("a", prompt_of(5, 1), SamplingParams(n=2, seed=1, max_tokens=30)))
     for _ in range(3):
@@ -189,32 +211,32 @@ def test_a_sample_can_be_finished_from_outside():
     assert engine.stats().scheduler.blocks_used == 0
 
 
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(make_engine):
     engine = make_engine(max_num_seqs=2)
-    whole = engine.runner.forward
+    whole = engine.runner.model.compute_logits
 
-    def fail(inputs):
+    def fail(hidden):
         raise FloatingPointError("logits must be finite")
 
     for i in range(3):
         engine.add_request(Request(str(i), prompt_of(6, i), GREEDY))
     engine.step()
-    engine.runner.forward = fail
+    engine.runner.model.compute_logits = fail
     with pytest.raises(FloatingPointError):
         engine.step()
-    engine.runner.forward = whole
+    engine.runner.model.compute_logits = whole
     rest = run(engine)  # the third had only waited
     assert rest == {("2", 0): expected_tokens(prompt_of(6, 2), GREEDY)}
     assert engine.stats().scheduler.blocks_used == 0
 
 
-def test_a_step_without_work_does_nothing():
+def test_a_step_without_work_does_nothing(make_engine):
     engine = make_engine()
     assert engine.step() == []
     assert engine.runner.model.steps == 0
 
 
-def test_stats_separate_prompts_from_decoding():
+def test_stats_separate_prompts_from_decoding(make_engine):
     engine = make_engine()
     run(engine, Request("a", prompt_of(10, 1), SamplingParams(temperature=0.0, max_tokens=6)))
     stats = engine.stats()
@@ -226,7 +248,7 @@ def test_stats_separate_prompts_from_decoding():
     assert make_engine().stats().decode_rate == 0
 
 
-def test_random_loads_come_out_as_if_each_were_alone():
+def test_random_loads_come_out_as_if_each_were_alone(make_engine):
     draw = random.Random(1)
     for trial in range(12):
         engine = make_engine(

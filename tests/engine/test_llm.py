@@ -474,6 +474,7 @@ def test_logits_over_an_8_bit_cache_of_the_story_model_are_close(name, bound, to
         ({"max_model_len": 257}, "max_model_len must be in 2 ... 256 .* got 257"),
         ({"max_model_len": 1}, "max_model_len must be in"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be in"),
+        ({"graphs": "on"}, "graphs must be one of auto, lazy, off, got 'on'"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),

@@ -11,9 +11,9 @@ from tilewise.engine.request import FinishReason, Request, SamplingParams, Seque
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"n": 0}, "n must be in 1 ... 64, got 0"),
-        ({"n": 65}, "n must be in 1 ... 64, got 65"),
-        ({"n": 1_000_000_000}, "n must be in 1 ... 64, got 1000000000"),
+        ({"n": 0}, "n must be in 1 ... 1024, got 0"),
+        ({"n": 1025}, "n must be in 1 ... 1024, got 1025"),
+        ({"n": 1_000_000_000}, "n must be in 1 ... 1024, got 1000000000"),
         ({"temperature": -0.1}, "temperature must be finite and at least 0, got -0.1"),
         ({"temperature": float("inf")}, "temperature must be finite and at least 0, got inf"),
         ({"temperature": float("nan")}, "temperature must be finite and at least 0, got nan"),
@@ -67,7 +67,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_the_edges_of_each_range_are_accepted():
-    SamplingParams(n=64, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=1, logprobs=20)
+    SamplingParams(n=1024, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=1, logprobs=20)
     SamplingParams(n=1, temperature=0, top_p=1e-9, top_k=0, min_p=0.0, max_tokens=None, logprobs=0)
 
 

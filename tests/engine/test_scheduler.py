@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.simulator import VirtualModel, run_alone, run_to_end
-from tilewise.engine.batch import Batch, SampledToken, TokenEvent
+from tilewise.cache import prefix
+from tilewise.engine.batch import PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.scheduler import Scheduler
 from tilewise.errors import RequestError
@@ -628,6 +629,133 @@ def test_an_abort_of_one_sharer_leaves_the_prefix_to_the_other():
     scheduler.check_integrity()
     while (batch := scheduler.schedule()) is not None:
         scheduler.update(batch, model.run(batch))
+
+
+# Steps beside an unfinished one
+
+
+def overlapping(**settings) -> Scheduler:
+    return make(max_in_flight=2, **settings)
+
+
+def draw(scheduler: Scheduler, batch: Batch, token_id: int = 7) -> list[TokenEvent]:
+    samples = [[SampledToken(token_id)] * run.num_samples for run in batch.sequences]
+    events = scheduler.update(batch, samples)
+    scheduler.check_integrity()
+    return events
+
+
+def test_the_next_step_is_scheduled_before_its_token_is_known():
+    scheduler = overlapping()
+    scheduler.add(ask("a", 5, max_tokens=4))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    [run] = second.sequences
+    assert (run.token_ids, run.start, run.num_generated) == ((PENDING,), 5, 1)
+    with pytest.raises(RuntimeError, match="must follow schedule"):
+        scheduler.schedule()
+    with pytest.raises(ValueError, match="first of those unfinished"):
+        scheduler.update(second, [[SampledToken(1)]])
+    draw(scheduler, first)
+    [run] = scheduler.schedule().sequences
+    assert (run.token_ids, run.start, run.num_generated) == ((PENDING,), 6, 2)
+
+
+def test_nothing_is_scheduled_past_the_length_that_is_known():
+    scheduler = overlapping()
+    scheduler.add(ask("a", 5, max_tokens=2))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert len(draw(scheduler, first)) == 1
+    assert scheduler.schedule() is None
+    [event] = draw(scheduler, second)
+    assert event.finish_reason is FinishReason.LENGTH
+    assert scheduler.stats().blocks_used == 0
+
+
+def test_a_stop_found_late_drops_one_run_and_shows_nothing_of_it():
+    scheduler = overlapping()
+    scheduler.add(ask("a", 5, max_tokens=9, eos_token_ids=(2,)))
+    scheduler.add(ask("b", 5, max_tokens=9))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    draw(scheduler, first)
+    third = scheduler.schedule()
+    events = scheduler.update(second, [[SampledToken(2)], [SampledToken(7)]])
+    assert [e.finish_reason for e in events] == [FinishReason.STOP, None]
+    assert len(third.sequences) == 2
+    assert scheduler.stats().blocks_used == 4  # a's are still in use by the third step
+    assert [e.request_id for e in draw(scheduler, third)] == ["b"]
+    assert scheduler.stats().blocks_used == 2
+    fourth = scheduler.schedule()
+    assert fourth.left == (0,)
+
+
+def test_samples_wait_for_the_step_that_forks_them():
+    scheduler = overlapping()
+    scheduler.add(ask("a", 5, n=3, max_tokens=4))
+    first = scheduler.schedule()
+    assert scheduler.schedule() is None
+    assert len(draw(scheduler, first)) == 3
+    assert [run.token_ids for run in scheduler.schedule().sequences] == [(7,)] * 3
+
+
+def test_who_lacks_a_block_waits_for_those_of_an_unfinished_step():
+    scheduler = overlapping(num_blocks=5)
+    scheduler.add(ask("a", 7, max_tokens=9))
+    scheduler.add(ask("b", 7, max_tokens=9, eos_token_ids=(2,)))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    [last] = scheduler.tables.allocator.allocate(1)
+    scheduler.update(first, [[SampledToken(7)], [SampledToken(2)]])  # b has ended
+    assert scheduler.schedule() is None  # and its blocks are free after the second step
+    assert scheduler.stats().num_preemptions == 0
+    scheduler.tables.allocator.release([last])
+    draw(scheduler, second)
+    assert len(scheduler.schedule().sequences) == 1
+
+
+def test_what_was_drawn_for_a_sequence_that_lost_its_blocks_is_dropped():
+    scheduler = overlapping(num_blocks=5)
+    for name in "ab":
+        scheduler.add(ask(name, 7, max_tokens=9))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    draw(scheduler, first)
+    third = scheduler.schedule()  # one block is left; b loses its two, but keeps its token
+    assert [run.seq_id for run in third.sequences] == [0]
+    [b] = scheduler.sequences("b")
+    assert b.num_preemptions == 1
+    assert b.output_token_ids == [7]
+    assert [e.request_id for e in draw(scheduler, second)] == ["a"]
+    assert third.left == (1,)
+
+
+def test_a_failed_step_leaves_the_one_before_it():
+    scheduler = overlapping()
+    scheduler.add(ask("a", 5, max_tokens=9))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert scheduler.discard(second) == ["a"]
+    scheduler.check_integrity()
+    assert scheduler.stats().blocks_used == 2  # the first step still uses them
+    assert draw(scheduler, first) == []
+    assert scheduler.stats().blocks_used == 0
+    with pytest.raises(ValueError, match="batch must be one that schedule"):
+        scheduler.discard(second)
+
+
+def test_the_head_of_the_queue_looks_its_prefix_up_once(monkeypatch):
+    scheduler = make(num_blocks=40, max_num_batched_tokens=200, max_model_len=200)
+    scheduler.add(ask("a", list(range(100)), max_tokens=1))
+    step(scheduler)
+    scheduler.add(ask("b", 60, max_tokens=40))
+    step(scheduler)
+    scheduler.add(ask("c", [*range(100), *range(500, 560)], max_tokens=1))
+    step(scheduler)
+    lookups = []
+    pack = prefix._pack
+    for _ in range(10):
+        with monkeypatch.context() as patched:
+            patched.setattr(prefix, "_pack", lambda ids: lookups.append(len(ids)) or pack(ids))
+            batch = scheduler.schedule()
+        scheduler.update(batch, [[SampledToken(7)]])
+    assert scheduler.stats().num_waiting == 1
+    assert len(lookups) == 10  # of the block that would come next; b evicts some meanwhile
 
 
 # Reports

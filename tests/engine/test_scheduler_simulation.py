@@ -12,6 +12,8 @@ import random
 import pytest
 
 from tests.engine.simulator import VOCAB, Outputs, VirtualModel, run_alone, run_to_end
+from tilewise.engine.batch import PENDING
+from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.scheduler import Scheduler
 from tilewise.errors import RequestError
@@ -19,7 +21,7 @@ from tilewise.errors import RequestError
 MAX_MODEL_LEN = 40
 
 
-def random_scheduler(rng: random.Random) -> Scheduler:
+def random_scheduler(rng: random.Random, max_in_flight: int = 1) -> Scheduler:
     block_size = rng.choice([1, 2, 3, 4, 8])
     return Scheduler(
         rng.choice([3, 5, 8, 13, 30]),
@@ -29,6 +31,7 @@ def random_scheduler(rng: random.Random) -> Scheduler:
         max_model_len=MAX_MODEL_LEN,
         max_chunk_tokens=rng.choice([None, None, 1, 7, 64]),
         enable_prefix_caching=rng.random() < 0.8,
+        max_in_flight=max_in_flight,
     )
 
 
@@ -53,11 +56,15 @@ def random_request(rng: random.Random, request_id: str) -> Request:
 
 
 class Story:
-    """One random run with arrivals, aborts and outside stops between and during steps."""
+    """One random run with arrivals, aborts, outside stops and failures, between and during steps.
 
-    def __init__(self, seed: int) -> None:
+    With overlap a step is scheduled while another is unfinished, mostly.
+    """
+
+    def __init__(self, seed: int, *, overlap: bool = False, fails: bool = False) -> None:
         self.rng = random.Random(seed)
-        self.scheduler = random_scheduler(self.rng)
+        self.scheduler = random_scheduler(self.rng, 2 if overlap else 1)
+        self.overlap, self.fails = overlap, fails
         self.model = VirtualModel(self.scheduler)
         self.outputs = Outputs()
         self.requests: dict[str, Request] = {}
@@ -70,18 +77,30 @@ class Story:
         arrivals = self.rng.randrange(1, 12)
         meddles = self.rng.random() < 0.4
         steps = 0
-        while arrivals or self.scheduler.has_unfinished():
+        unfinished = []
+        while arrivals or self.scheduler.has_unfinished() or unfinished:
             if arrivals and self.rng.random() < 0.5:
                 arrivals -= 1
                 self.arrive(f"r{arrivals}")
-            batch = self.scheduler.schedule()
-            if batch is None:
+            while len(unfinished) < self.scheduler.max_in_flight:
+                batch = self.scheduler.schedule()
+                if batch is None:
+                    break
+                self.note_first_runs(batch)
+                self.model.submit(batch)
+                unfinished.append(batch)
+                self.scheduler.check_integrity()
+                if self.rng.random() < 0.1:
+                    break  # the next one is not scheduled in time
+            if not unfinished:
                 continue
-            self.note_first_runs(batch)
-            samples = self.model.run(batch)
             if meddles and self.rng.random() < 0.1:
                 self.meddle()
-            self.outputs.add(self.scheduler.update(batch, samples))
+            if self.fails and self.rng.random() < 0.03:
+                self.fail(unfinished)
+                continue
+            batch = unfinished.pop(0)
+            self.outputs.add(self.scheduler.update(batch, self.model.result(batch)))
             if meddles and self.rng.random() < 0.1:
                 self.meddle()
             self.scheduler.check_integrity()
@@ -89,6 +108,13 @@ class Story:
             assert steps < 5000, "every request ends"
         assert self.scheduler.stats().blocks_used == 0
         assert self.scheduler.schedule() is None
+
+    def fail(self, unfinished) -> None:
+        """Let one of the unfinished steps fail; the requests in it end."""
+        batch = unfinished.pop(self.rng.randrange(len(unfinished)))
+        self.model.drop(batch)
+        self.aborted |= set(self.scheduler.discard(batch))
+        self.scheduler.check_integrity()
 
     def arrive(self, request_id: str) -> None:
         request = random_request(self.rng, request_id)
@@ -140,35 +166,96 @@ class Story:
                     assert self.outputs.stop_reasons[key] == alone.stop_reasons[key]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("part", range(8))
-def test_any_schedule_gives_the_tokens_of_a_request_alone(part: int):
-    for seed in range(part * 60, (part + 1) * 60):
-        story = Story(seed)
+def test_any_schedule_gives_the_tokens_of_a_request_alone(part: int, overlap: bool):
+    for seed in range(part * 40, (part + 1) * 40):
+        story = Story(seed, overlap=overlap, fails=seed % 4 == 3)
         story.play()
         story.judge()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("part", range(20))
-def test_thousands_of_schedules_give_the_tokens_of_a_request_alone(part: int):
+def test_thousands_of_schedules_give_the_tokens_of_a_request_alone(part: int, overlap: bool):
     for seed in range(10_000 + part * 500, 10_000 + (part + 1) * 500):
-        story = Story(seed)
+        story = Story(seed, overlap=overlap, fails=seed % 4 == 3)
         story.play()
         story.judge()
 
 
-def test_the_random_schedules_reach_what_they_are_meant_to_test():
+def release_at_once(tables, blocks):
+    tables.allocator.release(blocks)
+
+
+def keep_no_copied_block(tables):
+    copies = tuple(tables._copies)
+    tables._copies.clear()
+    tables.allocator.release([source for source, _ in copies])
+    return copies
+
+
+def tell_only_what_is_added(tables, seq):
+    told = seq.num_told_blocks
+    REGISTER(tables, seq)
+    seq.num_told_blocks = told
+
+
+REGISTER = BlockTables.register
+
+
+@pytest.mark.parametrize(
+    ("method", "mistake"),
+    [
+        ("_let_go", release_at_once),
+        ("take_copies", keep_no_copied_block),
+        ("register", tell_only_what_is_added),
+    ],
+    ids=["a block is freed early", "a copy's source is freed early", "a change is not told"],
+)
+def test_a_mistake_beside_an_unfinished_step_shows(monkeypatch, method: str, mistake):
+    monkeypatch.setattr(BlockTables, method, mistake)
+
+    def play_many():
+        for seed in range(2000):
+            Story(seed, overlap=True).play()
+
+    with pytest.raises(AssertionError):
+        play_many()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_random_schedules_reach_what_they_are_meant_to_test(overlap: bool):
     seen = {"preemptions": 0, "hits": 0, "copies": 0, "aborts": 0, "overflowing forks": 0}
-    for seed in range(60):
-        story = Story(seed)
-        run = story.model.run
+    if overlap:
+        seen |= {"drawn tokens": 0, "dropped runs": 0, "waits for fences": 0}
+    for seed in range(200 if overlap else 60):
+        story = Story(seed, overlap=overlap)
+        submit, result = story.model.submit, story.model.result
+        extend = story.scheduler.tables.extend
         copies = []
 
-        def counting(batch, run=run, copies=copies):
+        def submitting(batch, submit=submit, copies=copies):
             copies.extend(batch.block_copies)
-            return run(batch)
+            if overlap:
+                seen["drawn tokens"] += sum(s.token_ids == (PENDING,) for s in batch.sequences)
+            submit(batch)
 
-        story.model.run = counting
+        def finishing(batch, result=result, story=story):
+            live = story.scheduler.roster.live
+            if overlap:
+                seen["dropped runs"] += sum(s.seq_id not in live for s in batch.sequences)
+            return result(batch)
+
+        def extending(seq, end, extend=extend, story=story):
+            done = extend(seq, end)
+            if overlap:
+                seen["waits for fences"] += not done and story.scheduler.tables.has_fenced
+            return done
+
+        story.model.submit, story.model.result = submitting, finishing
+        story.scheduler.tables.extend = extending
         story.play()
         stats = story.scheduler.stats()
         seen["preemptions"] += stats.num_preemptions
@@ -180,9 +267,10 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
     assert all(count > 10 for count in seen.values()), seen
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("caching", [True, False])
-def test_chunks_and_cache_do_not_change_tokens(chunk: int, caching: bool):
+def test_chunks_and_cache_do_not_change_tokens(chunk: int, caching: bool, overlap: bool):
     rng = random.Random(chunk)
     requests = [random_request(rng, f"r{i}") for i in range(12)]
     scheduler = Scheduler(
@@ -193,6 +281,7 @@ def test_chunks_and_cache_do_not_change_tokens(chunk: int, caching: bool):
         max_model_len=MAX_MODEL_LEN,
         max_chunk_tokens=chunk,
         enable_prefix_caching=caching,
+        max_in_flight=1 + overlap,
     )
     for request in requests:
         scheduler.add(request)

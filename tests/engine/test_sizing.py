@@ -10,6 +10,7 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.engine import sizing
+from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.sizing import available_memory, blocks_on_cpu, run_once, warm_up, widest_batch
 
 SPEC = CacheSpec(2, 4, KVSpec(1, 8, 8, torch.float32))  # 512 bytes a block
@@ -74,6 +75,66 @@ def test_warming_up_runs_a_prompt_and_a_decode(block_size):
     model = CacheReader()
     warm_up(model, CacheSpec(1, block_size, KVSpec(1, 1, 1, torch.float32)), torch.device("cpu"))
     assert model.steps == 2
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card of 10 GiB of which 4 are used, 5 with the widest step, 7 and 7.5 with two graphs."""
+    used = iter([4 * GIB, 5 * GIB, 7 * GIB, 7 * GIB + GIB // 2])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 10 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(sizing, "_used", lambda device: next(used))
+    captured = []
+    monkeypatch.setattr(DeviceRunner, "capture", lambda self, bucket: captured.append(bucket))
+    return captured
+
+
+def blocks_on_card(**changes):
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 12}
+    share = changes.pop("gpu_memory_utilization", 0.9)
+    spec = CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32))
+    return sizing.blocks_on_cuda(
+        CacheReader(),
+        spec,
+        torch.device("cpu"),
+        gpu_memory_utilization=share,
+        **(limits | changes),
+    )
+
+
+def test_a_cache_gets_what_step_and_graphs_leave(card):
+    # Decode steps of 1, 2, 4 and 8 rows: 2.5 GiB for the two largest, half a GiB for each other.
+    wanted = int(10 * GIB * 0.9) - 5 * GIB - (2 * GIB + GIB // 2) - 2 * (GIB // 2)
+    assert blocks_on_card(has_graphs=True) == wanted // 32
+    assert card == [8, 4]
+
+
+def test_a_cache_without_graphs_gets_what_the_step_leaves(card):
+    assert blocks_on_card() == (int(10 * GIB * 0.9) - 5 * GIB) // 32
+    assert card == []
+
+
+def test_what_does_not_fit_is_refused_with_the_sizes(card):
+    with pytest.raises(ValueError, match="gpu_memory_utilization must leave room") as caught:
+        blocks_on_card(has_graphs=True, gpu_memory_utilization=0.8)
+    assert str(caught.value).endswith(
+        "of 10.0 GiB, 3.0 GiB weights, 1.0 GiB other programs and the driver, 1.0 GiB the widest "
+        "step, 3.5 GiB graphs, got 0.8"
+    )
+    assert "max_num_seqs and max_num_batched_tokens be lower" in str(caught.value)
+
+
+def test_a_step_that_does_not_fit_is_refused(card, monkeypatch):
+    def exhausted(*arguments):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(sizing, "run_once", exhausted)
+    with pytest.raises(ValueError, match="must be of a step that fits the memory of 10.0 GiB"):
+        blocks_on_card()
 
 
 @pytest.mark.gpu

@@ -188,7 +188,7 @@ def byte_decode_cases() -> Iterator[Case]:
 
 def launch_elementwise(head_dim: int, dtype: torch.dtype) -> None:
     """Call every launcher that only moves or weighs elements."""
-    from tilewise.kernels.triton import cache_ops, merge, rope, rope_write
+    from tilewise.kernels.triton import cache_ops, decode_rows, merge, rope, rope_write
 
     new = meta(512, 8, head_dim, dtype=dtype)
     cache = meta(4096, 16, 8, head_dim, dtype=dtype)
@@ -214,6 +214,13 @@ def launch_elementwise(head_dim: int, dtype: torch.dtype) -> None:
         )  # fmt: skip
     lse = meta(8, 512, dtype=torch.float32)
     merge.launch(new, lse, new, lse)
+    long, int32 = meta(256, dtype=torch.int64), meta(256, dtype=torch.int32)
+    decode_rows.begin(
+        long, long, int32, meta(256, 128, dtype=torch.int32), long, block_size=16, ring=4,
+        positions=long, slot_mapping=long, seqlens_k=int32,
+    )  # fmt: skip
+    is_finite, results = meta(256, dtype=torch.bool), meta(4, 256, 2, dtype=torch.int64)
+    decode_rows.finish(long, is_finite, long, long, long, long, long, results)
 
 
 def paged_cases() -> Iterator[Case]:

@@ -57,6 +57,8 @@ class PrefixCache:
         self._block_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * allocator.num_blocks
         self._num_children = [0] * allocator.num_blocks
+        self._stamp_of = [0] * allocator.num_blocks
+        self._num_registrations = 0
         allocator.on_evict = self._forget
 
     @property
@@ -64,7 +66,9 @@ class PrefixCache:
         """Blocks whose content is known, used or free."""
         return len(self._block_of)
 
-    def match(self, token_ids: Sequence[int], salt: str = "") -> list[int]:
+    def match(
+        self, token_ids: Sequence[int], salt: str = "", known: Sequence[int] = ()
+    ) -> list[int]:
         """Return the longest chain of cached blocks that begins token_ids.
 
         The chain covers at most len(token_ids) - 1 tokens, because the last one must be computed
@@ -73,11 +77,13 @@ class PrefixCache:
         Args:
             token_ids: a prompt, with what was generated after it if it resumes.
             salt: namespace; only blocks registered under an equal salt are found.
+            known: what an earlier call found for the same tokens, if the last of these blocks has
+                kept its stamp(); it is not looked up again.
         """
         size = self.block_size
-        blocks: list[int] = []
-        parent: int | str = salt
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
+        blocks = list(known)
+        parent: int | str = blocks[-1] if blocks else salt
+        for start in range(len(blocks) * size, (len(token_ids) - 1) // size * size, size):
             block = self._block_of.get((parent, _pack(token_ids[start : start + size])))
             if block is None:
                 break
@@ -111,9 +117,19 @@ class PrefixCache:
         if kept == block_id:
             self.allocator.mark_cached(block_id)
             self._key_of[block_id] = key
+            self._num_registrations += 1
+            self._stamp_of[block_id] = self._num_registrations
             if isinstance(parent, int):
                 self._num_children[parent] += 1
         return kept
+
+    def stamp(self, block_id: int) -> int:
+        """Return a number that a block has as long as it stays registered; 0 if it is not.
+
+        Its parents are registered at least as long, so the stamp of its last block tells whether a
+        whole chain is still what it was.
+        """
+        return self._stamp_of[block_id]
 
     def holds(self, block_id: int, parent: int | str, token_ids: Sequence[int]) -> bool:
         """Return whether block_id is registered with exactly this content."""
@@ -135,6 +151,7 @@ class PrefixCache:
             raise ValueError(f"cached blocks must be unused to be forgotten, got {len(used)} used")
         for block in self._block_of.values():
             self._key_of[block] = None
+            self._stamp_of[block] = 0
             self._num_children[block] = 0
             self.allocator.unmark_cached(block)
         self._block_of.clear()
@@ -155,6 +172,10 @@ class PrefixCache:
         never = self.allocator.num_blocks  # a used block is reused after every free one
         rules = [
             ({key: b for b, key in known.items()} == self._block_of, "one block per key"),
+            (
+                set(known) == {b for b, stamp in enumerate(self._stamp_of) if stamp},
+                "registered blocks have a stamp",
+            ),
             (set(known) == flagged, "the allocator keeps exactly the registered blocks"),
             (children == self._num_children, "children are counted"),
             (all(parent in known for _, parent in edges), "a parent is cached as long as a child"),
@@ -173,5 +194,6 @@ class PrefixCache:
         assert self._num_children[block_id] == 0, "children are evicted before their parent"
         del self._block_of[key]
         self._key_of[block_id] = None
+        self._stamp_of[block_id] = 0
         if isinstance(key[0], int):
             self._num_children[key[0]] -= 1

@@ -1,39 +1,50 @@
 """What the scheduler hands to the runner, and what comes back. No torch.
 
-schedule() -> Batch -> inputs, runner, sampler -> list[list[SampledToken]] -> update()
+schedule() -> Batch -> runner.submit() -> handle.result() -> list[list[SampledToken]] -> update()
            -> list[TokenEvent]
+
+What is made for every token is no frozen dataclass, which takes three times as long to make.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewise.engine.request import FinishReason, SamplingParams
 
-__all__ = ["Batch", "SampledToken", "ScheduledSequence", "TokenEvent"]
+__all__ = ["PENDING", "Batch", "SampledToken", "ScheduledSequence", "TokenEvent"]
+
+# Stands for a token that an unfinished step draws: the runner knows it, the host does not yet.
+PENDING = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A run of tokens of one sequence to compute in this step.
 
     Attributes:
-        token_ids: the tokens to run, positions start ... start + len - 1.
-        block_ids: cache blocks that cover positions 0 ... start + len - 1; a snapshot.
+        token_ids: the tokens to run, positions start ... start + len - 1. PENDING alone is the
+            token that the step before has drawn for this sequence.
+        block_ids: cache blocks that cover positions 0 ... start + len - 1, and perhaps more. It is
+            the sequence's own table, not a copy: a runner reads it in submit() and not later.
         num_samples: tokens to draw from the logits of the last row: 0 while the prompt is not yet
             whole, 1 normally, n at the step that completes a prompt of an n-sample request.
         seeds: one per sample.
         num_generated: tokens that each sample has drawn before; the random counter.
+        first_new_block: block_ids before this index are what the last batch with this sequence
+            said; 0 for a sequence that came since, or came back.
     """
 
     seq_id: int
     token_ids: tuple[int, ...]
     start: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     num_samples: int
     sampling: SamplingParams
     seeds: tuple[int, ...] = ()
     num_generated: int = 0
+    first_new_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +55,13 @@ class Batch:
         sequences: what to compute.
         block_copies: (source, destination), done before anything is written; no source is a
             destination, so they have no order.
+        left: seq_ids that lost their blocks since the batch before: they ended, or come back as if
+            they were new.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
+    left: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -55,8 +69,7 @@ class Batch:
         return sum(len(s.token_ids) for s in self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A drawn token; the log-probabilities are of the model's distribution before truncation."""
 
     token_id: int
@@ -64,7 +77,7 @@ class SampledToken:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
     """What a step did for one sample of one request.
 

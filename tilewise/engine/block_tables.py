@@ -1,18 +1,39 @@
 """Which cache blocks each sequence holds: reserve, extend, fork, release. No torch.
 
-The only writer of Sequence.block_ids. It keeps two promises to the step that it prepares:
+The only writer of Sequence.block_ids. It keeps three promises to the steps that it prepares:
 
     exclusive writer  a block that is written has one owner; a shared one is copied first
     still sources     no copy's source is another copy's destination, so copies have no order
+    fences            a block that is let go of while steps are unfinished keeps an owner, the
+                      newest of them, until that one has finished: no step reads or writes a block
+                      that was given to somebody else meanwhile
 """
 
 from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.request import Sequence
 
 __all__ = ["BlockTables"]
+
+
+class _Match(NamedTuple):
+    """What the prefix cache had for a sequence when it was last asked.
+
+    Attributes:
+        stamps: of the blocks; while one has its own, it and those before it are what they were.
+        refused_room: blocks that were free and not spare when these were too few; -1 if they were
+            not. With as few, or fewer, they still are.
+    """
+
+    seq: Sequence
+    blocks: list[int]
+    stamps: list[int]
+    refused_room: int = -1
 
 
 class BlockTables:
@@ -37,10 +58,33 @@ class BlockTables:
         self.blocks_peak = 0
         self.slots_peak = 0
         self._copies: list[tuple[int, int]] = []
+        self._fences: deque[list[int]] = deque()  # one for each unfinished step, the oldest first
+        self._matched: _Match | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return ceil(num_tokens / block_size)."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def has_fenced(self) -> bool:
+        """Whether blocks become free when unfinished steps finish."""
+        return any(self._fences)
+
+    def begin_step(self) -> None:
+        """Note that a step may use any block that has an owner now."""
+        self._fences.append([])
+
+    def end_step(self, index: int) -> None:
+        """Note that a step has finished, or never will: unfinished step `index`, 0 the oldest.
+
+        What was let go of since it began stays with the step before it, if that is unfinished.
+        """
+        blocks = self._fences[index]
+        del self._fences[index]
+        if index == 0:
+            self.allocator.release(blocks)
+        else:
+            self._fences[index - 1] += blocks
 
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
         """Return how many blocks must become free before reserve() can succeed; 0 is now."""
@@ -60,20 +104,21 @@ class BlockTables:
         Returns:
             Whether the blocks were there.
         """
-        hits = self._match(seq)
-        if self._demand(seq, hits) + spare > self.allocator.num_free:
+        hits, room = self._match(seq), self.allocator.num_free - spare
+        if self._is_refused(seq, hits, room):
             return False
+        self._matched = None
         self.allocator.share(hits)
         fresh = self.allocator.allocate(self.blocks_for(seq.num_tokens) - len(hits))
         seq.block_ids = hits + fresh
         seq.num_registered_blocks = len(hits)
-        seq.num_computed_tokens = len(hits) * self.block_size
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * self.block_size
         if self.prefix is not None:
             self.prefix.count(seq.num_tokens, seq.num_computed_tokens)
         return True
 
     def extend(self, seq: Sequence, end: int) -> bool:
-        """Make positions num_computed_tokens ... end - 1 writable by this sequence alone.
+        """Make positions num_scheduled_tokens ... end - 1 writable by this sequence alone.
 
         Only the first block to be written can be shared, by samples of one request that forked in
         its middle; it is replaced by a copy.
@@ -81,75 +126,98 @@ class BlockTables:
         Returns:
             Whether the blocks were there; if not, nothing has changed.
         """
-        first = seq.num_computed_tokens // self.block_size
-        shared = first < len(seq.block_ids) and self.allocator.ref_count(seq.block_ids[first]) > 1
-        grown = max(0, self.blocks_for(end) - len(seq.block_ids))
+        blocks, size = seq.block_ids, self.block_size
+        first = seq.num_scheduled_tokens // size
+        shared = first < len(blocks) and self.allocator.ref_count(blocks[first]) > 1
+        grown = -(-end // size) - len(blocks)
+        if not shared and grown <= 0:
+            seq.shares_tail = False
+            return True
+        grown = max(grown, 0)
         if shared + grown > self.allocator.num_free:
             return False
         if shared:
-            source = seq.block_ids[first]
+            source = blocks[first]
             [copy] = self.allocator.allocate(1)
             self._copies.append((source, copy))
-            seq.block_ids[first] = copy
-            self.allocator.release([source])
+            blocks[first] = copy
+            seq.num_told_blocks = min(seq.num_told_blocks, first)
+            # While steps are unfinished, the other owners may be fences that end before this copy.
+            if not self._fences:
+                self.allocator.release([source])
+        seq.shares_tail = False
         if grown:
-            seq.block_ids += self.allocator.allocate(grown)
+            blocks += self.allocator.allocate(grown)
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence start from all that its parent has computed."""
         self.allocator.share(parent.block_ids)
+        parent.shares_tail = child.shares_tail = True
         child.block_ids = list(parent.block_ids)
         child.num_registered_blocks = parent.num_registered_blocks
         child.num_computed_tokens = parent.num_computed_tokens
+        child.num_scheduled_tokens = parent.num_scheduled_tokens
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
-        self.allocator.release(seq.block_ids)
+        self._let_go(seq.block_ids)
         seq.block_ids = []
-        seq.num_registered_blocks = 0
-        seq.num_computed_tokens = 0
+        seq.shares_tail = False
+        seq.num_registered_blocks = seq.num_told_blocks = 0
+        seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
 
     def register(self, seq: Sequence) -> None:
         """Make the blocks that became full findable; adopt an older block of equal content."""
-        if self.prefix is None:
-            return
         size, blocks = self.block_size, seq.block_ids
         num_full = seq.num_computed_tokens // size
+        if self.prefix is None or num_full == seq.num_registered_blocks:
+            return
         for i in range(seq.num_registered_blocks, num_full):
             parent = blocks[i - 1] if i else seq.request.salt
             tokens = seq.token_ids[i * size : (i + 1) * size]
             kept = self.prefix.register(blocks[i], parent, tokens)
             if kept != blocks[i]:
                 self.allocator.share([kept])
-                self.allocator.release([blocks[i]])
+                self._let_go([blocks[i]])
                 blocks[i] = kept
+                seq.num_told_blocks = min(seq.num_told_blocks, i)
         seq.num_registered_blocks = num_full
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """Return the copies (source, destination) of the step and forget them.
+        """Return the copies (source, destination) of the step, which has begun, and forget them.
 
         A source keeps an owner while the step is built: its owners are samples of one request that
         have not run since they forked. If one of them lacks a block, the newer ones are preempted,
-        and the last one left writes in place.
+        and the last one left writes in place. Beside unfinished steps it keeps those whom it was
+        copied for, until this step has finished.
         """
         copies = tuple(self._copies)
         self._copies.clear()
         sources = {source for source, _ in copies}
+        if len(self._fences) > 1:
+            self._fences[-1] += [source for source, _ in copies]
         assert sources.isdisjoint(copy for _, copy in copies), "a source is never a destination"
         return copies
 
-    def note_peak(self, holders: list[Sequence], added: dict[Sequence, int]) -> None:
-        """Remember the step if it uses more blocks than any before.
+    def note_peak(self, holders: list[Sequence]) -> None:
+        """Remember the step just scheduled if it uses more blocks than any before.
 
         Args:
             holders: sequences that hold blocks.
-            added: tokens that the step adds to the cache of each that runs.
         """
         if self.allocator.num_used > self.blocks_peak:
             self.blocks_peak = self.allocator.num_used
-            computed = {s: s.num_computed_tokens + added.get(s, 0) for s in holders}
-            self.slots_peak = self.slots_used(computed)
+            size, empty = self.block_size, 0
+            rest: dict[Sequence, int] = {}
+            for seq in holders:  # nearly all end in their own last block
+                scheduled = seq.num_scheduled_tokens
+                room = len(seq.block_ids) * size - scheduled
+                if room < size and not seq.shares_tail:
+                    empty += room
+                else:
+                    rest[seq] = scheduled
+            self.slots_peak = self.slots_used(rest) - empty
 
     def slots_used(self, computed: dict[Sequence, int]) -> int:
         """Return how many slots of used blocks hold a token; shared blocks count once.
@@ -173,15 +241,19 @@ class BlockTables:
         """
         self.allocator.check_integrity()
         owners = [0] * self.allocator.num_blocks
-        for seq in holders:
-            for block in seq.block_ids:
+        for blocks in (*(seq.block_ids for seq in holders), *self._fences):
+            for block in blocks:
                 owners[block] += 1
         counts = [self.allocator.ref_count(b) for b in range(self.allocator.num_blocks)]
         rules = [
             (owners == counts, "a ref count is the number of tables that hold the block"),
             (
-                all(len(s.block_ids) >= self.blocks_for(s.num_computed_tokens) for s in holders),
+                all(len(s.block_ids) >= self.blocks_for(s.num_scheduled_tokens) for s in holders),
                 "a table covers the computed tokens",
+            ),
+            (
+                all(s.num_told_blocks <= len(s.block_ids) for s in holders),
+                "a batch has told no more blocks than there are",
             ),
             (not self._copies, "no copy is left between steps"),
         ]
@@ -192,8 +264,53 @@ class BlockTables:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
 
+    def _let_go(self, blocks: list[int]) -> None:
+        """Release blocks as soon as no step that has begun is unfinished."""
+        if self._fences:
+            self._fences[-1] += blocks
+        else:
+            self.allocator.release(blocks)
+
     def _match(self, seq: Sequence) -> list[int]:
-        return self.prefix.match(seq.token_ids, seq.request.salt) if self.prefix else []
+        """Return the cached blocks that a sequence begins with.
+
+        The first in the queue asks in every step: what it found before is not looked up again.
+        """
+        prefix, last = self.prefix, self._matched
+        if prefix is None:
+            return []
+        known: list[int] = []
+        stamps: list[int] = []
+        if last is not None and last.seq is seq:
+            known, stamps = last.blocks, last.stamps
+            kept = len(known)
+            while kept and prefix.stamp(known[kept - 1]) != stamps[kept - 1]:
+                kept -= 1  # evicted since, the last ones first
+            if kept < len(known):
+                known, stamps = known[:kept], stamps[:kept]
+        blocks = prefix.match(seq.token_ids, seq.request.salt, known)
+        if last is not None and last.blocks is known and len(blocks) == len(known):
+            return known
+        stamps = stamps + [prefix.stamp(block) for block in blocks[len(known) :]]
+        self._matched = _Match(seq, blocks, stamps)
+        return blocks
+
+    def _is_refused(self, seq: Sequence, hits: list[int], room: int) -> bool:
+        """Whether a sequence that begins with cached blocks `hits` needs more than `room` others.
+
+        Counting the hits that are free is left for when more blocks are free than at the last time.
+        """
+        if self.blocks_for(seq.num_tokens) - len(hits) > room:
+            return True
+        last = self._matched
+        is_known = last is not None and last.blocks is hits
+        if last is not None and is_known and room <= last.refused_room:
+            return True
+        if self._demand(seq, hits) <= room:
+            return False
+        if last is not None and is_known:
+            self._matched = last._replace(refused_room=room)
+        return True
 
     def _demand(self, seq: Sequence, hits: list[int]) -> int:
         """Blocks that reserving would take from the free list: new ones and revived ones."""

@@ -1,27 +1,25 @@
 """The engine: requests in, token events out. It sees ids only; text is another layer's.
 
-step = schedule -> inputs -> forward -> sample -> update
+step = schedule -> submit, and of the oldest unfinished step: result -> update
+
+With overlap the next step is scheduled and submitted before the result of the last one is waited
+for: while a device computes, the host schedules, takes results and makes text of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from tilewise.engine.batch import Batch, SampledToken, TokenEvent
-from tilewise.engine.inputs import build_inputs
+from tilewise.engine.batch import Batch, TokenEvent
 from tilewise.engine.request import FinishReason, Request
-from tilewise.engine.runner import ModelRunner
-from tilewise.engine.sampler import sample
+from tilewise.engine.runner import Runner, StepHandle
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.stats import SchedulerStats
 
 __all__ = ["Engine", "EngineStats"]
-
-Sampler = Callable[[Tensor, Batch], list[list[SampledToken]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,7 @@ class EngineStats:
             again, after a preemption).
         decode_tokens, decode_seconds: of the steps in which each sequence computed only the token
             that it had just drawn.
+        num_compilations: kernels that were compiled while requests waited for them.
     """
 
     scheduler: SchedulerStats
@@ -43,6 +42,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    num_compilations: int = 0
 
     @property
     def prefill_rate(self) -> float:
@@ -61,7 +61,7 @@ class Engine:
     Args:
         scheduler: decides what runs; its blocks must be those of the runner's storage.
         runner: the model over its paged cache.
-        sampler: logits to tokens; see `tilewise.engine.sampler.sample`.
+        overlap: submit a step before the result of the one before is known.
 
     Example:
         >>> engine.add_request(Request("a", [1, 2, 3], SamplingParams(max_tokens=8)))
@@ -69,14 +69,26 @@ class Engine:
         ...     events = engine.step()
     """
 
-    def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, *, sampler: Sampler = sample
-    ) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False) -> None:
         self.runner = runner
-        self.sampler = sampler
+        self.overlap = overlap
+        self._use(scheduler)
+        self._unfinished: deque[tuple[Batch, StepHandle]] = deque()
         self._tokens = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
+
+    def _use(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        scheduler.max_in_flight = 2 if self.overlap else 1
+
+    def restart(self, scheduler: Scheduler) -> None:
+        """Forget all requests, wherever they are, and go on with a new scheduler."""
+        while self._unfinished:
+            _, handle = self._unfinished.popleft()
+            with suppress(Exception):  # whatever it was, it is for nobody
+                handle.result()
+        self.runner.reset()
+        self._use(scheduler)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -87,30 +99,48 @@ class Engine:
         self.scheduler.add(request)
 
     def step(self) -> list[TokenEvent]:
-        """Compute one batch and return what it did; empty when no token was drawn.
+        """Finish one batch and return what it did; empty when no token was drawn.
 
         When the model or the sampler fails, the requests of the batch are aborted before the error
         goes on; the others are untouched and the next step is theirs.
         """
         started = time.perf_counter()
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return []
         try:
-            inputs = build_inputs(
-                batch,
-                self.runner.block_size,
-                self.runner.device,
-                sharing_tokens=self.runner.sharing_tokens,
-            )
-            logits = self.runner.forward(inputs)
-            samples = self.sampler(logits, batch)
-        except BaseException:
-            self.scheduler.discard(batch)
-            raise
-        events = self.scheduler.update(batch, samples)
+            self._submit()
+            if not self._unfinished:
+                return []
+            batch, handle = self._unfinished.popleft()
+            try:
+                samples = handle.result()
+            except BaseException:
+                self.scheduler.discard(batch)
+                raise
+            events = self.scheduler.update(batch, samples)
+        finally:
+            self._let_end()
         self._record(batch, time.perf_counter() - started)
         return events
+
+    def _submit(self) -> None:
+        """Begin as many steps as may be unfinished."""
+        while len(self._unfinished) < self.scheduler.max_in_flight:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return
+            try:
+                handle = self.runner.submit(batch)
+            except BaseException:
+                self.scheduler.discard(batch)
+                raise
+            self._unfinished.append((batch, handle))
+
+    def _let_end(self) -> None:
+        """When no request is left, wait for the steps that nobody needs, and free their blocks."""
+        while self._unfinished and not self.scheduler.has_unfinished():
+            batch, handle = self._unfinished.popleft()
+            with suppress(Exception):  # of requests that have ended
+                handle.result()
+            self.scheduler.discard(batch)
 
     def finish(
         self,
@@ -124,7 +154,9 @@ class Engine:
         Returns:
             Whether it was unfinished.
         """
-        return self.scheduler.finish(request_id, index, reason, stop_reason)
+        was_unfinished = self.scheduler.finish(request_id, index, reason, stop_reason)
+        self._let_end()
+        return was_unfinished
 
     def abort(self, request_id: str) -> bool:
         """End all samples of a request and free their blocks.
@@ -132,7 +164,9 @@ class Engine:
         Returns:
             Whether any was unfinished.
         """
-        return self.scheduler.abort(request_id)
+        was_unfinished = self.scheduler.abort(request_id)
+        self._let_end()
+        return was_unfinished
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -147,6 +181,7 @@ class Engine:
             prefill_seconds=self._seconds["prefill"],
             decode_tokens=self._tokens["decode"],
             decode_seconds=self._seconds["decode"],
+            num_compilations=self.runner.num_compilations,
         )
 
     def _record(self, batch: Batch, seconds: float) -> None:

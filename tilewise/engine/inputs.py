@@ -15,7 +15,7 @@ from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import shared_prefixes
 
-__all__ = ["ModelInputs", "build_inputs"]
+__all__ = ["HostTables", "ModelInputs", "build_inputs", "send"]
 
 # Triton compiles one variant of a kernel for pointers that are 16-byte aligned and another for the
 # rest; parts that always start aligned keep it to one.
@@ -41,8 +41,56 @@ class ModelInputs:
     block_copies: Tensor
 
 
+class HostTables:
+    """The block tables of the sequences of a runner, kept from step to step.
+
+    A batch says which blocks of a sequence are new; the others are here already, so that a step
+    costs the host no Python for each block of each context.
+    """
+
+    def __init__(self) -> None:
+        self._row_of: dict[int, int] = {}
+        self._free: list[int] = []
+        self._table = np.full((0, 0), -1, dtype=np.int64)
+
+    def follow(self, batch: Batch, block_size: int) -> NDArray[np.int64]:
+        """Take what a batch tells and return its tables (B, max_blocks), -1 past their ends."""
+        row_of = self._row_of
+        self._free += [row_of.pop(seq_id) for seq_id in batch.left if seq_id in row_of]
+        rows = []
+        for run in batch.sequences:
+            first, blocks = run.first_new_block, run.block_ids
+            row = row_of.get(run.seq_id)
+            if row is None:
+                row, first = self._free.pop() if self._free else len(row_of), 0
+                row_of[run.seq_id] = row
+            if first < len(blocks):
+                if row >= len(self._table) or len(blocks) > self._table.shape[1]:
+                    self._grow(row + 1, len(blocks))
+                self._table[row, first : len(blocks)] = blocks[first:]
+            rows.append(row)
+        counts = _blocks_of(batch.sequences, block_size)
+        table = self._table[rows, : int(counts.max())]
+        table[np.arange(table.shape[1]) >= counts[:, None]] = -1
+        return table
+
+    def _grow(self, num_rows: int, num_columns: int) -> None:
+        old = self._table
+        shape = [
+            have if want <= have else max(2 * have, want)
+            for have, want in zip(old.shape, (num_rows, num_columns), strict=True)
+        ]
+        self._table = np.full(shape, -1, dtype=np.int64)
+        self._table[: old.shape[0], : old.shape[1]] = old
+
+
 def build_inputs(
-    batch: Batch, block_size: int, device: torch.device, *, sharing_tokens: int | None = None
+    batch: Batch,
+    block_size: int,
+    device: torch.device,
+    *,
+    tables: HostTables | None = None,
+    sharing_tokens: int | None = None,
 ) -> ModelInputs:
     """Lay out `batch` as packed tensors on `device`.
 
@@ -54,6 +102,8 @@ def build_inputs(
         batch: at least one sequence, each with at least one token and enough blocks.
         block_size: tokens per cache block.
         device: of the model and its cache.
+        tables: of a runner that has built the inputs of all batches before; None reads every table
+            whole.
         sharing_tokens: keys that reading shared prefixes once must save, for it to be done; None
             never does it.
     """
@@ -64,7 +114,10 @@ def build_inputs(
     cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
     row_of = np.repeat(np.arange(len(sequences)), lengths)  # (T,) sequence of each row
     positions = np.arange(len(row_of)) + (starts - cu_seqlens_q[:-1])[row_of]  # (T,)
-    block_table = _block_table(sequences)
+    if tables is None:
+        block_table = _block_table(sequences, block_size)
+    else:
+        block_table = tables.follow(batch, block_size)
     slots = block_table[row_of, positions // block_size] * block_size + positions % block_size
     samples = np.array([s.num_samples > 0 for s in sequences], dtype=bool)
     parts = (
@@ -77,7 +130,7 @@ def build_inputs(
         (starts + lengths).astype(np.int32),
         block_table.astype(np.int32).ravel(),
     )
-    ids, positions_, slots_, rows, copies, cu, seqlens, table = _send(parts, device)
+    ids, positions_, slots_, rows, copies, cu, seqlens, table = send(parts, device)
     shared = None
     if sharing_tokens is not None:
         *_, edges, ends, _ = parts
@@ -100,15 +153,24 @@ def build_inputs(
     )
 
 
-def _block_table(sequences: Sequence[ScheduledSequence]) -> NDArray[np.int64]:
+def _block_table(sequences: Sequence[ScheduledSequence], block_size: int) -> NDArray[np.int64]:
     """Return the (B, max_blocks) ids of the blocks, -1 past the last one of a sequence."""
-    counts = _int64([len(s.block_ids) for s in sequences])
-    table = np.full((len(sequences), max(int(counts.max()), 1)), -1, dtype=np.int64)
-    table[np.arange(table.shape[1]) < counts[:, None]] = _flatten(s.block_ids for s in sequences)
+    counts = _blocks_of(sequences, block_size)
+    table = np.full((len(sequences), int(counts.max())), -1, dtype=np.int64)
+    table[np.arange(table.shape[1]) < counts[:, None]] = _flatten(
+        s.block_ids[:count] for s, count in zip(sequences, counts.tolist(), strict=True)
+    )
     return table
 
 
-def _send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+def _blocks_of(sequences: Sequence[ScheduledSequence], block_size: int) -> NDArray[np.int64]:
+    """Return how many blocks each sequence has written to after the step, (B,)."""
+    ends = _int64([s.start + len(s.token_ids) for s in sequences])
+    counts: NDArray[np.int64] = -(-ends // block_size)
+    return counts
+
+
+def send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """Copy all `parts` to `device` at once and return them as views of one buffer there."""
     offsets = [0]
     for part in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections import deque
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 
+from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
+from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.runner import ModelRunner
+from tilewise.engine.runner import ModelRunner, Runner
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
@@ -71,6 +74,10 @@ class LLM:
         seed: from which requests without a seed draw theirs.
         random_weights: draw the weights instead of reading them, to measure a model's speed; the
             directory then needs only a config.json.
+        graphs: on a GPU, steps in which every sequence draws its next token are CUDA graphs:
+            captured before this returns ("auto") or when they are first needed ("lazy"), in which
+            case the first ones take long. "off" computes every step op by op, and none ahead.
+        use_progress: write a line of progress to stderr while graphs are captured.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -99,6 +106,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
         random_weights: bool = False,
+        graphs: str = "auto",
+        use_progress: bool | None = None,
     ) -> None:
         check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
         check_integers(
@@ -111,8 +120,11 @@ class LLM:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}"
             )
+        if graphs not in MODES:
+            raise ValueError(f"graphs must be one of {', '.join(MODES)}, got {graphs!r}")
         directory = model_directory(model)
         on = compute_device(device)
+        has_graphs = on.type == "cuda" and graphs != "off"
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -135,6 +147,7 @@ class LLM:
                     max_num_batched_tokens=max_num_batched_tokens,
                     max_model_len=max_model_len,
                     gpu_memory_utilization=gpu_memory_utilization,
+                    has_graphs=has_graphs,
                 )
             )
         self._scheduler_seeds = itertools.count(seed)
@@ -146,11 +159,29 @@ class LLM:
             "max_model_len": max_model_len,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        runner = ModelRunner(
-            self.model, allocate(spec, num_blocks, on), num_parameters=num_parameters
-        )
-        self.engine = Engine(self._new_scheduler(), runner)
-        warm_up(self.model, spec, on)
+        storage = allocate(spec, num_blocks, on)
+        runner: Runner
+        if has_graphs:
+            runner = on_device = DeviceRunner(
+                self.model, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            )
+            progress = Progress(terminal(use_progress))
+            try:
+                prepare(
+                    on_device,
+                    max_num_batched_tokens=max_num_batched_tokens,
+                    is_lazy=graphs == "lazy",
+                    show=progress.show,
+                )
+            finally:
+                progress.close()
+            # What lives now lives on: a collection that walks it again and again stops the host.
+            gc.collect()
+            gc.freeze()
+        else:
+            runner = ModelRunner(self.model, storage, num_parameters=num_parameters)
+            warm_up(self.model, spec, on)
+        self.engine = Engine(self._new_scheduler(), runner, overlap=has_graphs)
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
@@ -277,7 +308,7 @@ class LLM:
             self._abort(list(self._live.values()))
             if not isinstance(error, Exception):
                 # An interrupt can come between any two instructions of the scheduler.
-                self.engine.scheduler = self._new_scheduler()
+                self.engine.restart(self._new_scheduler())
             raise
         finally:
             self._lock.release()

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 
 __all__ = ["FinishReason", "Request", "SamplingParams", "Sequence"]
 
-MAX_N = 64  # samples per request: more is a denial of service, not a workload
+MAX_N = 1024  # samples per request: more is a denial of service, not a workload
 
 
 class FinishReason(enum.StrEnum):
@@ -24,7 +24,7 @@ class SamplingParams:
     """How to turn logits into tokens; names and defaults are those that vLLM users know.
 
     Attributes:
-        n: samples to draw for the prompt, 1 to 64. Greedy decoding allows only 1.
+        n: samples to draw for the prompt, 1 to 1024. Greedy decoding allows only 1.
         temperature: divides the logits; 0 is greedy (argmax).
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -129,6 +129,7 @@ class Request:
         sampling: see SamplingParams.
         salt: prefix-cache namespace; requests with different salts never share blocks.
         eos_token_ids: the model's own end tokens.
+        end_ids: tokens that end a sample: those asked for, and the model's unless ignored.
     """
 
     request_id: str
@@ -136,6 +137,11 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     salt: str = ""
+    end_ids: frozenset[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ends = () if self.sampling.ignore_eos else self.eos_token_ids
+        self.end_ids = frozenset((*(self.sampling.stop_token_ids or ()), *ends))
 
 
 @dataclass(slots=True, eq=False)
@@ -150,9 +156,14 @@ class Sequence:
         index: which of the request's n samples, 0 ... n - 1.
         token_ids: prompt and generated tokens.
         num_prompt_tokens: how many of token_ids are the prompt.
-        num_computed_tokens: how many have their keys and values in the cache.
+        num_computed_tokens: how many have their keys and values in the cache, by finished steps.
+        num_scheduled_tokens: the same when the unfinished steps are done, too.
+        num_pending: tokens that unfinished steps draw for it.
+        max_len: tokens, prompt and generated, at which it ends.
+        shares_tail: samples of its request may hold its last block, too, though it is not full.
         block_ids: cache blocks in order of position; owned by reference count.
         num_registered_blocks: how many leading blocks are full and known to the prefix cache.
+        num_told_blocks: how many leading blocks a batch has told, and that have not changed since.
         num_cached_tokens: prompt tokens that the prefix cache had at first admission.
         num_preemptions: how often its blocks were taken away.
         finish_reason: None while it lives.
@@ -166,9 +177,14 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     seed: int = 0
+    max_len: int = 0
     num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_pending: int = 0
+    shares_tail: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_registered_blocks: int = 0
+    num_told_blocks: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None

@@ -7,7 +7,7 @@ ones. So the newest that runs is the last of `running`, whoever loses its place 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from tilewise.engine.request import Request, Sequence
 
@@ -30,11 +30,13 @@ class Roster:
         self.requests: dict[str, list[Sequence]] = {}
         self.live: dict[int, Sequence] = {}
         self._num_sequences = 0
+        self._num_unfinished: dict[str, int] = {}
 
-    def enqueue(self, request: Request, seed: int) -> None:
+    def enqueue(self, request: Request, seed: int, max_len: int) -> None:
         """Put a request's first sample at the end of the queue."""
-        seq = self._new(request, 0, seed)
+        seq = self._new(request, 0, seed, max_len)
         self.requests[request.request_id] = [seq]
+        self._num_unfinished[request.request_id] = 1
         self.waiting.append(seq)
 
     def admit(self) -> Sequence:
@@ -51,11 +53,13 @@ class Roster:
 
     def fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
         """Add samples 1, 2, ... of a running first sample, one per seed, right behind it."""
-        children = [self._new(parent.request, i, seed) for i, seed in enumerate(seeds, start=1)]
+        request, max_len = parent.request, parent.max_len
+        children = [self._new(request, i, seed, max_len) for i, seed in enumerate(seeds, start=1)]
         if children:
             after = self.running.index(parent) + 1
             self.running[after:after] = children
-            self.requests[parent.request.request_id] += children
+            self.requests[request.request_id] += children
+            self._num_unfinished[request.request_id] += len(children)
         return children
 
     def remove(self, seq: Sequence) -> None:
@@ -64,8 +68,9 @@ class Roster:
         queue.remove(seq)
         del self.live[seq.seq_id]
         request_id = seq.request.request_id
-        if all(s.finish_reason is not None for s in self.requests[request_id]):
-            del self.requests[request_id]
+        self._num_unfinished[request_id] -= 1
+        if self._num_unfinished[request_id] == 0:
+            del self.requests[request_id], self._num_unfinished[request_id]
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """Return the unfinished samples of a request, none if it is unknown."""
@@ -82,10 +87,17 @@ class Roster:
         rules = [
             (queue == by_age, "running, then waiting, are the unfinished by arrival and sample"),
             (set(self.live.values()) == set(queue), "live sequences run or wait"),
+            (
+                Counter(s.request.request_id for s in queue) == self._num_unfinished,
+                "unfinished samples are counted",
+            ),
             (all(s.seq_id == key for key, s in self.live.items()), "seq_ids are keys"),
             (all(s.block_ids for s in self.running), "a running sequence holds blocks"),
             (
-                not any(s.block_ids or s.num_computed_tokens for s in self.waiting),
+                not any(
+                    s.block_ids or s.num_computed_tokens or s.num_scheduled_tokens or s.num_pending
+                    for s in self.waiting
+                ),
                 "a waiting sequence holds nothing",
             ),
         ]
@@ -93,9 +105,9 @@ class Roster:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
 
-    def _new(self, request: Request, index: int, seed: int) -> Sequence:
+    def _new(self, request: Request, index: int, seed: int, max_len: int) -> Sequence:
         prompt = list(request.prompt_token_ids)
-        seq = Sequence(self._num_sequences, request, index, prompt, len(prompt), seed)
+        seq = Sequence(self._num_sequences, request, index, prompt, len(prompt), seed, max_len)
         self._num_sequences += 1
         self.live[seq.seq_id] = seq
         return seq

@@ -1,9 +1,18 @@
-"""One model step: copy the blocks that were forked, run the model, keep the rows that sample."""
+"""What runs a step: the protocol of all runners, and the plain one that does it op by op.
+
+batch -> submit() -> handle -> result() -> samples
+
+A runner gets plain data and gives plain data back. What `submit` begins may still run when it
+returns, and the next batch may be submitted before the result of the last one is asked for: a
+runner executes batches in the order in which they came. `ModelRunner` has finished when `submit`
+returns; it is what runs on a CPU, and what the others are compared with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -11,11 +20,16 @@ from torch import Tensor
 
 from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.inputs import ModelInputs
+from tilewise.engine.batch import PENDING, Batch, SampledToken
+from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
+from tilewise.engine.sampler import sample
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks
 
-__all__ = ["CausalModel", "ModelRunner", "threads_for"]
+__all__ = ["CausalModel", "Finished", "ModelRunner", "Runner", "StepHandle", "threads_for"]
+
+Samples = list[list[SampledToken]]
+Sampler = Callable[[Tensor, Batch], Samples]
 
 # Multiplications for which another CPU thread is worth waking, 0.8 ms of bfloat16 on a core of an
 # EPYC 9004 (2026-11). Threads meet after each of some forty products in a step; with less to do in
@@ -30,6 +44,55 @@ SHARING_BYTES = 512 << 20
 def threads_for(num_multiplications: int, available: int) -> int:
     """Return how many of the `available` CPU threads a step should use, at least 1."""
     return max(1, min(available, num_multiplications // WORK_PER_THREAD))
+
+
+class StepHandle(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> Samples:
+        """Wait for the step and return num_samples tokens for each of its sequences; once.
+
+        Raises:
+            FloatingPointError: the model gave logits that are NaN or infinite.
+        """
+        ...
+
+
+class Runner(Protocol):
+    """Executes batches, in the order in which they are submitted.
+
+    Attributes:
+        storage: the paged cache.
+    """
+
+    storage: KVStorage
+
+    @property
+    def num_compilations(self) -> int:
+        """Kernels that were compiled since the runner was ready."""
+        ...
+
+    def submit(self, batch: Batch) -> StepHandle:
+        """Begin a step; `batch` is read before this returns.
+
+        When this raises, nothing of the step counts, and steps submitted before still finish.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Forget all sequences; every one that comes now is new. No step is unfinished."""
+        ...
+
+
+class Finished:
+    """The handle of a step that was done when `submit` returned."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def result(self) -> Samples:
+        """Return what was drawn."""
+        return self._samples
 
 
 class CausalModel(Protocol):
@@ -59,6 +122,7 @@ class ModelRunner:
         storage: the paged cache on the device of the model.
         num_parameters: of the model, from which a step on a CPU chooses its threads; None leaves
             torch's number of threads alone.
+        sampler: logits to tokens; see `tilewise.engine.sampler.sample`.
 
     Attributes:
         block_size: tokens per cache block.
@@ -68,10 +132,18 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalModel, storage: KVStorage, *, num_parameters: int | None = None
+        self,
+        model: CausalModel,
+        storage: KVStorage,
+        *,
+        num_parameters: int | None = None,
+        sampler: Sampler = sample,
     ) -> None:
         self.model = model
         self.num_parameters = num_parameters
+        self.sampler = sampler
+        self._drawn: dict[int, int] = {}  # by seq_id, in the last step
+        self._tables = HostTables()
         self.storage = storage
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
@@ -79,6 +151,46 @@ class ModelRunner:
         if self.device.type == "cuda":
             layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
             self.sharing_tokens = SHARING_BYTES // layer_bytes
+
+    @property
+    def num_compilations(self) -> int:
+        """0: kernels of this runner are compiled when they first run, and not counted."""
+        return 0
+
+    def submit(self, batch: Batch) -> Finished:
+        """Compute a step."""
+        batch = self._known(batch)
+        inputs = build_inputs(
+            batch,
+            self.block_size,
+            self.device,
+            tables=self._tables,
+            sharing_tokens=self.sharing_tokens,
+        )
+        samples = self.sampler(self.forward(inputs), batch)
+        self._drawn = {
+            s.seq_id: drawn[0].token_id
+            for s, drawn in zip(batch.sequences, samples, strict=True)
+            if drawn
+        }
+        return Finished(samples)
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._drawn, self._tables = {}, HostTables()
+
+    def _known(self, batch: Batch) -> Batch:
+        """Put the tokens that the last step has drawn in place of PENDING."""
+        if all(s.token_ids[-1] != PENDING for s in batch.sequences):
+            return batch
+        drawn = self._drawn
+        return replace(
+            batch,
+            sequences=tuple(
+                s._replace(token_ids=(drawn[s.seq_id],)) if s.token_ids[-1] == PENDING else s
+                for s in batch.sequences
+            ),
+        )
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs) -> Tensor:

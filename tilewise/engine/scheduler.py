@@ -11,9 +11,21 @@ One step:
   2. If nobody lost blocks, waiting sequences in order of arrival, until a seat, the budget or the
      blocks for the whole of the first one are missing. Nobody overtakes.
 
+Overlap: with max_in_flight = 2 the next step is scheduled while one runs, as if the tokens that it
+draws were known. What they cannot change is known: a sequence that reaches its length with them is
+not scheduled again, one that forks with them waits for them. What they can change, an end token, is
+found when the next step runs already; what that one computes for the sequence is dropped. So are
+the results for a sequence that lost its blocks meanwhile: it is computed again, and its random
+numbers are counted, so nothing has happened. Blocks that are let go of are free when the steps that
+were unfinished then have finished (`BlockTables`): whoever lacks one waits for that first, and
+preempts only if it was not enough.
+
 Why every accepted request ends: sequences keep one order, (arrival, sample), with all running ones
 before all waiting ones. The first of them is never preempted while another runs, alone it fits the
-cache (admission has checked), and so it advances in every step until it ends.
+cache (admission has checked), and so it advances in every step that is scheduled with none
+unfinished. Beside an unfinished step it runs, too, or waits for a token of that step, or for
+blocks: in that case no other runs before it, the step finishes, and the next one is scheduled with
+none unfinished.
 
 Source: the unified scheduler of vLLM V1 for the loop; Kwon et al. 2023, "Efficient Memory
 Management for LLM Serving with PagedAttention", section 4.4 for fork and copy-on-write, 4.5 for
@@ -23,10 +35,18 @@ preemption by recomputation.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from tilewise.engine.admission import Limits
-from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence, TokenEvent
+from tilewise.engine.batch import (
+    PENDING,
+    Batch,
+    SampledToken,
+    ScheduledSequence,
+    TokenEvent,
+)
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.roster import Roster
@@ -34,6 +54,13 @@ from tilewise.engine.stats import SchedulerStats
 from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
+
+
+class _Step(NamedTuple):
+    """An unfinished step; how often each of its sequences had been preempted when it began."""
+
+    batch: Batch
+    preemptions: list[int]
 
 
 class Scheduler:
@@ -48,6 +75,7 @@ class Scheduler:
         max_chunk_tokens: tokens of one sequence in one step; None leaves the whole budget.
         enable_prefix_caching: reuse the blocks of equal prompt beginnings.
         seed: from which requests without a seed draw theirs, by order of arrival.
+        max_in_flight: steps that may be unfinished at a time, 1 or 2; may be set later.
 
     Raises:
         ValueError: a limit is out of its range.
@@ -64,6 +92,7 @@ class Scheduler:
         max_chunk_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        max_in_flight: int = 1,
     ) -> None:
         self.limits = Limits(
             num_blocks,
@@ -76,7 +105,9 @@ class Scheduler:
         self.tables = BlockTables(num_blocks, block_size, enable_prefix_caching)
         self.seed = seed
         self.roster = Roster()
-        self._in_flight: Batch | None = None
+        self.max_in_flight = max_in_flight
+        self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
+        self._left: list[int] = []  # who lost their blocks since the last batch
         self._num_arrivals = 0
         self._num_preemptions = 0
 
@@ -98,78 +129,99 @@ class Scheduler:
             else _derive_seed("request", given)
         )
         self._num_arrivals += 1
-        self.roster.enqueue(request, seed)
+        self.roster.enqueue(request, seed, self.limits.max_len(request))
 
     def schedule(self) -> Batch | None:
         """Build the next step; its results go to update().
 
         Returns:
-            At least one run of tokens, or None if nothing is unfinished.
+            At least one run of tokens, or None if nothing is unfinished, or nothing can run before
+            the unfinished step has finished.
 
         Raises:
-            RuntimeError: the results of the previous step have not been given.
+            RuntimeError: max_in_flight steps are unfinished.
         """
-        if self._in_flight is not None:
+        if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
         runs, budget, lacked_blocks = self._schedule_running()
         if not lacked_blocks:
-            runs |= self._admit_waiting(budget)
-        copies = self.tables.take_copies()
+            runs += self._admit_waiting(budget)
         if not runs:
-            assert not self.roster.requests, "an unfinished request runs in every step"
+            assert self._steps or not self.roster.requests, "an unfinished request runs"
             return None
-        self.tables.note_peak(self.roster.running, runs)
-        batch = Batch(tuple(self._describe(s, n) for s, n in runs.items()), copies)
-        self._in_flight = batch
+        self.tables.begin_step()
+        copies = self.tables.take_copies()
+        sequences = tuple(self._describe(s, n) for s, n in runs)
+        self.tables.note_peak(self.roster.running)
+        batch = Batch(sequences, copies, tuple(self._left))
+        self._left.clear()
+        self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
         return batch
 
     def update(self, batch: Batch, samples: Seq[Seq[SampledToken]]) -> list[TokenEvent]:
-        """Take the tokens that a step has drawn.
+        """Take the tokens that the oldest unfinished step has drawn.
 
-        A sequence that was aborted since is skipped. The step that completes the prompt of a
-        request for n samples forks it.
+        A sequence that has ended or was preempted since is skipped. The step that completes the
+        prompt of a request for n samples forks it.
 
         Args:
-            batch: what schedule() returned last.
+            batch: what schedule() returned.
             samples: for each of its sequences num_samples tokens.
 
         Returns:
             One event per token, in the order of the batch.
 
         Raises:
-            ValueError: batch is not the last one, or samples do not have its shape.
+            ValueError: batch is not that of the oldest unfinished step, or samples do not have its
+                shape.
         """
-        self._check_in_flight(batch)
+        if not self._steps or self._steps[0].batch is not batch:
+            raise ValueError(
+                "batch must be the one that schedule() returned first of those unfinished, "
+                "got another"
+            )
         expected = [s.num_samples for s in batch.sequences]
         if expected != [len(drawn) for drawn in samples]:
             raise ValueError(
                 f"samples must be {expected} tokens per sequence, got {[len(d) for d in samples]}"
             )
-        self._in_flight = None
-        events: list[TokenEvent] = []
-        for run, drawn in zip(batch.sequences, samples, strict=True):
-            seq = self.roster.live.get(run.seq_id)
-            if seq is None:
+        step = self._steps.popleft()
+        self.tables.end_step(0)
+        live, events = self.roster.live, list[TokenEvent]()
+        block_size = self.tables.block_size
+        for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
+            seq = live.get(run.seq_id)
+            if seq is None or seq.num_preemptions != preemptions:
                 continue
             seq.num_computed_tokens += len(run.token_ids)
-            self.tables.register(seq)
+            if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
+                self.tables.register(seq)
+            if run.num_samples == 0:
+                continue
+            seq.num_pending -= 1
+            if run.num_samples == 1:
+                events.append(self._append(seq, drawn[0]))
+                continue
             family = self._fork(seq, run.seeds[1:])
-            events += [self._append(s, t) for s, t in zip(family, drawn, strict=False)]
+            events += [self._append(s, t) for s, t in zip(family, drawn, strict=True)]
         # Only a request of more samples than there are seats can have forked beyond them.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self._preempt_newest()
         return events
 
     def discard(self, batch: Batch) -> list[str]:
-        """Abort all requests of a step that failed and return their ids.
+        """Abort all requests of an unfinished step that failed and return their ids.
 
         Nothing of the step is kept: blocks become findable only after their step has succeeded.
 
         Raises:
-            ValueError: batch is not the last one.
+            ValueError: batch is not that of an unfinished step.
         """
-        self._check_in_flight(batch)
-        self._in_flight = None
+        places = [i for i, step in enumerate(self._steps) if step.batch is batch]
+        if not places:
+            raise ValueError("batch must be one that schedule() returned, unfinished, got another")
+        del self._steps[places[0]]
+        self.tables.end_step(places[0])
         failed = {
             self.roster.live[s.seq_id].request.request_id: None
             for s in batch.sequences
@@ -198,7 +250,7 @@ class Scheduler:
         return False
 
     def abort(self, request_id: str) -> bool:
-        """End all samples of a request; allowed while a step is in flight.
+        """End all samples of a request; allowed while steps are unfinished.
 
         Returns:
             Whether any was unfinished.
@@ -220,9 +272,9 @@ class Scheduler:
         """Forget all cached blocks, as after a change of weights.
 
         Returns:
-            False if a sequence holds blocks; nothing is forgotten then.
+            False if a sequence or an unfinished step holds blocks; nothing is forgotten then.
         """
-        if self.roster.running:
+        if self.roster.running or self._steps:
             return False
         if self.tables.prefix is not None:
             self.tables.prefix.reset()
@@ -266,7 +318,7 @@ class Scheduler:
         return "waiting: next in line for the token budget"
 
     def check_integrity(self) -> None:
-        """Verify the invariants between steps; meant for tests and debugging.
+        """Verify the invariants, between steps or beside unfinished ones; meant for tests.
 
         Raises:
             AssertionError: names the invariant that is broken.
@@ -275,34 +327,57 @@ class Scheduler:
         self.roster.check_integrity()
         self.tables.check_integrity(running)
         has_work = all(s.num_computed_tokens < s.num_tokens for s in running)
+        ahead = [
+            (s.num_computed_tokens, s.num_scheduled_tokens, s.num_tokens + s.num_pending)
+            for s in running
+        ]
         rules = [
             (len(running) <= self.limits.max_num_seqs, "every running sequence has a seat"),
             (has_work, "a running sequence has a token to compute"),
+            (all(a <= b <= c for a, b, c in ahead), "computed, scheduled, known or drawn"),
+            (
+                self._steps
+                or all(
+                    a == b and not s.num_pending
+                    for s, (a, b, _) in zip(running, ahead, strict=True)
+                ),
+                "what is scheduled and not computed is in an unfinished step",
+            ),
         ]
         for holds, rule in rules:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
 
-    def _schedule_running(self) -> tuple[dict[Sequence, int], int, bool]:
+    def _schedule_running(self) -> tuple[list[tuple[Sequence, int]], int, bool]:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""
-        runs: dict[Sequence, int] = {}
-        running = self.roster.running
-        budget = self.limits.max_num_batched_tokens
+        runs: list[tuple[Sequence, int]] = []
+        running, extend = self.roster.running, self.tables.extend
+        budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
         lacked_blocks = False
         i = 0
         while i < len(running) and budget > 0:
             seq = running[i]
-            n = self._chunk(seq, budget)
-            if not self.tables.extend(seq, seq.num_computed_tokens + n):
+            start, known = seq.num_scheduled_tokens, len(seq.token_ids)
+            is_decoding = known - start == 1 - seq.num_pending and known > seq.num_prompt_tokens
+            if is_decoding:  # the usual case, without a call
+                n = 1 if known + seq.num_pending < seq.max_len else 0
+            else:
+                n = self._chunk(seq, budget)
+            if n == 0:  # it waits for what an unfinished step draws
+                i += 1
+            # A token inside a block that the one before it was written to needs nothing.
+            elif (n == 1 and start % block_size and not seq.shares_tail) or extend(seq, start + n):
+                runs.append((seq, n))
+                budget -= n
+                i += 1
+            else:
                 lacked_blocks = True
+                if self.tables.has_fenced:
+                    break
                 self._preempt_newest()  # seq itself, if it is the newest: the loop ends then
-                continue
-            runs[seq] = n
-            budget -= n
-            i += 1
         return runs, budget, lacked_blocks
 
-    def _admit_waiting(self, budget: int) -> dict[Sequence, int]:
+    def _admit_waiting(self, budget: int) -> list[tuple[Sequence, int]]:
         """Move waiting sequences to the running ones and return their runs.
 
         One block per running sequence stays free: each will want its next within block_size steps,
@@ -310,9 +385,9 @@ class Scheduler:
         and out over 3000 blocks of 16, simulated, this cuts the tokens computed twice from 25% to
         9% of all, for 0.4% more steps; two blocks each cut them to 5%, for 1.6% more.
         """
-        runs: dict[Sequence, int] = {}
+        runs: list[tuple[Sequence, int]] = []
         running, waiting = self.roster.running, self.roster.waiting
-        if not waiting:
+        if not waiting or len(running) >= self.limits.max_num_seqs:
             return runs
         seats = sum(map(self._seats, running))
         while waiting and budget > 0:
@@ -323,14 +398,23 @@ class Scheduler:
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.roster.admit()
-            runs[seq] = self._chunk(seq, budget)
-            budget -= runs[seq]
+            n = self._chunk(seq, budget)
+            runs.append((seq, n))
+            budget -= n
         return runs
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        limit = self.limits.max_chunk_tokens
-        lacking = seq.num_tokens - seq.num_computed_tokens
-        return min(lacking, budget, lacking if limit is None else limit)
+        """Return how many tokens of a sequence to run; 0 if it needs a token drawn first."""
+        known = len(seq.token_ids)
+        if seq.num_pending:
+            forks = known == seq.num_prompt_tokens and seq.request.sampling.n > 1
+            known += seq.num_pending
+            if forks or known >= seq.max_len:
+                return 0
+        lacking = known - seq.num_scheduled_tokens
+        if lacking == 1:
+            return 1
+        return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
 
     def _seats(self, seq: Sequence) -> int:
         """Seats to keep for a sequence: those of all its samples until it has forked."""
@@ -339,25 +423,27 @@ class Scheduler:
         return min(seq.request.sampling.n, self.limits.max_num_seqs)
 
     def _describe(self, seq: Sequence, n: int) -> ScheduledSequence:
-        start = seq.num_computed_tokens
-        end = start + n
-        num_generated = seq.num_tokens - seq.num_prompt_tokens
+        """Return the run of the next n tokens of a sequence, and count them as scheduled."""
+        start, known, drawn = seq.num_scheduled_tokens, len(seq.token_ids), seq.num_pending
+        end = seq.num_scheduled_tokens = start + n
+        num_generated = known + drawn - seq.num_prompt_tokens
+        if end > known:
+            token_ids: tuple[int, ...] = (PENDING,)
+        else:
+            token_ids = (seq.token_ids[start],) if n == 1 else tuple(seq.token_ids[start:end])
         seeds: tuple[int, ...] = ()
-        if end == seq.num_tokens:
+        if end == known + drawn:
             seeds = (seq.seed,)
-            if num_generated == 0:
+            seq.num_pending = drawn + 1
+            if num_generated == 0 and seq.request.sampling.n > 1:
                 samples = range(1, seq.request.sampling.n)
                 seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
+        blocks, told = seq.block_ids, seq.num_told_blocks
+        seq.num_told_blocks = len(blocks)
         return ScheduledSequence(
-            seq_id=seq.seq_id,
-            token_ids=tuple(seq.token_ids[start:end]),
-            start=start,
-            block_ids=tuple(seq.block_ids[: self.tables.blocks_for(end)]),
-            num_samples=len(seeds),
-            sampling=seq.request.sampling,
-            seeds=seeds,
-            num_generated=num_generated,
-        )
+            seq.seq_id, token_ids, start, blocks, len(seeds), seq.request.sampling, seeds,
+            num_generated, told,
+        )  # fmt: skip
 
     def _fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
         """Return the parent and one new sequence per seed that shares all its blocks."""
@@ -369,38 +455,35 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token: SampledToken) -> TokenEvent:
         seq.token_ids.append(token.token_id)
-        reason, stop_reason = self._why_finished(seq, token.token_id)
-        if reason is not None:
+        request, reason, stop_reason = seq.request, None, None
+        if token.token_id in request.end_ids or len(seq.token_ids) >= seq.max_len:
+            reason, stop_reason = self._why_finished(seq, token.token_id)
             self._finish(seq, reason, stop_reason)
         return TokenEvent(
-            seq.request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
+            request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
         )
 
-    def _why_finished(self, seq: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
-        sampling = seq.request.sampling
-        if token_id in (sampling.stop_token_ids or ()):
+    def _why_finished(self, seq: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
+        if token_id in (seq.request.sampling.stop_token_ids or ()):
             return FinishReason.STOP, token_id
-        if token_id in seq.request.eos_token_ids and not sampling.ignore_eos:
+        if token_id in seq.request.end_ids:
             return FinishReason.STOP, None
-        if seq.num_tokens >= self.limits.max_len(seq.request):
-            return FinishReason.LENGTH, None
-        return None, None
+        return FinishReason.LENGTH, None
 
     def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         self.roster.remove(seq)
+        if seq.block_ids:
+            self._left.append(seq.seq_id)
         self.tables.release(seq)
 
     def _preempt_newest(self) -> None:
         seq = self.roster.displace()
+        self._left.append(seq.seq_id)
         self.tables.release(seq)
         seq.num_preemptions += 1
         self._num_preemptions += 1
-
-    def _check_in_flight(self, batch: Batch) -> None:
-        if batch is not self._in_flight:
-            raise ValueError("batch must be the one that schedule() returned last, got another")
 
 
 def _derive_seed(*parts: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,10 +11,9 @@ import torch
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage, num_blocks_for
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.inputs import build_inputs
+from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.runner import CausalModel, ModelRunner
-from tilewise.engine.sampler import sample
 
 __all__ = [
     "allocate",
@@ -86,27 +86,74 @@ def blocks_on_cuda(
     max_num_batched_tokens: int,
     max_model_len: int,
     gpu_memory_utilization: float,
+    has_graphs: bool = False,
 ) -> int:
-    """Return blocks for what the widest step leaves of the device's memory.
+    """Return blocks for what the weights, the widest step and the graphs leave of the memory.
 
-    The step is run once. Its temporaries stay with torch's allocator, so that what the driver then
-    reports as free is what is left beside weights, temporaries and other processes.
+    The step is run once, and its temporaries stay with torch's allocator meanwhile; the two largest
+    graphs are captured, and the others counted as the second, which shares the pool of the first.
+    What the driver then reports as free is what is left, other processes included.
 
     Raises:
-        ValueError: not even one block fits.
+        ValueError: not even one block fits, or not even the step; the message has the sizes.
     """
+    weights = torch.cuda.memory_allocated(device)
+    before = _used(device)
+    _, total = torch.cuda.mem_get_info(device)
     batch = widest_batch(max_num_seqs, max_num_batched_tokens, max_model_len, spec.block_size)
-    run_once(model, spec, batch, device)
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    budget = int(total * gpu_memory_utilization) - (total - free)
-    if budget < spec.bytes_per_block:
+    graphs = 0
+    try:
+        if has_graphs:
+            storage = KVStorage(spec, _blocks_of(batch), device)
+            trial = DeviceRunner(
+                model, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            )
+            trial.submit(batch).result()
+            with_step = _used(device)
+            graphs = _graph_bytes(trial, with_step)
+            del trial, storage
+        else:
+            run_once(model, spec, batch, device)
+            with_step = _used(device)
+    except torch.OutOfMemoryError as error:
         raise ValueError(
-            "gpu_memory_utilization must leave room for the KV cache: "
-            f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken by weights, "
-            f"temporaries and other programs, got {gpu_memory_utilization}"
+            f"max_num_batched_tokens and max_num_seqs must be of a step that fits the memory of "
+            f"{total / 2**30:.1f} GiB beside {weights / 2**30:.1f} GiB of weights, got "
+            f"{max_num_batched_tokens} and {max_num_seqs}"
+        ) from error
+    budget = int(total * gpu_memory_utilization) - with_step - graphs
+    gc.collect()
+    torch.cuda.empty_cache()
+    if budget < spec.bytes_per_block:
+        parts = {
+            "weights": weights,
+            "other programs and the driver": max(0, before - weights),
+            "the widest step": with_step - before,
+            "graphs": graphs,
+        }
+        sizes = ", ".join(f"{size / 2**30:.1f} GiB {what}" for what, size in parts.items())
+        raise ValueError(
+            "gpu_memory_utilization must leave room for the KV cache, or max_num_seqs and "
+            f"max_num_batched_tokens be lower: of {total / 2**30:.1f} GiB, {sizes}, "
+            f"got {gpu_memory_utilization}"
         )
     return num_blocks_for(spec, budget)
+
+
+def _graph_bytes(trial: DeviceRunner, before: int) -> int:
+    """Capture the two largest decode steps and return what all of them will take."""
+    used = [before]
+    for size in trial.buckets[-2:][::-1]:
+        trial.capture(size)
+        used.append(_used(trial.device))
+    another = used[-1] - used[-2] if len(used) == 3 else 0
+    return used[-1] - before + max(0, another) * (len(trial.buckets) - 2)
+
+
+def _used(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def widest_batch(
@@ -138,9 +185,11 @@ def widest_batch(
 
 def run_once(model: CausalModel, spec: CacheSpec, batch: Batch, device: torch.device) -> None:
     """Run a step over a throw-away cache."""
-    num_blocks = 1 + max(block for s in batch.sequences for block in s.block_ids)
-    runner = ModelRunner(model, KVStorage(spec, num_blocks, device))
-    sample(runner.forward(build_inputs(batch, spec.block_size, device)), batch)
+    ModelRunner(model, KVStorage(spec, _blocks_of(batch), device)).submit(batch)
+
+
+def _blocks_of(batch: Batch) -> int:
+    return 1 + max(block for s in batch.sequences for block in s.block_ids)
 
 
 def warm_up(model: CausalModel, spec: CacheSpec, device: torch.device) -> None:

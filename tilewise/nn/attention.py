@@ -141,7 +141,9 @@ class Attention(nn.Module):
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
-        plan = self._plan(q, k_cache, v_cache, ctx, options) if _plans_pay(q) else None
+        plan = None
+        if _plans_pay(q, ctx):
+            plan = self._plan(q, k_cache, v_cache, ctx, options)
         o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, **options)
         return o
 
@@ -154,7 +156,9 @@ class Attention(nn.Module):
         options: dict[str, Any],
     ) -> PagedPlan:
         """Return the plan of this step for layers like this one; the first of them makes it."""
-        lengths = (_version(ctx.seqlens_k), _version(ctx.cu_seqlens_q))
+        lengths = (0, 0)
+        if not ctx.keeps_plans:
+            lengths = (_version(ctx.seqlens_k), _version(ctx.cu_seqlens_q))
         kind = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, self.window, lengths)
         plan = ctx.plans.get(kind)
         if plan is None:
@@ -193,14 +197,14 @@ class Attention(nn.Module):
         return q, k, v
 
 
-def _plans_pay(q: Tensor) -> bool:
+def _plans_pay(q: Tensor, ctx: AttentionContext) -> bool:
     """Whether layers share plans: not where lengths may change behind the back of one made before.
 
     A graph being captured is replayed with other lengths, and one being compiled holds no plans.
     """
     if not q.is_cuda or torch.compiler.is_compiling():
         return False
-    return not torch.cuda.is_current_stream_capturing()
+    return ctx.keeps_plans or not torch.cuda.is_current_stream_capturing()
 
 
 def _version(x: Tensor) -> int:

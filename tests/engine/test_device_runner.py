@@ -1,0 +1,209 @@
+"""LLM over rows and with overlap is LLM step by step: texts, stops, logprobs, failures."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
+from tilewise.engine import device_runner
+from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.engine import Engine
+from tilewise.engine.llm import LLM
+from tilewise.engine.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def prompts(count=6):
+    draw = random.Random(0)
+    return [[draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 44))] for _ in range(count)]
+
+
+def as_ids(given):
+    return [{"prompt_token_ids": prompt} for prompt in given]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3")
+    return path, write_checkpoint(path, "qwen3_norm_wide_heads")
+
+
+def make(directory, *, on_device, **settings):
+    """An LLM on a CPU, whose engine keeps its batch in rows and overlaps if asked to."""
+    settings = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 6, **settings}
+    llm = LLM(directory, device="cpu", **settings)
+    if on_device:
+        runner = DeviceRunner(
+            llm.model,
+            llm.engine.runner.storage,
+            max_num_seqs=settings["max_num_seqs"],
+            max_model_len=llm.engine.scheduler.limits.max_model_len,
+        )
+        llm.engine = Engine(llm._new_scheduler(), runner, overlap=True)
+    return llm
+
+
+def assert_idle(llm):
+    assert not llm.engine.has_unfinished()
+    assert llm.engine.stats().scheduler.blocks_used == 0
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(("num_blocks", "budget"), [(200, 64), (200, 7), (20, 32)])
+def test_greedy_tokens_are_those_of_transformers(checkpoint, num_blocks, budget):
+    directory, reference = checkpoint
+    llm = make(directory, on_device=True, num_blocks=num_blocks, max_num_batched_tokens=budget)
+    outputs = llm.generate(as_ids(prompts()), GREEDY)
+    wanted = [greedy_tokens(reference, prompt, 24) for prompt in prompts()]
+    assert [o.outputs[0].token_ids for o in outputs] == wanted
+    assert_idle(llm)
+    assert (llm.engine.stats().scheduler.num_preemptions > 0) == (num_blocks == 20)
+
+
+def test_texts_stops_samples_and_logprobs_are_the_same(checkpoint):
+    directory, _ = checkpoint
+    plain = make(directory, on_device=False)
+    ends = plain.generate(as_ids(prompts()), SamplingParams(seed=1, max_tokens=30))
+    letters = [o.outputs[0].text[5:7] or "x" for o in ends]
+    params = [
+        SamplingParams(seed=1, max_tokens=30, stop=letters[0]),
+        SamplingParams(seed=2, max_tokens=9, n=4, logprobs=3),
+        SamplingParams(temperature=0.0, max_tokens=30, logprobs=0),
+        SamplingParams(seed=3, max_tokens=30, stop_token_ids=list(range(100, 140))),
+        SamplingParams(seed=4, max_tokens=1, n=2, top_k=5),
+        SamplingParams(seed=5, max_tokens=20, top_p=0.7, min_p=0.1, temperature=1.4),
+    ]
+    found = []
+    for on_device in (False, True):
+        llm = make(directory, on_device=on_device)
+        outputs = llm.generate(as_ids(prompts()), params)
+        assert_idle(llm)
+        found.append([sample for output in outputs for sample in output.outputs])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.text == other.text
+        assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert list(mine) == list(theirs)
+            assert all(math.isclose(mine[i], theirs[i], abs_tol=1e-4) for i in mine)
+    assert any(sample.finish_reason == "stop" for sample in found[0])
+
+
+def test_a_stream_stops_in_time_and_a_dropped_one_leaves_nothing(checkpoint):
+    directory, _ = checkpoint
+    texts = []
+    for on_device in (False, True):
+        llm = make(directory, on_device=on_device)
+        texts.append("".join(llm.stream("once upon", GREEDY)))
+        stream = llm.stream("the quick", GREEDY)
+        next(stream)
+        stream.close()
+        assert_idle(llm)
+    assert texts[0] == texts[1]
+
+
+def test_a_prompt_that_shares_its_beginning_gets_its_own_tokens(checkpoint):
+    """Reading shared blocks once is for steps with prompts; on a CPU it is switched on by hand."""
+    directory, reference = checkpoint
+    beginning = prompts()[0] + [7] * 40
+    given = [[*beginning, i, i + 1] for i in range(4)]
+    llm = make(directory, on_device=True, max_num_batched_tokens=200)
+    llm.engine.runner.sharing_tokens = 1
+    llm.generate(as_ids(given[:1]), GREEDY)
+    outputs = llm.generate(as_ids(given), GREEDY)
+    assert all(o.num_cached_tokens >= 40 for o in outputs)
+    wanted = [greedy_tokens(reference, prompt, 24) for prompt in given]
+    assert [o.outputs[0].token_ids for o in outputs] == wanted
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_broken_logits_end_the_requests_of_their_step_and_no_others(
+    checkpoint, monkeypatch, broken
+):
+    directory, reference = checkpoint
+    llm = make(directory, on_device=True)
+    compute, steps = llm.model.compute_logits, []
+
+    def breaking(hidden):
+        steps.append(len(hidden))
+        logits = compute(hidden)
+        return logits.index_fill(1, torch.tensor([5]), broken) if len(steps) == 6 else logits
+
+    monkeypatch.setattr(llm.model, "compute_logits", breaking)
+    with pytest.raises(FloatingPointError, match="logits must be finite"):
+        llm.generate(as_ids(prompts(2)), GREEDY)
+    assert_idle(llm)
+    [output] = llm.generate(as_ids(prompts(1)), GREEDY)
+    assert output.outputs[0].token_ids == greedy_tokens(reference, prompts(1)[0], 24)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("failing", [1, 2, 3, 6])
+def test_a_step_that_fails_midway_leaves_a_clean_engine(checkpoint, monkeypatch, error, failing):
+    directory, reference = checkpoint
+    llm = make(directory, on_device=True)
+    finish, steps = device_runner.DeviceRunner._read, []
+
+    def breaking(runner, *arguments):
+        steps.append(1)
+        if len(steps) == failing:
+            raise error("no")
+        return finish(runner, *arguments)
+
+    monkeypatch.setattr(DeviceRunner, "_read", breaking)
+    with pytest.raises(error):
+        llm.generate(as_ids(prompts(2)), GREEDY)
+    assert_idle(llm)
+    outputs = llm.generate(as_ids(prompts(2)), GREEDY)
+    wanted = [greedy_tokens(reference, prompt, 24) for prompt in prompts(2)]
+    assert [o.outputs[0].token_ids for o in outputs] == wanted
+
+
+def test_samples_of_wide_steps_are_drawn_in_parts(checkpoint, monkeypatch):
+    directory, _ = checkpoint
+    params = SamplingParams(n=6, seed=3, max_tokens=4)
+    found = []
+    for most in (VOCAB * 4, device_runner.MAX_SAMPLED):
+        monkeypatch.setattr(device_runner, "MAX_SAMPLED", most)
+        llm = make(directory, on_device=True)
+        [output] = llm.generate(as_ids(prompts(1)), params)
+        found.append([sample.token_ids for sample in output.outputs])
+    assert found[0] == found[1]
+
+
+def test_a_steady_step_makes_few_tensors(checkpoint):
+    """On a GPU these are nodes of a graph; what Python sees of a step does not grow with it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    directory, _ = checkpoint
+
+    class Counter(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for longest in (10, 60):
+        llm = make(directory, on_device=True, max_num_batched_tokens=400)
+        runner = llm.engine.runner
+        for step in (runner.step_of(b) for b in runner.buckets):
+            step.run = lambda: None  # stands for one replay of a graph
+        runner.results.values.fill_(1)  # tokens that it left, all of finite rows
+        for i in range(6):
+            llm._arrived.append(llm._generation({"prompt_token_ids": [5 + i] * longest}, GREEDY))
+        for _ in range(5):
+            llm._step_all()
+        with Counter() as counter:
+            for _ in range(4):
+                llm._step_all()
+        counts.append(counter.calls)
+    assert counts[0] == counts[1]
+    assert counts[0] <= 4 * 12  # the copy of fresh blocks, that of the results, and views

@@ -1,0 +1,255 @@
+"""A captured step is the step computed op by op, and neither graphs nor overlap change a token."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.decode_step import buckets
+from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.engine import Engine
+from tilewise.engine.graphs import prepare, warm_up_batches
+from tilewise.engine.llm import LLM
+from tilewise.engine.request import Request, SamplingParams
+from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.settings import cache_spec
+from tilewise.models import load_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+def prompts(count, seed=0, longest=60):
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, longest))] for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 100, 256, 300, 8192])
+def test_buckets_ascend_to_the_limit_and_waste_little(most: int):
+    sizes = buckets(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = next(s for s in sizes if s >= rows)
+        assert size - rows < (rows if rows < 8 else 8 if rows <= 64 else 16 if rows <= 256 else 32)
+
+
+def make_runner(directory, device, *, block_size=4, num_blocks=400, max_num_seqs=9, dtype="auto"):
+    model = load_model(directory, dtype=dtype, device=torch.device(device))
+    parameter_dtype = model.embed_tokens.weight.dtype
+    storage = KVStorage(cache_spec(model.config, block_size, parameter_dtype), num_blocks, device)
+    for layer in storage.layers:
+        for tensor in layer:
+            tensor.zero_()
+    return DeviceRunner(
+        model,
+        storage,
+        max_num_seqs=max_num_seqs,
+        max_model_len=model.config.max_position_embeddings,
+    )
+
+
+def new_scheduler(runner, **settings):
+    limits = {
+        "max_num_seqs": runner.rows.max_num_seqs,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 200,
+    }
+    return Scheduler(runner.storage.num_blocks, runner.block_size, **(limits | settings))
+
+
+def run(engine, requests):
+    for request in requests:
+        engine.add_request(request)
+    tokens: dict[tuple[str, int], list[int]] = {}
+    while engine.has_unfinished():
+        for event in engine.step():
+            tokens.setdefault((event.request_id, event.index), []).append(event.token.token_id)
+        engine.scheduler.check_integrity()
+    assert engine.stats().scheduler.blocks_used == 0
+    return tokens
+
+
+def mixed_requests(seed=1):
+    """Greedy and drawn, alone and forked, long and short."""
+    draw = random.Random(seed)
+    requests = []
+    for i, prompt in enumerate(prompts(12, seed)):
+        sampling = SamplingParams(
+            n=draw.choice([1, 1, 3]),
+            temperature=draw.choice([0.7, 1.3]),
+            top_p=draw.choice([1.0, 0.8]),
+            top_k=draw.choice([0, 20]),
+            min_p=draw.choice([0.0, 0.05]),
+            seed=i,
+            max_tokens=draw.choice([3, 9, 17]),
+        )
+        requests.append(Request(str(i), prompt, GREEDY if i % 3 == 0 else sampling, (2,)))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(path, "llama")
+    return path
+
+
+@pytest.mark.parametrize("num_blocks", [400, 40])
+def test_overlap_changes_no_token(directory, num_blocks):
+    """On a CPU, where the step is computed op by op; with 40 blocks sequences are preempted."""
+    found = []
+    for overlap in (False, True):
+        runner = make_runner(directory, "cpu", num_blocks=num_blocks)
+        engine = Engine(new_scheduler(runner), runner, overlap=overlap)
+        found.append(run(engine, mixed_requests()))
+        assert (engine.stats().scheduler.num_preemptions > 0) == (num_blocks == 40)
+    assert found[0] == found[1]
+
+
+def test_a_warm_up_step_fits_the_limits(directory):
+    runner = make_runner(directory, "cpu", max_num_seqs=2, num_blocks=30)
+    batches = warm_up_batches(runner, max_num_batched_tokens=100)
+    assert len(batches) > 5
+    for batch in batches:
+        assert batch.num_tokens <= 100
+        assert len(batch.sequences) <= 2
+        runner.submit(batch).result()
+    runner.reset()
+    assert runner.rows.num_rows == 0
+
+
+def test_compilations_are_counted_from_when_the_runner_is_ready(directory):
+    knobs = pytest.importorskip("triton").knobs
+    runner = make_runner(directory, "cpu", max_num_seqs=2, num_blocks=30)
+
+    def compile_one(name):
+        knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(name=name), key="")
+
+    compile_one("before")
+    lines = []
+    prepare(runner, max_num_batched_tokens=40, is_lazy=True, show=lines.append)
+    assert lines[0].startswith("compiling kernels, step 1 of")
+    assert not runner.captures  # there is no graph on a CPU
+    engine = Engine(new_scheduler(runner), runner)
+    assert engine.stats().num_compilations == 0
+    compile_one("after")
+    assert engine.stats().num_compilations == 1
+    assert runner.compilations.names == ["after"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_captured_step_is_the_step_bit_for_bit(directory, dtype):
+    logits: list[list[torch.Tensor]] = []
+    for captures in (False, True):
+        runner = make_runner(directory, "cuda", block_size=16, dtype=dtype)
+        if captures:
+            prepare(runner, max_num_batched_tokens=64, is_lazy=False)
+            assert all(runner.steps[b].is_captured for b in runner.buckets)
+        seen: list[torch.Tensor] = []
+        compute = runner._decode
+
+        def decode(batch, compute=compute, runner=runner, seen=seen):
+            handle = compute(batch)
+            step = runner.steps[next(b for b in runner.buckets if b >= runner.rows.num_rows)]
+            seen.append(step.logits[: runner.rows.num_rows].clone())
+            return handle
+
+        runner._decode = decode
+        run(Engine(new_scheduler(runner), runner, overlap=True), mixed_requests())
+        logits.append(seen)
+    assert len(logits[0]) == len(logits[1]) > 10
+    assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["llama", "qwen3_norm_wide_heads"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_neither_graphs_nor_overlap_change_a_token(tmp_path, case, dtype):
+    reference = write_checkpoint(tmp_path, case)
+    given = prompts(6)
+    as_ids = [{"prompt_token_ids": prompt} for prompt in given]
+    found = {}
+    for graphs in ("off", "lazy", "auto"):
+        llm = LLM(
+            tmp_path, device="cuda", dtype=dtype, num_blocks=400, max_num_seqs=9, graphs=graphs,
+            max_num_batched_tokens=64,
+        )  # fmt: skip
+        for overlap in (False, True):
+            if graphs == "off" and overlap:
+                continue
+            llm.engine = Engine(llm._new_scheduler(), llm.engine.runner, overlap=overlap)
+            outputs = llm.generate(as_ids, GREEDY)
+            found[graphs, overlap] = [o.outputs[0].token_ids for o in outputs]
+            assert llm.engine.stats().scheduler.blocks_used == 0
+        if graphs == "auto":
+            assert llm.engine.stats().num_compilations == 0
+    assert all(tokens == found["auto", True] for key, tokens in found.items() if key[0] != "off")
+    if dtype == "float32":
+        assert found["off", False] == found["auto", True]
+        assert found["auto", True] == [greedy_tokens(reference, p, 20) for p in given]
+
+
+@pytest.mark.gpu
+def test_drawn_tokens_are_the_same_with_graphs_and_without(directory):
+    found = []
+    for captures, overlap in ((False, False), (True, False), (True, True)):
+        runner = make_runner(directory, "cuda", block_size=16, num_blocks=60, dtype="float32")
+        runner.captures = captures
+        engine = Engine(new_scheduler(runner), runner, overlap=overlap)
+        found.append(run(engine, mixed_requests()))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.gpu
+def test_a_decode_step_waits_for_nothing(directory):
+    runner = make_runner(directory, "cuda", block_size=16)
+    prepare(runner, max_num_batched_tokens=64, is_lazy=False)
+    engine = Engine(new_scheduler(runner), runner, overlap=True)
+    for i, prompt in enumerate(prompts(6)):
+        engine.add_request(Request(str(i), prompt, GREEDY))
+    for _ in range(4):
+        engine.step()
+    submit = runner.submit
+
+    def watched(batch):
+        torch._C._cuda_set_sync_debug_mode(2)  # an error where torch waits
+        try:
+            return submit(batch)
+        finally:
+            torch._C._cuda_set_sync_debug_mode(0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says at the first call that it may miss some
+        torch._C._cuda_set_sync_debug_mode(0)
+
+    runner.submit = watched
+    for _ in range(10):
+        engine.step()
+    for i, prompt in enumerate(prompts(3, seed=9)):  # and neither does a step with prompts
+        engine.add_request(Request(f"new {i}", prompt, GREEDY))
+    while engine.has_unfinished():
+        engine.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8_e4m3"])
+def test_8_bit_caches_take_the_same_path(tmp_path, kind):
+    write_checkpoint(tmp_path, "llama")
+    found = []
+    for graphs in ("off", "auto"):
+        llm = LLM(
+            tmp_path, device="cuda", dtype="float32", kv_cache_dtype=kind, num_blocks=400,
+            max_num_seqs=4, graphs=graphs,
+        )  # fmt: skip
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts(6)], GREEDY)
+        found.append([o.outputs[0].token_ids for o in outputs])
+    assert found[0] == found[1]

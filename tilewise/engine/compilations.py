@@ -1,0 +1,54 @@
+"""Counts the kernels that are compiled, so that a run can show that none was."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+__all__ = ["Compilations"]
+
+_lock = threading.Lock()
+_total = 0
+_names: list[str] = []
+_is_watching = False
+
+
+def _watch() -> None:
+    """Have Triton tell of every kernel that it compiles or fetches from its disk cache."""
+    global _is_watching
+    with _lock:
+        if _is_watching:
+            return
+        try:
+            from triton import knobs
+        except ImportError:  # without Triton nothing is compiled
+            return
+        before = knobs.runtime.jit_post_compile_hook
+
+        def told(**what: Any) -> bool | None:
+            global _total
+            with _lock:
+                _total += 1
+                _names.append(str(getattr(what.get("fn"), "name", what.get("repr"))))
+            return None if before is None else before(**what)
+
+        knobs.runtime.jit_post_compile_hook = told
+        _is_watching = True
+
+
+class Compilations:
+    """Kernels that were compiled since this was made, in the whole process."""
+
+    def __init__(self) -> None:
+        _watch()
+        self._first = _total
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return _total - self._first
+
+    @property
+    def names(self) -> list[str]:
+        """Their names, in order."""
+        return _names[self._first : _total]

@@ -1,0 +1,153 @@
+"""One decode step of the rows on the device: a function of fixed buffers, captured as a graph.
+
+Nothing that the step needs comes from the host, and nothing of it depends on what the host knows:
+it reads the rows of the batch, runs the model and the sampler, and leaves the rows as the next step
+needs them. So it can be repeated without a word between, and captured in a CUDA graph, it is
+replayed in one call. It runs a fixed number of rows, a bucket; those that are not active have no
+keys and write to no slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.cache.storage import KVStorage
+from tilewise.engine import device_sampling
+from tilewise.engine.device_batch import DeviceBatch
+from tilewise.engine.runner import CausalModel
+from tilewise.nn.context import AttentionContext
+from tilewise.ops.decode_rows import begin_decode, finish_decode
+
+__all__ = ["RING", "DecodeStep", "Results", "buckets"]
+
+# Places for results. A step writes one while another is copied to the host; steps are read in turn,
+# two at most being unfinished.
+RING = 4
+
+
+def buckets(max_num_seqs: int) -> list[int]:
+    """Return the numbers of rows that steps are made for, ascending: the last is max_num_seqs.
+
+    1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 from there: at most 8 rows in 9, and
+    later one in eight, run for nothing.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+
+
+class Results:
+    """Where steps leave what they drew, in turn.
+
+    Attributes:
+        values: (RING, max_num_seqs, 2) int64: token, and 1 if the row of logits was finite.
+        place: (1,) int64, of the last step; a step begins by moving it on.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.values = torch.zeros((RING, max_num_seqs, 2), dtype=torch.int64, device=device)
+        self.place = torch.full((1,), RING - 1, dtype=torch.int64, device=device)
+
+
+class DecodeStep:
+    """The decode step of the first `bucket` rows.
+
+    Args:
+        model: computes the step.
+        storage: the paged cache.
+        batch: the rows.
+        results: where the tokens go.
+        bucket: rows of the step.
+
+    Attributes:
+        logits: (bucket, V) float32 of the last run.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        storage: KVStorage,
+        batch: DeviceBatch,
+        results: Results,
+        bucket: int,
+    ) -> None:
+        self.model, self.storage, self.batch, self.results = model, storage, batch, results
+        self.bucket = bucket
+        self.logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        device = batch.device
+        self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
+        self.ctx = AttentionContext(
+            cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=device),
+            max_seqlen_q=1,
+            seqlens_k=torch.zeros(bucket, dtype=torch.int32, device=device),
+            block_table=batch.table[:bucket],
+            slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
+            keeps_plans=True,
+        )
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph is replayed."""
+        return self._graph is not None
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Do the step, by its graph if there is one."""
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+
+    @torch.inference_mode()
+    def capture(self, pool: Any) -> None:
+        """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
+
+        What the step does for the first time (kernels that are compiled, plans, tables of angles,
+        workspaces of cuBLAS) it does before, twice.
+        """
+        stream = torch.cuda.Stream(self.batch.device)
+        stream.wait_stream(torch.cuda.current_stream(self.batch.device))
+        with torch.cuda.stream(stream):
+            self._compute()
+            self._compute()
+        torch.cuda.current_stream(self.batch.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self._compute()
+        self._graph = graph
+
+    def _compute(self) -> None:
+        rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket
+        token, position, active = rows.token[:size], rows.position[:size], rows.active[:size]
+        begin_decode(
+            position,
+            active,
+            rows.fresh[:size],
+            ctx.block_table,
+            results.place,
+            block_size=rows.block_size,
+            ring=RING,
+            positions=self._positions,
+            slot_mapping=ctx.slot_mapping,
+            seqlens_k=ctx.seqlens_k,
+        )
+        for plan in ctx.plans.values():
+            plan.update(ctx.seqlens_k, ctx.cu_seqlens_q)
+        hidden = self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+        self.logits = self.model.compute_logits(hidden)
+        drawn, is_finite = device_sampling.sample_tokens(
+            self.logits,
+            temperature=rows.temperature[:size],
+            top_k=rows.top_k[:size],
+            top_p=rows.top_p[:size],
+            min_p=rows.min_p[:size],
+            seeds=rows.seed[:size],
+            counters=rows.counter[:size],
+        )
+        finish_decode(
+            drawn, is_finite, token, position, rows.counter[:size], active, results.place,
+            results.values,
+        )  # fmt: skip

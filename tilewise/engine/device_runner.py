@@ -1,0 +1,356 @@
+"""A runner whose batch lives on the device: decode steps need a word from the host at most.
+
+what decodes   every sequence runs one token and draws one: a `DecodeStep` of the bucket that holds
+               the rows, captured as a CUDA graph or computed op by op
+everything else  prompts, chunks and mixed steps: packed inputs, sent in one copy together with what
+               changes in the rows; tokens that the host does not know yet are taken from the rows
+results        are copied to pinned memory on a stream of their own; `result` waits for that copy
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise.cache.storage import KVStorage
+from tilewise.engine import device_sampling
+from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.compilations import Compilations
+from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
+from tilewise.engine.device_batch import DeviceBatch
+from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples
+from tilewise.nn.context import AttentionContext
+from tilewise.ops import copy_blocks, shared_prefixes
+
+__all__ = ["DeviceRunner"]
+
+# Logits that are drawn from at a time in a step of prompts: 256 MiB of float32.
+MAX_SAMPLED = 2**26
+Logprobs = tuple[Tensor, Tensor, Tensor]
+Read = Callable[[], tuple[list[int], list[int], list[list[Any]]]]
+
+
+class DeviceRunner:
+    """Runs a model over the cache that it writes, with the batch on the device.
+
+    Args:
+        model: see CausalModel.
+        storage: the paged cache on the device of the model.
+        max_num_seqs: sequences of a batch at most.
+        max_model_len: tokens of a sequence at most.
+
+    Attributes:
+        steps: the decode steps by their number of rows.
+        captures: a decode step is captured as a CUDA graph when it first runs.
+        compilations: kernels that were compiled since the runner was ready.
+    """
+
+    def __init__(
+        self, model: CausalModel, storage: KVStorage, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self.model = model
+        self.storage = storage
+        self.block_size = storage.spec.block_size
+        self.device = storage.layers[0][0].device
+        self.compilations = Compilations()
+        layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
+        self.sharing_tokens: int | None = None
+        if self.device.type == "cuda":
+            self.sharing_tokens = SHARING_BYTES // layer_bytes
+        max_blocks = math.ceil(max_model_len / self.block_size)
+        self.rows = DeviceBatch(max_num_seqs, max_blocks, self.block_size, self.device)
+        self.results = Results(max_num_seqs, self.device)
+        self.buckets = buckets(max_num_seqs)
+        self.steps: dict[int, DecodeStep] = {}
+        self.captures = False
+        self._pool: Any = None
+        self._place = 0  # of the next results, as the device counts
+        is_cuda = self.device.type == "cuda"
+        self._pinned = [
+            torch.zeros((max_num_seqs, 2), dtype=torch.int64, pin_memory=is_cuda)
+            for _ in range(RING)
+        ]
+        self._reading = torch.cuda.Stream(self.device) if is_cuda else None
+
+    @property
+    def num_compilations(self) -> int:
+        """Kernels that were compiled since the runner was ready, see `start`."""
+        return self.compilations.count
+
+    def step_of(self, bucket: int) -> DecodeStep:
+        """Return the decode step of so many rows, made when it is first asked for."""
+        step = self.steps.get(bucket)
+        if step is None:
+            step = DecodeStep(self.model, self.storage, self.rows, self.results, bucket)
+            self.steps[bucket] = step
+        return step
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.rows.reset()
+        # A step that failed midway may have moved the device's count on.
+        self.results.place.fill_((self._place - 1) % RING)
+
+    @torch.inference_mode()
+    def submit(self, batch: Batch) -> _Handle:
+        """Begin a step."""
+        try:
+            if all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences):
+                return self._decode(batch)
+            return self._run(batch)
+        except BaseException:
+            self.reset()  # rows may have been told what did not happen
+            raise
+
+    def _decode(self, batch: Batch) -> _Handle:
+        changes = self.rows.take(batch, decodes=True)
+        step = self._prepared(next(b for b in self.buckets if b >= self.rows.num_rows))
+        self._copy_blocks(batch)
+        self.rows.send(changes)
+        step.run()
+        place, self._place = self._place, (self._place + 1) % RING
+        logprobs = None
+        if any(s.sampling.logprobs is not None for s in batch.sequences):
+            assert step.logits is not None
+            tokens = self.results.values[place, :, 0]
+            logprobs = self._logprobs(batch.sequences, changes.rows, step.logits, tokens)
+        end, pinned = self.rows.num_rows, self._pinned[place]
+        target = pinned[:end]
+        event = self._read([(target, self.results.values[place, :end])], logprobs)
+        return _Handle(batch, changes.rows, target, logprobs, event)
+
+    def _prepared(self, bucket: int) -> DecodeStep:
+        step = self.step_of(bucket)
+        if self.captures and not step.is_captured:
+            self.capture(bucket)
+        return step
+
+    def capture(self, bucket: int) -> None:
+        """Capture the decode step of so many rows."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        rows, place = self.rows, self.results.place
+        with torch.inference_mode():
+            state = [x.clone() for x in (rows.active, rows.fresh, place)]
+            rows.active.zero_()
+            rows.fresh.fill_(-1)
+            self.step_of(bucket).capture(self._pool)
+            for x, value in zip((rows.active, rows.fresh, place), state, strict=True):
+                x.copy_(value)
+
+    def _run(self, batch: Batch) -> _Handle:
+        """Compute a step of which some sequences run more than one token, or draw not one."""
+        rows, sequences = self.rows, batch.sequences
+        changes = rows.take(batch, decodes=False)
+        lengths = np.array([len(s.token_ids) for s in sequences], np.int64)
+        starts = np.array([s.start for s in sequences], np.int64)
+        edges = np.concatenate([[0], np.cumsum(lengths)])
+        row_of = np.array(changes.rows, np.int64)
+        ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64)
+        owner = np.repeat(np.arange(len(sequences)), lengths)
+        positions = np.arange(len(ids)) + (starts - edges[:-1])[owner]
+        blocks = rows.host_table[row_of[owner], positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+        pending = np.flatnonzero(ids == PENDING)
+        ids[pending] = 0
+        drawing = [i for i, s in enumerate(sequences) if s.num_samples > 0]
+        counts = np.array([sequences[i].num_samples for i in drawing], np.int64)
+        firsts = np.cumsum(counts) - counts  # of each, its first sample
+        sampling, seeds, counters = _sampling([sequences[i] for i in drawing])
+        more = [
+            ids, positions, slots, pending, row_of[owner[pending]], edges[1:][drawing] - 1,
+            np.repeat(np.arange(len(drawing)), counts), firsts, row_of[drawing], seeds, counters,
+            row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), sampling.ravel(),
+        ]  # fmt: skip
+        sent = rows.send(changes, more)
+        self._copy_blocks(batch)
+        (ids_, positions_, slots_, pending_, pending_rows, logits_rows, repeats, firsts_, drawing_,
+         seeds_, counters_, rows_, cu, seqlens, words) = sent  # fmt: skip
+        if len(pending):
+            ids_.index_copy_(0, pending_, rows.token.index_select(0, pending_rows))
+        width = int((starts + lengths).max() - 1) // self.block_size + 1
+        shared = None
+        if self.sharing_tokens is not None and len(sequences) > 1:
+            shared = shared_prefixes(
+                rows.host_table[row_of, :width], starts + lengths, edges,
+                block_size=self.block_size, device=self.device,
+            )  # fmt: skip
+            if shared is not None and shared.saved_tokens < self.sharing_tokens:
+                shared = None
+        ctx = AttentionContext(
+            cu_seqlens_q=cu,
+            max_seqlen_q=int(lengths.max()),
+            seqlens_k=seqlens,
+            block_table=rows.table.index_select(0, rows_)[:, :width],
+            slot_mapping=slots_,
+            shared=shared,
+        )
+        hidden = self.model(ids_, positions_, ctx=ctx, kv=self.storage.layers)
+        if not drawing:
+            nothing = torch.empty((0, 2), dtype=torch.int64)
+            return _Handle(batch, [], nothing, None, self._read([], None))
+        if len(logits_rows) < len(hidden):
+            hidden = hidden.index_select(0, logits_rows)
+        logits = self.model.compute_logits(hidden)
+        pairs = self._sample(logits, words.view(4, -1), seeds_, counters_, repeats, counts)
+        rows.store_tokens(drawing_, pairs[:, 0].index_select(0, firsts_))
+        logprobs = None
+        if any(s.sampling.logprobs is not None for s in sequences):
+            samplers = [s for s in sequences for _ in range(s.num_samples)]
+            repeated = logits if len(repeats) == len(logits) else logits.index_select(0, repeats)
+            logprobs = self._logprobs(samplers, range(len(samplers)), repeated, pairs[:, 0])
+        is_cuda = self.device.type == "cuda"
+        target = torch.empty(pairs.shape, dtype=torch.int64, pin_memory=is_cuda)
+        event = self._read([(target, pairs)], logprobs)
+        return _Handle(batch, None, target, logprobs, event)
+
+    def _sample(
+        self, logits: Tensor, words: Tensor, seeds: Tensor, counters: Tensor, repeats: Tensor,
+        counts: NDArray[np.int64],
+    ) -> Tensor:  # fmt: skip
+        """Return (samples, 2): token and whether the row of logits is finite."""
+        floats, total = words[:3].view(torch.float32), len(seeds)
+        step, parts = max(MAX_SAMPLED // logits.shape[1], 1), []
+        is_single = int(counts.max()) == 1
+        for first in range(0, total, step):
+            some = slice(first, first + step)
+            tokens, is_finite = device_sampling.sample_tokens(
+                logits[some] if is_single else logits.index_select(0, repeats[some]),
+                temperature=floats[0, some], top_p=floats[1, some], min_p=floats[2, some],
+                top_k=words[3, some], seeds=seeds[some], counters=counters[some],
+            )  # fmt: skip
+            parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _logprobs(
+        self, samplers: Sequence[ScheduledSequence], rows: Sequence[int], logits: Tensor,
+        tokens: Tensor,
+    ) -> _Logprobs:  # fmt: skip
+        """Compute the log-probabilities that some of the samples ask for."""
+        asking = [i for i, s in enumerate(samplers) if s.sampling.logprobs is not None]
+        count = max(samplers[i].sampling.logprobs or 0 for i in asking)
+        place = np.array([rows[i] for i in asking], np.int64)
+        index = torch.from_numpy(place)
+        if self.device.type == "cuda":
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        found = device_sampling.token_logprobs(
+            logits.index_select(0, index), tokens.index_select(0, index), max(count, 1)
+        )
+        return _Logprobs(asking, found)
+
+    def _read(
+        self, copies: list[tuple[Tensor, Tensor]], logprobs: _Logprobs | None
+    ) -> torch.cuda.Event | None:
+        """Copy results to the host beside what the device does next; return what to wait for."""
+        if logprobs is not None:
+            is_cuda = self.device.type == "cuda"
+            logprobs.host = [
+                torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in logprobs.found
+            ]
+            copies = [*copies, *zip(logprobs.host, logprobs.found, strict=True)]
+        if self._reading is None:
+            for target, source in copies:
+                target.copy_(source)
+            return None
+        self._reading.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._reading):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._reading)
+            event = torch.cuda.Event()
+            event.record(self._reading)
+        return event
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        if not batch.block_copies:
+            return
+        pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
+        if self.device.type == "cuda":
+            pairs = pairs.pin_memory().to(self.device, non_blocking=True)
+        k_cache, v_cache, *scales = self.storage.whole
+        k_scale, v_scale = scales or (None, None)
+        pairs = self.storage.in_all_layers(pairs)
+        copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
+
+
+class _Logprobs:
+    """Log-probabilities of the samples `asking`, on the device and, once read, on the host."""
+
+    def __init__(self, asking: list[int], found: Logprobs) -> None:
+        self.asking, self.found = asking, found
+        self.host: list[Tensor] = []
+
+    def attach(self, samplers: Sequence[ScheduledSequence], tokens: list[SampledToken]) -> None:
+        """Put them into the tokens."""
+        own, top_ids, top = (x.tolist() for x in self.host)
+        for i, value, ids, best in zip(self.asking, own, top_ids, top, strict=True):
+            kept = samplers[i].sampling.logprobs or 0
+            alternatives = tuple(zip(ids[:kept], best[:kept], strict=True))
+            tokens[i] = SampledToken(tokens[i].token_id, value, alternatives)
+
+
+class _Handle:
+    """A submitted step.
+
+    Args:
+        batch: what was submitted.
+        rows: where the token of each sequence lies in `pairs`; None if they lie in order.
+        pairs: (n, 2) on the host, valid after the event.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        rows: list[int] | None,
+        pairs: Tensor,
+        logprobs: _Logprobs | None,
+        event: torch.cuda.Event | None,
+    ) -> None:
+        self._batch, self._rows, self._pairs = batch, rows, pairs
+        self._logprobs, self._event = logprobs, event
+
+    def result(self) -> Samples:
+        """Wait for the step and return its tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        sequences = self._batch.sequences
+        if not len(self._pairs):
+            return [[] for _ in sequences]
+        token_ids, is_finite = self._pairs.t().tolist()
+        if self._rows is not None:
+            token_ids = [token_ids[row] for row in self._rows]
+            is_finite = [is_finite[row] for row in self._rows]
+        if not all(is_finite):
+            raise FloatingPointError("logits must be finite, got NaN or infinity from the model")
+        tokens = [SampledToken(i) for i in token_ids]
+        if self._logprobs is not None:
+            samplers = [s for s in sequences for _ in range(s.num_samples)]
+            self._logprobs.attach(samplers, tokens)
+        if self._rows is not None:
+            return [[token] for token in tokens]
+        drawn = iter(tokens)
+        return [[next(drawn) for _ in range(s.num_samples)] for s in sequences]
+
+
+def _sampling(
+    sequences: Sequence[ScheduledSequence],
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the parameters (4, samples) as words of 32 bits, the seeds and the counters."""
+    seeds = [seed for s in sequences for seed in s.seeds]
+    floats = np.zeros((4, len(seeds)), np.float32)
+    counters = np.zeros(len(seeds), np.int64)
+    first = 0
+    for s in sequences:
+        some = slice(first, first := first + s.num_samples)
+        p = s.sampling
+        floats[0, some], floats[1, some], floats[2, some] = p.temperature, p.top_p, p.min_p
+        floats.view(np.int32)[3, some] = min(p.top_k, 2**31 - 1)
+        counters[some] = s.num_generated
+    return floats.view(np.int32), np.array(seeds, np.int64), counters

@@ -1,0 +1,50 @@
+"""A decode step's rows in torch's own operations: what runs on a CPU, and the oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def begin(
+    position: Tensor,
+    active: Tensor,
+    fresh: Tensor,
+    table: Tensor,
+    place: Tensor,
+    *,
+    block_size: int,
+    ring: int,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seqlens_k: Tensor,
+) -> None:
+    """See `ops.decode_rows.begin_decode`."""
+    positions.copy_(position * active)
+    column = (positions // block_size).unsqueeze(1)
+    block = table.gather(1, column)
+    block = torch.where(fresh.unsqueeze(1) >= 0, fresh.unsqueeze(1), block)
+    table.scatter_(1, column, block)
+    fresh.fill_(-1)
+    slots = block[:, 0].to(torch.int64) * block_size + positions % block_size
+    slot_mapping.copy_(torch.where(active != 0, slots, -1))
+    seqlens_k.copy_(positions + active)
+    place.add_(1).remainder_(ring)
+
+
+def finish(
+    drawn: Tensor,
+    is_finite: Tensor,
+    token: Tensor,
+    position: Tensor,
+    counter: Tensor,
+    active: Tensor,
+    place: Tensor,
+    results: Tensor,
+) -> None:
+    """See `ops.decode_rows.finish_decode`."""
+    token.copy_(torch.where(active != 0, drawn, token))
+    position += active
+    counter += active
+    pairs = torch.stack((drawn, is_finite.to(torch.int64)), dim=1)
+    results[:, : len(drawn)].index_copy_(0, place, pairs.unsqueeze(0))
