@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise import ops
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import device_sampling
 from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.runner import CausalModel
 from tilewise.nn.context import AttentionContext
@@ -138,7 +138,7 @@ class DecodeStep:
             plan.update(ctx.seqlens_k, ctx.cu_seqlens_q)
         hidden = self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
         self.logits = self.model.compute_logits(hidden)
-        drawn, is_finite = device_sampling.sample_tokens(
+        drawn, is_finite = ops.sample_tokens(
             self.logits,
             temperature=rows.temperature[:size],
             top_k=rows.top_k[:size],

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tilewise import ops
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import device_sampling
 from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
@@ -221,7 +221,7 @@ class DeviceRunner:
         is_single = int(counts.max()) == 1
         for first in range(0, total, step):
             some = slice(first, first + step)
-            tokens, is_finite = device_sampling.sample_tokens(
+            tokens, is_finite = ops.sample_tokens(
                 logits[some] if is_single else logits.index_select(0, repeats[some]),
                 temperature=floats[0, some], top_p=floats[1, some], min_p=floats[2, some],
                 top_k=words[3, some], seeds=seeds[some], counters=counters[some],
@@ -240,8 +240,8 @@ class DeviceRunner:
         index = torch.from_numpy(place)
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
-        found = device_sampling.token_logprobs(
-            logits.index_select(0, index), tokens.index_select(0, index), max(count, 1)
+        found = ops.token_logprobs(
+            logits.index_select(0, index), tokens.index_select(0, index), min(max(count, 1), logits.shape[1])
         )
         return _Logprobs(asking, found)
 

@@ -20,6 +20,7 @@ from tilewise.kernels.gluon._descriptors import descriptor, why_no_descriptor
 from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.gluon.attention_fp8_fwd import attention_fp8_fwd_kernel
 from tilewise.kernels.gluon.attention_fp8_tiles import HEAD_DIMS, Variant, variant_of
+from tilewise.kernels.gluon.attention_fwd_launch import _counter
 from tilewise.kernels.gluon.quantize import Quantized, quantize_qkv, value_columns
 from tilewise.kernels.spec import AttentionSpec
 
@@ -30,7 +31,6 @@ QUANTIZES = True  # takes 16-bit tensors, too
 _HOPPER = 90
 _UNLIMITED = 1 << 30  # keys on a side whose kernel does not look
 _L2_BYTES = 16 << 20  # of keys and values at work at a time; the cache has 50 MB
-_counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -127,15 +127,3 @@ def run(
         left, right, VARIANT=variant,
     )  # fmt: skip
     return o, lse
-
-
-def _counter(where: torch.device) -> Tensor:
-    """Return the tile counter of this device and stream: 0 between launches.
-
-    Launches that overlap must not share one.
-    """
-    key = (where, torch.cuda.current_stream(where).cuda_stream)
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=where)
-    return counter
