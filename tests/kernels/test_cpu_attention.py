@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewise import ops
 from tilewise.kernels.cpu import attention as cpu
 from tilewise.kernels.cpu.rows import why_not_dtype
 from tilewise.kernels.spec import AttentionSpec
@@ -319,6 +320,28 @@ def test_a_call_like_one_before_reads_and_writes_its_own_tensors() -> None:
     assert all(torch.equal(again[key], want[key]) for key in want)
     assert all(torch.equal(first[key], kept[key]) for key in kept)
     assert not torch.equal(first["o"], again["o"])
+
+
+def test_small_calls_stay_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking another takes longer than they do; larger ones are shared, with the same bits."""
+    shared: list[str] = []
+    for name in ("run_tasks", "run_on_team"):
+        original = getattr(cpu, name)
+
+        def spy(function, *args, _name=name, _original=original):
+            shared.append(_name)
+            _original(function, *args)
+
+        monkeypatch.setattr(cpu, name, spy)
+    results = []
+    for limit in (2**20, 0):
+        monkeypatch.setattr(cpu, "_SMALL", limit)
+        q, k, v = make_qkv(1, 16, 16, 4, 2, 64, requires_grad=True)
+        o = ops.attention(q, k, v, backend="cpu", causal=True)
+        results.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v))])
+        assert bool(shared) == (limit == 0)
+    for alone, together in zip(*results, strict=True):
+        assert torch.equal(alone, together)
 
 
 def test_concurrent_python_threads_do_not_disturb_each_other() -> None:
