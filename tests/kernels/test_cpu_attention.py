@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -320,6 +322,61 @@ def test_a_call_like_one_before_reads_and_writes_its_own_tensors() -> None:
     assert all(torch.equal(again[key], want[key]) for key in want)
     assert all(torch.equal(first[key], kept[key]) for key in kept)
     assert not torch.equal(first["o"], again["o"])
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_call_of_other_strides_is_described_anew(name: str) -> None:
+    """What is remembered of a call are its numbers but for addresses; strides are among them."""
+    tensors = dict(zip("qkv", make_qkv(2, 5, 7, 4, 2, 16), strict=True))
+    spec = spec_of(list(tensors.values()), {}, {})
+    want = cpu.launch_fwd(**tensors, spec=spec)
+    tensors[name] = _heads_first(tensors[name])
+    for mine, other in zip(cpu.launch_fwd(**tensors, spec=spec), want, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_slopes_of_heads_and_of_sequences_are_different_calls() -> None:
+    q, k, v = make_qkv(2, 5, 7, 4, 2, 16)
+    slopes = torch.rand(2, 4)
+    first = ops.attention(q, k, v, alibi_slopes=slopes[0].contiguous(), backend="cpu")
+    both = ops.attention(q, k, v, alibi_slopes=slopes, backend="cpu")
+    assert torch.equal(both[0], first[0])
+    want = ops.attention(q, k, v, alibi_slopes=slopes, backend="reference")
+    torch.testing.assert_close(both, want, rtol=1e-5, atol=1e-5)
+
+
+# Of nobody's allocations but a fresh process's can the peak be told.
+_FORWARD = """
+import torch
+from tilewise import ops
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak"))
+
+for dtype in (torch.float32, torch.bfloat16):
+    make = lambda length: torch.zeros(1, length, 1, 16, dtype=dtype)
+    few, many = make(64), make(40_000)
+    ops.attention(few, few, few, window=50, backend="cpu")
+    before = peak()
+    ops.attention(many, many, many, window=50, backend="cpu")
+    print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_scratch_of_the_forward_pass_is_linear_in_the_sequence() -> None:
+    """Kernels take memory that no dispatcher sees; 40,000 x 40,000 bytes would be 1.5 GiB."""
+    run = subprocess.run(
+        [sys.executable, "-c", _FORWARD], capture_output=True, text=True, timeout=500, check=True
+    )
+    grown = [int(line) for line in run.stdout.split()]
+    assert len(grown) == 2
+    assert max(grown) < 2**29
 
 
 def test_small_calls_stay_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,13 @@ class TestAttention:
         changed = (ops.attention(q, moved, v, window=3, backend=backend) != base).any(-1).flatten()
         assert changed.nonzero().flatten().tolist() == [5, 6, 7]
 
+    def test_causal_hides_what_a_window_shows_to_the_right(self, backend, place):
+        q, k, v = (_draw(backend, place, 1, 9, 2, 64) for _ in range(3))
+        causal = ops.attention(q, k, v, causal=True, window=(3, 2), backend=backend)
+        assert torch.equal(causal, ops.attention(q, k, v, window=(3, 0), backend=backend))
+        causal = ops.attention(q, k, v, causal=True, window=(None, 2), backend=backend)
+        assert torch.equal(causal, ops.attention(q, k, v, causal=True, backend=backend))
+
     def test_two_runs_are_bitwise_equal(self, backend, place):
         runs = []
         for _ in range(2):
