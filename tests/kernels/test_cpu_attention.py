@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import ops
 from tilewise.kernels.cpu import attention as cpu
+from tilewise.kernels.cpu.decode_launch import run_decode
 from tilewise.kernels.cpu.rows import why_not_dtype
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.reference import standard
@@ -377,6 +378,54 @@ def test_scratch_of_the_forward_pass_is_linear_in_the_sequence() -> None:
     grown = [int(line) for line in run.stdout.split()]
     assert len(grown) == 2
     assert max(grown) < 2**29
+
+
+ONE_QUERY = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (60, 3)},
+    "softcap": {"softcap": 3.0, "softmax_scale": 0.4},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4)},
+    "slopes": {"alibi_slopes": torch.linspace(0, 1, 4)},
+    "lengths": {"seqlens_k": torch.tensor([600, 0, 17], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", ONE_QUERY)
+def test_one_query_a_sequence_runs_on_the_decode_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def spy(*args: Any, **options: Any) -> None:
+        calls.append(args)
+        run_decode(*args, **options)
+
+    monkeypatch.setattr(cpu, "run_decode", spy)
+    q, k, v = make_qkv(3, 1, 700, 4, 2, 16, v_head_dim=24)
+    k, v = _heads_first(k), v.flip(0)
+    options = ONE_QUERY[name]
+    got = ops.attention(q, k, v, return_lse=True, backend="cpu", **options)
+    assert len(calls) == 1
+    want = ops.attention(q, k, v, return_lse=True, backend="reference", **options)
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_one_query_that_the_decode_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "run_decode", lambda *args, **options: pytest.fail("was called"))
+    q, k, v = make_qkv(2, 1, 40, 4, 2, 16)
+    slopes = torch.rand(2, 4)
+    for tensors, options in (
+        ((q, k, v), {"bias": torch.randn(40)}),
+        ((q, k, v), {"alibi_slopes": slopes}),
+        ((q, k, v), {"dropout_p": 0.5, "seed": 3}),
+        (make_qkv(2, 1, 40, 4, 2, 13), {}),
+        ((q, k[:, :0], v[:, :0]), {}),
+    ):
+        got = ops.attention(*tensors, backend="cpu", **options)
+        want = ops.attention(*tensors, backend="reference", **options)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_small_calls_stay_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise.kernels.cpu import amx, backward_amx, forward_amx, simd
 from tilewise.kernels.cpu.amx_tiles import PARTS
 from tilewise.kernels.cpu.backward import attention_backward
+from tilewise.kernels.cpu.decode_launch import run_decode
 from tilewise.kernels.cpu.forward import MAX_TILES, attention_forward
 from tilewise.kernels.cpu.gradients import BackwardPlan, place_gradients
 from tilewise.kernels.cpu.problem import (
@@ -106,8 +107,32 @@ def launch_fwd(
         seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, philox=philox,
         mask=mask,
     )  # fmt: skip
-    run_forward(problem, lse, None if spec.is_varlen else q.shape[1], is_small=_is_small(spec, 1))
+    is_small = _is_small(spec, 1)
+    if _decodes(spec, problem):
+        run_decode(_as_pages(problem, k.shape[1]), lse, k.dtype, is_small=is_small)
+    else:
+        run_forward(problem, lse, None if spec.is_varlen else q.shape[1], is_small=is_small)
     return o, lse
+
+
+def _decodes(spec: AttentionSpec, problem: Problem) -> bool:
+    """Whether the call is one query a sequence, as the decode kernel computes it."""
+    return (
+        spec.max_seqlen_q == 1
+        and spec.max_seqlen_k > 0
+        and not (spec.is_varlen or spec.has_bias or spec.mask_tile or spec.dropout_threshold)
+        and problem.sizes.slopes_batch == 0
+        and spec.head_dim % 2 == spec.v_head_dim % 2 == 0
+    )
+
+
+def _as_pages(problem: Problem, length: int) -> Problem:
+    """The same call over a cache of one block a sequence, which lies at the sequence's start."""
+    table = np.zeros((len(problem.arrays.starts), 1), np.int32)
+    return problem._replace(
+        sizes=problem.sizes._replace(block_size=length),
+        arrays=problem.arrays._replace(table=table),
+    )
 
 
 def _is_small(spec: AttentionSpec, passes: int) -> bool:
