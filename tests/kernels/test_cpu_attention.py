@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewise import ops
 from tilewise.kernels.cpu import attention as cpu
+from tilewise.kernels.cpu.decode_launch import run_decode
 from tilewise.kernels.cpu.rows import why_not_dtype
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.reference import standard
@@ -319,6 +323,131 @@ def test_a_call_like_one_before_reads_and_writes_its_own_tensors() -> None:
     assert all(torch.equal(again[key], want[key]) for key in want)
     assert all(torch.equal(first[key], kept[key]) for key in kept)
     assert not torch.equal(first["o"], again["o"])
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_call_of_other_strides_is_described_anew(name: str) -> None:
+    """What is remembered of a call are its numbers but for addresses; strides are among them."""
+    tensors = dict(zip("qkv", make_qkv(2, 5, 7, 4, 2, 16), strict=True))
+    spec = spec_of(list(tensors.values()), {}, {})
+    want = cpu.launch_fwd(**tensors, spec=spec)
+    tensors[name] = _heads_first(tensors[name])
+    for mine, other in zip(cpu.launch_fwd(**tensors, spec=spec), want, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_slopes_of_heads_and_of_sequences_are_different_calls() -> None:
+    q, k, v = make_qkv(2, 5, 7, 4, 2, 16)
+    slopes = torch.rand(2, 4)
+    first = ops.attention(q, k, v, alibi_slopes=slopes[0].contiguous(), backend="cpu")
+    both = ops.attention(q, k, v, alibi_slopes=slopes, backend="cpu")
+    assert torch.equal(both[0], first[0])
+    want = ops.attention(q, k, v, alibi_slopes=slopes, backend="reference")
+    torch.testing.assert_close(both, want, rtol=1e-5, atol=1e-5)
+
+
+# Of nobody's allocations but a fresh process's can the peak be told.
+_FORWARD = """
+import torch
+from tilewise import ops
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak"))
+
+for dtype in (torch.float32, torch.bfloat16):
+    make = lambda length: torch.zeros(1, length, 1, 16, dtype=dtype)
+    few, many = make(64), make(40_000)
+    ops.attention(few, few, few, window=50, backend="cpu")
+    before = peak()
+    ops.attention(many, many, many, window=50, backend="cpu")
+    print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_scratch_of_the_forward_pass_is_linear_in_the_sequence() -> None:
+    """Kernels take memory that no dispatcher sees; 40,000 x 40,000 bytes would be 1.5 GiB."""
+    run = subprocess.run(
+        [sys.executable, "-c", _FORWARD], capture_output=True, text=True, timeout=500, check=True
+    )
+    grown = [int(line) for line in run.stdout.split()]
+    assert len(grown) == 2
+    assert max(grown) < 2**29
+
+
+ONE_QUERY = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (60, 3)},
+    "softcap": {"softcap": 3.0, "softmax_scale": 0.4},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4)},
+    "slopes": {"alibi_slopes": torch.linspace(0, 1, 4)},
+    "lengths": {"seqlens_k": torch.tensor([600, 0, 17], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", ONE_QUERY)
+def test_one_query_a_sequence_runs_on_the_decode_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def spy(*args: Any, **options: Any) -> None:
+        calls.append(args)
+        run_decode(*args, **options)
+
+    monkeypatch.setattr(cpu, "run_decode", spy)
+    q, k, v = make_qkv(3, 1, 700, 4, 2, 16, v_head_dim=24)
+    k, v = _heads_first(k), v.flip(0)
+    options = ONE_QUERY[name]
+    got = ops.attention(q, k, v, return_lse=True, backend="cpu", **options)
+    assert len(calls) == 1
+    want = ops.attention(q, k, v, return_lse=True, backend="reference", **options)
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_one_query_that_the_decode_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "run_decode", lambda *args, **options: pytest.fail("was called"))
+    q, k, v = make_qkv(2, 1, 40, 4, 2, 16)
+    slopes = torch.rand(2, 4)
+    for tensors, options in (
+        ((q, k, v), {"bias": torch.randn(40)}),
+        ((q, k, v), {"alibi_slopes": slopes}),
+        ((q, k, v), {"dropout_p": 0.5, "seed": 3}),
+        (make_qkv(2, 1, 40, 4, 2, 13), {}),
+        ((q, k[:, :0], v[:, :0]), {}),
+    ):
+        got = ops.attention(*tensors, backend="cpu", **options)
+        want = ops.attention(*tensors, backend="reference", **options)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_small_calls_stay_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking another takes longer than they do; larger ones are shared, with the same bits."""
+    shared: list[str] = []
+    for name in ("run_tasks", "run_on_team"):
+        original = getattr(cpu, name)
+
+        def spy(function, *args, _name=name, _original=original):
+            shared.append(_name)
+            _original(function, *args)
+
+        monkeypatch.setattr(cpu, name, spy)
+    results = []
+    for limit in (2**20, 0):
+        monkeypatch.setattr(cpu, "_SMALL", limit)
+        q, k, v = make_qkv(1, 16, 16, 4, 2, 64, requires_grad=True)
+        o = ops.attention(q, k, v, backend="cpu", causal=True)
+        results.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v))])
+        assert bool(shared) == (limit == 0)
+    for alone, together in zip(*results, strict=True):
+        assert torch.equal(alone, together)
 
 
 def test_concurrent_python_threads_do_not_disturb_each_other() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from tests.kernels.attention_oracle import assert_agree, by_kernel
 from tilewise import masks, ops
+from tilewise.kernels.cpu import visibility
+from tilewise.kernels.cpu.problem import TILE_M, TILE_N
+from tilewise.testing import make_qkv
 
 B, SQ, SK, D, DV = 2, 150, 290, 24, 16
 
@@ -156,3 +160,45 @@ def test_empty_tiles_cost_nothing() -> None:
         assert seconds(mask=mask) < seconds() / 4  # 64 of 4,096 tiles
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(150, 150), (70, 200), (200, 70), (1, 300)])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("window", [(-1, -1), (0, 0), (5, -1), (-1, 4), (130, 2), (1, 0), (3, 40)])
+def test_rows_that_see_a_tile_of_keys_are_all_of_them_and_no_more(
+    q_len: int, k_len: int, group: int, window: tuple[int, int]
+) -> None:
+    """The backward pass walks these rows of a tile; the first may be rounded down to a tile."""
+    sizes = SimpleNamespace(window_left=window[0], window_right=window[1], group=group)
+    query, key = torch.arange(q_len).unsqueeze(1), torch.arange(k_len)
+    diagonal = query + k_len - q_len
+    sees = torch.ones(q_len, k_len, dtype=torch.bool)
+    if window[0] >= 0:
+        sees &= key >= diagonal - window[0]
+    if window[1] >= 0:
+        sees &= key <= diagonal + window[1]
+    for start in range(0, k_len, TILE_N):
+        count = min(TILE_N, k_len - start)
+        first, end = visibility.seeing_rows.py_func(sizes, q_len, k_len, start, count)
+        rows = sees[:, start : start + count].any(1).nonzero()
+        if rows.numel() == 0:
+            continue
+        assert first % TILE_M == 0
+        assert rows.min() * group - TILE_M < first <= rows.min() * group
+        assert end == (int(rows.max()) + 1) * group
+
+
+def test_the_last_row_of_a_left_window_has_its_gradient() -> None:
+    """Row TILE_N + left sees one key of the first tile and starts a tile of rows of its own."""
+    left = (1 - TILE_N) % TILE_M
+    length = TILE_N + left + 1
+    leaves = make_qkv(1, length, length, 1, 1, 16, requires_grad=True)
+    do = torch.zeros(1, length, 1, 16)
+    do[0, TILE_N + left - 1] = 1.0
+    grads = [
+        torch.autograd.grad(ops.attention(*leaves, window=(left, 0), backend=name), leaves, do)
+        for name in ("cpu", "reference")
+    ]
+    assert float(grads[1][1][0, TILE_N - 1].abs().max()) > 0
+    for mine, other in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)

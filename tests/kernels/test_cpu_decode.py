@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.kernels.quantised_cache import quantised
 from tilewise import ops
 from tilewise.kernels import device
-from tilewise.kernels.cpu import decode, paged_attention, simd, weights
+from tilewise.kernels.cpu import decode, decode_launch, simd, weights
 from tilewise.kernels.cpu.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
 from tilewise.reference import paged as reference
@@ -101,7 +101,7 @@ def test_only_narrow_queries_of_int8_caches_are_rounded() -> None:
     ):
         head_dim = CASES[name][3][0]
         sizes = SimpleNamespace(head_dim=head_dim, q_code=DTYPE_CODES[dtype])
-        assert paged_attention._takes_integers(sizes, cache_dtype) == expected
+        assert decode_launch._takes_integers(sizes, cache_dtype) == expected
 
 
 def _one_key(head_dim: int, value: int) -> tuple[list[Tensor], dict[str, Any]]:
@@ -170,7 +170,7 @@ def test_bits_of_integers_do_not_depend_on_threads() -> None:
 def test_chunks_of_every_size_agree_with_float64(
     chunk: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "chunk_of", lambda key_bytes: chunk)
+    monkeypatch.setattr(decode_launch, "chunk_of", lambda key_bytes: chunk)
     k_cache, v_cache, table, lengths = make_paged_cache(
         [1, 63, 64, 65, 1100], 16, 2, dims[0], v_head_dim=dims[1], dtype=torch.bfloat16
     )
@@ -276,7 +276,7 @@ def test_a_value_that_is_not_a_number_spoils_the_heads_of_its_key_head_alone(
 ) -> None:
     # One task has both key heads, and its last chunk is the first key of a register: behind it
     # lies the scale of the last head's second key of the chunk before.
-    monkeypatch.setattr(paged_attention, "chunk_of", lambda key_bytes: 16)
+    monkeypatch.setattr(decode_launch, "chunk_of", lambda key_bytes: 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     tensors, metadata = _call("groups of 4", dtype)
     metadata["seqlens_k"][2] = 512 + 17
@@ -317,7 +317,7 @@ def test_a_chunk_of_8_bits_has_as_many_keys_as_one_of_16(monkeypatch: pytest.Mon
         asked.append(key_bytes)
         return 16
 
-    monkeypatch.setattr(paged_attention, "chunk_of", note)
+    monkeypatch.setattr(decode_launch, "chunk_of", note)
     tensors, metadata = _call("groups of 4", NARROW[0])
     _run(tensors, metadata)
     metadata = {name: value for name, value in metadata.items() if not name.endswith("scale")}

@@ -7,11 +7,15 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tilewise import ops
 from tilewise.kernels.cpu import paged_attention as cpu
+from tilewise.kernels.cpu.decode import SPLIT, plan_decode
+from tilewise.kernels.cpu.problem import K_LEN, NUM_STARTS
 from tilewise.kernels.cpu.rows import why_not_dtype
 from tilewise.kernels.spec import PagedSpec
 from tilewise.reference import paged as reference
@@ -250,3 +254,35 @@ def test_refuses_what_it_cannot_run() -> None:
     ):
         changed = PagedSpec(**{name: getattr(spec, name) for name in spec.__slots__} | change)
         assert words in str(cpu.why_not(changed))
+
+
+@pytest.mark.parametrize("window", [-1, 0, 1, 511, 512, 513, 1000])
+def test_splits_of_a_window_begin_with_its_first_key(window: int) -> None:
+    lengths = [0, 1, 2, 511, 512, 513, 514, 1023, 1024, 1025, 1026, 1536, 2000]
+    starts = np.zeros((len(lengths), NUM_STARTS), np.int64)
+    splits = np.zeros((len(lengths), 2), np.int64)
+    starts[:, K_LEN] = lengths
+    plan_decode.py_func(starts, window, 1, splits)
+    for length, (first, count) in zip(lengths, splits.tolist(), strict=True):
+        key = max(0, length - 1 - window) if window >= 0 else 0
+        if length == 0:
+            continue
+        assert first * SPLIT <= key < (first + 1) * SPLIT
+        assert (first + count - 1) * SPLIT < length <= (first + count) * SPLIT
+
+
+def test_a_window_whose_first_key_ends_a_split_keeps_it() -> None:
+    length, first = SPLIT + 200, SPLIT - 1
+    k_cache, v_cache, table, seqlens = make_paged_cache([length], 16, 1, 8)
+    block, offset = int(table[0, first // 16]), first % 16
+    v_cache[block, offset] = 1e4
+    cu = torch.tensor([0, 1], dtype=torch.int32)
+    options = {"block_table": table, "seqlens_k": seqlens, "cu_seqlens_q": cu, "max_seqlen_q": 1}
+    q = torch.randn(1, 2, 8)
+    for window, sees in ((length - first, True), (length - first - 1, False)):
+        got, want = (
+            ops.paged_attention(q, k_cache, v_cache, window=window, backend=name, **options)
+            for name in ("cpu", "reference")
+        )
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert bool((got > 1).all()) == sees

@@ -195,6 +195,13 @@ class TestAttention:
         changed = (ops.attention(q, moved, v, window=3, backend=backend) != base).any(-1).flatten()
         assert changed.nonzero().flatten().tolist() == [5, 6, 7]
 
+    def test_causal_hides_what_a_window_shows_to_the_right(self, backend, place):
+        q, k, v = (_draw(backend, place, 1, 9, 2, 64) for _ in range(3))
+        causal = ops.attention(q, k, v, causal=True, window=(3, 2), backend=backend)
+        assert torch.equal(causal, ops.attention(q, k, v, window=(3, 0), backend=backend))
+        causal = ops.attention(q, k, v, causal=True, window=(None, 2), backend=backend)
+        assert torch.equal(causal, ops.attention(q, k, v, causal=True, backend=backend))
+
     def test_two_runs_are_bitwise_equal(self, backend, place):
         runs = []
         for _ in range(2):
@@ -252,6 +259,39 @@ def test_tensors_of_another_gpu_than_the_current_one():
     want = ops.attention(*(t.detach().cpu() for t in (q, k, v)), causal=True)
     torch.testing.assert_close(o.detach().cpu(), want, rtol=1e-3, atol=1e-3)
     assert q.grad.device == q.device
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4, 33, 1), (33, 1), (1,), ()], ids=str)
+def test_a_bias_that_the_keys_share_has_no_gradient_in_any_dtype(shape, dtype):
+    q, k, v, do = (torch.randn(2, 33, 4, 16, dtype=dtype) for _ in range(4))
+    cu = torch.tensor([0, 20, 33], dtype=torch.int32)
+    sizes = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 33, "max_seqlen_k": 33}
+    bias = torch.randn(shape, requires_grad=True)
+    o = ops.attention(q, k, v, bias=bias, causal=True)
+    packed = ops.attention_varlen(q[0], k[0], v[0], bias=bias, **sizes)
+    for result, direction in ((o, do), (packed, do[0])):
+        (dbias,) = torch.autograd.grad(result, bias, direction)
+        assert torch.equal(dbias, torch.zeros(shape))
+
+
+def test_a_column_of_bias_has_the_same_gradient_packed_and_padded():
+    lengths, longest = [5, 0, 9, 1], 9
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    sizes = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    sizes |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    q, k, v = (torch.randn(15, 4, 8, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(4, 4, longest, 1, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(4, dtype=torch.float64)
+    do, dlse = torch.randn_like(q), torch.randn(4, 15, dtype=torch.float64)
+    options = {"bias": bias, "sinks": sinks, "return_lse": True}
+    results = ops.attention_varlen(q, k, v, **sizes, **options)
+    (got,) = torch.autograd.grad(results, bias, (do, dlse))
+    full = torch.zeros(4, 4, longest, longest, dtype=torch.float64, requires_grad=True)
+    results = ops.attention_varlen(q, k, v, **sizes, **options | {"bias": bias.detach() + full})
+    (want,) = torch.autograd.grad(results, full, (do, dlse))
+    torch.testing.assert_close(got, want.sum(-1, keepdim=True))
+    assert bool((got[0, :, :5] != 0).all())
 
 
 VARLEN_CASES = {

@@ -11,6 +11,7 @@ import torch.utils.flop_counter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise import masks, ops
+from tilewise.integrations.flash_attn import flash_attn_func
 from tilewise.ops import _gradient, _library
 from tilewise.ops._attention_op import AttentionOptions
 from tilewise.testing import make_paged_cache, make_qkv
@@ -187,6 +188,19 @@ def test_autocast_computes_in_the_low_precision_dtype():
     assert o.dtype == torch.bfloat16
     o.sum().backward()
     assert q.grad.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone():
+    q, k, v = make_qkv(1, 8, 8, 2, 2, 16, dtype=torch.float64, requires_grad=True)
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    want = ops.attention(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(ops.attention(q, k, v), want)
+        assert torch.equal(ops.attention_varlen(q[0], k[0], v[0], **lengths), want[0])
+        assert torch.equal(flash_attn_func(q, k, v), want)
+        with pytest.raises(TypeError, match="k must have dtype float64, got bfloat16"):
+            ops.attention(q, k.float(), v.float())
 
 
 class TestPastTheDispatcher:

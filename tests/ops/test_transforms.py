@@ -13,6 +13,7 @@ from tilewise import masks, ops
 from tilewise.errors import UnsupportedError
 from tilewise.ops import _gradient
 from tilewise.ops._library import LIBRARY, register
+from tilewise.testing import make_paged_cache
 
 # The first use of forward mode compiles torch's own decompositions with torch.jit.
 pytestmark = [
@@ -212,6 +213,34 @@ def test_a_seed_under_vmap_is_everybodys_and_randomness_decides_without_one():
     assert torch.equal(shared[0], shared[1])
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(drawn)(q)
+
+
+def test_ops_of_a_cache_say_that_their_batch_is_an_argument():
+    k_cache, v_cache, block_table, seqlens_k = make_paged_cache([5, 7], 4, 2, 8)
+    latents = torch.zeros(6, 4, 24)
+    tables = {"block_table": block_table, "seqlens_k": seqlens_k, "max_seqlen_q": 1}
+    tables["cu_seqlens_q"] = torch.tensor([0, 1, 2], dtype=torch.int32)
+    slots = torch.arange(2)
+
+    def attend(x):
+        return ops.paged_attention(x, k_cache, v_cache, **tables)
+
+    def write(x):
+        ops.write_kv_cache(x, x, k_cache, v_cache, slots)
+        return x
+
+    def write_latents(x):
+        ops.write_latent_cache(x, x[:, :8], latents, slots)
+        return x
+
+    calls = {
+        "paged_attention": (attend, (N, 2, 4, 8)),
+        "write_kv_cache": (write, (N, 2, 2, 8)),
+        "write_latent_cache": (write_latents, (N, 2, 16)),
+    }
+    for name, (call, shape) in calls.items():
+        with pytest.raises(UnsupportedError, match=f"{name} must be given all sequences in one"):
+            torch.vmap(call)(torch.zeros(shape))
 
 
 def _merge_parts(seed: int = 0) -> tuple[Tensor, ...]:

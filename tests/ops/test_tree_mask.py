@@ -129,6 +129,18 @@ class TestTreeMask:
         got = ops.paged_attention(*tensors, **metadata, max_seqlen_q=longest, backend=backend)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
+    def test_sequences_without_new_tokens_stand_before_trees(self, backend, place):
+        """The kernels walk the others, each with its own rows of the mask."""
+        runs, lengths = [4, 0, 5, 0, 3], [9, 12, 17, 0, 30]
+        k_cache, v_cache, table, seqlens = make_paged_cache(lengths, 8, 2, 16, device=place)
+        cu = torch.tensor([0, *runs], device=place).cumsum(0).int()
+        parents = torch.tensor([-1, 0, 0, 1, -1, -1, 1, 0, 2, -1, 0, -1]).to(place)
+        tree_mask = ops.tree_mask_from_parents(parents, cu, max_seqlen_q=5)
+        metadata = {"block_table": table, "seqlens_k": seqlens, "cu_seqlens_q": cu}
+        metadata["tree_mask"] = tree_mask
+        q = torch.randn(12, 4, 16).to(place)
+        _check((q, k_cache, v_cache), metadata, 5, backend)
+
     def test_batch_invariance_keeps_the_bits_of_a_sequence(self, backend, place):
         tensors, metadata, longest = _arguments("drafts", place)
         together = ops.paged_attention(

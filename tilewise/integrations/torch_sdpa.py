@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tilewise.errors import UnsupportedError
 from tilewise.ops import attention
+from tilewise.ops._attention_args import autocast
+from tilewise.ops._gradient import transforms_active
 
 __all__ = ["replace_sdpa", "scaled_dot_product_attention"]
 
@@ -32,24 +35,27 @@ def scaled_dot_product_attention(
     Everything means what it means in torch: is_causal is aligned to the top left corner, so query i
     sees keys 0 ... i whatever the lengths are; dropout is applied whenever dropout_p > 0, with a
     seed from torch's generator of the device. A row that sees no key gives 0 and zero gradients,
-    as torch's fused kernels do; formulas written with softmax give NaN there.
+    as torch's fused kernels do; formulas written with softmax give NaN there. Every dimension may
+    be 0; with E = 0 every product query . key is 0.
 
     Args:
         query: (..., Hq, L, E), two dims or more; any number of batch dims.
         key, value: (..., H, S, E) and (..., H, S, Ev). Leading dims broadcast.
         attn_mask: broadcastable to (..., Hq, L, S). bool, True where a key takes part; or float, in
             query's dtype or float32, added to the logits, with a gradient; or a CausalBias of
-            torch.nn.attention.bias.
+            torch.nn.attention.bias. The gradient of an expanded mask has the expanded size: where
+            memory counts, give the mask before it is expanded.
         dropout_p: probability of dropping a probability, in [0, 1].
         is_causal: hide the keys behind the query; excludes attn_mask.
         scale: multiplies query . key; E ** -0.5 when None.
         enable_gqa: the heads of key and of value may divide those of query.
 
     Returns:
-        (..., Hq, L, Ev), in query's dtype.
+        (..., Hq, L, Ev), in query's dtype, contiguous; where it has query's shape and four dims,
+        these lie in memory in the order of query's, as torch's fused kernels have it.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        RuntimeError: an argument breaks a rule above, as in torch; the message names it.
         UnsupportedError: a nested tensor, or a call that no backend can run.
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
@@ -59,13 +65,22 @@ def scaled_dot_product_attention(
         >>> o = scaled_dot_product_attention(q, k, v, is_causal=True)
     """
     _check(query, key, value)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise RuntimeError(f"dropout_p must lie in [0, 1], got {dropout_p}")
     if is_causal and attn_mask is not None:
-        raise ValueError("attn_mask must be None when is_causal is set, got both")
+        raise RuntimeError("attn_mask must be None when is_causal is set, got both")
     dims = max(query.dim(), key.dim(), value.dim())
-    q, k, v = _broadcast(query, key, value, enable_gqa)
+    q, k, v = _broadcast(*autocast(query, key, value), enable_gqa)
     batch, num_q_heads, seqlen_q = q.shape[:-3], q.shape[-3], q.shape[-2]
-    seqlen_k = k.shape[-2]
-    rule = _rule(attn_mask, is_causal, (*batch, num_q_heads, seqlen_q, seqlen_k), query)
+    seqlen_k, v_head_dim = k.shape[-2], v.shape[-1]
+    full = (*batch, num_q_heads, seqlen_q, seqlen_k)
+    rule = _rule(attn_mask, is_causal, full[-dims:], q)
+    shape = (*batch, num_q_heads, seqlen_q, v_head_dim)
+    if 0 in shape:
+        return _empty(shape[-dims:], q, k, v, rule.bias)
+    if q.shape[-1] == 0:
+        q, k = (functional.pad(x, (0, _CHANNELS)) for x in (q, k))
+        scale = 1.0  # of products that are all 0
     if rule.num_keys < seqlen_k:
         k, v = k[..., : rule.num_keys, :], v[..., : rule.num_keys, :]
     o = attention(
@@ -76,7 +91,28 @@ def scaled_dot_product_attention(
         bias=rule.bias,
         dropout_p=dropout_p,
     ).transpose(1, 2)
-    return o.reshape((*batch, *o.shape[1:])[-dims:])
+    return _laid_out_as(query, o.reshape(shape[-dims:]))
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_CHANNELS = 8  # zeros in place of a head dim of 0; every kernel takes as many
+
+
+def _empty(shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
+    """Return a result without elements, in the dtype of the first, with gradients of 0 for all."""
+    given = [x for x in inputs if x is not None]
+    zero = given[0].new_zeros(shape)
+    return sum((0 * x.sum().to(zero.dtype) for x in given), start=zero)
+
+
+def _laid_out_as(query: Tensor, o: Tensor) -> Tensor:
+    """Return o with its dims in memory in the order of query's where their shapes are one."""
+    strides = query.stride()
+    dims = list(range(o.dim()))
+    if o.shape == query.shape and o.dim() == 4 and strides[-1] == 1 and 0 not in strides:
+        dims[:-1] = sorted(dims[:-1], key=lambda dim: -strides[dim])
+    places = [dims.index(dim) for dim in range(o.dim())]
+    return o.permute(dims).contiguous().permute(places)
 
 
 class _Rule(NamedTuple):
@@ -96,7 +132,7 @@ def _rule(attn_mask: Tensor | None, is_causal: bool, full: tuple[int, ...], like
 
         if isinstance(attn_mask, CausalBias):
             if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
-                raise ValueError(
+                raise RuntimeError(
                     f"attn_mask must be a CausalBias of lengths {(seqlen_q, seqlen_k)}, "
                     f"got {(attn_mask.seq_len_q, attn_mask.seq_len_kv)}"
                 )
@@ -117,20 +153,24 @@ def _rule(attn_mask: Tensor | None, is_causal: bool, full: tuple[int, ...], like
 def _bias(attn_mask: Tensor, full: tuple[int, ...], like: Tensor) -> Tensor:
     """Return the mask as a float that broadcasts to (B, Hq, L, S)."""
     if attn_mask.device != like.device:
-        raise ValueError(f"attn_mask must be on {like.device}, got {attn_mask.device}")
+        raise RuntimeError(f"attn_mask must be on {like.device}, got {attn_mask.device}")
+    if torch.is_autocast_enabled(like.device.type) and attn_mask.dtype in _HALF:
+        attn_mask = attn_mask.to(like.dtype)
     if attn_mask.dtype not in (torch.bool, torch.float32, like.dtype):
-        raise TypeError(
+        raise RuntimeError(
             f"attn_mask must have dtype bool, float32 or that of query, got {attn_mask.dtype}"
         )
-    fits = 2 <= attn_mask.dim() <= len(full) and all(
+    fits = attn_mask.dim() <= len(full) and all(
         have in (1, want)
         for have, want in zip(reversed(attn_mask.shape), reversed(full), strict=False)
     )
     if not fits:
-        raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(attn_mask.shape)}")
-    for dim, (size, stride) in enumerate(zip(attn_mask.shape, attn_mask.stride(), strict=True)):
-        if stride == 0 and size > 1:  # an expanded mask: one copy of it is enough
-            attn_mask = attn_mask.narrow(dim, 0, 1)
+        raise RuntimeError(f"attn_mask must broadcast to {full}, got {tuple(attn_mask.shape)}")
+    # Each element of an expanded mask has a gradient of its own.
+    if not (attn_mask.requires_grad or transforms_active()):
+        for dim, (size, stride) in enumerate(zip(attn_mask.shape, attn_mask.stride(), strict=True)):
+            if stride == 0 and size > 1:  # one copy of an expanded mask is enough
+                attn_mask = attn_mask.narrow(dim, 0, 1)
     if len(full) > 4:  # several batch dims, which `attention` knows as one
         attn_mask = attn_mask[(None,) * (len(full) - attn_mask.dim())]
         if attn_mask.shape[:-3].numel() != 1:
@@ -151,19 +191,21 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must not be a nested tensor; see tilewise.attention_varlen, got one"
             )
         if tensor.dim() < 2:
-            raise ValueError(f"{name} must have at least 2 dims, got {tensor.dim()}")
+            raise RuntimeError(f"{name} must have at least 2 dims, got {tensor.dim()}")
         if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a float tensor, got {tensor.dtype}")
+            raise RuntimeError(f"{name} must be a float tensor, got {tensor.dtype}")
         if tensor.device != query.device:
-            raise ValueError(f"{name} must be on {query.device}, got {tensor.device}")
-        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
-            raise TypeError(f"{name} must have dtype {query.dtype}, got {tensor.dtype}")
+            raise RuntimeError(f"{name} must be on {query.device}, got {tensor.device}")
+    same = autocast(query, key, value)
+    for (name, _), tensor in zip(tensors, same, strict=True):
+        if tensor.dtype != same[0].dtype:
+            raise RuntimeError(f"{name} must have dtype {same[0].dtype}, got {tensor.dtype}")
     if key.shape[-1] != query.shape[-1]:
-        raise ValueError(
+        raise RuntimeError(
             f"key must have the head dim of query, {query.shape[-1]}, got {key.shape[-1]}"
         )
     if value.shape[-2] != key.shape[-2]:
-        raise ValueError(
+        raise RuntimeError(
             f"value must have as many keys as key, {key.shape[-2]}, got {value.shape[-2]}"
         )
 
@@ -177,12 +219,12 @@ def _broadcast(
     if enable_gqa:
         num_heads = heads[0]
         for name, have in (("key", heads[1]), ("value", heads[2])):
-            if have == 0 or num_heads % have:
-                raise ValueError(f"{name} must have heads that divide {num_heads}, got {have}")
+            if num_heads % have if have else num_heads:
+                raise RuntimeError(f"{name} must have heads that divide {num_heads}, got {have}")
     else:
         num_heads = max(heads) if min(heads) else 0
         if any(have not in (1, num_heads) for have in heads):
-            raise ValueError(
+            raise RuntimeError(
                 "query, key and value must have the same number of heads, or enable_gqa, "
                 f"got {heads[0]}, {heads[1]} and {heads[2]}"
             )
@@ -193,7 +235,7 @@ def _broadcast(
         batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except RuntimeError as error:
         shapes = [tuple(x.shape[:-3]) for x in (q, k, v)]
-        raise ValueError(
+        raise RuntimeError(
             f"query, key and value must have batch dims that broadcast, got {shapes}"
         ) from error
     return (
@@ -234,14 +276,14 @@ def replace_sdpa() -> Iterator[None]:
         ...     loss = model(batch).sum()
     """
     global _depth, _saved
-    functional: Any = torch.nn.functional
+    place: Any = functional
     with _lock:
         if _depth == 0:
             _saved = (
-                functional.scaled_dot_product_attention,
+                place.scaled_dot_product_attention,
                 torch.backends.mha.get_fastpath_enabled(),
             )
-            functional.scaled_dot_product_attention = scaled_dot_product_attention
+            place.scaled_dot_product_attention = scaled_dot_product_attention
             torch.backends.mha.set_fastpath_enabled(False)
         _depth += 1
     try:
@@ -250,6 +292,6 @@ def replace_sdpa() -> Iterator[None]:
         with _lock:
             _depth -= 1
             if _depth == 0:
-                functional.scaled_dot_product_attention = _saved[0]
+                place.scaled_dot_product_attention = _saved[0]
                 torch.backends.mha.set_fastpath_enabled(_saved[1])
                 _saved = (None, True)

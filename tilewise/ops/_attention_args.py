@@ -63,7 +63,7 @@ def prepare_dense(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Check the arguments of `attention` and put them into the registered op's order."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _checks.check_dims(name, tensor, "(B, S, H, D)")
     batch = q.shape[0]
@@ -117,7 +117,7 @@ def prepare_packed(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Check the arguments of `attention_varlen` and put them into the registered op's order."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _checks.check_dims(name, tensor, "(T, H, D)")
     _checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
@@ -153,12 +153,14 @@ def prepare_packed(
     return q, k, v, _options(q, rule, layout)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow torch.autocast as its own matrix products do."""
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow torch.autocast as its own matrix products do: float64 stays float64."""
     device_type = q.device.type
-    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    casts = [x.is_floating_point() and x.dtype != torch.float64 for x in (q, k, v)]
+    q, k, v = (x.to(dtype) if cast else x for x, cast in zip((q, k, v), casts, strict=True))
     return q, k, v
 
 

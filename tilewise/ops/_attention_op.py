@@ -179,11 +179,47 @@ def _backward(
     *values: Any,
 ) -> tuple[Tensor, ...]:
     options = AttentionOptions(*values)
-    spec = make_spec(q, k, v, options, needs_dbias=needs_dbias)
-    grads = run_backward(
+    bias = options.bias if needs_dbias else None
+    is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
+    spec = make_spec(q, k, v, options, needs_dbias=needs_dbias and not is_row_bias)
+    dq, dk, dv, dbias, dsinks = run_backward(
         do, dlse, q, k, v, o, lse, spec, *chosen(spec, options.backend), **options.tensors()
     )
-    return tuple(q.new_empty(0) if g is None else g for g in grads)
+    if bias is not None and is_row_bias:
+        dbias = _row_bias_gradient(do, dlse, o, lse, bias, options)
+    return tuple(q.new_empty(0) if g is None else g for g in (dq, dk, dv, dbias, dsinks))
+
+
+def _row_bias_gradient(
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    bias: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """Return the gradient of a bias that all keys of a row share.
+
+    Such a bias moves all logits of a row alike, lse with them, and o where a sink stays behind.
+    With the sink's share of the row, w = exp(sink - lse), sum_j ds_ij = w delta + (1 - w) dlse. A
+    kernel would sum p (dp - delta + dlse) instead, whose first two terms cancel to a rounding of o.
+    """
+    if dlse is None and options.sinks is None:
+        return torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    rows = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
+    if options.sinks is not None:
+        share = torch.exp(options.sinks.unsqueeze(-1) - lse)
+        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2)
+        rows = rows + share * (delta - rows)
+    rows = torch.where(lse.isneginf(), 0.0, rows)
+    edges = options.cu_seqlens_q
+    if edges is not None:
+        count = torch.arange(options.max_seqlen_q, device=rows.device)
+        at = edges[:-1, None] + count  # (B, max_seqlen_q)
+        exists = at < edges[1:, None]
+        padded = torch.nn.functional.pad(rows, (0, 1))  # one row to read where none exists
+        rows = padded[:, torch.where(exists, at, rows.shape[1])].transpose(0, 1)
+    return rows.unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
 
 
 def run_backward(

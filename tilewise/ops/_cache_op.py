@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import _dispatch
-from tilewise.ops._library import register
+from tilewise.ops._library import refuse_vmap, register
 
 
 def _module(op: str, cache: Tensor, backend: str | None) -> ModuleType:
@@ -94,3 +94,5 @@ copy_blocks = register(
     _copy_kernel,
     _no_output,
 )
+for _name in ("write_kv_cache", "rope_write_kv_cache", "copy_blocks"):
+    refuse_vmap(_name)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.errors import UnsupportedError
+
 LIBRARY = torch.library.Library("tilewise", "DEF")
 _kernels: dict[str, Callable[..., Any]] = {}
 
@@ -53,3 +55,15 @@ def where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def register_vmap(name: str, rule: Callable[..., Any]) -> None:
     """Attach to the op `name` what torch.vmap calls: (info, in_dims, *args) -> outputs, dims."""
     torch.library.register_vmap(f"tilewise::{name}", rule, lib=LIBRARY)
+
+
+def refuse_vmap(name: str) -> None:
+    """Let torch.vmap over the op `name`, whose batch is an argument, say so."""
+
+    def rule(*_: Any) -> Any:
+        raise UnsupportedError(
+            f"{name} must be given all sequences in one call, got a call under torch.vmap: "
+            "a cache and its block tables belong to one batch"
+        )
+
+    register_vmap(name, rule)

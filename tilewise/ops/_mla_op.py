@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec, PagedSpec
 from tilewise.ops import _dispatch
-from tilewise.ops._library import register
+from tilewise.ops._library import refuse_vmap, register
 
 
 class MlaOptions(NamedTuple):
@@ -113,3 +113,4 @@ write_latent_cache = register(
     _write_kernel,
     _no_output,
 )
+refuse_vmap("write_latent_cache")

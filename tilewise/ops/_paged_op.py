@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel
 from tilewise.ops import _dispatch
-from tilewise.ops._library import register
+from tilewise.ops._library import refuse_vmap, register
 
 
 class PagedOptions(NamedTuple):
@@ -145,3 +145,4 @@ paged_attention = register(
     _paged_kernel,
     _paged_fake,
 )
+refuse_vmap("paged_attention")

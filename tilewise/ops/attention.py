@@ -95,7 +95,9 @@ def attention(
             (left, right): keys i - left ... i + right, None or -1 unlimited.
         softmax_scale: multiplies q . k; D ** -0.5 when None.
         softcap: bound of the logits, 0 is off.
-        bias: broadcastable to (B, Hq, Sq, Sk), in q's dtype or float32; has a gradient.
+        bias: broadcastable to (B, Hq, Sq, Sk), in q's dtype or float32; has a gradient. That of a
+            bias which all keys of a row share is computed by what it moves, lse and the share of a
+            sink: without a gradient of lse and sinks it is exactly 0.
         alibi_slopes: (Hq,) or (B, Hq) float, no gradient.
         sinks: (Hq,) float; one learnable logit a head in the denominator only; has a gradient.
         mask: a BlockMask over (Sq, Sk), see `tilewise.masks`; a key must be visible by it and by

@@ -113,14 +113,16 @@ def paged_attention(
             how keys are split and so the rounding; a CPU has no use for it.
         batch_invariant: a sequence's bits do not depend on what else is in the batch.
         return_lse: also return lse (Hq, T), float32, natural log, the sink included.
-        backend: "cpu", "triton" or "reference"; None chooses. A name is obeyed or refused.
+        backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
+            refused.
 
     Returns:
         o (T, Hq, Dv) in q's dtype; with return_lse also lse.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
-        UnsupportedError: the backend cannot run this call; the message says why.
+        UnsupportedError: the backend cannot run this call, and the message says why; or torch.vmap
+            maps it.
 
     Source: PagedAttention (2023), section 4.1 of its kernels; split over keys as flash-decoding;
     shared keys as Hydragen (2024), trees as SpecInfer (2024).

@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise.kernels.cpu import amx, backward_amx, forward_amx, simd
 from tilewise.kernels.cpu.amx_tiles import PARTS
 from tilewise.kernels.cpu.backward import attention_backward
+from tilewise.kernels.cpu.decode_launch import run_decode
 from tilewise.kernels.cpu.forward import MAX_TILES, attention_forward
 from tilewise.kernels.cpu.gradients import BackwardPlan, place_gradients
 from tilewise.kernels.cpu.problem import (
@@ -44,10 +45,14 @@ from tilewise.kernels.cpu.problem import (
 from tilewise.kernels.cpu.row_shifts import row_shifts
 from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.team import run_on_team
-from tilewise.kernels.cpu.threads import run_tasks
+from tilewise.kernels.cpu.threads import run_alone, run_tasks
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 
 _MAX_CALLS = 64
+# Products of two numbers up to which a call stays on its own thread: to wake another takes longer
+# than half of them (16 queries and keys, 4 heads, D 64, float32, on two busy cores of a Xeon with
+# AMX: 0.27 ms with a helper, 0.14 ms without; 32 and 8 heads 0.32 and 0.23; 2026-11-22).
+_SMALL = 2**20
 _NO_ADDRESSES = (0,) * (NUM_STARTS - 4)
 _calls: dict[tuple[object, ...], Problem] = {}  # with offsets in place of addresses
 
@@ -102,8 +107,38 @@ def launch_fwd(
         seqlens_k=seqlens_k, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, philox=philox,
         mask=mask,
     )  # fmt: skip
-    run_forward(problem, lse, None if spec.is_varlen else q.shape[1])
+    is_small = _is_small(spec, 1)
+    if _decodes(spec, problem):
+        run_decode(_as_pages(problem, k.shape[1]), lse, k.dtype, is_small=is_small)
+    else:
+        run_forward(problem, lse, None if spec.is_varlen else q.shape[1], is_small=is_small)
     return o, lse
+
+
+def _decodes(spec: AttentionSpec, problem: Problem) -> bool:
+    """Whether the call is one query a sequence, as the decode kernel computes it."""
+    return (
+        spec.max_seqlen_q == 1
+        and spec.max_seqlen_k > 0
+        and not (spec.is_varlen or spec.has_bias or spec.mask_tile or spec.dropout_threshold)
+        and problem.sizes.slopes_batch == 0
+        and spec.head_dim % 2 == spec.v_head_dim % 2 == 0
+    )
+
+
+def _as_pages(problem: Problem, length: int) -> Problem:
+    """The same call over a cache of one block a sequence, which lies at the sequence's start."""
+    table = np.zeros((len(problem.arrays.starts), 1), np.int32)
+    return problem._replace(
+        sizes=problem.sizes._replace(block_size=length),
+        arrays=problem.arrays._replace(table=table),
+    )
+
+
+def _is_small(spec: AttentionSpec, passes: int) -> bool:
+    """Whether `passes` of the forward pass's two products are too few to share."""
+    pairs = spec.batch * spec.num_q_heads * spec.max_seqlen_q * spec.max_seqlen_k
+    return pairs * (spec.head_dim + spec.v_head_dim) * passes <= _SMALL
 
 
 def launch_bwd(
@@ -159,18 +194,20 @@ def launch_bwd(
     grads = place_gradients(problem, plan, do, sums, dk, dv, dbias, *firsts)
     shifts = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
     numbers = [tensor.view(-1).numpy() for tensor in (lse, shifts, sums, dbias)]
-    num_tasks = plan.num_owners * plan.num_chunks
+    num_tasks, is_small = plan.num_owners * plan.num_chunks, _is_small(spec, 3)
     numbers.append(np.zeros(num_tasks + 1, np.int64))
     if q.dtype in PARTS and amx.HAS_AMX:
         arrays = problem.arrays._replace(packed_like=np.empty(0, np.uint16))
-        run_tasks(row_shifts, grads.num_row_tasks, problem.sizes, grads, arrays, numbers[1])
-        run_tasks(
+        run = run_alone if is_small else run_tasks
+        run(row_shifts, grads.num_row_tasks, problem.sizes, grads, arrays, numbers[1])
+        run(
             backward_amx.attention_backward, num_tasks, problem.sizes, problem.rule, grads, arrays,
             problem.mask, problem.dropout, *numbers, PARTS[q.dtype],
         )  # fmt: skip
         sums.mul_(spec.softmax_scale)
     else:
-        run_on_team(
+        run = run_alone if is_small else run_on_team
+        run(
             attention_backward, grads.num_row_tasks + num_tasks, problem.sizes, problem.rule, grads,
             problem.arrays, problem.mask, problem.dropout, *numbers,
         )  # fmt: skip
@@ -191,12 +228,20 @@ def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.zeros(shape, np.float64 if dtype == torch.float64 else np.float32))
 
 
-def run_forward(problem: Problem, lse: Tensor, q_len: int | None = None) -> None:
-    """Fill o, through its addresses, and lse; q_len: that of every sequence, where it is one."""
+def run_forward(
+    problem: Problem, lse: Tensor, q_len: int | None = None, *, is_small: bool = False
+) -> None:
+    """Fill o, through its addresses, and lse.
+
+    Args:
+        q_len: that of every sequence, where it is one.
+        is_small: stay on the calling thread.
+    """
     tiles, num_tasks = _plan_tasks(problem.arrays.starts, problem.sizes, q_len)
     multiplies_tiles = problem.arrays.packed_like.dtype == np.uint16 and amx.HAS_AMX
     forward = forward_amx.attention_forward if multiplies_tiles else attention_forward
-    run_tasks(forward, num_tasks, *problem, lse.view(-1).numpy(), tiles)
+    run = run_alone if is_small else run_tasks
+    run(forward, num_tasks, *problem, lse.view(-1).numpy(), tiles)
 
 
 def _plan_tasks(starts: np.ndarray, sizes: Sizes, q_len: int | None) -> tuple[int, int]:

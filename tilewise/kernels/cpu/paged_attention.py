@@ -18,12 +18,8 @@ from torch import Tensor
 
 from tilewise.kernels.cpu import merge, simd
 from tilewise.kernels.cpu.attention import run_forward
-from tilewise.kernels.cpu.decode import (
-    chunk_of,
-    decode_attention,
-    place_sequences,
-    plan_decode,
-)
+from tilewise.kernels.cpu.decode import place_sequences
+from tilewise.kernels.cpu.decode_launch import run_decode
 from tilewise.kernels.cpu.problem import (
     LSE,
     NO_MASK,
@@ -38,20 +34,10 @@ from tilewise.kernels.cpu.problem import (
     packed_type,
     per_head,
 )
-from tilewise.kernels.cpu.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.quantise import BYTE_CODES
-from tilewise.kernels.cpu.rows import BF16, DTYPE_CODES, F16, F32, why_not_dtype
-from tilewise.kernels.cpu.threads import run_tasks
+from tilewise.kernels.cpu.rows import DTYPE_CODES, F32, why_not_dtype
 from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel, scale_per_slot
 
-_CACHE_LIKE = {
-    torch.float32: np.empty(0, np.float32),
-    torch.float64: np.empty(0, np.float64),
-    torch.bfloat16: np.empty(0, np.uint16),
-    torch.float16: np.empty(0, np.int16),
-    torch.int8: np.empty(0, np.int8),
-    torch.float8_e4m3fn: np.empty(0, np.uint8),
-}
 _CODES = DTYPE_CODES | BYTE_CODES
 
 
@@ -139,7 +125,7 @@ def launch(
         ))  # fmt: skip
     if single > 0:
         part = problem if single == len(starts) else _subset(problem, starts[:, Q_LEN] == 1)
-        _decode(part, lse, k_cache.dtype)
+        run_decode(part, lse, k_cache.dtype)
     if several > 0:
         fewest = 2 if tree_mask is None else 1
         part = problem if several == len(starts) else _subset(problem, starts[:, Q_LEN] >= fewest)
@@ -153,44 +139,6 @@ def launch(
 
 def _row_bytes(tensor: Tensor) -> int:
     return tensor.stride(0) * tensor.element_size()
-
-
-def _decode(problem: Problem, lse: Tensor, cache_dtype: torch.dtype) -> None:
-    """Run the sequences of `problem`, one query row each."""
-    sizes, arrays = problem.sizes, problem.arrays
-    num_sequences = len(arrays.starts)
-    splits = np.empty((num_sequences, 2), np.int64)
-    num_slots = plan_decode(arrays.starts, sizes.window_left, sizes.num_kv_heads, splits)
-    # All key heads of a block lie side by side; part them only to keep every thread busy.
-    heads_per_task = sizes.num_kv_heads
-    while num_slots // heads_per_task < 4 * torch.get_num_threads() and heads_per_task % 2 == 0:
-        heads_per_task //= 2
-    # 8-bit rows count as 16 bits: on an EPYC with 512 KiB of L2 16 keys took 6 to 10 % less than 32
-    # with int8 from memory, though 8 % more with all of them in the L2 cache (2026-11-22).
-    key_bytes = (sizes.head_dim + sizes.v_head_dim) * max(sizes.k_size, 2)
-    chunk = chunk_of(sizes.num_kv_heads * key_bytes)
-    group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
-    real = arrays.like.dtype
-    rows = num_slots * group
-    if _takes_integers(sizes, cache_dtype):
-        arrays = arrays._replace(packed_like=np.empty(0, np.uint16))
-    padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
-    run_tasks(
-        decode_attention, num_slots // heads_per_task, sizes, problem.rule, arrays,
-        _CACHE_LIKE[cache_dtype], chunk, heads_per_task, splits, np.empty(rows * padded_dim, real),
-        np.empty(rows, real), np.empty(rows, real),
-        np.zeros(num_sequences * sizes.num_kv_heads, np.int64), lse.view(-1).numpy(),
-    )  # fmt: skip
-
-
-def _takes_integers(sizes: Sizes, cache_dtype: torch.dtype) -> bool:
-    """Whether queries are rounded to 16 bits, to be multiplied with 8-bit integers as such."""
-    return (
-        cache_dtype == torch.int8
-        and simd.HAS_INTEGER_DOT
-        and sizes.q_code in (BF16, F16)
-        and sizes.head_dim <= LONGEST_INTEGER_DOT
-    )
 
 
 def _with_scales(problem: Problem, cache: Tensor, k_scale: Tensor, v_scale: Tensor) -> Problem:

@@ -1,0 +1,1 @@
+"""What of flash_attn.layers is here: the rotary embedding."""

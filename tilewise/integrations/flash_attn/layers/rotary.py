@@ -1,0 +1,105 @@
+"""apply_rotary_emb() under flash-attn's names, on the kernel of `tilewise.apply_rope`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.ops import _checks
+
+__all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Rotate the first r channels of each head by the angles of its position.
+
+    Token i of sequence b stands at position i + seqlen_offsets[b]; positions that the tables do not
+    hold are not rotated. Differentiable in x, in place too.
+
+    Args:
+        x: (B, S, H, D), or with cu_seqlens packed (T, H, D); any float dtype.
+        cos, sin: (R, r / 2), a row a position, of any float dtype; r <= D, R >= S.
+        interleaved: pair channels (2i, 2i + 1); else (i, i + r / 2).
+        inplace: write the result into x and return x.
+        seqlen_offsets: int, or (B,) of an integer dtype.
+        cu_seqlens: (B + 1,) int32, start at 0, never decrease.
+        max_seqlen: the longest sequence, must come with cu_seqlens; nothing here depends on it.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+
+    Source: the interface of flash-attn 2.8; RoFormer (2021), equation 34.
+
+    Example:
+        >>> angles = torch.arange(128)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
+        >>> q = apply_rotary_emb(torch.randn(2, 128, 8, 64), angles.cos(), angles.sin())
+    """
+    _checks.check_dims("x", x, "(B, S, H, D)" if cu_seqlens is None else "(T, H, D)")
+    for name, table in (("cos", cos), ("sin", sin)):
+        _checks.check_dims(name, table, "(R, r / 2)")
+        _checks.check_float(name, table)
+        _checks.check_shape(name, table, tuple(cos.shape))
+        _checks.check_device(name, table, x.device)
+    positions = _positions(x, seqlen_offsets, cu_seqlens, max_seqlen, cos.shape[0])
+    # One row more than the tables have, of the angle 0, for positions beyond them.
+    wide = torch.promote_types(cos.dtype, torch.float32)
+    ends = (cos.new_ones(1, cos.shape[1]), sin.new_zeros(1, sin.shape[1]))
+    tables = (
+        torch.cat([table, end])[positions].to(wide)
+        for table, end in zip((cos.detach(), sin.detach()), ends, strict=True)
+    )
+    rows = x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+    rotated = ops.apply_rope(rows, *tables, interleaved=interleaved)
+    return x.copy_(rotated) if inplace else rotated
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def _positions(
+    x: Tensor,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    num_rows: int,
+) -> Tensor:
+    """Return the row of the tables of each token: (S,), (B, S) or (T,); num_rows past their end."""
+    if cu_seqlens is None:
+        batch, seqlen = x.shape[:2]
+        if num_rows < seqlen:
+            raise ValueError(f"cos must have at least {seqlen} rows, got {num_rows}")
+        positions = torch.arange(seqlen, device=x.device)
+    else:
+        if max_seqlen is None:
+            raise ValueError("max_seqlen must be given with cu_seqlens, got None")
+        batch = cu_seqlens.shape[0] - 1
+        _checks.check_int32("cu_seqlens", cu_seqlens, (batch + 1,), x.device)
+        token = torch.arange(x.shape[0], device=x.device)
+        sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(
+            max=max(batch - 1, 0)
+        )
+        positions = token - cu_seqlens[sequence]
+    if isinstance(seqlen_offsets, Tensor):
+        if seqlen_offsets.is_floating_point():
+            raise TypeError(f"seqlen_offsets must be integers, got {seqlen_offsets.dtype}")
+        _checks.check_shape("seqlen_offsets", seqlen_offsets, (batch,))
+        if cu_seqlens is None:
+            positions = positions + seqlen_offsets.view(-1, 1)
+        elif batch:
+            positions = positions + seqlen_offsets[sequence]
+    else:
+        positions = positions + seqlen_offsets
+    return torch.where((positions >= 0) & (positions < num_rows), positions, num_rows)
