@@ -241,7 +241,9 @@ class DeviceRunner:
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
         found = ops.token_logprobs(
-            logits.index_select(0, index), tokens.index_select(0, index), min(max(count, 1), logits.shape[1])
+            logits.index_select(0, index),
+            tokens.index_select(0, index),
+            min(max(count, 1), logits.shape[1]),
         )
         return _Logprobs(asking, found)
 
