@@ -136,6 +136,8 @@ def test_a_warm_up_step_fits_the_limits(directory, num_blocks, budget):
 def test_the_steps_that_warm_up_share_prefixes_where_a_gpu_would(directory, monkeypatch):
     runner = make_runner(directory, "cpu", max_num_seqs=3, num_blocks=60)
     runner.sharing_tokens = 10**9
+    for tensor in runner.storage.whole:
+        tensor.fill_(float("nan"))  # memory that nobody has written to
     found = []
     share = device_runner.shared_prefixes
 
