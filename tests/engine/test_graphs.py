@@ -11,6 +11,7 @@ import torch
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import device_runner
 from tilewise.engine.decode_step import buckets
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
@@ -114,16 +115,40 @@ def test_overlap_changes_no_token(directory, num_blocks):
     assert found[0] == found[1]
 
 
-def test_a_warm_up_step_fits_the_limits(directory):
-    runner = make_runner(directory, "cpu", max_num_seqs=2, num_blocks=30)
-    batches = warm_up_batches(runner, max_num_batched_tokens=100)
-    assert len(batches) > 5
-    for batch in batches:
-        assert batch.num_tokens <= 100
-        assert len(batch.sequences) <= 2
+@pytest.mark.parametrize(("num_blocks", "budget"), [(30, 100), (1, 100), (2, 1), (300, 2000)])
+def test_a_warm_up_step_fits_the_limits(directory, num_blocks, budget):
+    runner = make_runner(directory, "cpu", max_num_seqs=3, num_blocks=num_blocks)
+    batches = warm_up_batches(runner, max_num_batched_tokens=budget)
+    assert len(batches) == len({str(batch.sequences) for batch, _ in batches})
+    for batch, shares in batches:
+        assert batch.num_tokens <= budget
+        assert len(batch.sequences) <= 3
+        for run in batch.sequences:
+            assert max(run.block_ids) < num_blocks
+            assert (run.start > 0) == shares
         runner.submit(batch).result()
+    assert any(batch.block_copies for batch, _ in batches) == (num_blocks > 1)
+    assert any(shares for _, shares in batches) == (num_blocks == 30 or num_blocks == 300)
     runner.reset()
     assert runner.rows.num_rows == 0
+
+
+def test_the_steps_that_warm_up_share_prefixes_where_a_gpu_would(directory, monkeypatch):
+    runner = make_runner(directory, "cpu", max_num_seqs=3, num_blocks=60)
+    runner.sharing_tokens = 10**9
+    for tensor in runner.storage.whole:
+        tensor.fill_(float("nan"))  # memory that nobody has written to
+    found = []
+    share = device_runner.shared_prefixes
+
+    def noting(*arguments, **options):
+        found.append(share(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(device_runner, "shared_prefixes", noting)
+    prepare(runner, max_num_batched_tokens=200, is_lazy=True)
+    assert sum(shared is not None for shared in found) >= 2
+    assert runner.sharing_tokens == 10**9
 
 
 def test_compilations_are_counted_from_when_the_runner_is_ready(directory):

@@ -25,6 +25,7 @@ from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequenc
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
+from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks, shared_prefixes
@@ -235,15 +236,13 @@ class DeviceRunner:
     ) -> _Logprobs:  # fmt: skip
         """Compute the log-probabilities that some of the samples ask for."""
         asking = [i for i, s in enumerate(samplers) if s.sampling.logprobs is not None]
-        count = max(samplers[i].sampling.logprobs or 0 for i in asking)
+        most = min(MOST_LOGPROBS, logits.shape[1])  # one number, so that one kernel is compiled
         place = np.array([rows[i] for i in asking], np.int64)
         index = torch.from_numpy(place)
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
         found = ops.token_logprobs(
-            logits.index_select(0, index),
-            tokens.index_select(0, index),
-            min(max(count, 1), logits.shape[1]),
+            logits.index_select(0, index), tokens.index_select(0, index), most
         )
         return _Logprobs(asking, found)
 

@@ -2,13 +2,15 @@
 
 Triton compiles a kernel anew when an integer becomes 1 or a multiple of 16, and the tiles of
 attention follow from the lengths of a step, so a few prompts of chosen lengths are computed, alone,
-side by side and beside sequences that decode. The decode steps are captured from the largest to the
-smallest, in one pool of memory: the smaller ones find room in what the largest needed.
+side by side, beside sequences that decode and after a common beginning. The decode steps are
+captured from the largest to the smallest, in one pool of memory: the smaller ones find room in what
+the largest needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -30,6 +32,8 @@ WARM_UP = (
     (*[1] * 127, 2001), (*[1] * 200, 100), (*[1] * 200, 3001), (*[1] * 200, 7000),
     (17,) * 31, (64,) * 63, (100,) * 64, (31,) * 200, (900,) * 9, (16,) * 30 + (250,) * 8 + (2000,),
 )  # fmt: skip
+# New tokens of steps whose sequences share the 16 blocks before them.
+SHARED = ((1, 2), (1, 1, 3), (16, 16, 16, 16), (61, 64), (12, 500), (1, 1, 1000))
 
 
 def prepare(
@@ -47,9 +51,14 @@ def prepare(
         is_lazy: capture a decode step when it first runs.
         show: takes a line of progress.
     """
-    for i, batch in enumerate(warm_up_batches(runner, max_num_batched_tokens)):
-        show(f"compiling kernels, step {i + 1} of {len(WARM_UP)}")
-        runner.submit(batch).result()
+    batches = warm_up_batches(runner, max_num_batched_tokens)
+    threshold = runner.sharing_tokens
+    for i, (batch, shares) in enumerate(batches):
+        show(f"compiling kernels, step {i + 1} of {len(batches)}")
+        runner.sharing_tokens = 1 if shares and threshold is not None else threshold
+        with suppress(FloatingPointError):  # keys that no step has written may be anything
+            runner.submit(batch).result()
+    runner.sharing_tokens = threshold
     runner.reset()
     if not is_lazy:
         capture_all(runner, show)
@@ -66,30 +75,44 @@ def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: No
     torch.cuda.synchronize(runner.device)
 
 
-def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[Batch]:
-    """Return the steps of WARM_UP that the limits allow, those of too many tokens cut short."""
+def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[tuple[Batch, bool]]:
+    """Return the steps of WARM_UP and SHARED that the limits allow, and whether they are of SHARED.
+
+    Those of too many tokens are cut short. One step more copies blocks and draws two samples with
+    their log-probabilities.
+    """
     rows, size = runner.rows, runner.block_size
     longest = min(rows.max_blocks, runner.storage.num_blocks) * size
-    batches, seen, first = [], set[tuple[int, ...]](), 0
-    for lengths in WARM_UP:
-        room = min(max_num_batched_tokens - len(lengths) + 1, longest)
-        lengths = tuple(min(length, room) for length in lengths)
-        is_too_much = len(lengths) > rows.max_num_seqs or sum(lengths) > max_num_batched_tokens
-        if is_too_much or lengths in seen:
+    steps = dict.fromkeys(
+        (tuple(min(n, max_num_batched_tokens - len(runs) + 1, longest) for n in runs), 0)
+        for runs in WARM_UP
+    )
+    start = 16 * size
+    steps |= dict.fromkeys((runs, start) for runs in SHARED if start + max(runs) <= longest)
+    batches, first = [], 0
+    for runs, start in steps:
+        if len(runs) > rows.max_num_seqs or not 0 < sum(runs) <= max_num_batched_tokens:
             continue
-        seen.add(lengths)
-        sequences = tuple(
-            ScheduledSequence(
-                seq_id=first + i,
-                token_ids=(0,) * length,
-                start=0,
-                block_ids=range(-(-length // size)),
-                num_samples=1,
-                sampling=SamplingParams(),
-                seeds=(0,),
-            )
-            for i, length in enumerate(lengths)
+        sequences = tuple(_sequence(first + i, n, start, size) for i, n in enumerate(runs))
+        batches.append((Batch(sequences, left=tuple(range(first))), start > 0))
+        first += len(runs)
+    if runner.storage.num_blocks > 1 and longest > 1:
+        asking = SamplingParams(n=2, logprobs=1)
+        sequence = _sequence(first, 1, 0, size)._replace(
+            num_samples=2, sampling=asking, seeds=(0, 1)
         )
-        batches.append(Batch(sequences, left=tuple(range(first))))
-        first += len(lengths)
+        copies = ((0, 1),)
+        batches.append((Batch((sequence,), copies, left=tuple(range(first))), False))
     return batches
+
+
+def _sequence(seq_id: int, num_tokens: int, start: int, block_size: int) -> ScheduledSequence:
+    return ScheduledSequence(
+        seq_id=seq_id,
+        token_ids=(0,) * num_tokens,
+        start=start,
+        block_ids=range(-(-(start + num_tokens) // block_size)),
+        num_samples=1,
+        sampling=SamplingParams(),
+        seeds=(0,),
+    )

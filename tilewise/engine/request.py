@@ -6,8 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
-__all__ = ["FinishReason", "Request", "SamplingParams", "Sequence"]
+__all__ = ["MOST_LOGPROBS", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
+MOST_LOGPROBS = 20  # as many as the OpenAI API gives
 MAX_N = 1024  # samples per request: more is a denial of service, not a workload
 
 
@@ -69,8 +70,8 @@ class SamplingParams:
                 f"max_tokens must be at least 1, got {self.max_tokens}",
             ),
             (
-                self.logprobs is None or 0 <= self.logprobs <= 20,
-                f"logprobs must be in 0 ... 20, got {self.logprobs}",
+                self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS,
+                f"logprobs must be in 0 ... {MOST_LOGPROBS}, got {self.logprobs}",
             ),
             (
                 self.n == 1 or self.temperature > 0,
