@@ -118,7 +118,7 @@ class LLM:
         max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
-        parameter_dtype = self.model.embed_tokens.weight.dtype
+        parameter_dtype = self.model.dtype
         spec = cache_spec(self.config, block_size, cache_dtype(kv_cache_dtype, parameter_dtype))
         if num_blocks is None:
             num_blocks = (

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 def _sources() -> list[tuple[str, float, int]]:
     """Name, time and size of every file that a kernel may be made of."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return [(file.name, file.stat().st_mtime, file.stat().st_size) for file in files]
 
 
@@ -55,6 +55,11 @@ def _new_pool() -> ThreadPoolExecutor:
 
 
 _pool = _new_pool()
+
+
+def pool() -> ThreadPoolExecutor:
+    """The threads that help, as many as there are cores."""
+    return _pool
 
 
 def _renew_pool() -> None:

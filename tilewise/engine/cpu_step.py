@@ -1,0 +1,188 @@
+"""A model's step on a CPU as one compiled call: a runner beside `ModelRunner`.
+
+At load the model becomes a list of operations over fixed buffers. A step in which every sequence
+has one new token is one call of compiled code: no tensor is made and no Python runs between two
+operations. In other steps the attention of each layer is an op of `ops`, and what lies between two
+of them a compiled call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.inputs import ModelInputs
+from tilewise.engine.runner import ModelRunner, threads_for
+from tilewise.models.decoder import Decoder
+from tilewise.models.llama import Llama
+from tilewise.nn.packed import PackedEmbedding, PackedLinear
+from tilewise.ops import cpu_step as step
+
+__all__ = ["CompiledRunner", "why_not"]
+
+
+def why_not(model: Decoder, storage: KVStorage) -> str | None:
+    """Say why `CompiledRunner` cannot run a model, or return None when it can."""
+    device = storage.layers[0][0].device
+    if device.type != "cpu":
+        return f"device must be cpu, got {device}"
+    if not isinstance(model, Llama):
+        return f"the model must be a Llama, got {type(model).__name__}"
+    config = model.config
+    if config.hidden_act not in ("silu", "swish"):
+        return f"hidden_act must be silu, got {config.hidden_act}"
+    if config.head_dim % 2:
+        return f"head_dim must be even, got {config.head_dim}"
+    linears = [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
+    if not linears or not all(isinstance(m, PackedLinear) for m in linears):
+        return "the weights must be packed, see Decoder.pack_for_inference"
+    return step.why_not(model.dtype, storage.spec.kv.dtype)
+
+
+class CompiledRunner:
+    """Runs a Llama over the cache that it writes, by a compiled list of operations.
+
+    The logits that `forward` returns are the runner's own memory until the next call.
+
+    Args:
+        model: packed, see `why_not`; its weights are shared, not copied.
+        storage: the paged cache.
+
+    Attributes:
+        block_size, device, sharing_tokens, storage: as of `ModelRunner`.
+        program: the list of operations.
+
+    Raises:
+        ValueError: the model cannot be expressed; the message says why.
+    """
+
+    def __init__(self, model: Decoder, storage: KVStorage) -> None:
+        reason = why_not(model, storage)
+        if reason is not None:
+            raise ValueError(f"model must be one that a compiled step can run: {reason}")
+        assert isinstance(model, Llama)
+        self.model = model
+        self.storage = storage
+        self.block_size = storage.spec.block_size
+        self.device = storage.layers[0][0].device
+        self.sharing_tokens: int | None = None
+        self._copier = ModelRunner(model, storage)
+        self._attention: list[int] = []  # places of the attention of each layer
+        self.program = self._compile(model, storage)
+        self._num_weights = sum(
+            m.panels.words.numel() for m in model.modules() if isinstance(m, PackedLinear)
+        )
+
+    def _compile(self, model: Llama, storage: KVStorage) -> step.Program:
+        """Return the model as a list of operations."""
+        config = model.config
+        assert config.rope is not None
+        eps = config.norm_eps
+        qkv_width = (config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim
+        program = step.Program(
+            model.dtype,
+            storage.layers[0],
+            num_q_heads=config.num_q_heads,
+            head_norms=_head_norms(model),
+            num_layers=config.num_layers,
+            half=config.rope.rotary_dim // 2,
+        )
+        x = program.buffer("x", config.hidden_size)
+        h = program.buffer("h", config.hidden_size)
+        qkv = program.buffer("qkv", qkv_width)
+        o = program.buffer("o", config.num_q_heads * config.head_dim)
+        act = program.buffer("act", config.intermediate_size)
+        final = program.buffer("final", config.hidden_size)
+        logits = program.buffer("logits", config.vocab_size)
+        table = model.embed_tokens
+        program.embed(table.panels if isinstance(table, PackedEmbedding) else table.weight, x)
+        for i, (layer, kv) in enumerate(zip(model.layers, storage.layers, strict=True)):
+            attention, mlp = layer.attention, layer.mlp
+            program.norm(x, h, layer.attention_norm.weight, eps)
+            program.product(h, qkv, attention.qkv_proj.panels, step.STORE)
+            program.rotate(qkv, i, kv, eps)
+            self._attention.append(len(program))
+            scale, window = config.softmax_scales[i], config.windows[i]
+            program.attend(qkv, o, i, kv, scale=scale, window=window)
+            program.product(o, x, attention.o_proj.panels, step.ADD)
+            program.norm(x, h, layer.mlp_norm.weight, eps)
+            program.product(h, act, mlp.gate_up_proj.panels, step.GATE)
+            program.product(act, x, mlp.down_proj.panels, step.ADD)
+        program.norm(x, final, model.norm.weight, eps, is_sampled=True)
+        head = model.lm_head if model.packed_head is None else model.packed_head
+        assert isinstance(head, PackedLinear)
+        program.product(final, logits, head.panels, step.STORE, is_sampled=True)
+        return program
+
+    @torch.inference_mode()
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Run one step and return the logits (R, V) float32 of `inputs.logits_rows`.
+
+        Blocks are copied before anything is written. With no row to sample the result has no rows.
+        """
+        if len(inputs.block_copies) > 0:
+            self._copier.copy(inputs.block_copies)
+        ctx, program = inputs.ctx, self.program
+        lengths = ctx.seqlens_k.numpy()
+        batch = step.Batch(
+            inputs.ids.numpy(), inputs.positions.numpy(), ctx.slot_mapping.numpy(),
+            ctx.cu_seqlens_q.numpy(), lengths, ctx.block_table.numpy(), inputs.logits_rows.numpy(),
+        )  # fmt: skip
+        num_rows, num_sampled = len(batch.ids), len(batch.sampled)
+        program.reserve(num_rows, ("x", "h", "qkv", "o", "act"))
+        program.reserve(num_sampled, ("final", "logits"))
+        cos, sin = self.model.rotary.reserve(int(lengths.max()), self.device)
+        angles = (cos.view(-1).numpy(), sin.view(-1).numpy())
+        end = len(program) if num_sampled else len(program) - 2
+        available = torch.get_num_threads()
+        num_threads = self.threads_for(num_rows, available)
+        if ctx.max_seqlen_q == 1:
+            program.run(batch, *angles, num_threads, 0, end)
+        else:
+            first = 0
+            for layer, place in enumerate(self._attention):
+                program.run(batch, *angles, num_threads, first, place)
+                self._attend(layer, inputs)
+                first = place + 1
+            program.run(batch, *angles, num_threads, first, end)
+        logits = program.buffers["logits"][:num_sampled, : self.model.config.vocab_size]
+        return logits.float()
+
+    def threads_for(self, num_rows: int, available: int) -> int:
+        """Return how many threads a step of `num_rows` rows uses."""
+        return threads_for(num_rows * self._num_weights, available)
+
+    def _attend(self, layer: int, inputs: ModelInputs) -> None:
+        """Attention of one layer where a sequence has several rows: an op, not one of the list."""
+        config, ctx = self.model.config, inputs.ctx
+        rows, dim = len(inputs.ids), config.head_dim
+        qkv, o = self.program.buffers["qkv"], self.program.buffers["o"]
+        q = qkv[:rows, : config.num_q_heads * dim].unflatten(-1, (config.num_q_heads, dim))
+        k_cache, v_cache, *rest = self.storage.layers[layer]
+        k_scale, v_scale = rest or (None, None)
+        attended = ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_table=ctx.block_table,
+            seqlens_k=ctx.seqlens_k,
+            cu_seqlens_q=ctx.cu_seqlens_q,
+            max_seqlen_q=ctx.max_seqlen_q,
+            softmax_scale=config.softmax_scales[layer],
+            window=config.windows[layer],
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        o[:rows, : config.num_q_heads * dim] = attended.flatten(-2)
+
+
+def _head_norms(model: Llama) -> Tensor:
+    """Weights of the norms of q and k of each layer, (2 L, D) float32, or (2 L, 0) without."""
+    layers = [layer.attention for layer in model.layers]
+    if not model.config.qk_norm:
+        return torch.empty((2 * len(layers), 0), dtype=torch.float32)
+    norms = [norm.weight.detach() for a in layers for norm in (a.q_norm, a.k_norm)]
+    return torch.stack(norms).float()
