@@ -65,11 +65,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids (...,) to (..., E)."""
-        width = 2 if self.dtype == torch.bfloat16 else 1
-        columns = cpu_step.COLUMNS
-        words = self.panels.words.view(-1, self.panels.padded_inputs // width, columns, width)
-        rows: Tensor = words[ids // columns, :, ids % columns].flatten(-2)
-        return rows[..., : self.embedding_dim].contiguous()
+        return cpu_step.rows_of(self.panels, ids)
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -10,14 +10,13 @@ from torch import Tensor
 from tilewise.kernels.cpu.rows import why_not_dtype
 from tilewise.kernels.cpu.quantise import BYTE_CODES
 from tilewise.kernels.cpu.step import linear
-from tilewise.kernels.cpu.step.panels import COLUMNS, PAD, Panels, interleave, pack, unpack
+from tilewise.kernels.cpu.step.panels import COLUMNS, Panels, interleave, pack, rows_of, unpack
 from tilewise.kernels.cpu.step.program import ADD, GATE, STORE, Batch, Buffer, Program
 
 __all__ = [
     "ADD",
     "COLUMNS",
     "GATE",
-    "PAD",
     "STORE",
     "Batch",
     "Buffer",
@@ -26,6 +25,7 @@ __all__ = [
     "interleave",
     "multiply",
     "pack",
+    "rows_of",
     "unpack",
     "why_not",
     "why_not_pack",

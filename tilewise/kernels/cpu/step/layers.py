@@ -15,7 +15,7 @@ import math
 from numba import types
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.step.panels import COLUMNS
+from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_pairs, has_words, multiply_rows
 from tilewise.kernels.cpu.step.words import copy_half_word, copy_word, get, put, rounded
 from tilewise.kernels.cpu.threads import inner
@@ -23,7 +23,6 @@ from tilewise.kernels.cpu.threads import inner
 # What becomes of the sums of a product.
 STORE, ADD, GATE = 0, 1, 2
 BLOCK_ROWS = 32  # rows of a block of sums
-GROUP = 4  # panels of a block of up to 16 rows
 LOG2_E = 1.4426950408889634
 
 
@@ -39,20 +38,19 @@ def embed_row(word_like, token, table, inputs, is_packed, target):
             else:
                 copy_word(target + 4 * column, start + 4 * column)
         return
-    padded = (inputs + 31) // 32 * 32
-    start = table + token // COLUMNS * COLUMNS * padded * size
-    if has_pairs(word_like):
-        start += token % COLUMNS * 4
-        for pair in range(padded // 2):
-            copy_word(target + 4 * pair, start + 4 * COLUMNS * pair)
-    elif size == 2:
-        start += token % COLUMNS * 2
-        for column in range(padded):
-            copy_half_word(target + 2 * column, start + 2 * COLUMNS * column)
-    else:
-        start += token % COLUMNS * 4
-        for column in range(padded):
-            copy_word(target + 4 * column, start + 4 * COLUMNS * column)
+    steps = (inputs + STEP - 1) // STEP
+    panel = STEP * COLUMNS * size
+    start = table + token // WIDTH * WIDTH * steps * STEP * size + token // COLUMNS % GROUP * panel
+    word_size = 4 if has_pairs(word_like) else size
+    start += token % COLUMNS * word_size
+    for step in range(steps):
+        for word in range(STEP * size // word_size):
+            source = start + step * GROUP * panel + word * COLUMNS * word_size
+            to = target + step * STEP * size + word * word_size
+            if word_size == 4:
+                copy_word(to, source)
+            else:
+                copy_half_word(to, source)
 
 
 @inner
@@ -73,26 +71,26 @@ def normalise_row(word_like, like, source, target, weight, dim, eps):
 
 
 @inner
-def _store_sums(word_like, like, c, rows, columns, bias, target, target_row):
+def _store_sums(word_like, like, c, rows, bias, target, target_row):
     """target = round(sums + bias)."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     for row in range(rows):
         start = target + row * target_row
-        for column in range(0, columns, lanes):
-            x = get(like, c + 4 * (row * columns + column))
+        for column in range(0, WIDTH, lanes):
+            x = get(like, c + 4 * (row * WIDTH + column))
             if bias != 0:
                 x = simd.add(x, get(like, bias + 4 * column))
             put(word_like, start + column * size, x)
 
 
 @inner
-def _add_sums(word_like, like, c, rows, columns, bias, target, target_row):
+def _add_sums(word_like, like, c, rows, bias, target, target_row):
     """target = round(target + round(sums + bias))."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     for row in range(rows):
         start = target + row * target_row
-        for column in range(0, columns, lanes):
-            x = get(like, c + 4 * (row * columns + column))
+        for column in range(0, WIDTH, lanes):
+            x = get(like, c + 4 * (row * WIDTH + column))
             if bias != 0:
                 x = simd.add(x, get(like, bias + 4 * column))
             at = start + column * size
@@ -100,15 +98,15 @@ def _add_sums(word_like, like, c, rows, columns, bias, target, target_row):
 
 
 @inner
-def _gate_sums(word_like, like, c, rows, columns, bias, target, target_row):
+def _gate_sums(word_like, like, c, rows, bias, target, target_row):
     """target = round(round(silu(gate)) * up); sums are 16 of gate, 16 of up, and so on."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     one, log2_e = simd.splat(like, 1.0), simd.splat(like, -LOG2_E)
     for row in range(rows):
         start = target + row * target_row
-        for pair in range(0, columns, 2 * COLUMNS):
+        for pair in range(0, WIDTH, 2 * COLUMNS):
             for column in range(0, COLUMNS, lanes):
-                at = c + 4 * (row * columns + pair + column)
+                at = c + 4 * (row * WIDTH + pair + column)
                 gate, up = get(like, at), get(like, at + 4 * COLUMNS)
                 if bias != 0:
                     where = bias + 4 * (pair + column)
@@ -133,9 +131,9 @@ def widen_rows(word_like, like, source, source_row, rows, inputs, target, target
 
 
 @inner
-def multiply_task(word_like, like, source, source_row, rows, weight, panel, inputs, first, end,
-                  bias, epilogue, target, target_row, c, wide, must_widen):  # fmt: skip
-    """Panels first ... end - 1 of a product for some rows, and what becomes of them.
+def multiply_task(word_like, like, source, source_row, rows, weight, inputs, first, end, bias,
+                  epilogue, target, target_row, c, wide, must_widen):  # fmt: skip
+    """Groups first ... end - 1 of a product for some rows, and what becomes of them.
 
     Args:
         source, source_row: address of the rows, of which full blocks of 32 exist, and bytes.
@@ -144,31 +142,24 @@ def multiply_task(word_like, like, source, source_row, rows, weight, panel, inpu
         must_widen: whether that scratch does not hold these rows yet.
     """
     size = word_like.itemsize
-    words = inputs // 2 if has_pairs(word_like) else inputs
     a, lda = source, source_row
     if not has_words(word_like):
-        a, lda = wide, 4 * (inputs + 32)
+        a, lda = wide, 4 * (inputs + STEP)
         if must_widen:
             widen_rows(word_like, like, source, source_row, rows, inputs, a, lda)
-    at = first
-    while at < end:
-        # Blocks of more than 16 rows have two panels, of fewer four, or two at the end.
-        group = 2 if rows > 16 or end - at < GROUP else GROUP
-        columns = group * COLUMNS
-        out = at * COLUMNS * size
+    for group in range(first, end):
+        start = weight + group * WIDTH * inputs * size
+        out = group * WIDTH * size
         if epilogue == GATE:
             out //= 2
-        where = 0 if bias == 0 else bias + 4 * at * COLUMNS
+        where = 0 if bias == 0 else bias + 4 * group * WIDTH
         for row in range(0, rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, rows - row)
-            multiply_rows(word_like, c, 4 * columns, count, group, a + row * lda, lda,
-                          weight + at * panel, panel, inputs, words)  # fmt: skip
+            multiply_rows(word_like, c, count, a + row * lda, lda, start, inputs)
             to = target + row * target_row + out
             if epilogue == STORE:
-                _store_sums(word_like, like, c, count, columns, where, to, target_row)
+                _store_sums(word_like, like, c, count, where, to, target_row)
             elif epilogue == ADD:
-                _add_sums(word_like, like, c, count, columns, where, to, target_row)
+                _add_sums(word_like, like, c, count, where, to, target_row)
             else:
-                _gate_sums(word_like, like, c, count, columns, where, to, target_row)
-        at += group
-
+                _gate_sums(word_like, like, c, count, where, to, target_row)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu import amx
-from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, GROUP, STORE, multiply_task
-from tilewise.kernels.cpu.step.panels import COLUMNS, Panels, row_stride
+from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, STORE, multiply_task
+from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, row_stride
 from tilewise.kernels.cpu.step.program import REAL_LIKE, WORD_LIKE
 from tilewise.kernels.cpu.step.run import CHUNK_BYTES
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
 from tilewise.kernels.cpu.threads import keep_alive, kernel, next_task, run_tasks, scratch
 
-PANELS_PER_TASK = 16
+GROUPS_PER_TASK = 4
 
 
 def launch(x: Tensor, weight: Panels) -> Tensor:
@@ -37,38 +37,38 @@ def launch(x: Tensor, weight: Panels) -> Tensor:
     source_row = source.stride(0) * size
     wide_row = 4 * row_stride(weight.num_inputs)
     chunk = max(CHUNK_BYTES // max(source_row, wide_row) // BLOCK_ROWS, 1) * BLOCK_ROWS
-    panels = weight.padded_outputs // COLUMNS
-    num_tasks = -(-rows // chunk) * -(-panels // PANELS_PER_TASK)
+    groups = weight.padded_outputs // WIDTH
+    num_tasks = -(-rows // chunk) * -(-groups // GROUPS_PER_TASK)
     run_tasks(
         _multiply, num_tasks, WORD_LIKE[dtype], REAL_LIKE, source.data_ptr(), source_row, rows,
-        chunk, weight.words.data_ptr(), weight.padded_inputs * COLUMNS * size,
-        weight.padded_inputs, panels, 0 if weight.bias is None else weight.bias.data_ptr(),
+        chunk, weight.words.data_ptr(), weight.padded_inputs, groups, 0 if weight.bias is None else weight.bias.data_ptr(),
         target.data_ptr(), target.stride(0) * size,
     )  # fmt: skip
     return target[:, : weight.num_outputs].contiguous()
 
 
 @kernel
-def _multiply(word_like, like, source, source_row, rows, chunk, weight, panel, inputs, panels, bias,
+def _multiply(word_like, like, source, source_row, rows, chunk, weight, inputs, groups, bias,
               target, target_row, counter, num_tasks):  # fmt: skip
     if has_tiles(word_like):
         amx.configure()
-    c = scratch(BLOCK_ROWS * GROUP * COLUMNS, like)
+    c = scratch(BLOCK_ROWS * WIDTH, like)
     wide = scratch(1, like)
     if not has_words(word_like):
-        wide = scratch(min(chunk, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS) * (inputs + 32), like)
-    per_chunk = (panels + PANELS_PER_TASK - 1) // PANELS_PER_TASK
+        blocks = (min(chunk, rows) + BLOCK_ROWS - 1) // BLOCK_ROWS
+        wide = scratch(blocks * BLOCK_ROWS * (inputs + STEP), like)
+    per_chunk = (groups + GROUPS_PER_TASK - 1) // GROUPS_PER_TASK
     held = -1
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             break
         which = task // per_chunk
-        first = (task - which * per_chunk) * PANELS_PER_TASK
+        first = (task - which * per_chunk) * GROUPS_PER_TASK
         multiply_task(
             word_like, like, source + which * chunk * source_row, source_row,
-            min(chunk, rows - which * chunk), weight, panel, inputs, first,
-            min(first + PANELS_PER_TASK, panels), bias, STORE,
+            min(chunk, rows - which * chunk), weight, inputs, first,
+            min(first + GROUPS_PER_TASK, groups), bias, STORE,
             target + which * chunk * target_row, target_row, c.ctypes.data, wide.ctypes.data,
             held != which,
         )  # fmt: skip

@@ -1,11 +1,14 @@
 """Products of some rows with panels of weights, at the speed of memory or of the arithmetic.
 
-What      sums (R, 16 P) = a (R, K) panels (K, 16 P), float32, for blocks of R rows and P panels;
-          `multiply_rows` composes them. See `panels.py` for the layout.
+What      sums (R, 64) = a (R, K) weights (K, 64), float32, for up to 32 rows and a group of four
+          panels, see `panels.py`.
 Grid      none: called by one thread of a step for each of its tasks.
 One call  AMX: up to 16 rows x 4 panels, or 32 rows x 2; else 1, 4 or 8 rows x 4, 2 or 1 panels in
           vector registers, by VDPBF16PS or, with words widened in registers, by multiply-adds.
-Traffic   each panel comes from memory once, fetched some KiB ahead; rows come from the L2 cache.
+Traffic   one or few rows read a group once, in the order of memory, which the CPU's own prefetcher
+          follows: fetching ahead by instructions took nothing off and at times added 5 % (16 and
+          256 MiB of bfloat16, 2 to 16 KiB ahead; Xeon with AMX, one core, 2026-11-22). Rows and,
+          for more than 16 of them, the second half of a group come from the L2 cache.
 Numerics  float32 sums, each of them one chain along K in one order: a row's bits depend neither on
           how many rows there are, nor on the threads. They do depend on the CPU's instructions.
 """
@@ -18,12 +21,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.amx import HAS_AMX, ROWS, STEP
-from tilewise.kernels.cpu.step.panels import COLUMNS
+from tilewise.kernels.cpu.amx import HAS_AMX, ROWS
+from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP
 from tilewise.kernels.cpu.threads import inner
 
-# Bytes of a panel that are fetched ahead of their use.
-AHEAD = 4096
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _f32 = ir.FloatType()
 _SUMS = ir.VectorType(_f32, COLUMNS)
@@ -74,24 +75,18 @@ def _byte_pointer(builder, address):
     return builder.inttoptr(address, _i8.as_pointer())
 
 
-def _fetch(builder, address):
-    kind = ir.FunctionType(ir.VoidType(), [_i8.as_pointer(), _i32, _i32, _i32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [_byte_pointer(builder, address), _i32(0), _i32(2), _i32(1)])
-
-
-def _tile_block(num_rows, num_panels, fetches):
+def _tile_block(num_rows, num_panels):
     """16 num_rows rows x num_panels panels in tile registers."""
 
     @intrinsic
-    def block(typingctx, weight_like, c, ldc, a, lda, w, panel, steps):
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
         index = types.int64
-        sig = types.void(weight_like, index, index, index, index, index, index, index)
+        sig = types.void(weight_like, index, index, index, index, index, index)
 
         def codegen(context, builder, sig, args):
             if not uses_tiles(weight_like):
                 return context.get_dummy_value()
-            _, c_, ldc_, a_, lda_, w_, panel_, steps_ = args
+            _, c_, ldc_, a_, lda_, w_, steps_ = args
             count = num_rows * num_panels
             for tile in range(count):
                 _amx(builder, "tilezero", _i8(tile))
@@ -102,12 +97,9 @@ def _tile_block(num_rows, num_panels, fetches):
                 for row, tile in enumerate(a_tiles):
                     start = builder.add(at, builder.mul(lda_, _i64(ROWS * row)))
                     _amx(builder, "tileloadd64", _i8(tile), _byte_pointer(builder, start), lda_)
-                b = builder.add(w_, builder.mul(loop.index, _i64(64 * ROWS)))
+                b = builder.add(w_, builder.mul(loop.index, _i64(GROUP * 64 * ROWS)))
                 for column in range(num_panels):
-                    start = builder.add(b, builder.mul(panel_, _i64(column)))
-                    if fetches:
-                        for line in range(ROWS):
-                            _fetch(builder, builder.add(start, _i64(AHEAD + 64 * line)))
+                    start = builder.add(b, _i64(64 * ROWS * column))
                     tile = free[column % len(free)]
                     _amx(builder, "tileloadd64", _i8(tile), _byte_pointer(builder, start), _i64(64))
                     for row, a_tile in enumerate(a_tiles):
@@ -133,6 +125,8 @@ class _Words:
         self.is_bf16 = self.dtype == types.uint16
         self.is_dot = uses_dot(weight_type)
         self.word_bytes = {types.uint16: 4, types.int16: 2, types.float32: 4}[self.dtype]
+        self.bytes = COLUMNS * self.word_bytes
+        self.words = STEP // (2 if self.is_bf16 else 1)  # of a step; a power of two
         # Bytes of a row of a in a word: pairs of bfloat16, widened ones, or a float.
         self.a_bytes = 8 if self.is_bf16 and not self.is_dot else 4
 
@@ -167,19 +161,21 @@ class _Words:
         return sums
 
 
-def _vector_block(num_rows, num_panels, fetches):
+def _vector_block(num_rows, num_panels):
     """num_rows rows x num_panels panels in vector registers."""
 
     @intrinsic
-    def block(typingctx, weight_like, c, ldc, a, lda, w, panel, words):
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
         index = types.int64
-        sig = types.void(weight_like, index, index, index, index, index, index, index)
+        sig = types.void(weight_like, index, index, index, index, index, index)
 
         def codegen(context, builder, sig, args):
             if uses_tiles(weight_like):
                 return context.get_dummy_value()
-            _, c_, ldc_, a_, lda_, w_, panel_, words_ = args
+            _, c_, ldc_, a_, lda_, w_, steps_ = args
             how = _Words(builder, weight_like)
+            words_ = builder.mul(steps_, _i64(how.words))
+            panel_bytes = how.words * how.bytes
             entry = builder.block
             body, done = (builder.append_basic_block(f"panel.{name}") for name in ("body", "done"))
             builder.branch(body)
@@ -187,16 +183,17 @@ def _vector_block(num_rows, num_panels, fetches):
             k = builder.phi(_i64)
             sums = [builder.phi(_SUMS) for _ in range(num_rows * num_panels)]
             later = list(sums)
-            unrolled = 4  # words of a turn of the loop; K is a multiple of 32
+            unrolled = 4  # words of a turn of the loop, a part of a step
+            step = builder.udiv(k, _i64(how.words))
+            within = builder.sub(k, builder.mul(step, _i64(how.words)))
+            start = builder.add(w_, builder.mul(step, _i64(GROUP * panel_bytes)))
+            start = builder.add(start, builder.mul(within, _i64(how.bytes)))
             for turn in range(unrolled):
                 at = builder.add(k, _i64(turn))
-                offset = builder.mul(at, _i64(COLUMNS * how.word_bytes))
-                loaded = []
-                for column in range(num_panels):
-                    start = builder.add(builder.add(w_, offset), builder.mul(panel_, _i64(column)))
-                    if fetches and (how.word_bytes == 4 or turn % 2 == 0):
-                        _fetch(builder, builder.add(start, _i64(AHEAD)))
-                    loaded.append(how.load(start))
+                loaded = [
+                    how.load(builder.add(start, _i64(column * panel_bytes + turn * how.bytes)))
+                    for column in range(num_panels)
+                ]
                 a_offset = builder.mul(at, _i64(how.a_bytes))
                 for row in range(num_rows):
                     number = builder.add(builder.add(a_, a_offset), builder.mul(lda_, _i64(row)))
@@ -225,52 +222,49 @@ def _vector_block(num_rows, num_panels, fetches):
 # Sums of 16 columns take a register of AVX-512 or two of AVX2, and half of the registers are sums.
 _ONE, _FEW, _MANY = (4, 2, 2) if _IS_WIDE else (2, 1, 1)  # panels of a block, by its rows
 _MOST_ROWS = 8 if _IS_WIDE else 4
-_tiles_1, _tiles_2 = _tile_block(1, 4, True), _tile_block(2, 2, False)
-_tiles_1_pair = _tile_block(1, 2, True)
-_vectors_1 = _vector_block(1, _ONE, True)
-_vectors_4, _vectors_8 = _vector_block(4, _FEW, True), _vector_block(_MOST_ROWS, _MANY, False)
+_tiles_1, _tiles_2 = _tile_block(1, 4), _tile_block(2, 2)
+_vectors_1, _vectors_4 = _vector_block(1, _ONE), _vector_block(4, _FEW)
+_vectors_8 = _vector_block(_MOST_ROWS, _MANY)
 
 
 @inner
-def multiply_rows(weight_like, c, ldc, rows, panels, a, lda, w, panel, inputs, words):
-    """Sums of `rows` rows (of up to 32) and `panels` panels (2 or 4), to c.
+def multiply_rows(weight_like, c, rows, a, lda, w, inputs):
+    """Sums of `rows` rows, of up to 32, and a group of weights, to c.
 
     Rows of c and a are read and written in full blocks: up to 32 of them must exist.
 
     Args:
         weight_like: empty array of the weights' dtype; uint16 is bfloat16, int16 is float16.
-        c, ldc: address of the sums, 16 * panels a row, and bytes from row to row.
+        c: address of the sums, 64 float32 a row.
         a, lda: address of the rows, in the dtype that `has_words` says, and bytes from row to row.
-        w, panel: address of the first panel and bytes from panel to panel.
+        w: address of the group.
         inputs: K, a multiple of 32.
-        words: K in words of the weights.
     """
+    ldc, steps = 4 * COLUMNS * GROUP, inputs // STEP
+    panel = STEP * COLUMNS * weight_like.itemsize
     if has_tiles(weight_like):
-        steps = inputs // STEP
         if rows > ROWS:
-            for column in range(0, panels, 2):
-                _tiles_2(weight_like, c + 64 * column, ldc, a, lda, w + column * panel, panel, steps)
-        elif panels == 4:
-            _tiles_1(weight_like, c, ldc, a, lda, w, panel, steps)
+            for column in range(0, GROUP, 2):
+                _tiles_2(weight_like, c + 64 * column, ldc, a, lda, w + column * panel, steps)
         else:
-            _tiles_1_pair(weight_like, c, ldc, a, lda, w, panel, steps)
+            _tiles_1(weight_like, c, ldc, a, lda, w, steps)
         return
     row = 0
     while row < rows:
         c_row, a_row = c + row * ldc, a + row * lda
         left = rows - row
-        if left == 1 and panels >= _ONE:
-            for column in range(0, panels, _ONE):
+        if left == 1:
+            for column in range(0, GROUP, _ONE):
                 _vectors_1(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           panel, words)  # fmt: skip
+                           steps)  # fmt: skip
             row += 1
         elif left <= 4:
-            for column in range(0, panels, _FEW):
+            for column in range(0, GROUP, _FEW):
                 _vectors_4(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           panel, words)  # fmt: skip
+                           steps)  # fmt: skip
             row += 4
         else:
-            for column in range(0, panels, _MANY):
+            for column in range(0, GROUP, _MANY):
                 _vectors_8(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           panel, words)  # fmt: skip
+                           steps)  # fmt: skip
             row += _MOST_ROWS

@@ -23,7 +23,7 @@ from tilewise.kernels.cpu.rows import DTYPE_CODES
 from tilewise.kernels.cpu.simd import HAS_BF16_DOT
 from tilewise.kernels.cpu.step.layers import ADD, BLOCK_ROWS, GATE, STORE
 from tilewise.kernels.cpu.step.meeting import LINE
-from tilewise.kernels.cpu.step.panels import COLUMNS, Panels, padded, row_stride
+from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
 from tilewise.kernels.cpu.step.run import (
     ATTEND,
     BIAS,
@@ -31,6 +31,7 @@ from tilewise.kernels.cpu.step.run import (
     EMBED,
     EPILOGUE,
     FIRST_COUNTER,
+    GROUPS,
     INPUTS,
     IS_PACKED,
     IS_SAMPLED,
@@ -39,8 +40,6 @@ from tilewise.kernels.cpu.step.run import (
     LAYER,
     NORM,
     NUM_COLUMNS,
-    PANEL,
-    PANELS,
     PRODUCT,
     ROTATE,
     SOURCE,
@@ -172,7 +171,7 @@ class Program:
     ) -> None:
         """Target = rms_norm(source); of the sampled rows only if `is_sampled`."""
         op = self._append(NORM, eps, source, target)
-        wide = torch.zeros(padded(len(weight)), dtype=self.dtype)
+        wide = torch.zeros(padded(len(weight), STEP), dtype=self.dtype)
         wide[: len(weight)] = weight.detach()
         op[WEIGHT], op[INPUTS], op[IS_SAMPLED] = self._address(wide), len(weight), is_sampled
 
@@ -190,8 +189,7 @@ class Program:
         op = self._append(PRODUCT, 0.0, source, target)
         op[WEIGHT], op[BIAS] = self._address(weight.words), self._address(weight.bias)
         op[INPUTS] = weight.padded_inputs
-        op[PANELS] = weight.padded_outputs // COLUMNS
-        op[PANEL] = weight.padded_inputs * COLUMNS * self.size
+        op[GROUPS] = weight.padded_outputs // WIDTH
         op[EPILOGUE], op[IS_SAMPLED] = epilogue, is_sampled
         self._most_inputs = max(self._most_inputs, weight.padded_inputs)
 

@@ -23,21 +23,20 @@ from tilewise.kernels.cpu.rope_write import Rows, move_heads
 from tilewise.kernels.cpu.rows import F32
 from tilewise.kernels.cpu.step.layers import (
     BLOCK_ROWS,
-    GROUP,
     embed_row,
     multiply_task,
     normalise_row,
 )
 from tilewise.kernels.cpu.step.meeting import LINE, add_at, read_at, wait_until_zero, write_at
-from tilewise.kernels.cpu.step.panels import COLUMNS
+from tilewise.kernels.cpu.step.panels import STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
 from tilewise.kernels.cpu.threads import inner, keep_alive, kernel, scratch
 
 # Operations, and the columns of their rows.
 EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
-(CODE, SOURCE, SOURCE_ROW, TARGET, TARGET_ROW, WEIGHT, PANEL, INPUTS, PANELS, BIAS, EPILOGUE,
- IS_SAMPLED, LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW) = range(18)  # fmt: skip
-NUM_COLUMNS = 18
+(CODE, SOURCE, SOURCE_ROW, TARGET, TARGET_ROW, WEIGHT, INPUTS, GROUPS, BIAS, EPILOGUE, IS_SAMPLED,
+ LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW) = range(17)  # fmt: skip
+NUM_COLUMNS = 17
 IS_PACKED = EPILOGUE  # of EMBED: the table lies in panels
 
 # Rows that meet a block of weights before the next: what fits half of an L2 cache of 2 MiB.
@@ -196,7 +195,7 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
     """Run operations first ... last - 1; every thread of the team calls it.
 
     Args:
-        ops: (n, 18) int64, see the names of its columns; addresses and strides are in bytes.
+        ops: (n, 17) int64, see the names of its columns; addresses and strides are in bytes.
         numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
         give_way: see `meeting.wait_until_zero`.
         meeting: int64 zeros, 2 n + 1 lines.
@@ -206,11 +205,11 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
     num_rows, num_sampled = len(batch.ids), len(batch.sampled)
     if has_tiles(word_like):
         amx.configure()
-    c = scratch(BLOCK_ROWS * GROUP * COLUMNS, like)
+    c = scratch(BLOCK_ROWS * WIDTH, like)
     wide = scratch(1, like)
     if not has_words(word_like):
         # Rows of a chunk, as many as the narrower words would be.
-        wide = scratch(max(BLOCK_ROWS * (most_inputs + 32), CHUNK_BYTES // 4), like)
+        wide = scratch(max(BLOCK_ROWS * (most_inputs + STEP), CHUNK_BYTES // 4), like)
     head_row = scratch(shape.head_dim, like)
     starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
     splits = np.empty((len(batch.lengths), 2), np.int64)
@@ -226,18 +225,16 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
         if code == PRODUCT:
             rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows
             stride = op[SOURCE_ROW]
-            row_bytes = stride if has_words(word_like) else 4 * (op[INPUTS] + 32)
+            row_bytes = stride if has_words(word_like) else 4 * (op[INPUTS] + STEP)
             chunk = max(CHUNK_BYTES // row_bytes // BLOCK_ROWS, 1) * BLOCK_ROWS
             chunks = (rows + chunk - 1) // chunk
-            panels, panel = op[PANELS], op[PANEL]
-            per_task = panels
+            groups, inputs = op[GROUPS], op[INPUTS]
+            per_task = groups
             if num_threads > 1:
-                share = (panels + TASKS_PER_THREAD * num_threads - 1) // (
-                    TASKS_PER_THREAD * num_threads
-                )
-                fewest = (FEWEST_BYTES + panel - 1) // panel
-                per_task = (max(share, fewest) + GROUP - 1) // GROUP * GROUP
-            per_chunk = (panels + per_task - 1) // per_task
+                parts = TASKS_PER_THREAD * num_threads
+                fewest = FEWEST_BYTES // (WIDTH * inputs * word_like.itemsize)
+                per_task = max((groups + parts - 1) // parts, fewest, 1)
+            per_chunk = (groups + per_task - 1) // per_task
             held = -1
             while True:
                 task = add_at(counter, 1)
@@ -247,8 +244,8 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
                 start = (task - which * per_chunk) * per_task
                 multiply_task(
                     word_like, like, op[SOURCE] + which * chunk * stride, stride,
-                    min(chunk, rows - which * chunk), op[WEIGHT], panel, op[INPUTS], start,
-                    min(start + per_task, panels), op[BIAS], op[EPILOGUE],
+                    min(chunk, rows - which * chunk), op[WEIGHT], inputs, start,
+                    min(start + per_task, groups), op[BIAS], op[EPILOGUE],
                     op[TARGET] + which * chunk * op[TARGET_ROW], op[TARGET_ROW], c.ctypes.data,
                     wide.ctypes.data, held != which,
                 )  # fmt: skip
