@@ -8,20 +8,28 @@ of them a compiled call.
 
 from __future__ import annotations
 
-import numpy as np
+import time
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.inputs import ModelInputs
+from tilewise.engine.inputs import ModelInputs, build_inputs
 from tilewise.engine.runner import ModelRunner, threads_for
+from tilewise.engine.sampler import sample
+from tilewise.engine.sizing import widest_batch
+from tilewise.engine.teams import Teams
 from tilewise.models.decoder import Decoder
 from tilewise.models.llama import Llama
 from tilewise.nn.packed import PackedEmbedding, PackedLinear
 from tilewise.ops import cpu_step as step
 
-__all__ = ["CompiledRunner", "why_not"]
+if TYPE_CHECKING:
+    from tilewise.kernels.cpu.step.program import Program
+
+__all__ = ["CompiledRunner", "runner_for", "why_not"]
 
 
 def why_not(model: Decoder, storage: KVStorage) -> str | None:
@@ -40,6 +48,15 @@ def why_not(model: Decoder, storage: KVStorage) -> str | None:
     if not linears or not all(isinstance(m, PackedLinear) for m in linears):
         return "the weights must be packed, see Decoder.pack_for_inference"
     return step.why_not(model.dtype, storage.spec.kv.dtype)
+
+
+def runner_for(
+    model: Decoder, storage: KVStorage, *, num_parameters: int | None = None
+) -> ModelRunner | CompiledRunner:
+    """Return a `CompiledRunner` where the model allows it, else a `ModelRunner`."""
+    if why_not(model, storage) is None:
+        return CompiledRunner(model, storage)
+    return ModelRunner(model, storage, num_parameters=num_parameters)
 
 
 class CompiledRunner:
@@ -69,20 +86,22 @@ class CompiledRunner:
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
         self.sharing_tokens: int | None = None
-        self._copier = ModelRunner(model, storage)
         self._attention: list[int] = []  # places of the attention of each layer
         self.program = self._compile(model, storage)
+        self.teams = Teams()
+        self._num_angles = 0
         self._num_weights = sum(
             m.panels.words.numel() for m in model.modules() if isinstance(m, PackedLinear)
         )
+        self._copier = ModelRunner(model, storage, num_parameters=self._num_weights)
 
-    def _compile(self, model: Llama, storage: KVStorage) -> step.Program:
+    def _compile(self, model: Llama, storage: KVStorage) -> Program:
         """Return the model as a list of operations."""
         config = model.config
         assert config.rope is not None
         eps = config.norm_eps
         qkv_width = (config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim
-        program = step.Program(
+        program = step.new_program(
             model.dtype,
             storage.layers[0],
             num_q_heads=config.num_q_heads,
@@ -126,34 +145,50 @@ class CompiledRunner:
         if len(inputs.block_copies) > 0:
             self._copier.copy(inputs.block_copies)
         ctx, program = inputs.ctx, self.program
-        lengths = ctx.seqlens_k.numpy()
         batch = step.Batch(
             inputs.ids.numpy(), inputs.positions.numpy(), ctx.slot_mapping.numpy(),
-            ctx.cu_seqlens_q.numpy(), lengths, ctx.block_table.numpy(), inputs.logits_rows.numpy(),
+            ctx.cu_seqlens_q.numpy(), ctx.seqlens_k.numpy(), ctx.block_table.numpy(),
+            inputs.logits_rows.numpy(),
         )  # fmt: skip
         num_rows, num_sampled = len(batch.ids), len(batch.sampled)
         program.reserve(num_rows, ("x", "h", "qkv", "o", "act"))
         program.reserve(num_sampled, ("final", "logits"))
-        cos, sin = self.model.rotary.reserve(int(lengths.max()), self.device)
-        angles = (cos.view(-1).numpy(), sin.view(-1).numpy())
+        tables = self._tables(int(batch.lengths.max()))
         end = len(program) if num_sampled else len(program) - 2
-        available = torch.get_num_threads()
-        num_threads = self.threads_for(num_rows, available)
-        if ctx.max_seqlen_q == 1:
-            program.run(batch, *angles, num_threads, 0, end)
+        is_decode = ctx.max_seqlen_q == 1
+        kind = num_rows.bit_length() if is_decode else -num_rows.bit_length()
+        most = threads_for(num_rows * self._num_weights, torch.get_num_threads())
+        num_threads = self.teams.choose(kind, most)
+        started = time.perf_counter()
+        if is_decode:
+            program.run(batch, tables, num_threads, 0, end)
         else:
             first = 0
-            for layer, place in enumerate(self._attention):
-                program.run(batch, *angles, num_threads, first, place)
-                self._attend(layer, inputs)
-                first = place + 1
-            program.run(batch, *angles, num_threads, first, end)
+            with self._copier.threads(num_rows):
+                for layer, place in enumerate(self._attention):
+                    program.run(batch, tables, num_threads, first, place)
+                    self._attend(layer, inputs)
+                    first = place + 1
+            program.run(batch, tables, num_threads, first, end)
+        self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / num_rows)
         logits = program.buffers["logits"][:num_sampled, : self.model.config.vocab_size]
         return logits.float()
 
-    def threads_for(self, num_rows: int, available: int) -> int:
-        """Return how many threads a step of `num_rows` rows uses."""
-        return threads_for(num_rows * self._num_weights, available)
+    def warm_up(self) -> None:
+        """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
+
+        They write to the first block, which nobody owns yet.
+        """
+        for length in (2, 1):
+            batch = widest_batch(1, length, length, self.block_size)
+            sample(self.forward(build_inputs(batch, self.block_size, self.device)), batch)
+
+    def _tables(self, num_positions: int) -> step.Tables:
+        """Cosines and sines of so many positions, and what else stays from step to step."""
+        if num_positions > self._num_angles:
+            cos, sin = self.model.rotary.reserve(num_positions, self.device)
+            self._num_angles, self._angles = len(cos), self.program.with_angles(cos, sin)
+        return self._angles
 
     def _attend(self, layer: int, inputs: ModelInputs) -> None:
         """Attention of one layer where a sequence has several rows: an op, not one of the list."""

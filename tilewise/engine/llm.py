@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.runner import ModelRunner
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
@@ -47,9 +47,9 @@ class LLM:
     Threads may share it: their requests run in the same steps, and whichever thread is free runs
     the next step for all.
 
-    On a CPU the projections are packed for its matrix products, and multiplied in float32 where it
-    has no instructions for their dtype (float16 on most, bfloat16 on some; the results keep the
-    dtype). A step uses as many of torch's threads as its work is worth. On a machine that others
+    On a CPU the weights are packed for its matrix products, and a step of a Llama, Mistral or Qwen
+    is one compiled call (`engine.cpu_step.why_not` tells of others). It uses as many of torch's
+    threads as its work is worth. On a machine that others
     use too, GOMP_SPINCOUNT=1000 in the environment before torch is imported keeps these threads
     from spinning while they wait; the command line sets it.
 
@@ -143,11 +143,14 @@ class LLM:
             "max_model_len": max_model_len,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        runner = ModelRunner(
+        runner = runner_for(
             self.model, allocate(spec, num_blocks, on), num_parameters=num_parameters
         )
         self.engine = Engine(self._new_scheduler(), runner)
-        warm_up(self.model, spec, on)
+        if isinstance(runner, CompiledRunner):
+            runner.warm_up()
+        else:
+            warm_up(self.model, spec, on)
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)

@@ -86,7 +86,7 @@ class ModelRunner:
 
         Blocks are copied before anything is written. With no row to sample the result has no rows.
         """
-        with self._threads(len(inputs.ids)):
+        with self.threads(len(inputs.ids)):
             return self._forward(inputs)
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
@@ -106,7 +106,7 @@ class ModelRunner:
         copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
 
     @contextmanager
-    def _threads(self, num_tokens: int) -> Iterator[None]:
+    def threads(self, num_tokens: int) -> Iterator[None]:
         """Let torch, and the kernels that follow it, use as many threads as the step is worth."""
         available = torch.get_num_threads()
         chosen = available

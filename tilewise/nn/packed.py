@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from tilewise.nn.layers import GatedMLP
-from tilewise.ops import cpu_step
+from tilewise.ops import panels
 
 __all__ = ["PackedEmbedding", "PackedLinear", "can_pack", "pack_linears"]
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `weight` can be packed; `ops.cpu_step.why_not_pack` says why not."""
-    return cpu_step.why_not_pack(weight) is None
+    """Whether `weight` can be packed; `ops.panels.why_not_pack` says why not."""
+    return panels.why_not_pack(weight) is None
 
 
 class PackedLinear(nn.Module):
@@ -37,16 +36,16 @@ class PackedLinear(nn.Module):
         self.dtype = weight.dtype
         self.is_gated = is_gated
         if is_gated:
-            weight, bias = cpu_step.interleave(weight, bias)
+            weight, bias = panels.interleave(weight, bias)
         # Not buffers: what lies in panels can be neither saved nor cast.
-        self.panels = cpu_step.pack(weight, bias)
+        self.panels = panels.pack(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out), in the dtype of the weight it was made from."""
-        y = cpu_step.multiply(x, self.panels)
+        y = panels.multiply(x, self.panels)
         if not self.is_gated:
             return y
-        halves = y.unflatten(-1, (-1, 2, cpu_step.COLUMNS)).transpose(-2, -3).flatten(-2)
+        halves = y.unflatten(-1, (-1, 2, panels.COLUMNS)).transpose(-2, -3).flatten(-2)
         return halves[..., : self.out_features // 2].flatten(-2)
 
     def extra_repr(self) -> str:
@@ -65,7 +64,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids (...,) to (..., E)."""
-        return cpu_step.rows_of(self.panels, ids)
+        return panels.rows_of(self.panels, ids)
 
 
 def pack_linears(module: nn.Module) -> None:

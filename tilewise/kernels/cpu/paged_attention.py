@@ -165,7 +165,9 @@ def _decode(problem: Problem, lse: Tensor, cache_dtype: torch.dtype) -> None:
     heads_per_task = sizes.num_kv_heads
     while num_slots // heads_per_task < 4 * torch.get_num_threads() and heads_per_task % 2 == 0:
         heads_per_task //= 2
-    chunk = chunk_of(sizes.num_kv_heads * key_bytes(sizes.head_dim + sizes.v_head_dim, sizes.k_size))
+    chunk = chunk_of(
+        sizes.num_kv_heads * key_bytes(sizes.head_dim + sizes.v_head_dim, sizes.k_size)
+    )
     group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
     real = arrays.like.dtype
     rows = num_slots * group

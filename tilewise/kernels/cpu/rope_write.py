@@ -222,9 +222,9 @@ def _prepare(q, k, v, slots, block_size, cos, sin, half, interleaved, q_weight, 
         for token in range(task * TOKENS_PER_TASK, min((task + 1) * TOKENS_PER_TASK, len(slots))):
             if q.num_heads > 0:
                 move_heads(q, token, token, token, block_size, row, q_weight, eps, cos, sin, half,
-                            interleaved)  # fmt: skip
+                           interleaved)  # fmt: skip
             if slots[token] >= 0:
-                move_heads(k, token, token, slots[token], block_size, row, k_weight, eps, cos, sin, half,
-                            interleaved)  # fmt: skip
-                move_heads(v, token, token, slots[token], block_size, row, nothing, eps, cos, sin, 0,
-                            interleaved)  # fmt: skip
+                move_heads(k, token, token, slots[token], block_size, row, k_weight, eps, cos, sin,
+                           half, interleaved)  # fmt: skip
+                move_heads(v, token, token, slots[token], block_size, row, nothing, eps, cos, sin,
+                           0, interleaved)  # fmt: skip

@@ -15,13 +15,12 @@ import math
 from numba import types
 
 from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.step.codes import ADD, GATE, STORE
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_pairs, has_words, multiply_rows
 from tilewise.kernels.cpu.step.words import copy_half_word, copy_word, get, put, rounded
 from tilewise.kernels.cpu.threads import inner
 
-# What becomes of the sums of a product.
-STORE, ADD, GATE = 0, 1, 2
 BLOCK_ROWS = 32  # rows of a block of sums
 LOG2_E = 1.4426950408889634
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu import amx
-from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, STORE, multiply_task
+from tilewise.kernels.cpu.step.codes import STORE
+from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, multiply_task
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, row_stride
+from tilewise.kernels.cpu.step.product import has_tiles, has_words
 from tilewise.kernels.cpu.step.program import REAL_LIKE, WORD_LIKE
 from tilewise.kernels.cpu.step.run import CHUNK_BYTES
-from tilewise.kernels.cpu.step.product import has_tiles, has_words
 from tilewise.kernels.cpu.threads import keep_alive, kernel, next_task, run_tasks, scratch
 
 GROUPS_PER_TASK = 4
@@ -34,6 +35,7 @@ def launch(x: Tensor, weight: Panels) -> Tensor:
     source[:rows, : weight.num_inputs] = x.detach()
     target = torch.empty((rows, weight.padded_outputs), dtype=dtype)
     size = dtype.itemsize
+    bias = 0 if weight.bias is None else weight.bias.data_ptr()
     source_row = source.stride(0) * size
     wide_row = 4 * row_stride(weight.num_inputs)
     chunk = max(CHUNK_BYTES // max(source_row, wide_row) // BLOCK_ROWS, 1) * BLOCK_ROWS
@@ -41,7 +43,7 @@ def launch(x: Tensor, weight: Panels) -> Tensor:
     num_tasks = -(-rows // chunk) * -(-groups // GROUPS_PER_TASK)
     run_tasks(
         _multiply, num_tasks, WORD_LIKE[dtype], REAL_LIKE, source.data_ptr(), source_row, rows,
-        chunk, weight.words.data_ptr(), weight.padded_inputs, groups, 0 if weight.bias is None else weight.bias.data_ptr(),
+        chunk, weight.words.data_ptr(), weight.padded_inputs, groups, bias,
         target.data_ptr(), target.stride(0) * size,
     )  # fmt: skip
     return target[:, : weight.num_outputs].contiguous()

@@ -1,10 +1,10 @@
 """Weights as the products of `product.py` read them, whatever the number of rows.
 
-A weight (N, K) becomes [N / 64][K / 32][4][32 / w][16][w], with w = 2 elements of bfloat16 in a word
-and 1 of others: groups of four panels of 16 outputs, in steps of 32 inputs. A step of a panel is
-what a tile register of AMX takes, and its rows of 16 words what a VDPBF16PS or a multiply-add of any
-width does. One row streams the groups from memory in their order, many rows multiply the very same
-bytes in tiles, so weights are held once. N is padded to 64 and K to 32 with zeros.
+A weight (N, K) becomes [N / 64][K / 32][4][32 / w][16][w], with w = 2 elements of bfloat16 in a
+word and 1 of others: groups of four panels of 16 outputs, in steps of 32 inputs. A step of a panel
+is what a tile register of AMX takes, and its rows of 16 words what a VDPBF16PS or a multiply-add of
+any width does. One row streams the groups from memory in their order, many rows multiply the very
+same bytes in tiles, so weights are held once. N is padded to 64 and K to 32 with zeros.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Panels(NamedTuple):
         """K up to the next multiple of 32."""
         return padded(self.num_inputs, STEP)
 
-
     @property
     def grid(self) -> tuple[int, ...]:
         """Shape of the words: groups, steps, panels, words of a step, outputs, elements."""
@@ -64,7 +63,7 @@ def padded(count: int, unit: int) -> int:
 
 
 def row_stride(count: int) -> int:
-    """Elements from row to row of a buffer that products of `count` inputs or outputs read or write.
+    """Elements from row to row of a buffer of `count` inputs or outputs of products.
 
     32 more than there are: rows a multiple of 4 KiB apart would share the sets of an L1 cache.
     """

@@ -7,6 +7,7 @@ rows they meet and stay, so memory does not depend on how many different numbers
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,16 +22,12 @@ from tilewise.kernels.cpu.paged_attention import CACHE_LIKE, CODES, key_bytes, t
 from tilewise.kernels.cpu.problem import packed_type
 from tilewise.kernels.cpu.rows import DTYPE_CODES
 from tilewise.kernels.cpu.simd import HAS_BF16_DOT
-from tilewise.kernels.cpu.step.layers import ADD, BLOCK_ROWS, GATE, STORE
-from tilewise.kernels.cpu.step.meeting import LINE
-from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
-from tilewise.kernels.cpu.step.run import (
+from tilewise.kernels.cpu.step.codes import (
     ATTEND,
     BIAS,
     CODE,
     EMBED,
     EPILOGUE,
-    FIRST_COUNTER,
     GROUPS,
     INPUTS,
     IS_PACKED,
@@ -55,10 +52,13 @@ from tilewise.kernels.cpu.step.run import (
     Shape,
     Tables,
     Workspace,
-    run_list,
 )
+from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
+from tilewise.kernels.cpu.step.meeting import LINE
+from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
+from tilewise.kernels.cpu.step.run import FIRST_COUNTER, run_list
 
-__all__ = ["ADD", "GATE", "STORE", "Batch", "Buffer", "Program"]
+__all__ = ["REAL_LIKE", "WORD_LIKE", "Buffer", "Program"]
 
 WORD_LIKE = {
     torch.bfloat16: np.empty(0, np.uint16),
@@ -110,7 +110,8 @@ class Program:
     ) -> None:
         self.dtype, self.size = dtype, dtype.itemsize
         k_cache, v_cache = kv[:2]
-        assert k_cache.shape == v_cache.shape and k_cache.is_contiguous()
+        assert k_cache.shape == v_cache.shape
+        assert k_cache.is_contiguous()
         block_size, num_kv_heads, head_dim = k_cache.shape[1:]
         width = k_cache.element_size()
         scales = [4 * stride for stride in kv[2].stride()] if len(kv) > 2 else [0, 0, 0]
@@ -138,6 +139,8 @@ class Program:
         self._kept: list[Tensor] = []  # what addresses point to
         self._most_inputs = 0
         self._partial = np.empty(0, np.float32)
+        self._workspace_key = (0, 0)
+        self._counters = np.empty(0, np.int64)
         self.buffers: dict[str, Tensor] = {}
         self.ops = np.empty((0, NUM_COLUMNS), np.int64)
         self.numbers = np.empty(0)
@@ -251,45 +254,64 @@ class Program:
                 if name in self.buffers:
                     self.ops[index, column] = self.buffers[name].data_ptr()
 
-    def run(
-        self, batch: Batch, cos: np.ndarray, sin: np.ndarray, num_threads: int, first: int, last: int
-    ) -> None:
+    def run(self, batch: Batch, tables: Tables, num_threads: int, first: int, last: int) -> None:
         """Run operations first ... last - 1 on rows that the buffers hold.
 
         Args:
             batch: see its class.
-            cos, sin: flat float32 tables of `half` numbers a position.
+            tables: what `with_angles` returns.
             num_threads: of the team, this one among them; others come from the pool.
         """
-        lines = (FIRST_COUNTER + 2 * len(self.ops)) * LINE // 8
-        memory = np.zeros(lines + LINE // 8, np.int64)
-        skip = -memory.ctypes.data % LINE // 8
+        meeting = self._meeting(len(self._ops))
+        work = self._workspace(batch)
         given = (
-            self.ops, self.numbers, first, last, num_threads, _GIVE_WAY,
-            memory[skip : skip + lines], batch, self.shape,
-            Tables(cos, sin, self._head_norms, self._slopes, self._sinks), self._workspace(batch),
-            self._likes, self._most_inputs,
+            self.ops, self.numbers, first, last, num_threads, _GIVE_WAY, meeting, batch, self.shape,
+            tables, work, self._likes, self._most_inputs,
         )  # fmt: skip
-        helpers = [threads.pool().submit(run_list, *given) for _ in range(num_threads - 1)]
+        if num_threads == 1:
+            run_list(*given)
+            return
+        pool = threads.pool()
+        helpers = [pool.submit(run_list, *given) for _ in range(num_threads - 1)]
         try:
             run_list(*given)
         finally:
+            # A helper that has not begun is not waited for; one that has finds the list at its end.
             for helper in helpers:
                 helper.cancel() or helper.result()
 
+    def with_angles(self, cos: Tensor, sin: Tensor) -> Tables:
+        """The tables of the list with these cosines and sines, (positions, half) float32."""
+        flat = (cos.reshape(-1).numpy(), sin.reshape(-1).numpy())
+        return Tables(*flat, self._head_norms, self._slopes, self._sinks)
+
+    def _meeting(self, num_ops: int) -> np.ndarray:
+        """Counters of a call, zero: lines of their own for each operation."""
+        lines = (FIRST_COUNTER + 2 * num_ops) * LINE // 8
+        if len(self._counters) < lines:
+            memory = np.zeros(lines + LINE // 8, np.int64)
+            skip = -memory.ctypes.data % LINE // 8
+            self._counters = memory[skip : skip + lines]
+        self._counters.fill(0)
+        return self._counters
+
     def _workspace(self, batch: Batch) -> Workspace:
         """What attention to the batch needs, of memory that is kept from step to step."""
-        num_kv_heads, dim = self.shape.num_kv_heads, self.shape.head_dim
-        group = 1 if self._group == 1 else -(-self._group // 4) * 4
-        splits = int((-(-batch.lengths // SPLIT)).sum()) + len(batch.lengths)
-        rows = splits * num_kv_heads * group
-        width = -(-dim // 64) * 64  # 64: elements of the widest load
-        lse = self.shape.num_q_heads * len(batch.lengths)
-        if len(self._partial) < rows * (width + 2) + lse:
-            self._partial = np.empty(
-                1 << (rows * (width + 2) + lse).bit_length(), np.float32
-            )
-        edges = np.cumsum([0, rows * width, rows, rows, lse])
-        parts = [self._partial[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
-        finished = np.zeros(self._num_layers * len(batch.lengths) * num_kv_heads, np.int64)
-        return Workspace(parts[0], parts[1], parts[2], finished, parts[3])
+        num_sequences = len(batch.lengths)
+        splits = int((batch.lengths // SPLIT).sum()) + 2 * num_sequences
+        key = (num_sequences, 1 << (splits - 1).bit_length())
+        if self._workspace_key != key:
+            num_kv_heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+            group = 1 if self._group == 1 else -(-self._group // 4) * 4
+            rows = key[1] * num_kv_heads * group
+            width = -(-dim // 64) * 64  # 64: elements of the widest load
+            sizes = (rows * width, rows, rows, self.shape.num_q_heads * num_sequences)
+            if len(self._partial) < sum(sizes):
+                self._partial = np.empty(1 << sum(sizes).bit_length(), np.float32)
+            edges = np.cumsum([0, *sizes])
+            parts = [self._partial[a:b] for a, b in itertools.pairwise(edges.tolist())]
+            finished = np.zeros(self._num_layers * num_sequences * num_kv_heads, np.int64)
+            self._work = Workspace(parts[0], parts[1], parts[2], finished, parts[3])
+            self._workspace_key = key
+        self._work.finished.fill(0)
+        return self._work

@@ -3,15 +3,13 @@
 What      rows of an int64 array say what to do: embed, normalise, multiply by weights, rotate and
           write to the cache, attend, each from buffer to buffer; see `program.py`, which makes it.
 Grid      every thread walks the whole list; the tasks of an operation are shared, see `meeting.py`.
-One task  some rows, or some panels of weights for up to some hundred rows, or what `decode.py` does.
+One task  some rows, or some weights for up to some hundred rows, or a task of `decode.py`.
 Traffic   that of the operations; between two of them nothing but two atomic counters.
 Numerics  those of `layers.py`, `rope_write.py` and `decode.py`. How tasks are cut depends on the
           number of threads, what each element is computed from does not.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +19,30 @@ from tilewise.kernels.cpu.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
 from tilewise.kernels.cpu.quantise import INT8
 from tilewise.kernels.cpu.rope_write import Rows, move_heads
 from tilewise.kernels.cpu.rows import F32
+from tilewise.kernels.cpu.step.codes import (
+    ATTEND,
+    BIAS,
+    CODE,
+    EPILOGUE,
+    GROUPS,
+    INPUTS,
+    IS_PACKED,
+    IS_SAMPLED,
+    K_CACHE,
+    K_SCALE,
+    LAYER,
+    NORM,
+    PRODUCT,
+    ROTATE,
+    SOURCE,
+    SOURCE_ROW,
+    TARGET,
+    TARGET_ROW,
+    V_CACHE,
+    V_SCALE,
+    WEIGHT,
+    WINDOW,
+)
 from tilewise.kernels.cpu.step.layers import (
     BLOCK_ROWS,
     embed_row,
@@ -32,13 +54,6 @@ from tilewise.kernels.cpu.step.panels import STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
 from tilewise.kernels.cpu.threads import inner, keep_alive, kernel, scratch
 
-# Operations, and the columns of their rows.
-EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
-(CODE, SOURCE, SOURCE_ROW, TARGET, TARGET_ROW, WEIGHT, INPUTS, GROUPS, BIAS, EPILOGUE, IS_SAMPLED,
- LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW) = range(17)  # fmt: skip
-NUM_COLUMNS = 17
-IS_PACKED = EPILOGUE  # of EMBED: the table lies in panels
-
 # Rows that meet a block of weights before the next: what fits half of an L2 cache of 2 MiB.
 CHUNK_BYTES = 1 << 20
 TASKS_PER_THREAD = 4  # of a product, so that a thread that is late leaves little to wait for
@@ -46,76 +61,6 @@ FEWEST_BYTES = 1 << 15  # of a task's weights, 1 us of memory: taking it costs 0
 TOKENS_PER_TASK = 8  # of the operations on rows, where there are many
 # Places in `meeting`, in lines: the operation that is under way, and two counters of each.
 PROGRESS, FIRST_COUNTER = 0, 1
-
-
-class Batch(NamedTuple):
-    """The tokens and sequences of a step, all arrays of the host's.
-
-    Attributes:
-        ids, positions, slots: (T,) int64.
-        edges, lengths: (B + 1,), (B,) int32, cu_seqlens_q and seqlens_k.
-        table: (B, M) int32.
-        sampled: (R,) int64, rows whose logits are wanted.
-    """
-
-    ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    edges: np.ndarray
-    lengths: np.ndarray
-    table: np.ndarray
-    sampled: np.ndarray
-
-
-class Shape(NamedTuple):
-    """What all attention operations of a list have in common: numbers of heads, channels, codes
-    and, of the cache, bytes from block to block and so on, keys and values alike."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    half: int
-    code: int
-    cache_code: int
-    cache_size: int
-    block_size: int
-    block_bytes: int
-    row_bytes: int
-    head_bytes: int
-    scale_block: int
-    scale_row: int
-    scale_head: int
-    chunk: int
-
-
-class Tables(NamedTuple):
-    """Arrays that stay: cosines and sines of all positions, flat; weights of the norms of heads,
-    two rows a layer, q's and k's; slopes and sinks of `decode.py`, none."""
-
-    cos: np.ndarray
-    sin: np.ndarray
-    head_norms: np.ndarray
-    slopes: np.ndarray
-    sinks: np.ndarray
-
-
-class Workspace(NamedTuple):
-    """What `decode.py` writes to: partial results, counters of a layer's splits, lse."""
-
-    sums: np.ndarray
-    tops: np.ndarray
-    totals: np.ndarray
-    finished: np.ndarray
-    lse: np.ndarray
-
-
-class Likes(NamedTuple):
-    """Empty arrays that tell dtypes: of sums, words, the cache and of packed queries."""
-
-    real: np.ndarray
-    word: np.ndarray
-    cache: np.ndarray
-    packed: np.ndarray
 
 
 @inner
@@ -133,7 +78,8 @@ def _rotate(op, eps, shape, tables, batch, token, row):
     source, stride = op[SOURCE], op[SOURCE_ROW]
     head = dim * size
     queries = Rows(source, stride, head, shape.num_q_heads, dim, shape.code, source,
-                   stride * shape.block_size, stride, head, shape.code, 0, 0, 0, 0, False)  # fmt: skip
+                   stride * shape.block_size, stride, head, shape.code, 0, 0, 0, 0,
+                   False)  # fmt: skip
     position = batch.positions[token]
     move_heads(queries, token, position, token, shape.block_size, row, tables.head_norms[2 * layer],
                eps, tables.cos, tables.sin, shape.half, False)  # fmt: skip
@@ -141,9 +87,10 @@ def _rotate(op, eps, shape, tables, batch, token, row):
     if slot < 0:
         return
     owns = shape.cache_code >= INT8
-    keys = Rows(source + shape.num_q_heads * head, stride, head, shape.num_kv_heads, dim, shape.code,
-                op[K_CACHE], shape.block_bytes, shape.row_bytes, shape.head_bytes, shape.cache_code,
-                op[K_SCALE], shape.scale_block, shape.scale_row, shape.scale_head, owns)  # fmt: skip
+    keys = Rows(source + shape.num_q_heads * head, stride, head, shape.num_kv_heads, dim,
+                shape.code, op[K_CACHE], shape.block_bytes, shape.row_bytes, shape.head_bytes,
+                shape.cache_code, op[K_SCALE], shape.scale_block, shape.scale_row,
+                shape.scale_head, owns)  # fmt: skip
     values = Rows(keys.source + shape.num_kv_heads * head, stride, head, shape.num_kv_heads, dim,
                   shape.code, op[V_CACHE], shape.block_bytes, shape.row_bytes, shape.head_bytes,
                   shape.cache_code, op[V_SCALE], shape.scale_block, shape.scale_row,
@@ -276,8 +223,9 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
                     elif code == ROTATE:
                         _rotate(op, numbers[index], shape, tables, batch, row, head_row)
                     else:
+                        target = op[TARGET] + row * op[TARGET_ROW]
                         embed_row(word_like, batch.ids[row], op[WEIGHT], op[INPUTS],
-                                  op[IS_PACKED] == 1, op[TARGET] + row * op[TARGET_ROW])  # fmt: skip
+                                  op[IS_PACKED] == 1, target)  # fmt: skip
         add_at(active, -1)
         wait_until_zero(active, give_way)
         index += 1
