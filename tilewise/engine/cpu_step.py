@@ -115,7 +115,7 @@ class CompiledRunner:
         o = program.buffer("o", config.num_q_heads * config.head_dim)
         act = program.buffer("act", config.intermediate_size)
         final = program.buffer("final", config.hidden_size)
-        logits = program.buffer("logits", config.vocab_size)
+        logits = program.buffer("logits", config.vocab_size, torch.float32)
         table = model.embed_tokens
         program.embed(table.panels if isinstance(table, PackedEmbedding) else table.weight, x)
         for i, (layer, kv) in enumerate(zip(model.layers, storage.layers, strict=True)):
@@ -133,7 +133,7 @@ class CompiledRunner:
         program.norm(x, final, model.norm.weight, eps, is_sampled=True)
         head = model.lm_head if model.packed_head is None else model.packed_head
         assert isinstance(head, PackedLinear)
-        program.product(final, logits, head.panels, step.STORE, is_sampled=True)
+        program.product(final, logits, head.panels, step.LOGITS, is_sampled=True)
         return program
 
     @torch.inference_mode()
@@ -171,8 +171,7 @@ class CompiledRunner:
                     first = place + 1
             program.run(batch, tables, num_threads, first, end)
         self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / num_rows)
-        logits = program.buffers["logits"][:num_sampled, : self.model.config.vocab_size]
-        return logits.float()
+        return program.buffers["logits"][:num_sampled, : self.model.config.vocab_size]
 
     def warm_up(self) -> None:
         """Run the shortest prompt and the shortest decode, so that no request waits for kernels.

@@ -50,11 +50,28 @@ def sample(logits: Tensor, batch: Batch) -> list[list[SampledToken]]:
     if not rows:
         return [[] for _ in batch.sequences]
     assert logits.shape[0] == len(rows)
+    if logits.device.type == "cpu" and all(
+        s.sampling.greedy and s.sampling.logprobs is None for s in rows
+    ):
+        tokens = iter(_most_likely(logits.numpy(), rows))
+        return [next(tokens) if s.num_samples > 0 else [] for s in batch.sequences]
     best, argmax = logits.max(dim=-1)  # the first of equal ones; NaN when the row has one
     if not bool(best.isfinite().all()):
         raise FloatingPointError("logits must be finite, got NaN or infinity from the model")
     drawn = iter(_with_logprobs(logits, rows, _draw(logits, rows, argmax)))
     return [next(drawn) if s.num_samples > 0 else [] for s in batch.sequences]
+
+
+def _most_likely(
+    logits: NDArray[np.float32], rows: Sequence[ScheduledSequence]
+) -> list[list[SampledToken]]:
+    """Return the tokens of greedy rows, without a tensor: of small ones that is half the time."""
+    argmax = logits.argmax(axis=-1)  # the first of equal ones, or of NaN
+    if not np.isfinite(logits[np.arange(len(rows)), argmax]).all():
+        raise FloatingPointError("logits must be finite, got NaN or infinity from the model")
+    return [
+        [SampledToken(token)] * s.num_samples for s, token in zip(rows, argmax.tolist(), strict=True)
+    ]
 
 
 def truncate(p: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.kernels.cpu.step.codes import ADD, GATE, STORE, Batch, Tables
+from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE, Batch, Tables
 from tilewise.ops._dispatch import kernel_module
 from tilewise.ops.panels import DTYPES
 
 if TYPE_CHECKING:
     from tilewise.kernels.cpu.step.program import Program
 
-__all__ = ["ADD", "GATE", "STORE", "Batch", "Tables", "new_program", "why_not"]
+__all__ = ["ADD", "GATE", "LOGITS", "STORE", "Batch", "Tables", "new_program", "why_not"]
 
 
 def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:

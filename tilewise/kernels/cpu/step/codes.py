@@ -17,9 +17,9 @@ EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
 NUM_COLUMNS = 17
 IS_PACKED = EPILOGUE  # of EMBED: the table lies in panels
 
-# What becomes of the sums of a product: stored, added to the target, or a gate and what it
-# multiplies, see `layers.py`.
-STORE, ADD, GATE = 0, 1, 2
+# What becomes of the sums of a product: stored, added to the target, a gate and what it
+# multiplies, or rounded and stored as float32; see `layers.py`.
+STORE, ADD, GATE, LOGITS = range(4)
 
 
 class Batch(NamedTuple):

@@ -15,7 +15,7 @@ import math
 from numba import types
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.step.codes import ADD, GATE, STORE
+from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_pairs, has_words, multiply_rows
 from tilewise.kernels.cpu.step.words import copy_half_word, copy_word, get, put, rounded
@@ -120,6 +120,18 @@ def _gate_sums(word_like, like, c, rows, bias, target, target_row):
 
 
 @inner
+def _store_logits(word_like, like, c, rows, bias, target, target_row):
+    """target = round(sums + bias), as float32."""
+    lanes = simd.REGISTER_BYTES // 4
+    for row in range(rows):
+        for column in range(0, WIDTH, lanes):
+            x = get(like, c + 4 * (row * WIDTH + column))
+            if bias != 0:
+                x = simd.add(x, get(like, bias + 4 * column))
+            put(like, target + row * target_row + 4 * column, rounded(word_like, x))
+
+
+@inner
 def widen_rows(word_like, like, source, source_row, rows, inputs, target, target_row):
     """float32 rows of words, for products that cannot take these."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
@@ -151,6 +163,8 @@ def multiply_task(word_like, like, source, source_row, rows, weight, inputs, fir
         out = group * WIDTH * size
         if epilogue == GATE:
             out //= 2
+        elif epilogue == LOGITS:
+            out = group * WIDTH * 4
         where = 0 if bias == 0 else bias + 4 * group * WIDTH
         for row in range(0, rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, rows - row)
@@ -160,5 +174,7 @@ def multiply_task(word_like, like, source, source_row, rows, weight, inputs, fir
                 _store_sums(word_like, like, c, count, where, to, target_row)
             elif epilogue == ADD:
                 _add_sums(word_like, like, c, count, where, to, target_row)
-            else:
+            elif epilogue == GATE:
                 _gate_sums(word_like, like, c, count, where, to, target_row)
+            else:
+                _store_logits(word_like, like, c, count, where, to, target_row)

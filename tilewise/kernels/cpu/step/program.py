@@ -80,7 +80,7 @@ _GIVE_WAY = _find_yield()
 
 
 class Buffer(NamedTuple):
-    """A place for rows: its name and elements from row to row."""
+    """A place for rows: its name and bytes from row to row."""
 
     name: str
     row: int
@@ -135,7 +135,7 @@ class Program:
         self._ops: list[np.ndarray] = []
         self._numbers: list[float] = []
         self._places: list[tuple[int, int, str]] = []  # operation, column, buffer
-        self._widths: dict[str, int] = {}
+        self._widths: dict[str, tuple[int, torch.dtype]] = {}
         self._kept: list[Tensor] = []  # what addresses point to
         self._most_inputs = 0
         self._partial = np.empty(0, np.float32)
@@ -148,10 +148,11 @@ class Program:
     def __len__(self) -> int:
         return len(self._ops)
 
-    def buffer(self, name: str, columns: int) -> Buffer:
-        """Name a buffer of rows of `columns` elements."""
-        self._widths[name] = row_stride(columns)
-        return Buffer(name, row_stride(columns))
+    def buffer(self, name: str, columns: int, dtype: torch.dtype | None = None) -> Buffer:
+        """Name a buffer of rows of `columns` elements, of the list's dtype or another."""
+        dtype = dtype or self.dtype
+        self._widths[name] = (row_stride(columns), dtype)
+        return Buffer(name, row_stride(columns) * dtype.itemsize)
 
     def embed(self, table: Tensor | Panels, target: Buffer) -> None:
         """target[r] = row ids[r] of a (V, K) table or of panels of it."""
@@ -221,9 +222,9 @@ class Program:
         op, index = np.zeros(NUM_COLUMNS, np.int64), len(self._ops)
         op[CODE] = code
         if source is not None:
-            op[SOURCE_ROW] = source.row * self.size
+            op[SOURCE_ROW] = source.row
             self._places.append((index, SOURCE, source.name))
-        op[TARGET_ROW] = target.row * self.size
+        op[TARGET_ROW] = target.row
         self._places.append((index, TARGET, target.name))
         self._ops.append(op)
         self._numbers.append(number)
@@ -246,7 +247,8 @@ class Program:
         for name in names:
             if name not in self.buffers or rows > len(self.buffers[name]):
                 count = max(BLOCK_ROWS, 1 << (rows - 1).bit_length())
-                self.buffers[name] = torch.zeros((count, self._widths[name]), dtype=self.dtype)
+                width, dtype = self._widths[name]
+                self.buffers[name] = torch.zeros((count, width), dtype=dtype)
                 grown = True
         if grown:
             self.ops, self.numbers = np.stack(self._ops), np.array(self._numbers)
