@@ -9,7 +9,7 @@ of them a compiled call.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from tilewise.engine.sampler import sample
 from tilewise.engine.sizing import widest_batch
 from tilewise.engine.teams import Teams
 from tilewise.models.decoder import Decoder
-from tilewise.models.llama import Llama
+from tilewise.models.llama import Llama, LlamaLayer
 from tilewise.nn.packed import PackedEmbedding, PackedLinear
 from tilewise.ops import cpu_step as step
+from tilewise.ops.panels import Panels
 
 if TYPE_CHECKING:
     from tilewise.kernels.cpu.step.program import Program
@@ -52,14 +53,14 @@ def why_not(model: Decoder, storage: KVStorage) -> str | None:
 
 def runner_for(
     model: Decoder, storage: KVStorage, *, num_parameters: int | None = None
-) -> ModelRunner | CompiledRunner:
+) -> ModelRunner:
     """Return a `CompiledRunner` where the model allows it, else a `ModelRunner`."""
     if why_not(model, storage) is None:
         return CompiledRunner(model, storage)
     return ModelRunner(model, storage, num_parameters=num_parameters)
 
 
-class CompiledRunner:
+class CompiledRunner(ModelRunner):
     """Runs a Llama over the cache that it writes, by a compiled list of operations.
 
     The logits that `forward` returns are the runner's own memory until the next call.
@@ -69,8 +70,8 @@ class CompiledRunner:
         storage: the paged cache.
 
     Attributes:
-        block_size, device, sharing_tokens, storage: as of `ModelRunner`.
         program: the list of operations.
+        teams: how many threads a step uses.
 
     Raises:
         ValueError: the model cannot be expressed; the message says why.
@@ -81,19 +82,14 @@ class CompiledRunner:
         if reason is not None:
             raise ValueError(f"model must be one that a compiled step can run: {reason}")
         assert isinstance(model, Llama)
-        self.model = model
-        self.storage = storage
-        self.block_size = storage.spec.block_size
-        self.device = storage.layers[0][0].device
-        self.sharing_tokens: int | None = None
+        linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
+        self._num_weights = sum(linear.panels.words.numel() for linear in linears)
+        super().__init__(model, storage, num_parameters=self._num_weights)
+        self._llama = model
         self._attention: list[int] = []  # places of the attention of each layer
         self.program = self._compile(model, storage)
         self.teams = Teams()
         self._num_angles = 0
-        self._num_weights = sum(
-            m.panels.words.numel() for m in model.modules() if isinstance(m, PackedLinear)
-        )
-        self._copier = ModelRunner(model, storage, num_parameters=self._num_weights)
 
     def _compile(self, model: Llama, storage: KVStorage) -> Program:
         """Return the model as a list of operations."""
@@ -118,22 +114,21 @@ class CompiledRunner:
         logits = program.buffer("logits", config.vocab_size, torch.float32)
         table = model.embed_tokens
         program.embed(table.panels if isinstance(table, PackedEmbedding) else table.weight, x)
-        for i, (layer, kv) in enumerate(zip(model.layers, storage.layers, strict=True)):
+        for i, (layer, kv) in enumerate(zip(_layers(model), storage.layers, strict=True)):
             attention, mlp = layer.attention, layer.mlp
             program.norm(x, h, layer.attention_norm.weight, eps)
-            program.product(h, qkv, attention.qkv_proj.panels, step.STORE)
+            program.product(h, qkv, _panels(attention.qkv_proj), step.STORE)
             program.rotate(qkv, i, kv, eps)
             self._attention.append(len(program))
             scale, window = config.softmax_scales[i], config.windows[i]
             program.attend(qkv, o, i, kv, scale=scale, window=window)
-            program.product(o, x, attention.o_proj.panels, step.ADD)
+            program.product(o, x, _panels(attention.o_proj), step.ADD)
             program.norm(x, h, layer.mlp_norm.weight, eps)
-            program.product(h, act, mlp.gate_up_proj.panels, step.GATE)
-            program.product(act, x, mlp.down_proj.panels, step.ADD)
+            program.product(h, act, _panels(mlp.gate_up_proj), step.GATE)
+            program.product(act, x, _panels(mlp.down_proj), step.ADD)
         program.norm(x, final, model.norm.weight, eps, is_sampled=True)
         head = model.lm_head if model.packed_head is None else model.packed_head
-        assert isinstance(head, PackedLinear)
-        program.product(final, logits, head.panels, step.LOGITS, is_sampled=True)
+        program.product(final, logits, _panels(head), step.LOGITS, is_sampled=True)
         return program
 
     @torch.inference_mode()
@@ -143,7 +138,7 @@ class CompiledRunner:
         Blocks are copied before anything is written. With no row to sample the result has no rows.
         """
         if len(inputs.block_copies) > 0:
-            self._copier.copy(inputs.block_copies)
+            self.copy(inputs.block_copies)
         ctx, program = inputs.ctx, self.program
         batch = step.Batch(
             inputs.ids.numpy(), inputs.positions.numpy(), ctx.slot_mapping.numpy(),
@@ -164,14 +159,14 @@ class CompiledRunner:
             program.run(batch, tables, num_threads, 0, end)
         else:
             first = 0
-            with self._copier.threads(num_rows):
+            with self.threads(num_rows):
                 for layer, place in enumerate(self._attention):
                     program.run(batch, tables, num_threads, first, place)
                     self._attend(layer, inputs)
                     first = place + 1
             program.run(batch, tables, num_threads, first, end)
         self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / num_rows)
-        return program.buffers["logits"][:num_sampled, : self.model.config.vocab_size]
+        return program.buffers["logits"][:num_sampled, : self._llama.config.vocab_size]
 
     def warm_up(self) -> None:
         """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
@@ -185,13 +180,13 @@ class CompiledRunner:
     def _tables(self, num_positions: int) -> step.Tables:
         """Cosines and sines of so many positions, and what else stays from step to step."""
         if num_positions > self._num_angles:
-            cos, sin = self.model.rotary.reserve(num_positions, self.device)
+            cos, sin = self._llama.rotary.reserve(num_positions, self.device)
             self._num_angles, self._angles = len(cos), self.program.with_angles(cos, sin)
         return self._angles
 
     def _attend(self, layer: int, inputs: ModelInputs) -> None:
         """Attention of one layer where a sequence has several rows: an op, not one of the list."""
-        config, ctx = self.model.config, inputs.ctx
+        config, ctx = self._llama.config, inputs.ctx
         rows, dim = len(inputs.ids), config.head_dim
         qkv, o = self.program.buffers["qkv"], self.program.buffers["o"]
         q = qkv[:rows, : config.num_q_heads * dim].unflatten(-1, (config.num_q_heads, dim))
@@ -213,10 +208,19 @@ class CompiledRunner:
         o[:rows, : config.num_q_heads * dim] = attended.flatten(-2)
 
 
+def _layers(model: Llama) -> list[LlamaLayer]:
+    return [cast(LlamaLayer, layer) for layer in model.layers]
+
+
+def _panels(linear: nn.Module | None) -> Panels:
+    assert isinstance(linear, PackedLinear)
+    return linear.panels
+
+
 def _head_norms(model: Llama) -> Tensor:
     """Weights of the norms of q and k of each layer, (2 L, D) float32, or (2 L, 0) without."""
-    layers = [layer.attention for layer in model.layers]
+    layers = [layer.attention for layer in _layers(model)]
     if not model.config.qk_norm:
         return torch.empty((2 * len(layers), 0), dtype=torch.float32)
-    norms = [norm.weight.detach() for a in layers for norm in (a.q_norm, a.k_norm)]
+    norms = [n.weight.detach() for a in layers for n in (a.q_norm, a.k_norm) if n is not None]
     return torch.stack(norms).float()

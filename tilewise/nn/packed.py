@@ -46,7 +46,8 @@ class PackedLinear(nn.Module):
         if not self.is_gated:
             return y
         halves = y.unflatten(-1, (-1, 2, panels.COLUMNS)).transpose(-2, -3).flatten(-2)
-        return halves[..., : self.out_features // 2].flatten(-2)
+        out: Tensor = halves[..., : self.out_features // 2].flatten(-2)
+        return out
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""

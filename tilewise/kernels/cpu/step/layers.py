@@ -18,7 +18,14 @@ from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_pairs, has_words, multiply_rows
-from tilewise.kernels.cpu.step.words import copy_half_word, copy_word, get, put, rounded
+from tilewise.kernels.cpu.step.words import (
+    clear_half_word,
+    copy_half_word,
+    copy_word,
+    get,
+    put,
+    rounded,
+)
 from tilewise.kernels.cpu.threads import inner
 
 BLOCK_ROWS = 32  # rows of a block of sums
@@ -36,6 +43,9 @@ def embed_row(word_like, token, table, inputs, is_packed, target):
                 copy_half_word(target + 2 * column, start + 2 * column)
             else:
                 copy_word(target + 4 * column, start + 4 * column)
+        # What pads a row may hold NaN, where the row before it did.
+        for byte in range(inputs * size, (inputs + STEP - 1) // STEP * STEP * size, 2):
+            clear_half_word(target + byte)
         return
     steps = (inputs + STEP - 1) // STEP
     panel = STEP * COLUMNS * size

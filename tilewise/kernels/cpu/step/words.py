@@ -93,3 +93,14 @@ def copy_half_word(typingctx, target, source):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def clear_half_word(typingctx, target):
+    """Write two zero bytes."""
+
+    def codegen(context, builder, sig, args):
+        builder.store(_i16(0), builder.inttoptr(args[0], _i16.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
