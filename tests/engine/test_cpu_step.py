@@ -151,7 +151,7 @@ def decode(runner, texts, chosen, length=8):
     """Logits of the token after `length` of the chosen sequences, computed together."""
     for i in chosen:
         runner.forward(inputs_of({i: (0, length)}, texts))
-    return runner.forward(inputs_of({i: (length, length + 1) for i in chosen}, texts)).clone()
+    return runner.forward(inputs_of(dict.fromkeys(chosen, (length, length + 1)), texts)).clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,17 @@ from tilewise.ops.panels import DTYPES
 if TYPE_CHECKING:
     from tilewise.kernels.cpu.step.program import Program
 
-__all__ = ["ADD", "GATE", "LOGITS", "STORE", "Batch", "Tables", "new_program", "why_not"]
+__all__ = [
+    "ADD",
+    "GATE",
+    "LOGITS",
+    "STORE",
+    "Batch",
+    "Tables",
+    "new_program",
+    "telling_of_compilation",
+    "why_not",
+]
 
 
 def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -28,6 +40,14 @@ def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
         return f"cache dtype must be float32, float16, bfloat16, int8 or e4m3, got {cache_dtype}"
     reason = why_not_dtype(cache_dtype)
     return reason
+
+
+def telling_of_compilation(tell: Callable[[], None]) -> AbstractContextManager[None]:
+    """Call `tell` when, within this context, a first kernel of the CPU's must be compiled."""
+    context: AbstractContextManager[None] = kernel_module("threads", "cpu").telling_of_compilation(
+        tell
+    )
+    return context
 
 
 def new_program(*args: Any, **kwargs: Any) -> Program:

@@ -9,8 +9,9 @@ the caller's thread and on helpers from a pool, and whoever comes late finds les
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, event
 from numba.extending import intrinsic
 
 
@@ -42,6 +43,28 @@ def kernel(function: Callable[..., Any]) -> Any:
     if cache_file is not None:
         cache_file._source_stamp = _sources()
     return compiled
+
+
+class _First(event.Listener):
+    """Calls `tell` when the first function is compiled, which loading from the cache is not."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.tell: Callable[[], None] | None = tell
+
+    def on_start(self, event: event.Event) -> None:
+        tell, self.tell = self.tell, None
+        if tell is not None:
+            tell()
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
+@contextmanager
+def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` when, within this context, a first kernel must be compiled."""
+    with event.install_listener("numba:compile", _First(tell)):
+        yield
 
 
 # What kernels call: never called from Python, so no wrapper is built for it.
