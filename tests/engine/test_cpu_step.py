@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
     why_not_pack(torch.empty(2, 2)) is not None, reason="needs an x86 CPU"
 )
 CPU = torch.device("cpu")
+SLOW = pytest.mark.slow  # each compiles a list of its own where none is cached
 BLOCK = 4
 BASE = {
     "vocab_size": 101,
@@ -138,7 +139,11 @@ def test_logits_are_within_the_budget_of_float64(name, dtype):
     assert_within_budget(modules.to(dtype), truth, eager.to(dtype), scale=largest)
 
 
-@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "cache",
+    [torch.int8, *(pytest.param(d, marks=SLOW) for d in (torch.float8_e4m3fn, torch.float32))],
+    ids=str,
+)
 def test_caches_of_other_dtypes_give_what_the_modules_give(cache):
     model, texts = build("qwen3", torch.bfloat16), texts_of()
     model.pack_for_inference()

@@ -110,8 +110,6 @@ def _block_table(sequences: Sequence[ScheduledSequence]) -> NDArray[np.int64]:
 
 def _send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """Copy all `parts` to `device` at once and return them as views of one buffer there."""
-    if device.type == "cpu":
-        return [torch.from_numpy(part) for part in parts]
     offsets = [0]
     for part in parts:
         offsets.append(offsets[-1] + -(-part.nbytes // ALIGNMENT) * ALIGNMENT)
