@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tilewise.errors import RequestError
 from tilewise.models.config import read_config
 from tilewise.ops import explain
 from tilewise.ops import precompile as _precompile
+from tilewise.ops.cpu_step import telling_of_compilation
 
 __all__ = ["explain_attention", "explain_cache", "generate", "precompile", "read_prompt"]
 
@@ -57,8 +59,11 @@ def generate(
     progress = Progress(terminal())
     progress.show(f"loading {model} ...")
     max_num_seqs = min(len(prompts) * params.n, MAX_NUM_SEQS)
+    on_cpu = compute_device(settings.get("device", "auto")).type == "cpu"
+    waiting = telling_of_compilation(_say_compiling) if on_cpu else nullcontext()
     try:
-        llm = LLM(model, max_num_seqs=max_num_seqs, **settings)
+        with waiting:
+            llm = LLM(model, max_num_seqs=max_num_seqs, **settings)
     finally:
         progress.close()
     if len(prompts) == 1 and params.n == 1 and not as_json:
@@ -71,6 +76,13 @@ def generate(
             _print_samples(outputs, echoes_prompt)
     if sys.stderr is not None:  # print would take standard output instead
         print(stats_line(llm.engine.stats()), file=sys.stderr)
+
+
+def _say_compiling() -> None:
+    if sys.stderr is not None:
+        print(
+            "compiling kernels for this CPU, once: half a minute ...", file=sys.stderr, flush=True
+        )
 
 
 def explain_attention(

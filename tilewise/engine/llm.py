@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
@@ -19,7 +20,7 @@ from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.runner import ModelRunner, Runner
+from tilewise.engine.runner import Runner
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
@@ -50,9 +51,9 @@ class LLM:
     Threads may share it: their requests run in the same steps, and whichever thread is free runs
     the next step for all.
 
-    On a CPU the projections are packed for its matrix products, and multiplied in float32 where it
-    has no instructions for their dtype (float16 on most, bfloat16 on some; the results keep the
-    dtype). A step uses as many of torch's threads as its work is worth. On a machine that others
+    On a CPU the weights are packed for its matrix products, and a step of a Llama, Mistral or Qwen
+    is one compiled call (`engine.cpu_step.why_not` tells of others). It uses as many of torch's
+    threads as its work is worth. On a machine that others
     use too, GOMP_SPINCOUNT=1000 in the environment before torch is imported keeps these threads
     from spinning while they wait; the command line sets it.
 
@@ -133,7 +134,7 @@ class LLM:
         max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
-        parameter_dtype = self.model.embed_tokens.weight.dtype
+        parameter_dtype = self.model.dtype
         spec = cache_spec(self.config, block_size, cache_dtype(kv_cache_dtype, parameter_dtype))
         if num_blocks is None:
             num_blocks = (
@@ -179,8 +180,11 @@ class LLM:
             gc.collect()
             gc.freeze()
         else:
-            runner = ModelRunner(self.model, storage, num_parameters=num_parameters)
-            warm_up(self.model, spec, on)
+            runner = plain = runner_for(self.model, storage, num_parameters=num_parameters)
+            if isinstance(plain, CompiledRunner):
+                plain.warm_up()
+            else:
+                warm_up(self.model, spec, on)
         self.engine = Engine(self._new_scheduler(), runner, overlap=has_graphs)
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = tuple(

@@ -198,23 +198,27 @@ class ModelRunner:
 
         Blocks are copied before anything is written. With no row to sample the result has no rows.
         """
-        with self._threads(len(inputs.ids)):
+        with self.threads(len(inputs.ids)):
             return self._forward(inputs)
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
         kv = self.storage.layers
         if len(inputs.block_copies) > 0:
-            k_cache, v_cache, *scales = self.storage.whole
-            k_scale, v_scale = scales or (None, None)
-            pairs = self.storage.in_all_layers(inputs.block_copies)
-            copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
+            self.copy(inputs.block_copies)
         hidden = self.model(inputs.ids, inputs.positions, ctx=inputs.ctx, kv=kv)  # (T, E)
         if len(inputs.logits_rows) < len(hidden):
             hidden = hidden.index_select(0, inputs.logits_rows)
         return self.model.compute_logits(hidden)
 
+    def copy(self, block_pairs: Tensor) -> None:
+        """Copy blocks (C, 2), source and destination, in all layers."""
+        k_cache, v_cache, *scales = self.storage.whole
+        k_scale, v_scale = scales or (None, None)
+        pairs = self.storage.in_all_layers(block_pairs)
+        copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
+
     @contextmanager
-    def _threads(self, num_tokens: int) -> Iterator[None]:
+    def threads(self, num_tokens: int) -> Iterator[None]:
         """Let torch, and the kernels that follow it, use as many threads as the step is worth."""
         available = torch.get_num_threads()
         chosen = available

@@ -13,7 +13,7 @@ from tilewise.cache.spec import KVLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.packed import PackedLinear, can_pack, pack_linears
+from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
 
 __all__ = ["Decoder"]
 
@@ -24,7 +24,7 @@ class Decoder(nn.Module):
     Attributes:
         config: what it was made from.
         embed_tokens: (vocab_size, E); also the output head when lm_head is None (tied).
-        packed_head: a packed copy of a tied head, see `pack_for_inference`.
+        packed_head: a tied head, packed together with the embedding; see `pack_for_inference`.
         weight_prefix: what a checkpoint of the bare model leaves out of every tensor name.
         ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
         residual_projections: suffixes of parameters that write to the residual stream.
@@ -37,7 +37,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens: nn.Embedding | PackedEmbedding = nn.Embedding(
+            config.vocab_size, config.hidden_size
+        )
         self.lm_head: nn.Linear | PackedLinear | None = None
         self.packed_head: PackedLinear | None = None
         if not config.tie_word_embeddings:
@@ -78,22 +80,35 @@ class Decoder(nn.Module):
         """Return where each parameter comes from in a Hugging Face checkpoint."""
         raise NotImplementedError
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        table = self.embed_tokens
+        return table.dtype if isinstance(table, PackedEmbedding) else table.weight.dtype
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
         head = self.lm_head if self.packed_head is None else self.packed_head
-        logits = F.linear(hidden, self.embed_tokens.weight) if head is None else head(hidden)
+        if head is None:
+            assert isinstance(self.embed_tokens, nn.Embedding)
+            logits = F.linear(hidden, self.embed_tokens.weight)
+        else:
+            logits = head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def pack_for_inference(self) -> None:
         """Lay the weights of all projections out as this CPU reads them fastest.
 
         The parameters of the projections are gone afterwards: the model can neither be trained nor
-        saved. A tied output head is copied, since rows of the embedding are looked up as well.
+        saved. Rows of an embedding that is tied to the output head are looked up in the packed
+        head, so that its weights are held once.
         Where there is nothing to gain (`nn.packed.can_pack`), nothing changes.
         """
         pack_linears(self)
-        if self.lm_head is None and can_pack(self.embed_tokens.weight):
-            self.packed_head = PackedLinear(self.embed_tokens.weight)
+        table = self.embed_tokens
+        if self.lm_head is None and isinstance(table, nn.Embedding) and can_pack(table.weight):
+            self.packed_head = PackedLinear(table.weight)
+            self.embed_tokens = PackedEmbedding(self.packed_head)
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:

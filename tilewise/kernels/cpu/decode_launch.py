@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.decode import chunk_of, decode_attention, plan_decode
-from tilewise.kernels.cpu.problem import Problem, Sizes
+from tilewise.kernels.cpu.problem import Problem
 from tilewise.kernels.cpu.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.rows import BF16, F16
 from tilewise.kernels.cpu.threads import run_alone, run_tasks
 
-_CACHE_LIKE = {
+CACHE_LIKE = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
     torch.bfloat16: np.empty(0, np.uint16),
@@ -42,30 +42,38 @@ def run_decode(
     heads_per_task = sizes.num_kv_heads
     while num_slots // heads_per_task < 4 * torch.get_num_threads() and heads_per_task % 2 == 0:
         heads_per_task //= 2
-    # 8-bit rows count as 16 bits: on an EPYC with 512 KiB of L2 16 keys took 6 to 10 % less than 32
-    # with int8 from memory, though 8 % more with all of them in the L2 cache (2026-11-22).
-    key_bytes = (sizes.head_dim + sizes.v_head_dim) * max(sizes.k_size, 2)
-    chunk = chunk_of(sizes.num_kv_heads * key_bytes)
+    chunk = chunk_of(
+        sizes.num_kv_heads * key_bytes(sizes.head_dim + sizes.v_head_dim, sizes.k_size)
+    )
     group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
     real = arrays.like.dtype
     rows = num_slots * group
-    if _takes_integers(sizes, cache_dtype):
+    if takes_integers(cache_dtype, sizes.q_code, sizes.head_dim):
         arrays = arrays._replace(packed_like=np.empty(0, np.uint16))
     padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
     run = run_alone if is_small else run_tasks
     run(
         decode_attention, num_slots // heads_per_task, sizes, problem.rule, arrays,
-        _CACHE_LIKE[cache_dtype], chunk, heads_per_task, splits, np.empty(rows * padded_dim, real),
+        CACHE_LIKE[cache_dtype], chunk, heads_per_task, splits, np.empty(rows * padded_dim, real),
         np.empty(rows, real), np.empty(rows, real),
         np.zeros(num_sequences * sizes.num_kv_heads, np.int64), lse.view(-1).numpy(),
     )  # fmt: skip
 
 
-def _takes_integers(sizes: Sizes, cache_dtype: torch.dtype) -> bool:
+def key_bytes(channels: int, size: int) -> int:
+    """Bytes that a key and its value count for in `chunk_of`.
+
+    8-bit rows count as 16 bits: on an EPYC with 512 KiB of L2 16 keys took 6 to 10 % less than 32
+    with int8 from memory, though 8 % more with all of them in the L2 cache (2026-11-22).
+    """
+    return channels * max(size, 2)
+
+
+def takes_integers(cache_dtype: torch.dtype, q_code: int, head_dim: int) -> bool:
     """Whether queries are rounded to 16 bits, to be multiplied with 8-bit integers as such."""
     return (
         cache_dtype == torch.int8
         and simd.HAS_INTEGER_DOT
-        and sizes.q_code in (BF16, F16)
-        and sizes.head_dim <= LONGEST_INTEGER_DOT
+        and q_code in (BF16, F16)
+        and head_dim <= LONGEST_INTEGER_DOT
     )

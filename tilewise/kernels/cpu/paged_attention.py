@@ -38,7 +38,7 @@ from tilewise.kernels.cpu.quantise import BYTE_CODES
 from tilewise.kernels.cpu.rows import DTYPE_CODES, F32, why_not_dtype
 from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel, scale_per_slot
 
-_CODES = DTYPE_CODES | BYTE_CODES
+CODES = DTYPE_CODES | BYTE_CODES
 
 
 def why_not(spec: PagedSpec) -> str | None:
@@ -211,7 +211,7 @@ def _describe(
         window_left=spec.window_left,
         window_right=0 if spec.causal and not spec.has_tree else -1,
         q_code=DTYPE_CODES[q.dtype],
-        k_code=_CODES[k_cache.dtype],
+        k_code=CODES[k_cache.dtype],
         k_size=size,
         q_row=q_row,
         q_head=q_head,

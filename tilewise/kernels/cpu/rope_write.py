@@ -187,8 +187,9 @@ def _normalise(row, count, weight, eps):
 
 
 @inner
-def _move_heads(rows, token, slot, block_size, row, weight, eps, cos, sin, half, interleaved):
-    """Every head of one token, from its source to its target."""
+def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin, half,
+               interleaved):  # fmt: skip
+    """Every head of one token, from its source to its target, turned by row `angle` of cos, sin."""
     block = slot // block_size
     offset = slot - block * block_size
     source = rows.source + token * rows.row
@@ -199,7 +200,7 @@ def _move_heads(rows, token, slot, block_size, row, weight, eps, cos, sin, half,
         if len(weight) > 0:
             _normalise(row, rows.dim, weight, eps)
         if half > 0:
-            rotate_row(row, row, cos, sin, token, half, interleaved)
+            rotate_row(row, row, cos, sin, angle, half, interleaved)
         to = target + head * rows.to_head
         if rows.to_code < INT8:
             store_row(row, rows.to_code, row, 0, 1.0, to, rows.dim)
@@ -220,10 +221,10 @@ def _prepare(q, k, v, slots, block_size, cos, sin, half, interleaved, q_weight, 
             return
         for token in range(task * TOKENS_PER_TASK, min((task + 1) * TOKENS_PER_TASK, len(slots))):
             if q.num_heads > 0:
-                _move_heads(q, token, token, block_size, row, q_weight, eps, cos, sin, half,
-                            interleaved)  # fmt: skip
+                move_heads(q, token, token, token, block_size, row, q_weight, eps, cos, sin, half,
+                           interleaved)  # fmt: skip
             if slots[token] >= 0:
-                _move_heads(k, token, slots[token], block_size, row, k_weight, eps, cos, sin, half,
-                            interleaved)  # fmt: skip
-                _move_heads(v, token, slots[token], block_size, row, nothing, eps, cos, sin, 0,
-                            interleaved)  # fmt: skip
+                move_heads(k, token, token, slots[token], block_size, row, k_weight, eps, cos, sin,
+                           half, interleaved)  # fmt: skip
+                move_heads(v, token, token, slots[token], block_size, row, nothing, eps, cos, sin,
+                           0, interleaved)  # fmt: skip

@@ -323,6 +323,14 @@ def maximum(typingctx, a, b):
 
 
 @intrinsic
+def minimum(typingctx, a, b):
+    """The smaller, lane by lane; `a` where either is NaN."""
+    return a(a, a), _elementwise(
+        lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), y, x)
+    )
+
+
+@intrinsic
 def absolute(typingctx, a):
     def emit(builder, x):
         return call_llvm(builder, f"fabs.{suffix_of(x.type)}", x.type, [x])

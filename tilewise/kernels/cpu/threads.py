@@ -9,8 +9,9 @@ the caller's thread and on helpers from a pool, and whoever comes late finds les
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, event
 from numba.extending import intrinsic
 
 
 def _sources() -> list[tuple[str, float, int]]:
     """Name, time and size of every file that a kernel may be made of."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return [(file.name, file.stat().st_mtime, file.stat().st_size) for file in files]
 
 
@@ -44,6 +45,28 @@ def kernel(function: Callable[..., Any]) -> Any:
     return compiled
 
 
+class _First(event.Listener):
+    """Calls `tell` when the first function is compiled, which loading from the cache is not."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.tell: Callable[[], None] | None = tell
+
+    def on_start(self, event: event.Event) -> None:
+        tell, self.tell = self.tell, None
+        if tell is not None:
+            tell()
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
+@contextmanager
+def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` when, within this context, a first kernel must be compiled."""
+    with event.install_listener("numba:compile", _First(tell)):
+        yield
+
+
 # What kernels call: never called from Python, so no wrapper is built for it.
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 # What kernels call for every row or block: a call would count references to each array, atomically.
@@ -55,6 +78,11 @@ def _new_pool() -> ThreadPoolExecutor:
 
 
 _pool = _new_pool()
+
+
+def pool() -> ThreadPoolExecutor:
+    """The threads that help, as many as there are cores."""
+    return _pool
 
 
 def _renew_pool() -> None:

@@ -1,0 +1,294 @@
+"""The compiled step beside float64 and the modules; its bits, its counts and its refusals."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernels.test_cpu_step import resident
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.cpu_step import CompiledRunner, runner_for, why_not
+from tilewise.engine.inputs import build_inputs
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.runner import ModelRunner
+from tilewise.engine.settings import cache_spec
+from tilewise.kernels.cpu.step import program as program_module
+from tilewise.models import ModelConfig, build_model
+from tilewise.ops.panels import why_not_pack
+from tilewise.testing import assert_within_budget
+
+pytestmark = pytest.mark.skipif(
+    why_not_pack(torch.empty(2, 2)) is not None, reason="needs an x86 CPU"
+)
+CPU = torch.device("cpu")
+SLOW = pytest.mark.slow  # each compiles a list of its own where none is cached
+BLOCK = 4
+BASE = {
+    "vocab_size": 101,
+    "hidden_size": 52,  # no multiple of a register or a step
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "llama, tied, biases": {
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "mistral, window": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+}
+LENGTHS = (9, 3, 14, 1)
+
+
+def build(name, dtype=torch.float32, **fields):
+    """A random model, every parameter of which matters, and itself in float64."""
+    torch.manual_seed(3)
+    model = build_model(ModelConfig.from_hf({**BASE, **MODELS[name], **fields}), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            if parameter.dim() == 1:
+                parameter.add_((0.2 * noise).to(dtype))
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def storage_of(model, dtype=None, num_blocks=40):
+    storage = KVStorage(cache_spec(model.config, BLOCK, dtype or model.dtype), num_blocks, CPU)
+    for tensor in storage.whole:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 99)
+    return storage
+
+
+def texts_of(lengths=LENGTHS, more=4):
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 101, (n + more,), generator=draw).tolist() for n in lengths]
+
+
+def inputs_of(runs, texts):
+    """A step that computes tokens first ... end - 1 of some sequences: {sequence: (first, end)}."""
+    sequences = tuple(
+        ScheduledSequence(
+            seq_id=i,
+            token_ids=tuple(texts[i][first:end]),
+            start=first,
+            block_ids=tuple(range(10 * i, 10 * i + -(-end // BLOCK))),
+            num_samples=1,
+            sampling=SamplingParams(),
+            seeds=(i,),
+        )
+        for i, (first, end) in runs.items()
+    )
+    return build_inputs(Batch(sequences), BLOCK, CPU)
+
+
+def run_all(runner, texts, lengths=LENGTHS, more=4):
+    """Prefill, half of the prompts in two chunks, then decode; logits of every step's samples."""
+    found = []
+    for runs in (
+        {0: (0, lengths[0]), 1: (0, lengths[1])},
+        {2: (0, lengths[2] // 2), 0: (lengths[0], lengths[0] + 1)},
+        {2: (lengths[2] // 2, lengths[2]), 3: (0, lengths[3])},
+    ):
+        found.append(runner.forward(inputs_of(runs, texts)).clone())
+    for step in range(1, more):
+        ends = [n + step + (i == 0) for i, n in enumerate(lengths)]  # the first is one ahead
+        runs = {i: (end - 1, end) for i, end in enumerate(ends)}
+        found.append(runner.forward(inputs_of(runs, texts)).clone())
+    return torch.cat(found)
+
+
+def dense_all(model, texts, lengths=LENGTHS, more=4):
+    """The same logits by the dense path."""
+    with torch.inference_mode():
+        whole = [model.compute_logits(model(torch.tensor([text])))[0] for text in texts]
+    rows = [(0, lengths[0]), (1, lengths[1])]
+    rows += [(2, lengths[2] // 2), (0, lengths[0] + 1), (2, lengths[2]), (3, lengths[3])]
+    for step in range(1, more):
+        rows += [(0, lengths[0] + step + 1)]
+        rows += [(i, lengths[i] + step) for i in (1, 2, 3)]
+    return torch.stack([whole[i][end - 1] for i, end in rows])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logits_are_within_the_budget_of_float64(name, dtype):
+    model, texts = build(name, dtype), texts_of()
+    truth = dense_all(copy.deepcopy(model).double(), texts)
+    eager = dense_all(model, texts)
+    model.pack_for_inference()
+    logits = run_all(CompiledRunner(model, storage_of(model)), texts)
+    modules = run_all(ModelRunner(model, storage_of(model)), texts)
+    assert logits.dtype == torch.float32
+    # Both are rounded to the model's dtype, and errors of two roundings of layers are not alike.
+    largest = float(truth.abs().max())
+    assert_within_budget(logits.to(dtype), truth, eager.to(dtype), scale=largest)
+    assert_within_budget(modules.to(dtype), truth, eager.to(dtype), scale=largest)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [torch.int8, *(pytest.param(d, marks=SLOW) for d in (torch.float8_e4m3fn, torch.float32))],
+    ids=str,
+)
+def test_caches_of_other_dtypes_give_what_the_modules_give(cache):
+    model, texts = build("qwen3", torch.bfloat16), texts_of()
+    model.pack_for_inference()
+    logits = run_all(CompiledRunner(model, storage_of(model, cache)), texts)
+    modules = run_all(ModelRunner(model, storage_of(model, cache)), texts)
+    torch.testing.assert_close(logits, modules, atol=0.06, rtol=0.0)
+
+
+def decode(runner, texts, chosen, length=8):
+    """Logits of the token after `length` of the chosen sequences, computed together."""
+    for i in chosen:
+        runner.forward(inputs_of({i: (0, length)}, texts))
+    return runner.forward(inputs_of(dict.fromkeys(chosen, (length, length + 1)), texts)).clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sequences_bits_depend_on_neither_neighbours_nor_threads(dtype, monkeypatch):
+    texts = texts_of((8,) * 40, more=1)
+    model = build("qwen3", dtype)
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model, num_blocks=400))
+    alone = decode(runner, texts, [7])
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(runner.teams, "choose", lambda kind, most, n=threads: n)
+        for others in ([], [1], list(range(8, 40))):
+            together = decode(runner, texts, [7, *others])
+            assert torch.equal(together[0], alone[0]), (threads, others)
+
+
+def test_a_prompts_bits_depend_on_no_other_prompt():
+    texts = texts_of()
+    model = build("llama", torch.bfloat16)
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model))
+    alone = runner.forward(inputs_of({0: (0, 9)}, texts)).clone()
+    together = runner.forward(inputs_of({2: (0, 14), 0: (0, 9)}, texts))
+    assert torch.equal(together[1], alone[0])
+
+
+class Ops(TorchDispatchMode):
+    """Notes every op of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decode_step_is_one_compiled_call_that_makes_no_tensor(monkeypatch):
+    model, texts = build("llama", torch.bfloat16), texts_of()
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model))
+    calls = []
+    real = program_module.run_list
+    monkeypatch.setattr(
+        program_module, "run_list", lambda *args: (calls.append(args[2:4]), real(*args))
+    )
+    prefill = inputs_of({0: (0, 9), 1: (0, 3)}, texts)
+    runner.forward(prefill)
+    assert len(calls) == BASE["num_hidden_layers"] + 1
+    step = inputs_of({0: (9, 10), 1: (3, 4)}, texts)
+    runner.forward(step)
+    calls.clear()
+    with Ops() as ops:
+        logits = runner.forward(step)
+    assert calls == [(0, len(runner.program))]
+    # What reading inputs as arrays goes through, and a view of the runner's own memory.
+    views = {"slice.Tensor", "detach", "resolve_neg", "resolve_conj", "to.dtype_layout"}
+    assert set(ops.names) <= {f"aten::{name}" for name in views}
+    assert logits.data_ptr() == runner.program.buffers["logits"].data_ptr()
+
+
+def test_nothing_is_sampled_and_nothing_returned():
+    model, texts = build("llama"), texts_of()
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model))
+    inputs = inputs_of({0: (0, 9)}, texts)
+    none = type(inputs)(
+        **{name: getattr(inputs, name) for name in inputs.__slots__}
+        | {"logits_rows": inputs.logits_rows[:0]}
+    )
+    assert runner.forward(none).shape == (0, 101)
+
+
+def test_a_token_that_is_not_finite_leaves_no_trace():
+    model, texts = build("llama"), texts_of()
+    with torch.no_grad():
+        model.embed_tokens.weight[1] = float("nan")
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model))
+    clean = runner.forward(inputs_of({0: (0, 1)}, texts)).clone()
+    bad = [[1] * 10, texts[1]]
+    assert not runner.forward(inputs_of({0: (0, 1)}, bad)).isfinite().any()
+    assert torch.equal(runner.forward(inputs_of({0: (0, 1)}, texts)), clean)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+def test_memory_does_not_grow_with_the_lengths_of_prompts():
+    model = build("llama", torch.bfloat16, max_position_embeddings=2048, num_hidden_layers=1)
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model, num_blocks=600))
+    text = torch.randint(3, 101, (2048,)).tolist()
+
+    def prefill(end):
+        first = max(0, end - 1 - end % 40)
+        blocks = tuple(range(-(-end // BLOCK)))
+        sequence = ScheduledSequence(
+            0, tuple(text[first:end]), first, blocks, 1, SamplingParams(), (0,)
+        )
+        runner.forward(build_inputs(Batch((sequence,)), BLOCK, CPU))
+
+    for end in (*range(1, 41), 2048):
+        prefill(end)
+    before = resident()
+    for i in range(2048):
+        prefill(1 + 37 * i % 2048)  # each length once
+    assert resident() <= 1.02 * before
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "packs", "words"),
+    [
+        ({}, torch.float32, False, "weights must be packed"),
+        ({}, torch.float64, True, "weights must be packed"),
+        ({"hidden_act": "gelu"}, torch.float32, True, "hidden_act must be silu"),
+    ],
+    ids=["unpacked", "float64", "gelu"],
+)
+def test_what_the_list_cannot_express_keeps_the_modules(fields, dtype, packs, words):
+    model = build("llama", dtype, **fields)
+    if packs:
+        model.pack_for_inference()
+    storage = storage_of(model)
+    assert words in why_not(model, storage)
+    assert type(runner_for(model, storage)) is ModelRunner
+    with pytest.raises(ValueError, match=words):
+        CompiledRunner(model, storage)
+
+
+def test_gpt2_keeps_the_modules():
+    config = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 101, "n_embd": 32, "n_layer": 1,
+              "n_head": 2, "n_positions": 64}  # fmt: skip
+    model = build_model(ModelConfig.from_hf(config)).eval()
+    model.pack_for_inference()
+    assert "must be a Llama, got GPT2" in why_not(model, storage_of(model))

@@ -1,0 +1,226 @@
+"""A model's step on a CPU as one compiled call: a runner beside `ModelRunner`.
+
+At load the model becomes a list of operations over fixed buffers. A step in which every sequence
+has one new token is one call of compiled code: no tensor is made and no Python runs between two
+operations. In other steps the attention of each layer is an op of `ops`, and what lies between two
+of them a compiled call.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.inputs import ModelInputs, build_inputs
+from tilewise.engine.runner import ModelRunner, threads_for
+from tilewise.engine.sampler import sample
+from tilewise.engine.sizing import widest_batch
+from tilewise.engine.teams import Teams
+from tilewise.models.decoder import Decoder
+from tilewise.models.llama import Llama, LlamaLayer
+from tilewise.nn.packed import PackedEmbedding, PackedLinear
+from tilewise.ops import cpu_step as step
+from tilewise.ops.panels import Panels
+
+if TYPE_CHECKING:
+    from tilewise.kernels.cpu.step.program import Program
+
+__all__ = ["CompiledRunner", "runner_for", "why_not"]
+
+
+def why_not(model: Decoder, storage: KVStorage) -> str | None:
+    """Say why `CompiledRunner` cannot run a model, or return None when it can."""
+    device = storage.layers[0][0].device
+    if device.type != "cpu":
+        return f"device must be cpu, got {device}"
+    if not isinstance(model, Llama):
+        return f"the model must be a Llama, got {type(model).__name__}"
+    config = model.config
+    if config.hidden_act not in ("silu", "swish"):
+        return f"hidden_act must be silu, got {config.hidden_act}"
+    if config.head_dim % 2:
+        return f"head_dim must be even, got {config.head_dim}"
+    linears = [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
+    if not linears or not all(isinstance(m, PackedLinear) for m in linears):
+        return "the weights must be packed, see Decoder.pack_for_inference"
+    return step.why_not(model.dtype, storage.spec.kv.dtype)
+
+
+def runner_for(
+    model: Decoder, storage: KVStorage, *, num_parameters: int | None = None
+) -> ModelRunner:
+    """Return a `CompiledRunner` where the model allows it, else a `ModelRunner`."""
+    if why_not(model, storage) is None:
+        return CompiledRunner(model, storage)
+    return ModelRunner(model, storage, num_parameters=num_parameters)
+
+
+class CompiledRunner(ModelRunner):
+    """Runs a Llama over the cache that it writes, by a compiled list of operations.
+
+    The logits that `forward` returns are the runner's own memory until the next call.
+
+    Args:
+        model: packed, see `why_not`; its weights are shared, not copied.
+        storage: the paged cache.
+
+    Attributes:
+        program: the list of operations.
+        teams: how many threads a step uses.
+
+    Raises:
+        ValueError: the model cannot be expressed; the message says why.
+    """
+
+    def __init__(self, model: Decoder, storage: KVStorage) -> None:
+        reason = why_not(model, storage)
+        if reason is not None:
+            raise ValueError(f"model must be one that a compiled step can run: {reason}")
+        assert isinstance(model, Llama)
+        linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
+        self._num_weights = sum(linear.panels.words.numel() for linear in linears)
+        super().__init__(model, storage, num_parameters=self._num_weights)
+        self._llama = model
+        self._attention: list[int] = []  # places of the attention of each layer
+        self.program = self._compile(model, storage)
+        self.teams = Teams()
+        self._num_angles = 0
+
+    def _compile(self, model: Llama, storage: KVStorage) -> Program:
+        """Return the model as a list of operations."""
+        config = model.config
+        assert config.rope is not None
+        eps = config.norm_eps
+        qkv_width = (config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim
+        program = step.new_program(
+            model.dtype,
+            storage.layers[0],
+            num_q_heads=config.num_q_heads,
+            head_norms=_head_norms(model),
+            num_layers=config.num_layers,
+            half=config.rope.rotary_dim // 2,
+        )
+        x = program.buffer("x", config.hidden_size)
+        h = program.buffer("h", config.hidden_size)
+        qkv = program.buffer("qkv", qkv_width)
+        o = program.buffer("o", config.num_q_heads * config.head_dim)
+        act = program.buffer("act", config.intermediate_size)
+        final = program.buffer("final", config.hidden_size)
+        logits = program.buffer("logits", config.vocab_size, torch.float32)
+        table = model.embed_tokens
+        program.embed(table.panels if isinstance(table, PackedEmbedding) else table.weight, x)
+        for i, (layer, kv) in enumerate(zip(_layers(model), storage.layers, strict=True)):
+            attention, mlp = layer.attention, layer.mlp
+            program.norm(x, h, layer.attention_norm.weight, eps)
+            program.product(h, qkv, _panels(attention.qkv_proj), step.STORE)
+            program.rotate(qkv, i, kv, eps)
+            self._attention.append(len(program))
+            scale, window = config.softmax_scales[i], config.windows[i]
+            program.attend(qkv, o, i, kv, scale=scale, window=window)
+            program.product(o, x, _panels(attention.o_proj), step.ADD)
+            program.norm(x, h, layer.mlp_norm.weight, eps)
+            program.product(h, act, _panels(mlp.gate_up_proj), step.GATE)
+            program.product(act, x, _panels(mlp.down_proj), step.ADD)
+        program.norm(x, final, model.norm.weight, eps, is_sampled=True)
+        head = model.lm_head if model.packed_head is None else model.packed_head
+        program.product(final, logits, _panels(head), step.LOGITS, is_sampled=True)
+        return program
+
+    @torch.inference_mode()
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Run one step and return the logits (R, V) float32 of `inputs.logits_rows`.
+
+        Blocks are copied before anything is written. With no row to sample the result has no rows.
+        """
+        if len(inputs.block_copies) > 0:
+            self.copy(inputs.block_copies)
+        ctx, program = inputs.ctx, self.program
+        batch = step.Batch(
+            inputs.ids.numpy(), inputs.positions.numpy(), ctx.slot_mapping.numpy(),
+            ctx.cu_seqlens_q.numpy(), ctx.seqlens_k.numpy(), ctx.block_table.numpy(),
+            inputs.logits_rows.numpy(),
+        )  # fmt: skip
+        num_rows, num_sampled = len(batch.ids), len(batch.sampled)
+        program.reserve(num_rows, ("x", "h", "qkv", "o", "act"))
+        program.reserve(num_sampled, ("final", "logits"))
+        tables = self._tables(int(batch.lengths.max()))
+        end = len(program) if num_sampled else len(program) - 2
+        is_decode = ctx.max_seqlen_q == 1
+        kind = num_rows.bit_length() if is_decode else -num_rows.bit_length()
+        most = threads_for(num_rows * self._num_weights, torch.get_num_threads())
+        num_threads = self.teams.choose(kind, most)
+        started = time.perf_counter()
+        if is_decode:
+            program.run(batch, tables, num_threads, 0, end)
+        else:
+            first = 0
+            with self.threads(num_rows):
+                for layer, place in enumerate(self._attention):
+                    program.run(batch, tables, num_threads, first, place)
+                    self._attend(layer, inputs)
+                    first = place + 1
+            program.run(batch, tables, num_threads, first, end)
+        self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / num_rows)
+        return program.buffers["logits"][:num_sampled, : self._llama.config.vocab_size]
+
+    def warm_up(self) -> None:
+        """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
+
+        They write to the first block, which nobody owns yet.
+        """
+        for length in (2, 1):
+            batch = widest_batch(1, length, length, self.block_size)
+            sample(self.forward(build_inputs(batch, self.block_size, self.device)), batch)
+
+    def _tables(self, num_positions: int) -> step.Tables:
+        """Cosines and sines of so many positions, and what else stays from step to step."""
+        if num_positions > self._num_angles:
+            cos, sin = self._llama.rotary.reserve(num_positions, self.device)
+            self._num_angles, self._angles = len(cos), self.program.with_angles(cos, sin)
+        return self._angles
+
+    def _attend(self, layer: int, inputs: ModelInputs) -> None:
+        """Attention of one layer where a sequence has several rows: an op, not one of the list."""
+        config, ctx = self._llama.config, inputs.ctx
+        rows, dim = len(inputs.ids), config.head_dim
+        qkv, o = self.program.buffers["qkv"], self.program.buffers["o"]
+        q = qkv[:rows, : config.num_q_heads * dim].unflatten(-1, (config.num_q_heads, dim))
+        k_cache, v_cache, *rest = self.storage.layers[layer]
+        k_scale, v_scale = rest or (None, None)
+        attended = ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_table=ctx.block_table,
+            seqlens_k=ctx.seqlens_k,
+            cu_seqlens_q=ctx.cu_seqlens_q,
+            max_seqlen_q=ctx.max_seqlen_q,
+            softmax_scale=config.softmax_scales[layer],
+            window=config.windows[layer],
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        o[:rows, : config.num_q_heads * dim] = attended.flatten(-2)
+
+
+def _layers(model: Llama) -> list[LlamaLayer]:
+    return [cast(LlamaLayer, layer) for layer in model.layers]
+
+
+def _panels(linear: nn.Module | None) -> Panels:
+    assert isinstance(linear, PackedLinear)
+    return linear.panels
+
+
+def _head_norms(model: Llama) -> Tensor:
+    """Weights of the norms of q and k of each layer, (2 L, D) float32, or (2 L, 0) without."""
+    layers = [layer.attention for layer in _layers(model)]
+    if not model.config.qk_norm:
+        return torch.empty((2 * len(layers), 0), dtype=torch.float32)
+    norms = [n.weight.detach() for a in layers for n in (a.q_norm, a.k_norm) if n is not None]
+    return torch.stack(norms).float()

@@ -1,0 +1,92 @@
+"""What a list of operations is written in: codes, columns, and the arrays of a call.
+
+An operation is a row of int64: what it does, and addresses, strides in bytes and sizes of what it
+reads and writes; see `run.py`, which runs the list, and `program.py`, which makes it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+# Operations, and the columns of their rows.
+EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
+(CODE, SOURCE, SOURCE_ROW, TARGET, TARGET_ROW, WEIGHT, INPUTS, GROUPS, BIAS, EPILOGUE, IS_SAMPLED,
+ LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW) = range(17)  # fmt: skip
+NUM_COLUMNS = 17
+IS_PACKED = EPILOGUE  # of EMBED: the table lies in panels
+
+# What becomes of the sums of a product: stored, added to the target, a gate and what it
+# multiplies, or rounded and stored as float32; see `layers.py`.
+STORE, ADD, GATE, LOGITS = range(4)
+
+
+class Batch(NamedTuple):
+    """The tokens and sequences of a step, all arrays of the host's.
+
+    Attributes:
+        ids, positions, slots: (T,) int64.
+        edges, lengths: (B + 1,), (B,) int32, cu_seqlens_q and seqlens_k.
+        table: (B, M) int32.
+        sampled: (R,) int64, rows whose logits are wanted.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    edges: np.ndarray
+    lengths: np.ndarray
+    table: np.ndarray
+    sampled: np.ndarray
+
+
+class Shape(NamedTuple):
+    """What all attention operations of a list have in common: numbers of heads, channels, codes
+    and, of the cache, bytes from block to block and so on, keys and values alike."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    half: int
+    code: int
+    cache_code: int
+    cache_size: int
+    block_size: int
+    block_bytes: int
+    row_bytes: int
+    head_bytes: int
+    scale_block: int
+    scale_row: int
+    scale_head: int
+    chunk: int
+
+
+class Tables(NamedTuple):
+    """Arrays that stay: cosines and sines of all positions, flat; weights of the norms of heads,
+    two rows a layer, q's and k's; slopes and sinks of `decode.py`, none."""
+
+    cos: np.ndarray
+    sin: np.ndarray
+    head_norms: np.ndarray
+    slopes: np.ndarray
+    sinks: np.ndarray
+
+
+class Workspace(NamedTuple):
+    """What `decode.py` writes to: partial results, counters of a layer's splits, lse."""
+
+    sums: np.ndarray
+    tops: np.ndarray
+    totals: np.ndarray
+    finished: np.ndarray
+    lse: np.ndarray
+
+
+class Likes(NamedTuple):
+    """Empty arrays that tell dtypes: of sums, words, the cache and of packed queries."""
+
+    real: np.ndarray
+    word: np.ndarray
+    cache: np.ndarray
+    packed: np.ndarray

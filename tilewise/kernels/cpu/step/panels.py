@@ -1,0 +1,119 @@
+"""Weights as the products of `product.py` read them, whatever the number of rows.
+
+A weight (N, K) becomes [N / 64][K / 32][4][32 / w][16][w], with w = 2 elements of bfloat16 in a
+word and 1 of others: groups of four panels of 16 outputs, in steps of 32 inputs. A step of a panel
+is what a tile register of AMX takes, and its rows of 16 words what a VDPBF16PS or a multiply-add of
+any width does. One row streams the groups from memory in their order, many rows multiply the very
+same bytes in tiles, so weights are held once. N is padded to 64 and K to 32 with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+COLUMNS = 16  # outputs of a panel: a register of AVX-512, a row of a tile register
+GROUP = 4  # panels of a group: as many chains of sums as keep the units busy
+WIDTH = GROUP * COLUMNS
+STEP = 32  # inputs that a tile register takes
+
+
+class Panels(NamedTuple):
+    """A packed weight.
+
+    Attributes:
+        words: flat, of the weight's dtype.
+        num_outputs, num_inputs: N and K without padding.
+        bias: float32, padded like the outputs, or None.
+    """
+
+    words: Tensor
+    num_outputs: int
+    num_inputs: int
+    bias: Tensor | None
+
+    @property
+    def padded_outputs(self) -> int:
+        """N up to the next multiple of 64."""
+        return padded(self.num_outputs, WIDTH)
+
+    @property
+    def padded_inputs(self) -> int:
+        """K up to the next multiple of 32."""
+        return padded(self.num_inputs, STEP)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Shape of the words: groups, steps, panels, words of a step, outputs, elements."""
+        width = elements_of(self.words.dtype)
+        groups, steps = self.padded_outputs // WIDTH, self.padded_inputs // STEP
+        return groups, steps, GROUP, STEP // width, COLUMNS, width
+
+
+def elements_of(dtype: torch.dtype) -> int:
+    """Elements of a word."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def padded(count: int, unit: int) -> int:
+    """`count` up to the next multiple of `unit`."""
+    return -(-count // unit) * unit
+
+
+def row_stride(count: int) -> int:
+    """Elements from row to row of a buffer of `count` inputs or outputs of products.
+
+    32 more than there are: rows a multiple of 4 KiB apart would share the sets of an L1 cache.
+    """
+    return padded(count, WIDTH) + STEP
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Panels:
+    """Lay a (N, K) weight out in panels; see the head of this file."""
+    outputs, inputs = weight.shape
+    dtype, width = weight.dtype, elements_of(weight.dtype)
+    rows, columns = padded(outputs, WIDTH), padded(inputs, STEP)
+    wide = weight.detach()
+    if (rows, columns) != (outputs, inputs):
+        wide = torch.zeros((rows, columns), dtype=dtype)
+        wide[:outputs, :inputs] = weight.detach()
+    words = wide.contiguous().view(torch.int32 if width == 2 else dtype)
+    parts = words.view(rows // WIDTH, GROUP, COLUMNS, columns // STEP, STEP // width)
+    packed = parts.permute(0, 3, 1, 4, 2).contiguous().view(-1).view(dtype)
+    if bias is not None:
+        wide_bias = torch.zeros(rows, dtype=torch.float32)
+        wide_bias[:outputs] = bias.detach().float()
+        bias = wide_bias
+    return Panels(packed, outputs, inputs, bias)
+
+
+def unpack(panels: Panels) -> Tensor:
+    """Return the (N, K) weight that was packed."""
+    words = panels.words.view(panels.grid).permute(0, 2, 4, 1, 3, 5)
+    rows = words.reshape(panels.padded_outputs, panels.padded_inputs)
+    return rows[: panels.num_outputs, : panels.num_inputs]
+
+
+def rows_of(panels: Panels, rows: Tensor) -> Tensor:
+    """Return rows (...,) of the packed weight: (..., K)."""
+    words = panels.words.view(panels.grid)
+    found = words[rows // WIDTH, :, rows // COLUMNS % GROUP, :, rows % COLUMNS]
+    return found.flatten(-3)[..., : panels.num_inputs].contiguous()
+
+
+def interleave(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rows of gate and up, (2 I, K), in turns of 16, so that one block computes both of a column.
+
+    I is padded with zeros to a multiple of 16.
+    """
+    half = weight.shape[0] // 2
+    count = -(-half // COLUMNS) * COLUMNS
+
+    def mixed(x: Tensor) -> Tensor:
+        parts = x.new_zeros((2, count, *x.shape[1:]))
+        parts[0, :half], parts[1, :half] = x[:half], x[half:]
+        return parts.view(2, count // COLUMNS, COLUMNS, *x.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+    return mixed(weight.detach()), None if bias is None else mixed(bias.detach())

@@ -1,0 +1,270 @@
+"""Products of some rows with panels of weights, at the speed of memory or of the arithmetic.
+
+What      sums (R, 64) = a (R, K) weights (K, 64), float32, for up to 32 rows and a group of four
+          panels, see `panels.py`.
+Grid      none: called by one thread of a step for each of its tasks.
+One call  AMX: up to 16 rows x 4 panels, or 32 rows x 2; else 1, 4 or 8 rows x 4, 2 or 1 panels in
+          vector registers, by VDPBF16PS or, with words widened in registers, by multiply-adds.
+Traffic   one or few rows read a group once, in the order of memory, which the CPU's own prefetcher
+          follows: fetching ahead by instructions took nothing off and at times added 5 % (16 and
+          256 MiB of bfloat16, 2 to 16 KiB ahead; Xeon with AMX, one core, 2026-11-22). Rows and,
+          for more than 16 of them, the second half of a group come from the L2 cache.
+Numerics  float32 sums, each of them one chain along K in one order: a row's bits depend neither on
+          how many rows there are, nor on the threads. They do depend on the CPU's instructions.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.amx import HAS_AMX, ROWS
+from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP
+from tilewise.kernels.cpu.threads import inner
+
+_i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_f32 = ir.FloatType()
+_SUMS = ir.VectorType(_f32, COLUMNS)
+_IS_WIDE = simd.REGISTER_BYTES == 64
+
+
+def uses_tiles(weight_type) -> bool:
+    """Whether weights of this array type are multiplied by the matrix unit."""
+    return HAS_AMX and weight_type.dtype == types.uint16
+
+
+def uses_dot(weight_type) -> bool:
+    """Whether they are multiplied by VDPBF16PS."""
+    return simd.HAS_BF16_DOT and _IS_WIDE and weight_type.dtype == types.uint16
+
+
+def takes_words(weight_type) -> bool:
+    """Whether rows of a stay in the dtype of the weights; else they are widened to float32."""
+    return uses_tiles(weight_type) or uses_dot(weight_type) or weight_type.dtype == types.float32
+
+
+def _known(rule):
+    """An intrinsic that tells what `rule` says of a weight's type, when compiling."""
+
+    @intrinsic
+    def known(typingctx, weight_like):
+        def codegen(context, builder, sig, args):
+            return ir.IntType(1)(rule(weight_like))
+
+        return types.boolean(weight_like), codegen
+
+    return known
+
+
+has_tiles, has_words = _known(uses_tiles), _known(takes_words)
+has_pairs = _known(lambda weight_type: weight_type.dtype == types.uint16)
+
+
+def _amx(builder, name, *operands):
+    kinds = [operand.type for operand in operands]
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}"
+    )
+    builder.call(function, operands)
+
+
+def _byte_pointer(builder, address):
+    return builder.inttoptr(address, _i8.as_pointer())
+
+
+def _tile_block(num_rows, num_panels):
+    """16 num_rows rows x num_panels panels in tile registers."""
+
+    @intrinsic
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
+        index = types.int64
+        sig = types.void(weight_like, index, index, index, index, index, index)
+
+        def codegen(context, builder, sig, args):
+            if not uses_tiles(weight_like):
+                return context.get_dummy_value()
+            _, c_, ldc_, a_, lda_, w_, steps_ = args
+            count = num_rows * num_panels
+            for tile in range(count):
+                _amx(builder, "tilezero", _i8(tile))
+            a_tiles = [count + row for row in range(num_rows)]
+            free = list(range(count + num_rows, 8))
+            with cgutils.for_range(builder, steps_) as loop:
+                at = builder.add(a_, builder.mul(loop.index, _i64(2 * STEP)))
+                for row, tile in enumerate(a_tiles):
+                    start = builder.add(at, builder.mul(lda_, _i64(ROWS * row)))
+                    _amx(builder, "tileloadd64", _i8(tile), _byte_pointer(builder, start), lda_)
+                b = builder.add(w_, builder.mul(loop.index, _i64(GROUP * 64 * ROWS)))
+                for column in range(num_panels):
+                    start = builder.add(b, _i64(64 * ROWS * column))
+                    tile = free[column % len(free)]
+                    _amx(builder, "tileloadd64", _i8(tile), _byte_pointer(builder, start), _i64(64))
+                    for row, a_tile in enumerate(a_tiles):
+                        sums = row * num_panels + column
+                        _amx(builder, "tdpbf16ps", _i8(sums), _i8(a_tile), _i8(tile))
+            for tile in range(count):
+                row, column = divmod(tile, num_panels)
+                start = builder.add(c_, builder.mul(ldc_, _i64(ROWS * row)))
+                start = builder.add(start, _i64(64 * column))
+                _amx(builder, "tilestored64", _i8(tile), _byte_pointer(builder, start), ldc_)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return block
+
+
+class _Words:
+    """How a register of weights is loaded and multiplied; one step along K is one word."""
+
+    def __init__(self, builder, weight_type):
+        self.builder, self.dtype = builder, weight_type.dtype
+        self.is_bf16 = self.dtype == types.uint16
+        self.is_dot = uses_dot(weight_type)
+        self.word_bytes = {types.uint16: 4, types.int16: 2, types.float32: 4}[self.dtype]
+        self.bytes = COLUMNS * self.word_bytes
+        self.words = STEP // (2 if self.is_bf16 else 1)  # of a step; a power of two
+        # Bytes of a row of a in a word: pairs of bfloat16, widened ones, or a float.
+        self.a_bytes = 8 if self.is_bf16 and not self.is_dot else 4
+
+    def load(self, address):
+        """The weights of one word, as vectors that `multiply` takes."""
+        builder = self.builder
+        if self.is_bf16:
+            word = simd.load_at(builder, address, ir.VectorType(_i32, COLUMNS), 64)
+            if self.is_dot:
+                return [word]
+            even = builder.shl(word, simd.constant(word.type, 16))
+            odd = builder.and_(word, simd.constant(word.type, 0xFFFF0000))
+            return [builder.bitcast(even, _SUMS), builder.bitcast(odd, _SUMS)]
+        if self.dtype == types.int16:
+            kind = ir.VectorType(ir.HalfType() if simd.HAS_HALF else _f32, COLUMNS)
+            half = simd.load_at(builder, address, kind, 2)
+            return [builder.fpext(half, _SUMS) if simd.HAS_HALF else half]
+        return [simd.load_at(builder, address, _SUMS, 4)]
+
+    def multiply(self, a, word, sums):
+        """sums + the products of the word of a row at address `a` with weights."""
+        builder = self.builder
+        if self.is_dot:
+            pointer = builder.inttoptr(a, _i32.as_pointer())
+            pair = simd.broadcast(builder, builder.load(pointer, align=2), COLUMNS)
+            name = "x86.avx512bf16.dpbf16ps.512"
+            return simd.call_llvm(builder, name, _SUMS, [sums, pair, word[0]])
+        for part, weights in enumerate(word):
+            pointer = builder.inttoptr(builder.add(a, _i64(4 * part)), _f32.as_pointer())
+            number = simd.broadcast(builder, builder.load(pointer, align=4), COLUMNS)
+            sums = simd.fuse(builder, number, weights, sums)
+        return sums
+
+
+def _vector_block(num_rows, num_panels):
+    """num_rows rows x num_panels panels in vector registers."""
+
+    @intrinsic
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
+        index = types.int64
+        sig = types.void(weight_like, index, index, index, index, index, index)
+
+        def codegen(context, builder, sig, args):
+            if uses_tiles(weight_like):
+                return context.get_dummy_value()
+            _, c_, ldc_, a_, lda_, w_, steps_ = args
+            how = _Words(builder, weight_like)
+            words_ = builder.mul(steps_, _i64(how.words))
+            panel_bytes = how.words * how.bytes
+            entry = builder.block
+            body, done = (builder.append_basic_block(f"panel.{name}") for name in ("body", "done"))
+            builder.branch(body)
+            builder.position_at_end(body)
+            k = builder.phi(_i64)
+            sums = [builder.phi(_SUMS) for _ in range(num_rows * num_panels)]
+            later = list(sums)
+            unrolled = 4  # words of a turn of the loop, a part of a step
+            step = builder.udiv(k, _i64(how.words))
+            within = builder.sub(k, builder.mul(step, _i64(how.words)))
+            start = builder.add(w_, builder.mul(step, _i64(GROUP * panel_bytes)))
+            start = builder.add(start, builder.mul(within, _i64(how.bytes)))
+            for turn in range(unrolled):
+                at = builder.add(k, _i64(turn))
+                loaded = [
+                    how.load(builder.add(start, _i64(column * panel_bytes + turn * how.bytes)))
+                    for column in range(num_panels)
+                ]
+                a_offset = builder.mul(at, _i64(how.a_bytes))
+                for row in range(num_rows):
+                    number = builder.add(builder.add(a_, a_offset), builder.mul(lda_, _i64(row)))
+                    for column, word in enumerate(loaded):
+                        place = row * num_panels + column
+                        later[place] = how.multiply(number, word, later[place])
+            following = builder.add(k, _i64(unrolled))
+            builder.cbranch(builder.icmp_signed("<", following, words_), body, done)
+            k.add_incoming(_i64(0), entry)
+            k.add_incoming(following, builder.block)
+            for phi, value in zip(sums, later, strict=True):
+                phi.add_incoming(ir.Constant(_SUMS, None), entry)
+                phi.add_incoming(value, builder.block)
+            builder.position_at_end(done)
+            for place, value in enumerate(later):
+                row, column = divmod(place, num_panels)
+                start = builder.add(c_, builder.mul(ldc_, _i64(row)))
+                simd.store_at(builder, value, builder.add(start, _i64(64 * column)), 4)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return block
+
+
+# Sums of 16 columns take a register of AVX-512 or two of AVX2, and half of the registers are sums.
+_ONE, _FEW, _MANY = (4, 2, 2) if _IS_WIDE else (2, 1, 1)  # panels of a block, by its rows
+_MOST_ROWS = 8 if _IS_WIDE else 4
+_tiles_1, _tiles_2 = _tile_block(1, 4), _tile_block(2, 2)
+_vectors_1, _vectors_4 = _vector_block(1, _ONE), _vector_block(4, _FEW)
+_vectors_8 = _vector_block(_MOST_ROWS, _MANY)
+
+
+@inner
+def multiply_rows(weight_like, c, rows, a, lda, w, inputs):
+    """Sums of `rows` rows, of up to 32, and a group of weights, to c.
+
+    Rows of c and a are read and written in full blocks: up to 32 of them must exist.
+
+    Args:
+        weight_like: empty array of the weights' dtype; uint16 is bfloat16, int16 is float16.
+        c: address of the sums, 64 float32 a row.
+        a, lda: address of the rows, in the dtype that `has_words` says, and bytes from row to row.
+        w: address of the group.
+        inputs: K, a multiple of 32.
+    """
+    ldc, steps = 4 * COLUMNS * GROUP, inputs // STEP
+    panel = STEP * COLUMNS * weight_like.itemsize
+    if has_tiles(weight_like):
+        if rows > ROWS:
+            for column in range(0, GROUP, 2):
+                _tiles_2(weight_like, c + 64 * column, ldc, a, lda, w + column * panel, steps)
+        else:
+            _tiles_1(weight_like, c, ldc, a, lda, w, steps)
+        return
+    row = 0
+    while row < rows:
+        c_row, a_row = c + row * ldc, a + row * lda
+        left = rows - row
+        if left == 1:
+            for column in range(0, GROUP, _ONE):
+                _vectors_1(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
+                           steps)  # fmt: skip
+            row += 1
+        elif left <= 4:
+            for column in range(0, GROUP, _FEW):
+                _vectors_4(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
+                           steps)  # fmt: skip
+            row += 4
+        else:
+            for column in range(0, GROUP, _MANY):
+                _vectors_8(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
+                           steps)  # fmt: skip
+            row += _MOST_ROWS

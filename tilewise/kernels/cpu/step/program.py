@@ -1,0 +1,320 @@
+"""A list of operations over fixed buffers, and the team of threads that runs it.
+
+A `Program` is made once for a model and its cache. Its buffers grow to the next power of two of the
+rows they meet and stay, so memory does not depend on how many different numbers of rows there were.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu import threads
+from tilewise.kernels.cpu.decode import SPLIT, chunk_of
+from tilewise.kernels.cpu.decode_launch import CACHE_LIKE, key_bytes, takes_integers
+from tilewise.kernels.cpu.paged_attention import CODES
+from tilewise.kernels.cpu.problem import packed_type
+from tilewise.kernels.cpu.rows import DTYPE_CODES
+from tilewise.kernels.cpu.simd import HAS_BF16_DOT
+from tilewise.kernels.cpu.step.codes import (
+    ATTEND,
+    BIAS,
+    CODE,
+    EMBED,
+    EPILOGUE,
+    GROUPS,
+    INPUTS,
+    IS_PACKED,
+    IS_SAMPLED,
+    K_CACHE,
+    K_SCALE,
+    LAYER,
+    NORM,
+    NUM_COLUMNS,
+    PRODUCT,
+    ROTATE,
+    SOURCE,
+    SOURCE_ROW,
+    TARGET,
+    TARGET_ROW,
+    V_CACHE,
+    V_SCALE,
+    WEIGHT,
+    WINDOW,
+    Batch,
+    Likes,
+    Shape,
+    Tables,
+    Workspace,
+)
+from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
+from tilewise.kernels.cpu.step.meeting import LINE
+from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
+from tilewise.kernels.cpu.step.run import FIRST_COUNTER, run_list
+
+__all__ = ["REAL_LIKE", "WORD_LIKE", "Buffer", "Program"]
+
+WORD_LIKE = {
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
+    torch.float32: np.empty(0, np.float32),
+}
+REAL_LIKE = np.empty(0, np.float32)
+
+
+def _find_yield() -> int:
+    """Address of sched_yield, or 0 where the C library has none."""
+    if os.name != "posix":
+        return 0
+    function = getattr(ctypes.CDLL(None), "sched_yield", None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+_GIVE_WAY = _find_yield()
+
+
+class Buffer(NamedTuple):
+    """A place for rows: its name and bytes from row to row."""
+
+    name: str
+    row: int
+
+
+class Program:
+    """Operations in order over one model's weights and cache; see `run.py` for what they do.
+
+    Args:
+        dtype: of weights and activations.
+        kv: a layer's cache, (N, P, Hk, D) keys and values and, of 8 bits, (N, P, Hk) scales.
+        num_q_heads: Hq.
+        head_norms: (2 L, D) float32, weights of the norms of q and k of each layer, or (2 L, 0).
+        num_layers: L.
+        half: pairs of channels that rotate.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        kv: Sequence[Tensor],
+        *,
+        num_q_heads: int,
+        head_norms: Tensor,
+        num_layers: int,
+        half: int,
+    ) -> None:
+        self.dtype, self.size = dtype, dtype.itemsize
+        k_cache, v_cache = kv[:2]
+        assert k_cache.shape == v_cache.shape
+        assert k_cache.is_contiguous()
+        block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+        width = k_cache.element_size()
+        scales = [4 * stride for stride in kv[2].stride()] if len(kv) > 2 else [0, 0, 0]
+        code = DTYPE_CODES[dtype]
+        self.shape = Shape(
+            num_q_heads, num_kv_heads, head_dim, half, code, CODES[k_cache.dtype], width,
+            block_size, *(stride * width for stride in k_cache.stride()[:3]), *scales,
+            chunk_of(num_kv_heads * key_bytes(2 * head_dim, width)),
+        )  # fmt: skip
+        packed = packed_type(dtype, HAS_BF16_DOT and k_cache.dtype == dtype)
+        if takes_integers(k_cache.dtype, code, head_dim):
+            packed = np.uint16
+        self._likes = Likes(
+            REAL_LIKE, WORD_LIKE[dtype], CACHE_LIKE[k_cache.dtype], np.empty(0, packed)
+        )
+        self._group = num_q_heads // num_kv_heads
+        self._num_layers = num_layers
+        self._head_norms = head_norms.contiguous().numpy()
+        self._slopes = np.zeros(num_q_heads, np.float32)
+        self._sinks = np.full(num_q_heads, -np.inf, np.float32)
+        self._ops: list[np.ndarray] = []
+        self._numbers: list[float] = []
+        self._places: list[tuple[int, int, str]] = []  # operation, column, buffer
+        self._widths: dict[str, tuple[int, torch.dtype]] = {}
+        self._kept: list[Tensor] = []  # what addresses point to
+        self._most_inputs = 0
+        self._partial = np.empty(0, np.float32)
+        self._workspace_key = (0, 0)
+        self._counters = np.empty(0, np.int64)
+        self.buffers: dict[str, Tensor] = {}
+        self.ops = np.empty((0, NUM_COLUMNS), np.int64)
+        self.numbers = np.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def buffer(self, name: str, columns: int, dtype: torch.dtype | None = None) -> Buffer:
+        """Name a buffer of rows of `columns` elements, of the list's dtype or another."""
+        dtype = dtype or self.dtype
+        self._widths[name] = (row_stride(columns), dtype)
+        return Buffer(name, row_stride(columns) * dtype.itemsize)
+
+    def embed(self, table: Tensor | Panels, target: Buffer) -> None:
+        """target[r] = row ids[r] of a (V, K) table or of panels of it."""
+        op = self._append(EMBED, 0.0, None, target)
+        if isinstance(table, Panels):
+            op[IS_PACKED], op[INPUTS] = 1, table.num_inputs
+            op[WEIGHT] = self._address(table.words)
+        else:
+            op[INPUTS] = table.shape[1]
+            op[WEIGHT] = self._address(table.detach().contiguous())
+
+    def norm(
+        self,
+        source: Buffer,
+        target: Buffer,
+        weight: Tensor,
+        eps: float,
+        *,
+        is_sampled: bool = False,
+    ) -> None:
+        """Target = rms_norm(source); of the sampled rows only if `is_sampled`."""
+        op = self._append(NORM, eps, source, target)
+        wide = torch.zeros(padded(len(weight), STEP), dtype=self.dtype)
+        wide[: len(weight)] = weight.detach()
+        op[WEIGHT], op[INPUTS], op[IS_SAMPLED] = self._address(wide), len(weight), is_sampled
+
+    def product(
+        self,
+        source: Buffer,
+        target: Buffer,
+        weight: Panels,
+        epilogue: int,
+        *,
+        is_sampled: bool = False,
+    ) -> None:
+        """Target = source weight.T + bias, added, gated or stored; see `layers.py`."""
+        assert weight.words.dtype == self.dtype
+        op = self._append(PRODUCT, 0.0, source, target)
+        op[WEIGHT], op[BIAS] = self._address(weight.words), self._address(weight.bias)
+        op[INPUTS] = weight.padded_inputs
+        op[GROUPS] = weight.padded_outputs // WIDTH
+        op[EPILOGUE], op[IS_SAMPLED] = epilogue, is_sampled
+        self._most_inputs = max(self._most_inputs, weight.padded_inputs)
+
+    def rotate(self, qkv: Buffer, layer: int, kv: Sequence[Tensor], eps: float) -> None:
+        """Normalise and rotate q and k in place of `qkv`; write k and v to the cache."""
+        self._with_cache(self._append(ROTATE, eps, qkv, qkv), layer, kv)
+
+    def attend(
+        self,
+        q: Buffer,
+        o: Buffer,
+        layer: int,
+        kv: Sequence[Tensor],
+        *,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """Attend to the cache from one row of each sequence."""
+        op = self._append(ATTEND, scale, q, o)
+        self._with_cache(op, layer, kv)
+        op[WINDOW] = -1 if window is None else window - 1
+
+    def _append(
+        self, code: int, number: float, source: Buffer | None, target: Buffer
+    ) -> np.ndarray:
+        op, index = np.zeros(NUM_COLUMNS, np.int64), len(self._ops)
+        op[CODE] = code
+        if source is not None:
+            op[SOURCE_ROW] = source.row
+            self._places.append((index, SOURCE, source.name))
+        op[TARGET_ROW] = target.row
+        self._places.append((index, TARGET, target.name))
+        self._ops.append(op)
+        self._numbers.append(number)
+        return op
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _with_cache(self, op: np.ndarray, layer: int, kv: Sequence[Tensor]) -> None:
+        op[LAYER], op[K_CACHE], op[V_CACHE] = layer, *map(self._address, kv[:2])
+        if len(kv) > 2:
+            op[K_SCALE], op[V_SCALE] = map(self._address, kv[2:])
+
+    def reserve(self, rows: int, names: Sequence[str]) -> None:
+        """Make the named buffers hold `rows` rows, in full blocks, and the list know them."""
+        grown = len(self.ops) != len(self._ops)
+        for name in names:
+            if name not in self.buffers or rows > len(self.buffers[name]):
+                count = max(BLOCK_ROWS, 1 << (rows - 1).bit_length())
+                width, dtype = self._widths[name]
+                self.buffers[name] = torch.zeros((count, width), dtype=dtype)
+                grown = True
+        if grown:
+            self.ops, self.numbers = np.stack(self._ops), np.array(self._numbers)
+            for index, column, name in self._places:
+                if name in self.buffers:
+                    self.ops[index, column] = self.buffers[name].data_ptr()
+
+    def run(self, batch: Batch, tables: Tables, num_threads: int, first: int, last: int) -> None:
+        """Run operations first ... last - 1 on rows that the buffers hold.
+
+        Args:
+            batch: see its class.
+            tables: what `with_angles` returns.
+            num_threads: of the team, this one among them; others come from the pool.
+        """
+        meeting = self._meeting(len(self._ops))
+        work = self._workspace(batch)
+        given = (
+            self.ops, self.numbers, first, last, num_threads, _GIVE_WAY, meeting, batch, self.shape,
+            tables, work, self._likes, self._most_inputs,
+        )  # fmt: skip
+        if num_threads == 1:
+            run_list(*given)
+            return
+        pool = threads.pool()
+        helpers = [pool.submit(run_list, *given) for _ in range(num_threads - 1)]
+        try:
+            run_list(*given)
+        finally:
+            # A helper that has not begun is not waited for; one that has finds the list at its end.
+            for helper in helpers:
+                helper.cancel() or helper.result()
+
+    def with_angles(self, cos: Tensor, sin: Tensor) -> Tables:
+        """The tables of the list with these cosines and sines, (positions, half) float32."""
+        flat = (cos.reshape(-1).numpy(), sin.reshape(-1).numpy())
+        return Tables(*flat, self._head_norms, self._slopes, self._sinks)
+
+    def _meeting(self, num_ops: int) -> np.ndarray:
+        """Counters of a call, zero: lines of their own for each operation."""
+        lines = (FIRST_COUNTER + 2 * num_ops) * LINE // 8
+        if len(self._counters) < lines:
+            memory = np.zeros(lines + LINE // 8, np.int64)
+            skip = -memory.ctypes.data % LINE // 8
+            self._counters = memory[skip : skip + lines]
+        self._counters.fill(0)
+        return self._counters
+
+    def _workspace(self, batch: Batch) -> Workspace:
+        """What attention to the batch needs, of memory that is kept from step to step."""
+        num_sequences = len(batch.lengths)
+        splits = int((batch.lengths // SPLIT).sum()) + 2 * num_sequences
+        key = (num_sequences, 1 << (splits - 1).bit_length())
+        if self._workspace_key != key:
+            num_kv_heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+            group = 1 if self._group == 1 else -(-self._group // 4) * 4
+            rows = key[1] * num_kv_heads * group
+            width = -(-dim // 64) * 64  # 64: elements of the widest load
+            sizes = (rows * width, rows, rows, self.shape.num_q_heads * num_sequences)
+            if len(self._partial) < sum(sizes):
+                self._partial = np.empty(1 << sum(sizes).bit_length(), np.float32)
+            edges = np.cumsum([0, *sizes])
+            parts = [self._partial[a:b] for a, b in itertools.pairwise(edges.tolist())]
+            finished = np.zeros(self._num_layers * num_sequences * num_kv_heads, np.int64)
+            self._work = Workspace(parts[0], parts[1], parts[2], finished, parts[3])
+            self._workspace_key = key
+        self._work.finished.fill(0)
+        return self._work

@@ -1,0 +1,235 @@
+"""Run a list of operations on the threads that share it: a model's step, without Python.
+
+What      rows of an int64 array say what to do: embed, normalise, multiply by weights, rotate and
+          write to the cache, attend, each from buffer to buffer; see `program.py`, which makes it.
+Grid      every thread walks the whole list; the tasks of an operation are shared, see `meeting.py`.
+One task  some rows, or some weights for up to some hundred rows, or a task of `decode.py`.
+Traffic   that of the operations; between two of them nothing but two atomic counters.
+Numerics  those of `layers.py`, `rope_write.py` and `decode.py`. How tasks are cut depends on the
+          number of threads, what each element is computed from does not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilewise.kernels.cpu import amx
+from tilewise.kernels.cpu.decode import decode_attention, place_sequences, plan_decode
+from tilewise.kernels.cpu.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
+from tilewise.kernels.cpu.quantise import INT8
+from tilewise.kernels.cpu.rope_write import Rows, move_heads
+from tilewise.kernels.cpu.rows import F32
+from tilewise.kernels.cpu.step.codes import (
+    ATTEND,
+    BIAS,
+    CODE,
+    EPILOGUE,
+    GROUPS,
+    INPUTS,
+    IS_PACKED,
+    IS_SAMPLED,
+    K_CACHE,
+    K_SCALE,
+    LAYER,
+    NORM,
+    PRODUCT,
+    ROTATE,
+    SOURCE,
+    SOURCE_ROW,
+    TARGET,
+    TARGET_ROW,
+    V_CACHE,
+    V_SCALE,
+    WEIGHT,
+    WINDOW,
+)
+from tilewise.kernels.cpu.step.layers import (
+    BLOCK_ROWS,
+    embed_row,
+    multiply_task,
+    normalise_row,
+)
+from tilewise.kernels.cpu.step.meeting import LINE, add_at, read_at, wait_until_zero, write_at
+from tilewise.kernels.cpu.step.panels import STEP, WIDTH
+from tilewise.kernels.cpu.step.product import has_tiles, has_words
+from tilewise.kernels.cpu.threads import inner, keep_alive, kernel, scratch
+
+# Rows that meet a block of weights before the next: what fits half of an L2 cache of 2 MiB.
+CHUNK_BYTES = 1 << 20
+TASKS_PER_THREAD = 4  # of a product, so that a thread that is late leaves little to wait for
+FEWEST_BYTES = 1 << 15  # of a task's weights, 1 us of memory: taking it costs 0.1
+TOKENS_PER_TASK = 8  # of the operations on rows, where there are many
+# Places in `meeting`, in lines: the operation that is under way, and two counters of each.
+PROGRESS, FIRST_COUNTER = 0, 1
+
+
+@inner
+def _counters(meeting, op):
+    """Addresses of an operation's counter of tasks and of its number of threads."""
+    start = meeting.ctypes.data + (FIRST_COUNTER + 2 * op) * LINE
+    return start, start + LINE
+
+
+@inner
+def _rotate(op, eps, shape, tables, batch, token, row):
+    """Rotate a token's queries where they lie; keys and values go to the cache."""
+    size = 2 if shape.code != F32 else 4
+    dim, layer = shape.head_dim, op[LAYER]
+    source, stride = op[SOURCE], op[SOURCE_ROW]
+    head = dim * size
+    queries = Rows(source, stride, head, shape.num_q_heads, dim, shape.code, source,
+                   stride * shape.block_size, stride, head, shape.code, 0, 0, 0, 0,
+                   False)  # fmt: skip
+    position = batch.positions[token]
+    move_heads(queries, token, position, token, shape.block_size, row, tables.head_norms[2 * layer],
+               eps, tables.cos, tables.sin, shape.half, False)  # fmt: skip
+    slot = batch.slots[token]
+    if slot < 0:
+        return
+    owns = shape.cache_code >= INT8
+    keys = Rows(source + shape.num_q_heads * head, stride, head, shape.num_kv_heads, dim,
+                shape.code, op[K_CACHE], shape.block_bytes, shape.row_bytes, shape.head_bytes,
+                shape.cache_code, op[K_SCALE], shape.scale_block, shape.scale_row,
+                shape.scale_head, owns)  # fmt: skip
+    values = Rows(keys.source + shape.num_kv_heads * head, stride, head, shape.num_kv_heads, dim,
+                  shape.code, op[V_CACHE], shape.block_bytes, shape.row_bytes, shape.head_bytes,
+                  shape.cache_code, op[V_SCALE], shape.scale_block, shape.scale_row,
+                  shape.scale_head, owns)  # fmt: skip
+    move_heads(keys, token, position, slot, shape.block_size, row, tables.head_norms[2 * layer + 1],
+               eps, tables.cos, tables.sin, shape.half, False)  # fmt: skip
+    move_heads(values, token, position, slot, shape.block_size, row, tables.head_norms[0, :0],
+               eps, tables.cos, tables.sin, 0, False)  # fmt: skip
+
+
+@inner
+def _attend(op, scale, shape, tables, batch, work, likes, num_threads, starts, splits, counter):
+    """Attend from every sequence's one row, as `paged_attention.py` would."""
+    size = 2 if shape.code != F32 else 4
+    head, group = shape.head_dim * size, shape.num_q_heads // shape.num_kv_heads
+    num_sequences = len(starts)
+    sizes = Sizes(
+        shape.num_kv_heads, group, shape.head_dim, shape.head_dim, op[WINDOW], 0, shape.code,
+        shape.cache_code, shape.cache_size, op[SOURCE_ROW], head, shape.row_bytes, shape.head_bytes,
+        shape.row_bytes, shape.head_bytes, op[TARGET_ROW], head, num_sequences, shape.block_size,
+        shape.block_bytes, shape.block_bytes, 0, F32, 0, 0, 0, 0, 0,
+        op[K_SCALE], shape.scale_block, shape.scale_row, shape.scale_head,
+        op[V_SCALE], shape.scale_block, shape.scale_row, shape.scale_head,
+    )  # fmt: skip
+    for sequence in range(num_sequences):
+        starts[sequence, K], starts[sequence, V] = op[K_CACHE], op[V_CACHE]
+    num_slots = plan_decode(starts, op[WINDOW], shape.num_kv_heads, splits)
+    heads_per_task = shape.num_kv_heads
+    while num_slots // heads_per_task < 4 * num_threads and heads_per_task % 2 == 0:
+        heads_per_task //= 2
+    arrays = Arrays(likes.real, likes.packed, starts, batch.table, tables.slopes, tables.sinks)
+    first = op[LAYER] * num_sequences * shape.num_kv_heads
+    finished = work.finished[first : first + num_sequences * shape.num_kv_heads]
+    decode_attention(
+        sizes, Rule(True, scale, 0.0, False, False), arrays, likes.cache, shape.chunk,
+        heads_per_task, splits, work.sums, work.tops, work.totals, finished, work.lse, counter,
+        num_slots // heads_per_task,
+    )  # fmt: skip
+
+
+@inner
+def _rows_per_task(num_rows, num_threads):
+    return max(1, min(TOKENS_PER_TASK, num_rows // (2 * num_threads)))
+
+
+@kernel
+def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, shape, tables, work,
+             likes, most_inputs):  # fmt: skip
+    """Run operations first ... last - 1; every thread of the team calls it.
+
+    Args:
+        ops: (n, 17) int64, see the names of its columns; addresses and strides are in bytes.
+        numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
+        give_way: see `meeting.wait_until_zero`.
+        meeting: int64 zeros, 2 n + 1 lines.
+        most_inputs: the longest row that a product takes.
+    """
+    like, word_like = likes.real, likes.word
+    num_rows, num_sampled = len(batch.ids), len(batch.sampled)
+    if has_tiles(word_like):
+        amx.configure()
+    c = scratch(BLOCK_ROWS * WIDTH, like)
+    wide = scratch(1, like)
+    if not has_words(word_like):
+        # Rows of a chunk, as many as the narrower words would be.
+        wide = scratch(max(BLOCK_ROWS * (most_inputs + STEP), CHUNK_BYTES // 4), like)
+    head_row = scratch(shape.head_dim, like)
+    starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
+    splits = np.empty((len(batch.lengths), 2), np.int64)
+    placed = False
+    base = meeting.ctypes.data
+    index = max(first, read_at(base))
+    while index < last:
+        write_at(base, index)
+        op = ops[index]
+        code = op[CODE]
+        counter, active = _counters(meeting, index)
+        add_at(active, 1)
+        if code == PRODUCT:
+            rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows
+            stride = op[SOURCE_ROW]
+            row_bytes = stride if has_words(word_like) else 4 * (op[INPUTS] + STEP)
+            chunk = max(CHUNK_BYTES // row_bytes // BLOCK_ROWS, 1) * BLOCK_ROWS
+            chunks = (rows + chunk - 1) // chunk
+            groups, inputs = op[GROUPS], op[INPUTS]
+            per_task = groups
+            if num_threads > 1:
+                parts = TASKS_PER_THREAD * num_threads
+                fewest = FEWEST_BYTES // (WIDTH * inputs * word_like.itemsize)
+                per_task = max((groups + parts - 1) // parts, fewest, 1)
+            per_chunk = (groups + per_task - 1) // per_task
+            held = -1
+            while True:
+                task = add_at(counter, 1)
+                if task >= chunks * per_chunk:
+                    break
+                which = task // per_chunk
+                start = (task - which * per_chunk) * per_task
+                multiply_task(
+                    word_like, like, op[SOURCE] + which * chunk * stride, stride,
+                    min(chunk, rows - which * chunk), op[WEIGHT], inputs, start,
+                    min(start + per_task, groups), op[BIAS], op[EPILOGUE],
+                    op[TARGET] + which * chunk * op[TARGET_ROW], op[TARGET_ROW], c.ctypes.data,
+                    wide.ctypes.data, held != which,
+                )  # fmt: skip
+                held = which
+        elif code == ATTEND:
+            if not placed:
+                place_sequences(starts, batch.edges, batch.lengths, op[SOURCE], op[SOURCE_ROW],
+                                op[TARGET], op[TARGET_ROW], op[K_CACHE], op[V_CACHE])  # fmt: skip
+                placed = True
+            place = (FIRST_COUNTER + 2 * index) * (LINE // 8)
+            _attend(op, numbers[index], shape, tables, batch, work, likes, num_threads, starts,
+                    splits, meeting[place : place + 1])  # fmt: skip
+        else:
+            rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows
+            per_task = _rows_per_task(rows, num_threads)
+            while True:
+                begin = add_at(counter, 1) * per_task
+                if begin >= rows:
+                    break
+                for row in range(begin, min(begin + per_task, rows)):
+                    if code == NORM:
+                        source = batch.sampled[row] if op[IS_SAMPLED] == 1 else row
+                        normalise_row(
+                            word_like, like, op[SOURCE] + source * op[SOURCE_ROW],
+                            op[TARGET] + row * op[TARGET_ROW], op[WEIGHT], op[INPUTS],
+                            numbers[index],
+                        )  # fmt: skip
+                    elif code == ROTATE:
+                        _rotate(op, numbers[index], shape, tables, batch, row, head_row)
+                    else:
+                        target = op[TARGET] + row * op[TARGET_ROW]
+                        embed_row(word_like, batch.ids[row], op[WEIGHT], op[INPUTS],
+                                  op[IS_PACKED] == 1, target)  # fmt: skip
+        add_at(active, -1)
+        wait_until_zero(active, give_way)
+        index += 1
+    write_at(base, last)
+    if has_tiles(word_like):
+        amx.release()
+    keep_alive((c, wide))

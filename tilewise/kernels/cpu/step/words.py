@@ -1,0 +1,106 @@
+"""Vectors of floats from and to rows of a step's dtype, at addresses.
+
+What      loads, stores and roundings for bfloat16, float16 and float32, told apart by an empty
+          array: uint16 is bfloat16, int16 is float16.
+Grid      none: inlined into the operations of a step.
+One call  LANES elements.
+Traffic   unaligned.
+Numerics  widening is exact, narrowing rounds to nearest even.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu import simd
+
+_i16, _f32 = ir.IntType(16), ir.FloatType()
+_HALF = ir.HalfType() if simd.HAS_HALF else _f32  # see `rows.py`
+
+
+def _narrow(builder, word_type, value):
+    if word_type.dtype == types.uint16:
+        return simd.narrow_bf16(builder, value)
+    if word_type.dtype == types.int16 and simd.HAS_HALF:
+        return builder.fptrunc(value, ir.VectorType(_HALF, value.type.count))
+    return value
+
+
+def _widen(builder, word_type, value):
+    if word_type.dtype == types.uint16:
+        return simd.widen_bf16(builder, value)
+    if word_type.dtype == types.int16 and simd.HAS_HALF:
+        return builder.fpext(value, ir.VectorType(_f32, value.type.count))
+    return value
+
+
+@intrinsic
+def get(typingctx, word_like, address):
+    """The LANES words at `address` as float32."""
+
+    def codegen(context, builder, sig, args):
+        stored = {types.uint16: _i16, types.int16: _HALF}.get(word_like.dtype, _f32)
+        kind = ir.VectorType(stored, simd.lanes_of(types.float32))
+        return _widen(builder, word_like, simd.load_at(builder, args[1], kind, 2))
+
+    return simd.Vector(types.float32)(word_like, types.int64), codegen
+
+
+@intrinsic
+def put(typingctx, word_like, address, value):
+    """Store LANES float32 at `address` as words."""
+
+    def codegen(context, builder, sig, args):
+        simd.store_at(builder, _narrow(builder, word_like, args[2]), args[1], 2)
+        return context.get_dummy_value()
+
+    return types.void(word_like, types.int64, value), codegen
+
+
+@intrinsic
+def rounded(typingctx, word_like, value):
+    """What would be read again if `value` were stored."""
+
+    def codegen(context, builder, sig, args):
+        return _widen(builder, word_like, _narrow(builder, word_like, args[1]))
+
+    return value(word_like, value), codegen
+
+
+@intrinsic
+def copy_word(typingctx, target, source):
+    """Copy four bytes."""
+
+    def codegen(context, builder, sig, args):
+        kind = ir.IntType(32).as_pointer()
+        word = builder.load(builder.inttoptr(args[1], kind), align=2)
+        builder.store(word, builder.inttoptr(args[0], kind), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy_half_word(typingctx, target, source):
+    """Copy two bytes."""
+
+    def codegen(context, builder, sig, args):
+        kind = _i16.as_pointer()
+        word = builder.load(builder.inttoptr(args[1], kind), align=2)
+        builder.store(word, builder.inttoptr(args[0], kind), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def clear_half_word(typingctx, target):
+    """Write two zero bytes."""
+
+    def codegen(context, builder, sig, args):
+        builder.store(_i16(0), builder.inttoptr(args[0], _i16.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen

@@ -1,0 +1,56 @@
+"""A model's step on a CPU as a list of operations; `kernels/cpu/step` makes and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE, Batch, Tables
+from tilewise.ops._dispatch import kernel_module
+from tilewise.ops.panels import DTYPES
+
+if TYPE_CHECKING:
+    from tilewise.kernels.cpu.step.program import Program
+
+__all__ = [
+    "ADD",
+    "GATE",
+    "LOGITS",
+    "STORE",
+    "Batch",
+    "Tables",
+    "new_program",
+    "telling_of_compilation",
+    "why_not",
+]
+
+
+def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    """Say why a list cannot compute in `dtype` over such a cache, or None when it can."""
+    if dtype not in DTYPES:
+        return f"dtype must be float32, float16 or bfloat16, got {dtype}"
+    why_not_dtype = kernel_module("rows", "cpu").why_not_dtype
+    reason: str | None = why_not_dtype(dtype)
+    if reason is not None or cache_dtype in (torch.int8, torch.float8_e4m3fn):
+        return reason
+    if cache_dtype not in DTYPES:
+        return f"cache dtype must be float32, float16, bfloat16, int8 or e4m3, got {cache_dtype}"
+    reason = why_not_dtype(cache_dtype)
+    return reason
+
+
+def telling_of_compilation(tell: Callable[[], None]) -> AbstractContextManager[None]:
+    """Call `tell` when, within this context, a first kernel of the CPU's must be compiled."""
+    context: AbstractContextManager[None] = kernel_module("threads", "cpu").telling_of_compilation(
+        tell
+    )
+    return context
+
+
+def new_program(*args: Any, **kwargs: Any) -> Program:
+    """Return an empty list, see `kernels.cpu.step.program.Program`."""
+    program: Program = kernel_module("step.program", "cpu").Program(*args, **kwargs)
+    return program
