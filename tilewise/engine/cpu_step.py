@@ -148,7 +148,7 @@ class CompiledRunner(ModelRunner):
         num_rows, num_sampled = len(batch.ids), len(batch.sampled)
         program.reserve(num_rows, ("x", "h", "qkv", "o", "act"))
         program.reserve(num_sampled, ("final", "logits"))
-        tables = self._tables(int(batch.lengths.max()))
+        tables = self._rotations(int(batch.lengths.max()))
         end = len(program) if num_sampled else len(program) - 2
         is_decode = ctx.max_seqlen_q == 1
         kind = num_rows.bit_length() if is_decode else -num_rows.bit_length()
@@ -177,7 +177,7 @@ class CompiledRunner(ModelRunner):
             batch = widest_batch(1, length, length, self.block_size)
             sample(self.forward(build_inputs(batch, self.block_size, self.device)), batch)
 
-    def _tables(self, num_positions: int) -> step.Tables:
+    def _rotations(self, num_positions: int) -> step.Tables:
         """Cosines and sines of so many positions, and what else stays from step to step."""
         if num_positions > self._num_angles:
             cos, sin = self._llama.rotary.reserve(num_positions, self.device)

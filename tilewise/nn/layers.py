@@ -27,22 +27,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# On a CPU the ops of `tilewise.ops` cost 10 us of Python more than torch's, which is won back from
-# here on (EPYC 9004, one core, 2026-11).
-FEWEST_ELEMENTS_ON_CPU = 32768
+# On a CPU torch's operations are faster for few rows, and a row's bits must not depend on how many
+# rows there are; a Llama's steps there are compiled whole (`engine.cpu_step`).
+FUSED_ON = ("cuda",)
 
 
 def _fuses(x: Tensor, *parameters: Tensor) -> bool:
-    """Whether one kernel of `tilewise.ops` takes the place of torch's: in inference, where it pays.
+    """Whether one kernel of `tilewise.ops` takes the place of torch's: in inference, on a GPU.
 
     They are not differentiable, and torch.compile fuses torch's operations itself.
     """
-    if torch.compiler.is_compiling() or not (x.is_cuda or x.is_cpu):
+    if torch.compiler.is_compiling() or x.device.type not in FUSED_ON:
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters)):
         return False
-    if x.is_cpu:
-        return x.numel() >= FEWEST_ELEMENTS_ON_CPU and _is_plain(x, parameters)
     return x.dtype != torch.float64 and x.numel() > 0 and _is_plain(x, parameters)
 
 
