@@ -205,10 +205,15 @@ def test_packed_sequences_equal_each_alone(dtype: torch.dtype) -> None:
         alone = by_kernel(
             part, do[None, q0:q1], dlse[None, :, q0:q1].contiguous(), alone_spec, alone_extra
         )
-        torch.testing.assert_close(packed["o"][q0:q1], alone["o"][0], rtol=0, atol=0)
-        torch.testing.assert_close(packed["lse"][:, q0:q1], alone["lse"][0], rtol=0, atol=0)
-        torch.testing.assert_close(packed["dk"][k0:k1], alone["dk"][0], rtol=0, atol=0)
-        torch.testing.assert_close(packed["dv"][k0:k1], alone["dv"][0], rtol=0, atol=0)
+        # One query of a dense call is computed by the decode kernel, whose sums have another order.
+        near = {"rtol": 0.0, "atol": 0.0}
+        if q1 - q0 == 1:
+            unit = torch.finfo(dtype).eps
+            near = {"rtol": 2 * unit, "atol": 2 * unit}
+        torch.testing.assert_close(packed["o"][q0:q1], alone["o"][0], **near)
+        torch.testing.assert_close(packed["lse"][:, q0:q1], alone["lse"][0], **near)
+        torch.testing.assert_close(packed["dk"][k0:k1], alone["dk"][0], **near)
+        torch.testing.assert_close(packed["dv"][k0:k1], alone["dv"][0], **near)
         torch.testing.assert_close(packed["dq"][q0:q1], alone["dq"][0], rtol=1e-2, atol=1e-3)
         dsinks += alone["dsinks"]
     torch.testing.assert_close(packed["dsinks"], dsinks, rtol=1e-4, atol=1e-4)

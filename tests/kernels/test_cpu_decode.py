@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,8 +99,8 @@ def test_only_narrow_queries_of_int8_caches_are_rounded() -> None:
         ("longer than integers may be", torch.bfloat16, torch.int8, False),
     ):
         head_dim = CASES[name][3][0]
-        sizes = SimpleNamespace(head_dim=head_dim, q_code=DTYPE_CODES[dtype])
-        assert decode_launch._takes_integers(sizes, cache_dtype) == expected
+        found = decode_launch.takes_integers(cache_dtype, DTYPE_CODES[dtype], head_dim)
+        assert found == expected
 
 
 def _one_key(head_dim: int, value: int) -> tuple[list[Tensor], dict[str, Any]]:

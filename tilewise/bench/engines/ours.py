@@ -16,7 +16,8 @@ import torch
 
 import tilewise
 from tilewise.bench.engines.busy import busy_share, read_trace
-from tilewise.engine import engine as engine_module
+from tilewise.engine import runner as runner_module
+from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 
@@ -161,12 +162,12 @@ class Measured:
 
         The first is called once a step, before the others.
         """
-        parts = [
-            (self.llm.engine.scheduler, "schedule"),
-            (engine_module, "build_inputs"),
-            (self.llm.engine.scheduler, "update"),
-        ]
-        return [(owner, name) for owner, name in parts if hasattr(owner, name)]
+        engine = self.llm.engine
+        # On a GPU `submit` waits for nothing; elsewhere it computes the step.
+        inputs: tuple[Any, str] = (runner_module, "build_inputs")
+        if isinstance(engine.runner, DeviceRunner):
+            inputs = (engine.runner, "submit")
+        return [(engine.scheduler, "schedule"), inputs, (engine.scheduler, "update")]
 
     def _busy(self, arguments: tuple[Any, ...], request: dict[str, Any]) -> dict[str, Any]:
         from torch.profiler import ProfilerActivity, profile
