@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
@@ -10,6 +11,8 @@ __all__ = ["MOST_LOGPROBS", "FinishReason", "Request", "SamplingParams", "Sequen
 
 MOST_LOGPROBS = 20  # as many as the OpenAI API gives
 MAX_N = 1024  # samples per request: more is a denial of service, not a workload
+# Of stop strings, of characters of each, of stop tokens: every step of every thread waits for them.
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 1024
 
 
 class FinishReason(enum.StrEnum):
@@ -32,8 +35,9 @@ class SamplingParams:
         min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
         max_tokens: new tokens at most; None is up to the model's context.
         seed: makes the samples reproducible whatever else is in the batch; None draws one.
-        stop: strings that end the text; they are not part of the output.
-        stop_token_ids: token ids that end the text, beside the model's own end token.
+        stop: strings that end the text, at most 64 of at most 1024 characters; they are not part
+            of the output.
+        stop_token_ids: at most 1024 token ids that end the text, beside the model's own end token.
         ignore_eos: keep going past the model's end token.
         logprobs: report the log-probability of each token and of this many best ones.
 
@@ -56,6 +60,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_types()
+        longest = max(map(len, self.stop_strings), default=0)
         rules: list[tuple[bool, str]] = [
             (1 <= self.n <= MAX_N, f"n must be in 1 ... {MAX_N}, got {self.n}"),
             (
@@ -78,6 +83,10 @@ class SamplingParams:
                 f"n must be 1 when temperature is 0 (greedy), got {self.n}",
             ),
             ("" not in self.stop_strings, "stop must not hold an empty string"),
+            (
+                longest <= MAX_STOP_LENGTH,
+                f"stop must be of at most {MAX_STOP_LENGTH} characters, got one of {longest}",
+            ),
         ]
         for holds, message in rules:
             if not holds:
@@ -97,11 +106,19 @@ class SamplingParams:
                 raise TypeError(f"{name} must be a number, got {value!r}")
         many = (list, tuple, set, frozenset)
         stops = () if self.stop is None or isinstance(self.stop, str) else self.stop
+        ids = self.stop_token_ids or ()
+        self._check_counts(stops, ids)  # before each of them is looked at
         if not isinstance(stops, many) or not all(isinstance(s, str) for s in stops):
             raise TypeError(f"stop must be a str or a list of them, got {self.stop!r}")
-        ids = self.stop_token_ids or ()
         if not isinstance(ids, many) or not all(map(_is_integer, ids)):
             raise TypeError(f"stop_token_ids must be a list of integers, got {ids!r}")
+
+    @staticmethod
+    def _check_counts(stops: object, ids: object) -> None:
+        if isinstance(stops, Sized) and len(stops) > MAX_STOPS:
+            raise ValueError(f"stop must be at most {MAX_STOPS} strings, got {len(stops)}")
+        if isinstance(ids, Sized) and len(ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids must be at most {MAX_STOP_IDS} ids, got {len(ids)}")
 
     @property
     def greedy(self) -> bool:
@@ -130,6 +147,7 @@ class Request:
         sampling: see SamplingParams.
         salt: prefix-cache namespace; requests with different salts never share blocks.
         eos_token_ids: the model's own end tokens.
+        stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, and the model's unless ignored.
     """
 
@@ -138,11 +156,12 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     salt: str = ""
+    stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        ends = () if self.sampling.ignore_eos else self.eos_token_ids
-        self.end_ids = frozenset((*(self.sampling.stop_token_ids or ()), *ends))
+        self.stop_ids = frozenset(self.sampling.stop_token_ids or ())
+        self.end_ids = self.stop_ids.union(() if self.sampling.ignore_eos else self.eos_token_ids)
 
 
 @dataclass(slots=True, eq=False)

@@ -464,7 +464,7 @@ class Scheduler:
         )
 
     def _why_finished(self, seq: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
-        if token_id in (seq.request.sampling.stop_token_ids or ()):
+        if token_id in seq.request.stop_ids:
             return FinishReason.STOP, token_id
         if token_id in seq.request.end_ids:
             return FinishReason.STOP, None
