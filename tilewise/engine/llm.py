@@ -213,10 +213,15 @@ class LLM:
             One output per prompt, in the order given.
 
         Raises:
+            FloatingPointError: the model gave logits that are NaN or infinite.
             RequestError: a prompt can never be served; no work has been done. The message has its
                 place in the list.
             TypeError: prompts or sampling_params are something else.
             ValueError: there are not as many sampling_params as prompts.
+            Exception: what the tokenizer raised over a prompt's tokens. This, or logits that are
+                not finite, ends one prompt: whoever asked for it gets the exception, with a note
+                that has its place in the list, and the rest of that call is let go of. Requests of
+                other calls go on.
         """
         mine = self._generations(prompts, sampling_params)
         progress = Progress(terminal(use_progress))
@@ -224,6 +229,7 @@ class LLM:
             self._arrived.extend(mine)
             while not all(g.output.finished for g in mine):
                 self._step()
+                _raise_first(mine)
                 progress.show(_progress_text(mine))
         finally:
             progress.close()
@@ -239,6 +245,8 @@ class LLM:
 
         Raises:
             RequestError: the prompt can never be served, or n is not 1.
+
+        The iterator raises what ends the request alone, see generate(), after the text before it.
         """
         [generation] = self._generations(prompt, sampling_params)
         if generation.request.sampling.n != 1:
@@ -254,6 +262,7 @@ class LLM:
                 if delta:
                     yield delta
                 elif is_finished:
+                    _raise_first([generation])
                     return
                 else:
                     self._step()
@@ -327,9 +336,13 @@ class LLM:
             live = self._live.get(event.request_id)
             if live is None:
                 continue  # somebody else's, given to the engine directly
-            live.take(event)
+            try:
+                live.take(event)
+            except Exception as error:  # of its tokenizer: nobody else's text is worse for it
+                live.fail(error)
+                self.engine.abort(event.request_id)
             completion = live.output.outputs[event.index]
-            if event.finish_reason is None and completion.finish_reason is not None:
+            if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
                 self.engine.finish(
                     event.request_id, event.index, FinishReason.STOP, completion.stop_reason
                 )
@@ -350,6 +363,15 @@ class LLM:
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(seed=next(self._scheduler_seeds), **self._scheduler_settings)
+
+
+def _raise_first(generations: Sequence[Generation]) -> None:
+    """Raise the error of the first that has failed, if one has."""
+    for place, generation in enumerate(generations):
+        if generation.error is not None:
+            if len(generations) > 1:
+                generation.error.add_note(f"This ended prompts[{place}].")
+            raise generation.error
 
 
 def _progress_text(generations: Sequence[Generation]) -> str:

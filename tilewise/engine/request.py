@@ -21,6 +21,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context is used up
     ABORT = "abort"  # cancelled by the caller
+    ERROR = "error"  # it failed, and nothing else did
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ class Sequence:
         shares_tail: samples of its request may hold its last block, too, though it is not full.
         block_ids: cache blocks in order of position; owned by reference count.
         num_registered_blocks: how many leading blocks are full and known to the prefix cache.
+        is_doubtful: it holds blocks of which a request had that failed: the prefix cache is told
+            nothing of it any more.
         num_told_blocks: how many leading blocks a batch has told, and that have not changed since.
         num_cached_tokens: prompt tokens that the prefix cache had at first admission.
         num_preemptions: how often its blocks were taken away.
@@ -204,6 +207,7 @@ class Sequence:
     shares_tail: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_registered_blocks: int = 0
+    is_doubtful: bool = False
     num_told_blocks: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

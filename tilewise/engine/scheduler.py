@@ -162,14 +162,14 @@ class Scheduler:
         """Take the tokens that the oldest unfinished step has drawn.
 
         A sequence that has ended or was preempted since is skipped. The step that completes the
-        prompt of a request for n samples forks it.
+        prompt of a request for n samples forks it. A BROKEN token fails its request, see fail().
 
         Args:
             batch: what schedule() returned.
             samples: for each of its sequences num_samples tokens.
 
         Returns:
-            One event per token, in the order of the batch.
+            One event per token, in the order of the batch, and one per sample that has failed.
 
         Raises:
             ValueError: batch is not that of the oldest unfinished step, or samples do not have its
@@ -192,6 +192,12 @@ class Scheduler:
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
+                continue
+            if run.num_samples and drawn[0].token_id < 0:  # they are all of one row of logits
+                error = FloatingPointError(
+                    "logits must be finite, got NaN or infinity from the model"
+                )
+                events += self.fail(seq.request.request_id, error)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
             if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
@@ -259,6 +265,34 @@ class Scheduler:
         for seq in unfinished:
             self._finish(seq, FinishReason.ABORT, None)
         return bool(unfinished)
+
+    def fail(self, request_id: str, error: Exception) -> list[TokenEvent]:
+        """End all samples of a request whose numbers cannot be trusted; nobody else is touched.
+
+        What it has computed leaves the prefix cache, so that no other attempt meets it. So does
+        what it had found there, and all that follows it: which block the damage began in, nobody
+        knows, and a chunk that samples nothing does not show it.
+
+        Returns:
+            One event without a token for each unfinished sample, those included that would have
+            forked later.
+        """
+        family = self.sequences(request_id)
+        unfinished = [s for s in family if s.finish_reason is None]
+        if not unfinished:
+            return []
+        self.tables.forget(family, self.roster.running)
+        first = family[0]
+        indices = [s.index for s in unfinished]
+        indices += range(len(family), first.request.sampling.n)
+        for seq in unfinished:
+            self._finish(seq, FinishReason.ERROR, None)
+        return [
+            TokenEvent(
+                request_id, i, None, FinishReason.ERROR, None, first.num_cached_tokens, error
+            )
+            for i in indices
+        ]
 
     def has_unfinished(self) -> bool:
         """Return whether schedule() has something to do."""
