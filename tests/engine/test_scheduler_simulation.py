@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -61,16 +62,63 @@ class Story:
     With overlap a step is scheduled while another is unfinished, mostly.
     """
 
-    def __init__(self, seed: int, *, overlap: bool = False, fails: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, overlap: bool = False, fails: bool = False, damages: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         self.scheduler = random_scheduler(self.rng, 2 if overlap else 1)
         self.overlap, self.fails = overlap, fails
-        self.model = VirtualModel(self.scheduler)
+        self.damages = damages
+        self.model = VirtualModel(self.scheduler, self.is_damaging)
         self.outputs = Outputs()
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.stopped: set[tuple[str, int]] = set()
         self.first_runs: list[str] = []
+        self.failed: set[str] = set()
+        self.known_damage: set[int] = set()
+
+    def is_damaging(self) -> bool:
+        return self.damages and self.rng.random() < 0.02
+
+    def update(self, batch) -> None:
+        """Take a step's results; what is known to be damaged then must not be findable."""
+        samples = self.model.result(batch)
+        live = self.scheduler.roster.live.values()
+        owned = [(seq.request.request_id, self.model.damaged(seq.block_ids)) for seq in live]
+        events = self.scheduler.update(batch, samples)
+        self.outputs.add(events)
+        failed = {event.request_id for event in events if event.error is not None}
+        self.failed |= failed
+        for request_id, damage in owned:
+            if request_id in failed:
+                self.known_damage |= damage
+        pool = self.scheduler.tables.allocator
+        findable = [block for block in range(pool.num_blocks) if pool.is_cached(block)]
+        assert not self.known_damage & self.model.damaged(findable), "known damage is never found"
+
+    def retry_failed(self) -> None:
+        """Ask again for what has failed: an attempt that fails leaves nothing to the next one."""
+        self.damages, self.outputs = False, Outputs()
+        for request_id in sorted(self.failed):
+            request = self.requests[request_id]
+            alone = run_alone(request, self.scheduler.limits.max_len(request))
+            for attempt in range(2):
+                name = f"{request_id} again {attempt}"
+                self.scheduler.add(replace(request, request_id=name))
+                while self.scheduler.has_unfinished():
+                    self.update(self.submit())
+                    self.scheduler.check_integrity()
+                if name not in self.failed:
+                    break
+            assert name not in self.failed
+            for index in range(request.sampling.n):
+                assert self.outputs.tokens[name, index] == alone.tokens[request_id, index]
+
+    def submit(self):
+        batch = self.scheduler.schedule()
+        self.model.submit(batch)
+        return batch
 
     def play(self) -> None:
         """Run until all has ended and the pool is empty."""
@@ -100,7 +148,7 @@ class Story:
                 self.fail(unfinished)
                 continue
             batch = unfinished.pop(0)
-            self.outputs.add(self.scheduler.update(batch, self.model.result(batch)))
+            self.update(batch)
             if meddles and self.rng.random() < 0.1:
                 self.meddle()
             self.scheduler.check_integrity()
@@ -156,7 +204,11 @@ class Story:
                 key = (request_id, index)
                 tokens = self.outputs.tokens.get(key, [])
                 truth = alone.tokens[key]
-                if request_id in self.aborted or (request_id, index) in self.stopped:
+                if (
+                    request_id in self.failed
+                    or request_id in self.aborted
+                    or (request_id, index) in self.stopped
+                ):
                     assert tokens == truth[: len(tokens)]
                 elif (request_id, 0) in self.stopped and not tokens:
                     continue  # stopped before it forked
@@ -175,14 +227,57 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(part: int, overlap: bo
         story.judge()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_damage_ends_whoever_reads_it_and_nobody_finds_it_again(overlap: bool):
+    seen = {"failed": 0, "unharmed": 0, "doubtful": 0}
+    for seed in range(300):
+        story = Story(seed, overlap=overlap, fails=seed % 4 == 3, damages=True)
+        forget = story.scheduler.tables.forget
+
+        def forgetting(family, holders, forget=forget):
+            forget(family, holders)
+            seen["doubtful"] += sum(s.is_doubtful and s not in family for s in holders)
+
+        story.scheduler.tables.forget = forgetting
+        story.play()
+        story.judge()
+        seen["failed"] += len(story.failed)
+        seen["unharmed"] += len(story.requests) - len(story.failed | story.aborted)
+        story.retry_failed()
+    assert all(count > 3 for count in seen.values()), seen
+
+
+@pytest.mark.parametrize(
+    ("method", "mistake"),
+    [
+        ("forget", lambda tables, family, holders: None),
+        ("forget", lambda t, f, h: FORGET(t, f, [])),
+    ],
+    ids=["damage stays findable", "a sharer tells of damage"],
+)
+def test_a_mistake_with_damage_shows(monkeypatch, method: str, mistake):
+    monkeypatch.setattr(BlockTables, method, mistake)
+
+    def play_many():
+        for seed in range(1000):
+            Story(seed, damages=True).play()
+
+    with pytest.raises((AssertionError, ValueError)):
+        play_many()
+
+
+FORGET = BlockTables.forget
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("part", range(20))
 def test_thousands_of_schedules_give_the_tokens_of_a_request_alone(part: int, overlap: bool):
     for seed in range(10_000 + part * 500, 10_000 + (part + 1) * 500):
-        story = Story(seed, overlap=overlap, fails=seed % 4 == 3)
+        story = Story(seed, overlap=overlap, fails=seed % 4 == 3, damages=seed % 5 == 4)
         story.play()
         story.judge()
+        story.retry_failed()
 
 
 def release_at_once(tables, blocks):
