@@ -44,6 +44,11 @@ def run_ids(scheduler: Scheduler, batch: Batch) -> list[str]:
     return [scheduler.roster.live[run.seq_id].request.request_id for run in batch.sequences]
 
 
+def run_ids_of(events: list[TokenEvent]) -> list[str]:
+    """Whose tokens these are."""
+    return [event.request_id for event in events]
+
+
 # The token budget
 
 
@@ -104,7 +109,7 @@ def test_waiting_requests_take_seats_in_order_of_arrival():
     for name in "abc":
         scheduler.add(ask(name, 3, max_tokens=2))
     assert run_ids(scheduler, scheduler.schedule()) == ["a", "b"]
-    assert scheduler.explain("c") == "waiting: 1 of its seats are taken"
+    assert scheduler.explain("c") == "waiting: all 2 seats are taken"
 
 
 def test_a_small_request_does_not_overtake_a_large_one():
@@ -466,6 +471,66 @@ def test_seats_are_kept_for_samples_that_have_not_forked_yet():
     assert len(batch.sequences) == 2  # a and b; c would take the seat of a's third sample
     finish_all(scheduler)
     assert scheduler.stats().num_preemptions == 0
+
+
+def test_a_request_for_many_samples_needs_one_seat_to_begin():
+    scheduler = make(num_blocks=40, max_num_seqs=8)
+    scheduler.add(ask("a", 4, max_tokens=50))
+    step(scheduler)
+    scheduler.add(ask("b", 6, n=8, max_tokens=5, seed=1))
+    for name in "cdefg":
+        scheduler.add(ask(name, 3, max_tokens=2))
+    batch, events = step(scheduler)
+    assert run_ids_of(events) == ["a"] + ["b"] * 8
+    assert len(batch.sequences) == 2
+    batch, events = step(scheduler)
+    assert run_ids_of(events) == ["a"] + ["b"] * 7
+    assert scheduler.explain("c") == "waiting: 1 sequences are before it"
+    steps = 0
+    while scheduler.has_unfinished() and {"b", *"cdefg"} & set(scheduler.roster.requests):
+        batch, _ = step(scheduler)
+        assert len(batch.sequences) >= 2 or steps > 8
+        steps += 1
+    assert steps < 12
+    assert scheduler.explain("a").startswith("running")
+
+
+def test_the_samples_that_find_a_seat_late_are_what_they_would_have_been():
+    request = ask("b", 6, n=8, max_tokens=5, seed=1)
+    scheduler = make(num_blocks=40, max_num_seqs=8)
+    scheduler.add(ask("a", 4, max_tokens=20))
+    scheduler.add(request)
+    tokens, alone = run_to_end(scheduler).tokens, run_alone(request, 64).tokens
+    assert {key: t for key, t in tokens.items() if key[0] == "b"} == alone
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sample_that_ends_before_the_fork_leaves_the_others(overlap):
+    scheduler = make(max_num_batched_tokens=4, max_in_flight=1 + overlap)
+    scheduler.add(ask("a", 10, n=3, max_tokens=4, seed=1))
+    step(scheduler)
+    assert scheduler.finish("a", 0, FinishReason.STOP, "END")
+    assert not scheduler.finish("a", 0, FinishReason.STOP, "END")
+    assert not scheduler.finish("a", 3, FinishReason.STOP, "END")
+    scheduler.check_integrity()
+    tokens = {1: [], 2: []}
+    while scheduler.has_unfinished():
+        _, events = step(scheduler)
+        for event in events:
+            tokens[event.index].append(event.token.token_id)
+    assert tokens == {1: [7] * 4, 2: [7] * 4}
+    assert scheduler.stats().blocks_used == 0
+
+
+def test_samples_that_all_end_before_the_fork_end_the_request():
+    scheduler = make(max_num_batched_tokens=4)
+    scheduler.add(ask("a", 10, n=2))
+    step(scheduler)
+    assert scheduler.finish("a", 1, FinishReason.STOP)
+    assert scheduler.has_unfinished()
+    assert scheduler.finish("a", 0, FinishReason.STOP)
+    assert not scheduler.has_unfinished()
+    assert scheduler.stats().blocks_used == 0
 
 
 def test_more_samples_than_seats_run_in_turns():

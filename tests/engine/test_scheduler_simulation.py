@@ -191,8 +191,11 @@ class Story:
             assert self.scheduler.abort(request_id)
             self.aborted.add(request_id)
         else:
-            assert self.scheduler.finish(request_id, seq.index, FinishReason.STOP, "end")
-            self.stopped.add((request_id, seq.index))
+            index, n = seq.index, seq.request.sampling.n
+            if len(self.scheduler.sequences(request_id)) < n:
+                index = self.rng.choice([i for i in range(n) if i not in seq.ended])
+            assert self.scheduler.finish(request_id, index, FinishReason.STOP, "end")
+            self.stopped.add((request_id, index))
 
     def judge(self) -> None:
         """Compare with each request run alone."""
@@ -210,8 +213,6 @@ class Story:
                     or (request_id, index) in self.stopped
                 ):
                     assert tokens == truth[: len(tokens)]
-                elif (request_id, 0) in self.stopped and not tokens:
-                    continue  # stopped before it forked
                 else:
                     assert tokens == truth
                     assert self.outputs.reasons[key] == alone.reasons[key]
@@ -244,7 +245,7 @@ def test_damage_ends_whoever_reads_it_and_nobody_finds_it_again(overlap: bool):
         seen["failed"] += len(story.failed)
         seen["unharmed"] += len(story.requests) - len(story.failed | story.aborted)
         story.retry_failed()
-    assert all(count > 3 for count in seen.values()), seen
+    assert all(count > 1 for count in seen.values()), seen
 
 
 @pytest.mark.parametrize(

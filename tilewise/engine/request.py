@@ -187,6 +187,7 @@ class Sequence:
         is_doubtful: it holds blocks of which a request had that failed: the prefix cache is told
             nothing of it any more.
         num_told_blocks: how many leading blocks a batch has told, and that have not changed since.
+        ended: samples of its request that have ended before it forks, and why.
         num_cached_tokens: prompt tokens that the prefix cache had at first admission.
         num_preemptions: how often its blocks were taken away.
         finish_reason: None while it lives.
@@ -209,6 +210,7 @@ class Sequence:
     num_registered_blocks: int = 0
     is_doubtful: bool = False
     num_told_blocks: int = 0
+    ended: dict[int, tuple[FinishReason, int | str | None]] = field(default_factory=dict)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None

@@ -9,7 +9,9 @@ One step:
      back to the front of the queue and is recomputed later, largely from the prefix cache. If it is
      itself the newest, it goes.
   2. If nobody lost blocks, waiting sequences in order of arrival, until a seat, the budget or the
-     blocks for the whole of the first one are missing. Nobody overtakes.
+     blocks for the whole of the first one are missing. Nobody overtakes. A request for n samples
+     needs one seat; when its prompt is computed, the samples for which there is none wait. Until
+     then it keeps the seats of all of them from those behind it.
 
 Overlap: with max_in_flight = 2 the next step is scheduled while one runs, as if the tokens that it
 draws were known. What they cannot change is known: a sequence that reaches its length with them is
@@ -209,8 +211,12 @@ class Scheduler:
                 events.append(self._append(seq, drawn[0]))
                 continue
             family = self._fork(seq, run.seeds[1:])
-            events += [self._append(s, t) for s, t in zip(family, drawn, strict=True)]
-        # Only a request of more samples than there are seats can have forked beyond them.
+            for sample, token in zip(family, drawn, strict=True):
+                if sample.index in seq.ended:
+                    self._finish(sample, *seq.ended[sample.index])
+                else:
+                    events.append(self._append(sample, token))
+        # Who is admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self._preempt_newest()
         return events
@@ -246,14 +252,30 @@ class Scheduler:
     ) -> bool:
         """End one sample from outside, as when its text holds a stop string.
 
+        The other samples go on, even if they have not forked yet.
+
         Returns:
             Whether it was unfinished.
         """
-        for seq in self.roster.unfinished(request_id):
-            if seq.index == index:
+        family = self.roster.requests.get(request_id, ())
+        if family and len(family) < family[0].request.sampling.n:
+            return self._finish_early(family[0], index, reason, stop_reason)
+        for seq in family:
+            if seq.index == index and seq.finish_reason is None:
                 self._finish(seq, reason, stop_reason)
                 return True
         return False
+
+    def _finish_early(
+        self, seq: Sequence, index: int, reason: FinishReason, stop_reason: int | str | None
+    ) -> bool:
+        """End one of the samples that have yet to fork."""
+        if index in seq.ended or not 0 <= index < seq.request.sampling.n:
+            return False
+        seq.ended[index] = reason, stop_reason
+        if len(seq.ended) == seq.request.sampling.n:
+            self._finish(seq, *seq.ended[seq.index])
+        return True
 
     def abort(self, request_id: str) -> bool:
         """End all samples of a request; allowed while steps are unfinished.
@@ -284,7 +306,8 @@ class Scheduler:
         self.tables.forget(family, self.roster.running)
         first = family[0]
         indices = [s.index for s in unfinished]
-        indices += range(len(family), first.request.sampling.n)
+        if len(family) < first.request.sampling.n:
+            indices = [i for i in range(first.request.sampling.n) if i not in first.ended]
         for seq in unfinished:
             self._finish(seq, FinishReason.ERROR, None)
         return [
@@ -343,9 +366,8 @@ class Scheduler:
         if place > 0:
             return f"waiting: {place} sequences are before it"
         running = self.roster.running
-        seats = self._seats(seq) + sum(map(self._seats, running))
-        if seats > self.limits.max_num_seqs:
-            return f"waiting: {seats - self.limits.max_num_seqs} of its seats are taken"
+        if sum(map(self._seats, running)) >= self.limits.max_num_seqs:
+            return f"waiting: all {self.limits.max_num_seqs} seats are taken"
         missing = self.tables.missing_blocks(seq, spare=len(running))
         if missing:
             return f"waiting: {missing} more cache blocks must become free"
@@ -426,9 +448,9 @@ class Scheduler:
         seats = sum(map(self._seats, running))
         while waiting and budget > 0:
             seq = waiting[0]
-            seats += self._seats(seq)
-            if seats > self.limits.max_num_seqs or not self.tables.reserve(seq, len(running)):
+            if seats >= self.limits.max_num_seqs or not self.tables.reserve(seq, len(running)):
                 break
+            seats += self._seats(seq)
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.roster.admit()
@@ -454,7 +476,7 @@ class Scheduler:
         """Seats to keep for a sequence: those of all its samples until it has forked."""
         if seq.num_tokens > seq.num_prompt_tokens:
             return 1
-        return min(seq.request.sampling.n, self.limits.max_num_seqs)
+        return seq.request.sampling.n - len(seq.ended)
 
     def _describe(self, seq: Sequence, n: int) -> ScheduledSequence:
         """Return the run of the next n tokens of a sequence, and count them as scheduled."""
