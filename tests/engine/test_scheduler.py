@@ -49,6 +49,11 @@ def run_ids_of(events: list[TokenEvent]) -> list[str]:
     return [event.request_id for event in events]
 
 
+def run_alone_in(request: Request, scheduler: Scheduler) -> list[int]:
+    """The tokens of its first sample."""
+    return run_alone(request, scheduler.limits.max_len(request)).tokens[request.request_id, 0]
+
+
 # The token budget
 
 
@@ -607,10 +612,62 @@ def test_requests_that_computed_the_same_prefix_side_by_side_end_up_sharing_it()
     scheduler = make()
     for name in "ab":
         scheduler.add(ask(name, list(range(8)), max_tokens=4))
-    step(scheduler)
-    assert scheduler.stats().blocks_used == 2
-    batch, _ = step(scheduler)
+    for tokens in ([8], [1, 4], [1, 1]):  # b's last block is computed for its logits
+        batch, _ = step(scheduler)
+        assert [len(run.token_ids) for run in batch.sequences] == tokens
     assert batch.sequences[0].block_ids[:2] == batch.sequences[1].block_ids[:2]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [64, 100, 2048])
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_equal_prompts_that_arrive_together_are_computed_once(overlap, budget, chunk):
+    scheduler = make(
+        num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_model_len=600,
+        max_chunk_tokens=chunk, max_in_flight=1 + overlap,
+    )  # fmt: skip
+    prompt = list(range(512))
+    requests = [ask(name, prompt, max_tokens=3, seed=1, n=1 + (name == "c")) for name in "abcdefgh"]
+    for request in requests:
+        scheduler.add(request)
+    schedule, computed = scheduler.schedule, []
+
+    def counting():
+        batch = schedule()
+        if batch is not None:
+            computed.extend(len(r.token_ids) for r in batch.sequences if r.num_generated == 0)
+        return batch
+
+    scheduler.schedule = counting
+    outputs = run_to_end(scheduler)
+    assert sum(computed) == 512 + 7 * 16
+    assert scheduler.stats().prefix_hit_tokens == 7 * 496
+    assert len(outputs.reasons) == 9
+    assert outputs.tokens["h", 0] == run_alone_in(requests[7], scheduler)
+
+
+def test_who_waits_for_a_block_keeps_nobody_else_waiting():
+    scheduler = make()
+    for name, prompt in (("a", 9), ("b", [1097] * 12), ("c", 5)):
+        scheduler.add(ask(name, prompt, max_tokens=2))
+    batch, _ = step(scheduler)
+    assert [len(run.token_ids) for run in batch.sequences] == [9, 5]
+    batch, events = step(scheduler)
+    assert [len(run.token_ids) for run in batch.sequences] == [1, 4, 1]
+    assert [event.num_cached_tokens for event in events] == [0, 8, 0]
+
+
+def test_who_waits_for_a_block_goes_on_when_its_writer_ends():
+    scheduler = make()
+    for name in "ab":
+        scheduler.add(ask(name, list(range(9)), max_tokens=2))
+    batch = scheduler.schedule()
+    assert len(batch.sequences) == 1
+    assert scheduler.abort("a")
+    scheduler.update(batch, [[SampledToken(7)]])
+    batch, [event] = step(scheduler)
+    assert len(batch.sequences[0].token_ids) == 9
+    assert event.num_cached_tokens == 0
 
 
 def test_blocks_of_a_failed_step_are_never_found():

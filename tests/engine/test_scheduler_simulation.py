@@ -134,7 +134,7 @@ class Story:
                 batch = self.scheduler.schedule()
                 if batch is None:
                     break
-                self.note_first_runs(batch)
+                self.note_first_runs()
                 self.model.submit(batch)
                 unfinished.append(batch)
                 self.scheduler.check_integrity()
@@ -175,9 +175,9 @@ class Story:
             return
         self.requests[request_id] = request
 
-    def note_first_runs(self, batch) -> None:
-        for run in batch.sequences:
-            request_id = self.scheduler.roster.live[run.seq_id].request.request_id
+    def note_first_runs(self) -> None:
+        for seq in self.scheduler.roster.running:
+            request_id = seq.request.request_id
             if request_id not in self.first_runs:
                 self.first_runs.append(request_id)
 

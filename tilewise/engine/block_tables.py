@@ -209,6 +209,43 @@ class BlockTables:
             if kept < len(known):
                 seq.num_registered_blocks, seq.is_doubtful = kept, True
 
+    def adopt(self, seq: Sequence) -> int:
+        """Take over what has become findable of a prompt since its sequence got its blocks.
+
+        Its own blocks in these places are let go of, whatever they hold. Nothing of the sequence is
+        in an unfinished step.
+
+        Returns:
+            How many more tokens are computed than before.
+        """
+        prefix, blocks, size = self.prefix, seq.block_ids, self.block_size
+        first, before = seq.num_registered_blocks, seq.num_computed_tokens
+        if prefix is None or seq.is_doubtful:
+            return 0
+        found = prefix.match(seq.token_ids, seq.request.salt, blocks[:first])
+        if len(found) == first:
+            return 0
+        self.allocator.share(found[first:])
+        self._let_go(blocks[first : len(found)])
+        blocks[first : len(found)] = found[first:]
+        seq.num_told_blocks = min(seq.num_told_blocks, first)
+        seq.num_registered_blocks = len(found)
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(found) * size
+        prefix.count(0, seq.num_computed_tokens - before)
+        return seq.num_computed_tokens - before
+
+    def next_content(self, seq: Sequence) -> tuple[int | str, tuple[int, ...]] | None:
+        """Return the content of the first full block of known tokens that is not findable yet.
+
+        Two sequences of which it is equal write equal blocks there. None if there is no such block,
+        or nobody is told of it.
+        """
+        first, size = seq.num_registered_blocks, self.block_size
+        if self.prefix is None or seq.is_doubtful or (first + 1) * size > len(seq.token_ids):
+            return None
+        parent = seq.block_ids[first - 1] if first else seq.request.salt
+        return parent, tuple(seq.token_ids[first * size : (first + 1) * size])
+
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Return the copies (source, destination) of the step, which has begun, and forget them.
 

@@ -188,7 +188,8 @@ class Sequence:
             nothing of it any more.
         num_told_blocks: how many leading blocks a batch has told, and that have not changed since.
         ended: samples of its request that have ended before it forks, and why.
-        num_cached_tokens: prompt tokens that the prefix cache had at first admission.
+        num_cached_tokens: prompt tokens that the prefix cache had at first admission, or that an
+            older request computed just before this one would have.
         num_preemptions: how often its blocks were taken away.
         finish_reason: None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.

@@ -8,6 +8,8 @@ One step:
      that needs a block when none is free takes those of the newest running sequence, which goes
      back to the front of the queue and is recomputed later, largely from the prefix cache. If it is
      itself the newest, it goes.
+     A prompt whose next block an older sequence is writing just now waits until that is findable,
+     and takes it over: equal prompts that arrive together are computed once.
   2. If nobody lost blocks, waiting sequences in order of arrival, until a seat, the budget or the
      blocks for the whole of the first one are missing. Nobody overtakes. A request for n samples
      needs one seat; when its prompt is computed, the samples for which there is none wait. Until
@@ -24,10 +26,11 @@ preempts only if it was not enough.
 
 Why every accepted request ends: sequences keep one order, (arrival, sample), with all running ones
 before all waiting ones. The first of them is never preempted while another runs, alone it fits the
-cache (admission has checked), and so it advances in every step that is scheduled with none
-unfinished. Beside an unfinished step it runs, too, or waits for a token of that step, or for
-blocks: in that case no other runs before it, the step finishes, and the next one is scheduled with
-none unfinished.
+cache (admission has checked), nobody older writes what it could take over, and so it advances in
+every step that is scheduled with none unfinished. Beside an unfinished step it runs, too, or waits
+for a token of that step, or for blocks: in that case no other runs before it, the step finishes,
+and the next one is scheduled with none unfinished. Who waits for a block of another waits for an
+older one that writes it in this step or an unfinished one; ended or preempted, it writes no more.
 
 Source: the unified scheduler of vLLM V1 for the loop; Kwon et al. 2023, "Efficient Memory
 Management for LLM Serving with PagedAttention", section 4.4 for fork and copy-on-write, 4.5 for
@@ -56,6 +59,9 @@ from tilewise.engine.stats import SchedulerStats
 from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
+
+
+Content = tuple[int | str, tuple[int, ...]]  # of a block, after the block before it or the salt
 
 
 class _Step(NamedTuple):
@@ -109,6 +115,7 @@ class Scheduler:
         self.roster = Roster()
         self.max_in_flight = max_in_flight
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
+        self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._left: list[int] = []  # who lost their blocks since the last batch
         self._num_arrivals = 0
         self._num_preemptions = 0
@@ -145,6 +152,7 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
+        self._writer_of.clear()
         runs, budget, lacked_blocks = self._schedule_running()
         if not lacked_blocks:
             runs += self._admit_waiting(budget)
@@ -418,8 +426,9 @@ class Scheduler:
             if is_decoding:  # the usual case, without a call
                 n = 1 if known + seq.num_pending < seq.max_len else 0
             else:
-                n = self._chunk(seq, budget)
-            if n == 0:  # it waits for what an unfinished step draws
+                n = self._chunk_unless_written(seq, budget)
+                start = seq.num_scheduled_tokens
+            if n == 0:  # it waits for what an unfinished step draws, or this one or that writes
                 i += 1
             # A token inside a block that the one before it was written to needs nothing.
             elif (n == 1 and start % block_size and not seq.shares_tail) or extend(seq, start + n):
@@ -454,10 +463,28 @@ class Scheduler:
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.roster.admit()
-            n = self._chunk(seq, budget)
-            runs.append((seq, n))
+            n = self._chunk_unless_written(seq, budget)
+            if n:
+                runs.append((seq, n))
             budget -= n
         return runs
+
+    def _chunk_unless_written(self, seq: Sequence, budget: int) -> int:
+        """Return how many tokens of a prompt to run: 0 while an older one writes its next block."""
+        tables = self.tables
+        is_still = seq.num_scheduled_tokens == seq.num_computed_tokens
+        if is_still:
+            gained = tables.adopt(seq)
+            if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
+                seq.num_cached_tokens += gained
+        content = tables.next_content(seq)
+        if is_still and self._writer_of.get(content, seq) is not seq:
+            return 0
+        n = self._chunk(seq, budget)
+        end = seq.num_scheduled_tokens + n
+        if content is not None and end >= (seq.num_registered_blocks + 1) * tables.block_size:
+            self._writer_of.setdefault(content, seq)
+        return n
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         """Return how many tokens of a sequence to run; 0 if it needs a token drawn first."""
