@@ -298,7 +298,22 @@ def tell_only_what_is_added(tables, seq):
     seq.num_told_blocks = told
 
 
-REGISTER = BlockTables.register
+def tell_nothing_of_what_is_taken_over(tables, seq):
+    told = seq.num_told_blocks
+    gained = ADOPT(tables, seq)
+    seq.num_told_blocks = told
+    return gained
+
+
+def take_over_more_than_is_there(tables, seq):
+    gained = ADOPT(tables, seq)
+    if gained:
+        seq.num_computed_tokens += 1
+        seq.num_scheduled_tokens += 1
+    return gained
+
+
+REGISTER, ADOPT = BlockTables.register, BlockTables.adopt
 
 
 @pytest.mark.parametrize(
@@ -307,15 +322,24 @@ REGISTER = BlockTables.register
         ("_let_go", release_at_once),
         ("take_copies", keep_no_copied_block),
         ("register", tell_only_what_is_added),
+        ("adopt", tell_nothing_of_what_is_taken_over),
+        ("adopt", take_over_more_than_is_there),
     ],
-    ids=["a block is freed early", "a copy's source is freed early", "a change is not told"],
+    ids=[
+        "a block is freed early",
+        "a copy's source is freed early",
+        "a change is not told",
+        "what is taken over is not told",
+        "too much is taken over",
+    ],
 )
-def test_a_mistake_beside_an_unfinished_step_shows(monkeypatch, method: str, mistake):
+def test_a_mistake_in_the_tables_shows(monkeypatch, method: str, mistake):
     monkeypatch.setattr(BlockTables, method, mistake)
 
     def play_many():
         for seed in range(2000):
             Story(seed, overlap=True).play()
+            Story(seed, overlap=False).play()
 
     with pytest.raises(AssertionError):
         play_many()
@@ -324,6 +348,7 @@ def test_a_mistake_beside_an_unfinished_step_shows(monkeypatch, method: str, mis
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_random_schedules_reach_what_they_are_meant_to_test(overlap: bool):
     seen = {"preemptions": 0, "hits": 0, "copies": 0, "aborts": 0, "overflowing forks": 0}
+    seen["taken over"] = 0
     if overlap:
         seen |= {"drawn tokens": 0, "dropped runs": 0, "waits for fences": 0}
     for seed in range(200 if overlap else 60):
@@ -350,6 +375,12 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(overlap: bool):
                 seen["waits for fences"] += not done and story.scheduler.tables.has_fenced
             return done
 
+        def adopting(seq, adopt=story.scheduler.tables.adopt):
+            gained = adopt(seq)
+            seen["taken over"] += gained
+            return gained
+
+        story.scheduler.tables.adopt = adopting
         story.model.submit, story.model.result = submitting, finishing
         story.scheduler.tables.extend = extending
         story.play()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.engine.request import FinishReason, SamplingParams
+from tilewise.engine.request import NO_TOKEN, FinishReason, SamplingParams
 
 __all__ = ["BROKEN", "PENDING", "Batch", "SampledToken", "ScheduledSequence", "TokenEvent"]
 
@@ -72,7 +72,7 @@ class Batch:
 class SampledToken(NamedTuple):
     """A drawn token; the log-probabilities are of the model's distribution before truncation.
 
-    A negative token_id says that the logits were NaN or infinite, and that nothing was drawn.
+    The token_id NO_TOKEN says that the logits were NaN or infinite, and that nothing was drawn.
     """
 
     token_id: int
@@ -81,7 +81,7 @@ class SampledToken(NamedTuple):
 
 
 # What a runner returns for each sample of a row of logits that is not finite.
-BROKEN = SampledToken(-2)
+BROKEN = SampledToken(NO_TOKEN)
 
 
 @dataclass(slots=True)

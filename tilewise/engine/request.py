@@ -7,9 +7,10 @@ from collections.abc import Sized
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
-__all__ = ["MOST_LOGPROBS", "FinishReason", "Request", "SamplingParams", "Sequence"]
+__all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
 MOST_LOGPROBS = 20  # as many as the OpenAI API gives
+NO_TOKEN = -2  # in place of a token of which the logits were not finite
 MAX_N = 1024  # samples per request: more is a denial of service, not a workload
 # Of stop strings, of characters of each, of stop tokens: every step of every thread waits for them.
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 1024
@@ -149,7 +150,7 @@ class Request:
         salt: prefix-cache namespace; requests with different salts never share blocks.
         eos_token_ids: the model's own end tokens.
         stop_ids: those of sampling.stop_token_ids.
-        end_ids: tokens that end a sample: those asked for, and the model's unless ignored.
+        end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
     """
 
     request_id: str
@@ -162,7 +163,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.sampling.stop_token_ids or ())
-        self.end_ids = self.stop_ids.union(() if self.sampling.ignore_eos else self.eos_token_ids)
+        ends = () if self.sampling.ignore_eos else self.eos_token_ids
+        self.end_ids = self.stop_ids.union(ends, (NO_TOKEN,))
 
 
 @dataclass(slots=True, eq=False)

@@ -53,7 +53,7 @@ from tilewise.engine.batch import (
     TokenEvent,
 )
 from tilewise.engine.block_tables import BlockTables
-from tilewise.engine.request import FinishReason, Request, Sequence
+from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
 from tilewise.engine.roster import Roster
 from tilewise.engine.stats import SchedulerStats
 from tilewise.errors import RequestError
@@ -203,12 +203,6 @@ class Scheduler:
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
                 continue
-            if run.num_samples and drawn[0].token_id < 0:  # they are all of one row of logits
-                error = FloatingPointError(
-                    "logits must be finite, got NaN or infinity from the model"
-                )
-                events += self.fail(seq.request.request_id, error)
-                continue
             seq.num_computed_tokens += len(run.token_ids)
             if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
                 self.tables.register(seq)
@@ -216,14 +210,17 @@ class Scheduler:
                 continue
             seq.num_pending -= 1
             if run.num_samples == 1:
-                events.append(self._append(seq, drawn[0]))
+                self._append(seq, drawn[0], events)
+                continue
+            if drawn[0].token_id == NO_TOKEN:  # they are all of one row of logits
+                events += self._fail_not_finite(seq)
                 continue
             family = self._fork(seq, run.seeds[1:])
             for sample, token in zip(family, drawn, strict=True):
                 if sample.index in seq.ended:
                     self._finish(sample, *seq.ended[sample.index])
                 else:
-                    events.append(self._append(sample, token))
+                    self._append(sample, token, events)
         # Who is admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self._preempt_newest()
@@ -536,14 +533,24 @@ class Scheduler:
             self.tables.fork(parent, child)
         return [parent, *children]
 
-    def _append(self, seq: Sequence, token: SampledToken) -> TokenEvent:
+    def _fail_not_finite(self, seq: Sequence) -> list[TokenEvent]:
+        error = FloatingPointError("logits must be finite, got NaN or infinity from the model")
+        return self.fail(seq.request.request_id, error)
+
+    def _append(self, seq: Sequence, token: SampledToken, events: list[TokenEvent]) -> None:
         seq.token_ids.append(token.token_id)
         request, reason, stop_reason = seq.request, None, None
         if token.token_id in request.end_ids or len(seq.token_ids) >= seq.max_len:
+            if token.token_id == NO_TOKEN:
+                seq.token_ids.pop()
+                events += self._fail_not_finite(seq)
+                return
             reason, stop_reason = self._why_finished(seq, token.token_id)
             self._finish(seq, reason, stop_reason)
-        return TokenEvent(
-            request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
+        events.append(
+            TokenEvent(
+                request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
+            )
         )
 
     def _why_finished(self, seq: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
