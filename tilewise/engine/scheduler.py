@@ -571,9 +571,9 @@ class Scheduler:
     def _preempt_newest(self) -> None:
         seq = self.roster.displace()
         self._left.append(seq.seq_id)
+        self._num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
         self.tables.release(seq)
         seq.num_preemptions += 1
-        self._num_preemptions += 1
 
 
 def _derive_seed(*parts: object) -> int:
