@@ -235,6 +235,28 @@ def test_the_error_names_the_prompt_of_a_list_and_a_stream_raises_it_too(make):
     assert_idle(llm)
 
 
+def test_a_step_that_fails_as_a_whole_tells_everybody_why(make, monkeypatch):
+    llm = make(max_num_seqs=3)
+    submit, long = llm.engine.runner.submit, SamplingParams(max_tokens=None, ignore_eos=True)
+
+    def failing(batch):
+        if len(batch.sequences) == 3:
+            raise RuntimeError("out of luck")
+        return submit(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "submit", failing)
+
+    def work(i):
+        while True:
+            llm.generate(as_ids(PROMPTS[i]), long)
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(work, i) for i in range(3)]:
+            with pytest.raises(RuntimeError, match="out of luck"):
+                future.result(timeout=60)
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize("part", ["push", "finish"])
 def test_a_text_that_fails_ends_its_own_request(make, checkpoint, monkeypatch, part):
     llm = make()

@@ -218,10 +218,11 @@ class LLM:
                 place in the list.
             TypeError: prompts or sampling_params are something else.
             ValueError: there are not as many sampling_params as prompts.
-            Exception: what the tokenizer raised over a prompt's tokens. This, or logits that are
-                not finite, ends one prompt: whoever asked for it gets the exception, with a note
-                that has its place in the list, and the rest of that call is let go of. Requests of
-                other calls go on.
+            Exception: a step has failed as a whole, as when memory is lacking: all who were in the
+                engine get it. Or what the tokenizer raised over a prompt's tokens: this, or logits
+                that are not finite, ends one prompt. Whoever asked for it gets the exception, with
+                a note that has its place in the list, and the rest of that call is let go of;
+                requests of other calls go on.
         """
         mine = self._generations(prompts, sampling_params)
         progress = Progress(terminal(use_progress))
@@ -318,7 +319,11 @@ class LLM:
         try:
             self._step_all()
         except BaseException as error:
-            self._abort(list(self._live.values()))
+            live = list(self._live.values())
+            if isinstance(error, Exception):  # whoever waits for one of these gets it, too
+                for generation in live:
+                    generation.fail(error)
+            self._abort(live)
             if not isinstance(error, Exception):
                 # An interrupt can come between any two instructions of the scheduler.
                 self.engine.restart(self._new_scheduler())
@@ -351,7 +356,7 @@ class LLM:
 
     def _abort(self, generations: Sequence[Generation]) -> None:
         """Let go of those that have not finished."""
-        if all(g.output.finished for g in generations):
+        if all(g.output.finished and not g.error for g in generations):
             return  # without waiting for the step of another thread
         with self._lock:
             for generation in generations:
