@@ -167,6 +167,27 @@ def test_matching_changes_nothing():
     assert pool.num_used == 0
 
 
+def test_a_block_is_forgotten_with_all_that_follow_it_and_whoever_owns_them():
+    pool, cache = fresh()
+    used = compute(pool, cache, list(range(12)))
+    branch = compute(pool, cache, [0, 1, 2, 3, *range(20, 24)])
+    other = compute(pool, cache, list(range(30, 34)))
+    pool.release(branch)
+    with pytest.raises(ValueError, match="block_id must be registered to be forgotten, got 7"):
+        cache.forget(7)
+    assert cache.forget(used[1]) == set(used[1:])
+    cache.check_integrity()
+    assert cache.match(list(range(13))) == used[:1]
+    assert cache.match([0, 1, 2, 3, *range(20, 25)]) == branch
+    assert cache.forget(used[0]) == set(branch)
+    cache.check_integrity()
+    pool.check_integrity()
+    assert cache.match([0, 1, 2, 3, *range(20, 25)]) == []
+    assert cache.match(list(range(30, 35))) == other
+    pool.release(used)
+    assert cache.num_cached_blocks == 1
+
+
 def test_reset_forgets_everything():
     pool, cache = fresh()
     pool.release(compute(pool, cache, list(range(8))))

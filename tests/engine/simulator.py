@@ -13,8 +13,9 @@ has been submitted. A block that was given away while an unfinished step still u
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
-from tilewise.engine.batch import PENDING, Batch, SampledToken, TokenEvent
+from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.scheduler import Scheduler
 
@@ -27,10 +28,14 @@ def _digest(*parts: object) -> int:
 
 
 class VirtualModel:
-    """Executes batches on a virtual cache and refuses any step that a real one would get wrong."""
+    """Executes batches on a virtual cache and refuses any step that a real one would get wrong.
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    Whoever reads a slot that `damages` chose while it was written has no finite logits. Such a slot
+    holds a negative number of its own.
+    """
+
+    def __init__(self, scheduler: Scheduler, damages: Callable[[], bool] = lambda: False) -> None:
+        self.scheduler, self.damages, self.num_damages = scheduler, damages, 0
         self.block_size = scheduler.limits.block_size
         self.slots: list[list[int | None]] = [
             [None] * self.block_size for _ in range(scheduler.limits.num_blocks)
@@ -92,7 +97,11 @@ class VirtualModel:
             prefixes.append(fingerprints(known))
             for position in range(run.start, len(known)):
                 place = position % self.block_size
-                self.slots[table[position // self.block_size]][place] = prefixes[-1][position]
+                value = prefixes[-1][position]
+                if self.damages():
+                    self.num_damages += 1
+                    value = -self.num_damages
+                self.slots[table[position // self.block_size]][place] = value
         drawn = [
             [SampledToken(0)] * run.num_samples
             if run.seq_id in step.spoilt
@@ -109,6 +118,10 @@ class VirtualModel:
         self.unfinished = [step for step in self.unfinished if step.batch is not batch]
         for step in self.unfinished:
             step.spoilt |= {run.seq_id for run in batch.sequences}
+
+    def damaged(self, blocks: list[int]) -> set[int]:
+        """Return the numbers of the damaged slots in these blocks."""
+        return {value for b in blocks for value in self.slots[b] if value is not None and value < 0}
 
     def _check_limits(self, batch: Batch) -> None:
         limits = self.scheduler.limits
@@ -132,12 +145,18 @@ class VirtualModel:
             self.slots[destination] = list(self.slots[source])
 
     def _read_and_draw(self, run, table: list[int], prefix: list[int]) -> list[SampledToken]:
+        is_broken = False
         for position, truth in enumerate(prefix):
             block = table[position // self.block_size]
-            assert self.slots[block][position % self.block_size] == truth, (
+            value = self.slots[block][position % self.block_size]
+            is_damaged = value is not None and value < 0
+            is_broken |= is_damaged
+            assert value == truth or is_damaged, (
                 f"sequence {run.seq_id} reads a wrong key at {position}, block {block}"
             )
         assert len(run.seeds) == run.num_samples
+        if is_broken:
+            return [BROKEN] * run.num_samples
         return [
             SampledToken(_digest(prefix[-1], seed, run.num_generated) % VOCAB) for seed in run.seeds
         ]
@@ -156,7 +175,7 @@ def fingerprints(token_ids: list[int]) -> list[int]:
     """Return for each position a number that depends on all tokens up to it."""
     out, value = [], 0
     for token in token_ids:
-        value = hash((value, token))
+        value = abs(hash((value, token)))
         out.append(value)
     return out
 
@@ -174,7 +193,11 @@ class Outputs:
         for event in events:
             key = (event.request_id, event.index)
             assert key not in self.reasons, f"{key} went on after its end"
-            self.tokens.setdefault(key, []).append(event.token.token_id)
+            if event.token is None:
+                assert isinstance(event.error, FloatingPointError)
+                assert event.finish_reason is FinishReason.ERROR
+            else:
+                self.tokens.setdefault(key, []).append(event.token.token_id)
             if event.finish_reason is not None:
                 self.reasons[key] = event.finish_reason
                 self.stop_reasons[key] = event.stop_reason

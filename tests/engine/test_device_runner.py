@@ -123,7 +123,7 @@ def test_a_prompt_that_shares_its_beginning_gets_its_own_tokens(checkpoint):
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_broken_logits_end_the_requests_of_their_step_and_no_others(
+def test_logits_that_are_all_broken_end_every_request_of_their_step(
     checkpoint, monkeypatch, broken
 ):
     directory, reference = checkpoint

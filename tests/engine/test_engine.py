@@ -167,6 +167,16 @@ def test_a_prefix_hit_leaves_the_tokens_alone(make_engine):
     assert second["b", 0] == expected_tokens([*shared, 3], GREEDY)
 
 
+@pytest.mark.parametrize("budget", [9, 64])
+def test_what_is_taken_over_from_another_prompt_leaves_the_tokens_alone(make_engine, budget):
+    engine = make_engine(max_num_batched_tokens=budget)
+    shared = prompt_of(22, 7)
+    prompts = {str(i): [*shared, *prompt_of(i % 3, i)] for i in range(5)} | {"alone": [1, 2, 3]}
+    got = run(engine, *(Request(i, p, GREEDY) for i, p in prompts.items()))
+    assert engine.stats().scheduler.prefix_hit_tokens >= 4 * 20
+    assert got == {(i, 0): expected_tokens(p, GREEDY) for i, p in prompts.items()}
+
+
 def test_end_tokens_stop_unless_ignored(make_engine):
     prompt = prompt_of(5, 3)
     free = expected_tokens(prompt, GREEDY)

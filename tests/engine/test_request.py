@@ -29,6 +29,10 @@ from tilewise.engine.request import FinishReason, Request, SamplingParams, Seque
         ({"n": 2, "temperature": 0}, "n must be 1 when temperature is 0 (greedy), got 2"),
         ({"stop": ""}, "stop must not hold an empty string"),
         ({"stop": ["a", ""]}, "stop must not hold an empty string"),
+        ({"stop": ["a"] * 65}, "stop must be at most 64 strings, got 65"),
+        ({"stop": "a" * 1025}, "stop must be of at most 1024 characters, got one of 1025"),
+        ({"stop": ["a", "b" * 1025]}, "stop must be of at most 1024 characters, got one of 1025"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids must be at most 1024 ids, got 1025"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(values: dict, message: str):
@@ -68,6 +72,7 @@ def test_numbers_of_numpy_are_numbers():
 
 def test_the_edges_of_each_range_are_accepted():
     SamplingParams(n=1024, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=1, logprobs=20)
+    SamplingParams(stop=["a" * 1024] * 64, stop_token_ids=list(range(1024)))
     SamplingParams(n=1, temperature=0, top_p=1e-9, top_k=0, min_p=0.0, max_tokens=None, logprobs=0)
 
 
@@ -100,5 +105,5 @@ def test_sequences_are_compared_by_identity():
 
 
 def test_finish_reasons_read_as_the_words_of_the_api():
-    assert [str(r) for r in FinishReason] == ["stop", "length", "abort"]
+    assert [str(r) for r in FinishReason] == ["stop", "length", "abort", "error"]
     assert FinishReason.STOP == "stop"

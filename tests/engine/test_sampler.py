@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise.engine import sampler
-from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.batch import BROKEN, Batch, ScheduledSequence
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampler import sample, truncate
 from tilewise.reference.sampling import target_distribution
@@ -179,12 +179,18 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(monkeypatch, u, toke
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_broken_logits_are_refused(bad):
-    logits = torch.zeros(2, 4)
-    logits[1, 2] = bad
-    for params in (GREEDY, SamplingParams()):
-        with pytest.raises(FloatingPointError, match="logits must be finite"):
-            sample(logits, Batch((row(params), row(params))))
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(top_p=0.9), SamplingParams(top_k=2, logprobs=3)]
+)
+def test_a_row_that_is_not_finite_says_so_and_no_other_notices(bad, params):
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
+    rows = [row(params, (seed,)) for seed in range(4)]
+    rows[2] = row(params, (7, 8, 9))
+    whole = sample(logits, Batch(tuple(rows)))
+    logits[2, 5] = logits[0, 1] = bad
+    got = sample(logits, Batch(tuple(rows)))
+    assert got == [[BROKEN], whole[1], [BROKEN] * 3, whole[3]]
+    assert sample(logits[:1], Batch((rows[0],))) == [[BROKEN]]
 
 
 def test_logprobs_are_of_the_untouched_distribution():

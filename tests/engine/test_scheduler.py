@@ -44,6 +44,16 @@ def run_ids(scheduler: Scheduler, batch: Batch) -> list[str]:
     return [scheduler.roster.live[run.seq_id].request.request_id for run in batch.sequences]
 
 
+def run_ids_of(events: list[TokenEvent]) -> list[str]:
+    """Whose tokens these are."""
+    return [event.request_id for event in events]
+
+
+def run_alone_in(request: Request, scheduler: Scheduler) -> list[int]:
+    """The tokens of its first sample."""
+    return run_alone(request, scheduler.limits.max_len(request)).tokens[request.request_id, 0]
+
+
 # The token budget
 
 
@@ -104,7 +114,7 @@ def test_waiting_requests_take_seats_in_order_of_arrival():
     for name in "abc":
         scheduler.add(ask(name, 3, max_tokens=2))
     assert run_ids(scheduler, scheduler.schedule()) == ["a", "b"]
-    assert scheduler.explain("c") == "waiting: 1 of its seats are taken"
+    assert scheduler.explain("c") == "waiting: all 2 seats are taken"
 
 
 def test_a_small_request_does_not_overtake_a_large_one():
@@ -468,6 +478,66 @@ def test_seats_are_kept_for_samples_that_have_not_forked_yet():
     assert scheduler.stats().num_preemptions == 0
 
 
+def test_a_request_for_many_samples_needs_one_seat_to_begin():
+    scheduler = make(num_blocks=40, max_num_seqs=8)
+    scheduler.add(ask("a", 4, max_tokens=50))
+    step(scheduler)
+    scheduler.add(ask("b", 6, n=8, max_tokens=5, seed=1))
+    for name in "cdefg":
+        scheduler.add(ask(name, 3, max_tokens=2))
+    batch, events = step(scheduler)
+    assert run_ids_of(events) == ["a"] + ["b"] * 8
+    assert len(batch.sequences) == 2
+    batch, events = step(scheduler)
+    assert run_ids_of(events) == ["a"] + ["b"] * 7
+    assert scheduler.explain("c") == "waiting: 1 sequences are before it"
+    steps = 0
+    while scheduler.has_unfinished() and {"b", *"cdefg"} & set(scheduler.roster.requests):
+        batch, _ = step(scheduler)
+        assert len(batch.sequences) >= 2 or steps > 8
+        steps += 1
+    assert steps < 12
+    assert scheduler.explain("a").startswith("running")
+
+
+def test_the_samples_that_find_a_seat_late_are_what_they_would_have_been():
+    request = ask("b", 6, n=8, max_tokens=5, seed=1)
+    scheduler = make(num_blocks=40, max_num_seqs=8)
+    scheduler.add(ask("a", 4, max_tokens=20))
+    scheduler.add(request)
+    tokens, alone = run_to_end(scheduler).tokens, run_alone(request, 64).tokens
+    assert {key: t for key, t in tokens.items() if key[0] == "b"} == alone
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sample_that_ends_before_the_fork_leaves_the_others(overlap):
+    scheduler = make(max_num_batched_tokens=4, max_in_flight=1 + overlap)
+    scheduler.add(ask("a", 10, n=3, max_tokens=4, seed=1))
+    step(scheduler)
+    assert scheduler.finish("a", 0, FinishReason.STOP, "END")
+    assert not scheduler.finish("a", 0, FinishReason.STOP, "END")
+    assert not scheduler.finish("a", 3, FinishReason.STOP, "END")
+    scheduler.check_integrity()
+    tokens = {1: [], 2: []}
+    while scheduler.has_unfinished():
+        _, events = step(scheduler)
+        for event in events:
+            tokens[event.index].append(event.token.token_id)
+    assert tokens == {1: [7] * 4, 2: [7] * 4}
+    assert scheduler.stats().blocks_used == 0
+
+
+def test_samples_that_all_end_before_the_fork_end_the_request():
+    scheduler = make(max_num_batched_tokens=4)
+    scheduler.add(ask("a", 10, n=2))
+    step(scheduler)
+    assert scheduler.finish("a", 1, FinishReason.STOP)
+    assert scheduler.has_unfinished()
+    assert scheduler.finish("a", 0, FinishReason.STOP)
+    assert not scheduler.has_unfinished()
+    assert scheduler.stats().blocks_used == 0
+
+
 def test_more_samples_than_seats_run_in_turns():
     request = ask("a", 6, n=5, max_tokens=4, seed=1)
     scheduler = make(max_num_seqs=2)
@@ -542,10 +612,62 @@ def test_requests_that_computed_the_same_prefix_side_by_side_end_up_sharing_it()
     scheduler = make()
     for name in "ab":
         scheduler.add(ask(name, list(range(8)), max_tokens=4))
-    step(scheduler)
-    assert scheduler.stats().blocks_used == 2
-    batch, _ = step(scheduler)
+    for tokens in ([8], [1, 4], [1, 1]):  # b's last block is computed for its logits
+        batch, _ = step(scheduler)
+        assert [len(run.token_ids) for run in batch.sequences] == tokens
     assert batch.sequences[0].block_ids[:2] == batch.sequences[1].block_ids[:2]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [64, 100, 2048])
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_equal_prompts_that_arrive_together_are_computed_once(overlap, budget, chunk):
+    scheduler = make(
+        num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_model_len=600,
+        max_chunk_tokens=chunk, max_in_flight=1 + overlap,
+    )  # fmt: skip
+    prompt = list(range(512))
+    requests = [ask(name, prompt, max_tokens=3, seed=1, n=1 + (name == "c")) for name in "abcdefgh"]
+    for request in requests:
+        scheduler.add(request)
+    schedule, computed = scheduler.schedule, []
+
+    def counting():
+        batch = schedule()
+        if batch is not None:
+            computed.extend(len(r.token_ids) for r in batch.sequences if r.num_generated == 0)
+        return batch
+
+    scheduler.schedule = counting
+    outputs = run_to_end(scheduler)
+    assert sum(computed) == 512 + 7 * 16
+    assert scheduler.stats().prefix_hit_tokens == 7 * 496
+    assert len(outputs.reasons) == 9
+    assert outputs.tokens["h", 0] == run_alone_in(requests[7], scheduler)
+
+
+def test_who_waits_for_a_block_keeps_nobody_else_waiting():
+    scheduler = make()
+    for name, prompt in (("a", 9), ("b", [1097] * 12), ("c", 5)):
+        scheduler.add(ask(name, prompt, max_tokens=2))
+    batch, _ = step(scheduler)
+    assert [len(run.token_ids) for run in batch.sequences] == [9, 5]
+    batch, events = step(scheduler)
+    assert [len(run.token_ids) for run in batch.sequences] == [1, 4, 1]
+    assert [event.num_cached_tokens for event in events] == [0, 8, 0]
+
+
+def test_who_waits_for_a_block_goes_on_when_its_writer_ends():
+    scheduler = make()
+    for name in "ab":
+        scheduler.add(ask(name, list(range(9)), max_tokens=2))
+    batch = scheduler.schedule()
+    assert len(batch.sequences) == 1
+    assert scheduler.abort("a")
+    scheduler.update(batch, [[SampledToken(7)]])
+    batch, [event] = step(scheduler)
+    assert len(batch.sequences[0].token_ids) == 9
+    assert event.num_cached_tokens == 0
 
 
 def test_blocks_of_a_failed_step_are_never_found():

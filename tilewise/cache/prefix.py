@@ -135,6 +135,29 @@ class PrefixCache:
         """Return whether block_id is registered with exactly this content."""
         return self._key_of[block_id] == (parent, _pack(token_ids))
 
+    def forget(self, block_id: int) -> set[int]:
+        """Make a registered block and all that follow it unfindable, whoever owns them.
+
+        Returns:
+            These blocks.
+
+        Raises:
+            ValueError: block_id is not registered.
+        """
+        if self._key_of[block_id] is None:
+            raise ValueError(f"block_id must be registered to be forgotten, got {block_id}")
+        followers: dict[int, list[int]] = {}
+        for block, key in enumerate(self._key_of):
+            if key is not None and isinstance(key[0], int):
+                followers.setdefault(key[0], []).append(block)
+        forgotten = [block_id]
+        for block in forgotten:  # it grows meanwhile
+            forgotten += followers.get(block, ())
+        for block in reversed(forgotten):
+            self._forget(block)
+            self.allocator.unmark_cached(block)
+        return set(forgotten)
+
     def count(self, num_query_tokens: int, num_hit_tokens: int) -> None:
         """Add one admitted sequence to the statistics."""
         self.num_query_tokens += num_query_tokens

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.engine.request import FinishReason, SamplingParams
+from tilewise.engine.request import NO_TOKEN, FinishReason, SamplingParams
 
-__all__ = ["PENDING", "Batch", "SampledToken", "ScheduledSequence", "TokenEvent"]
+__all__ = ["BROKEN", "PENDING", "Batch", "SampledToken", "ScheduledSequence", "TokenEvent"]
 
 # Stands for a token that an unfinished step draws: the runner knows it, the host does not yet.
 PENDING = -1
@@ -70,11 +70,18 @@ class Batch:
 
 
 class SampledToken(NamedTuple):
-    """A drawn token; the log-probabilities are of the model's distribution before truncation."""
+    """A drawn token; the log-probabilities are of the model's distribution before truncation.
+
+    The token_id NO_TOKEN says that the logits were NaN or infinite, and that nothing was drawn.
+    """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+# What a runner returns for each sample of a row of logits that is not finite.
+BROKEN = SampledToken(NO_TOKEN)
 
 
 @dataclass(slots=True)
@@ -82,12 +89,15 @@ class TokenEvent:
     """What a step did for one sample of one request.
 
     Attributes:
+        token: what was drawn; None if the sample has ended by an error.
+        error: why, where finish_reason is "error".
         num_cached_tokens: prompt tokens that the prefix cache had when the request was admitted.
     """
 
     request_id: str
     index: int
-    token: SampledToken
+    token: SampledToken | None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    error: Exception | None = None

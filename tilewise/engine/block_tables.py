@@ -156,6 +156,7 @@ class BlockTables:
         parent.shares_tail = child.shares_tail = True
         child.block_ids = list(parent.block_ids)
         child.num_registered_blocks = parent.num_registered_blocks
+        child.is_doubtful = parent.is_doubtful
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_scheduled_tokens = parent.num_scheduled_tokens
 
@@ -163,7 +164,7 @@ class BlockTables:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
         self._let_go(seq.block_ids)
         seq.block_ids = []
-        seq.shares_tail = False
+        seq.shares_tail = seq.is_doubtful = False
         seq.num_registered_blocks = seq.num_told_blocks = 0
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
 
@@ -171,7 +172,7 @@ class BlockTables:
         """Make the blocks that became full findable; adopt an older block of equal content."""
         size, blocks = self.block_size, seq.block_ids
         num_full = seq.num_computed_tokens // size
-        if self.prefix is None or num_full == seq.num_registered_blocks:
+        if self.prefix is None or seq.is_doubtful or num_full == seq.num_registered_blocks:
             return
         for i in range(seq.num_registered_blocks, num_full):
             parent = blocks[i - 1] if i else seq.request.salt
@@ -183,6 +184,67 @@ class BlockTables:
                 blocks[i] = kept
                 seq.num_told_blocks = min(seq.num_told_blocks, i)
         seq.num_registered_blocks = num_full
+
+    def forget(self, family: list[Sequence], holders: list[Sequence]) -> None:
+        """Make all unfindable that the samples of one request have computed or found.
+
+        Whoever holds some of it keeps it, and makes nothing of its own findable any more: what it
+        computes from a damaged block is damaged.
+
+        Args:
+            family: the samples, ended and waiting ones included.
+            holders: sequences that hold blocks.
+        """
+        if self.prefix is None:
+            return
+        forgotten: set[int] = set()
+        for seq in family:
+            whole = [*seq.token_ids, 0]  # match() leaves out the last one
+            chain = self.prefix.match(whole[: self.block_size + 1], seq.request.salt)
+            if chain:
+                forgotten |= self.prefix.forget(chain[0])
+        for seq in holders:
+            known = seq.block_ids[: seq.num_registered_blocks]
+            kept = next((i for i, block in enumerate(known) if block in forgotten), len(known))
+            if kept < len(known):
+                seq.num_registered_blocks, seq.is_doubtful = kept, True
+
+    def adopt(self, seq: Sequence) -> int:
+        """Take over what has become findable of a prompt since its sequence got its blocks.
+
+        Its own blocks in these places are let go of, whatever they hold. Nothing of the sequence is
+        in an unfinished step.
+
+        Returns:
+            How many more tokens are computed than before.
+        """
+        prefix, blocks, size = self.prefix, seq.block_ids, self.block_size
+        first, before = seq.num_registered_blocks, seq.num_computed_tokens
+        if prefix is None or seq.is_doubtful:
+            return 0
+        found = prefix.match(seq.token_ids, seq.request.salt, blocks[:first])
+        if len(found) == first:
+            return 0
+        self.allocator.share(found[first:])
+        self._let_go(blocks[first : len(found)])
+        blocks[first : len(found)] = found[first:]
+        seq.num_told_blocks = min(seq.num_told_blocks, first)
+        seq.num_registered_blocks = len(found)
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(found) * size
+        prefix.count(0, seq.num_computed_tokens - before)
+        return seq.num_computed_tokens - before
+
+    def next_content(self, seq: Sequence) -> tuple[int | str, tuple[int, ...]] | None:
+        """Return the content of the first full block of known tokens that is not findable yet.
+
+        Two sequences of which it is equal write equal blocks there. None if there is no such block,
+        or nobody is told of it.
+        """
+        first, size = seq.num_registered_blocks, self.block_size
+        if self.prefix is None or seq.is_doubtful or (first + 1) * size > len(seq.token_ids):
+            return None
+        parent = seq.block_ids[first - 1] if first else seq.request.salt
+        return parent, tuple(seq.token_ids[first * size : (first + 1) * size])
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Return the copies (source, destination) of the step, which has begun, and forget them.

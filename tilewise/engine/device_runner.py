@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
@@ -328,12 +328,12 @@ class _Handle:
         if self._rows is not None:
             token_ids = [token_ids[row] for row in self._rows]
             is_finite = [is_finite[row] for row in self._rows]
-        if not all(is_finite):
-            raise FloatingPointError("logits must be finite, got NaN or infinity from the model")
         tokens = [SampledToken(i) for i in token_ids]
         if self._logprobs is not None:
             samplers = [s for s in sequences for _ in range(s.num_samples)]
             self._logprobs.attach(samplers, tokens)
+        if not all(is_finite):
+            tokens = [t if ok else BROKEN for t, ok in zip(tokens, is_finite, strict=True)]
         if self._rows is not None:
             return [[token] for token in tokens]
         drawn = iter(tokens)

@@ -101,8 +101,10 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Finish one batch and return what it did; empty when no token was drawn.
 
-        When the model or the sampler fails, the requests of the batch are aborted before the error
-        goes on; the others are untouched and the next step is theirs.
+        A request whose logits are not finite ends by events with finish_reason "error" that carry
+        the error; nobody else notices. When the model or the sampler raises, the requests of the
+        batch are aborted before the error goes on; the others are untouched and the next step is
+        theirs.
         """
         started = time.perf_counter()
         try:

@@ -213,10 +213,16 @@ class LLM:
             One output per prompt, in the order given.
 
         Raises:
+            FloatingPointError: the model gave logits that are NaN or infinite.
             RequestError: a prompt can never be served; no work has been done. The message has its
                 place in the list.
             TypeError: prompts or sampling_params are something else.
             ValueError: there are not as many sampling_params as prompts.
+            Exception: a step has failed as a whole, as when memory is lacking: all who were in the
+                engine get it. Or what the tokenizer raised over a prompt's tokens: this, or logits
+                that are not finite, ends one prompt. Whoever asked for it gets the exception, with
+                a note that has its place in the list, and the rest of that call is let go of;
+                requests of other calls go on.
         """
         mine = self._generations(prompts, sampling_params)
         progress = Progress(terminal(use_progress))
@@ -224,6 +230,7 @@ class LLM:
             self._arrived.extend(mine)
             while not all(g.output.finished for g in mine):
                 self._step()
+                _raise_first(mine)
                 progress.show(_progress_text(mine))
         finally:
             progress.close()
@@ -239,6 +246,8 @@ class LLM:
 
         Raises:
             RequestError: the prompt can never be served, or n is not 1.
+
+        The iterator raises what ends the request alone, see generate(), after the text before it.
         """
         [generation] = self._generations(prompt, sampling_params)
         if generation.request.sampling.n != 1:
@@ -254,6 +263,7 @@ class LLM:
                 if delta:
                     yield delta
                 elif is_finished:
+                    _raise_first([generation])
                     return
                 else:
                     self._step()
@@ -309,7 +319,11 @@ class LLM:
         try:
             self._step_all()
         except BaseException as error:
-            self._abort(list(self._live.values()))
+            live = list(self._live.values())
+            if isinstance(error, Exception):  # whoever waits for one of these gets it, too
+                for generation in live:
+                    generation.fail(error)
+            self._abort(live)
             if not isinstance(error, Exception):
                 # An interrupt can come between any two instructions of the scheduler.
                 self.engine.restart(self._new_scheduler())
@@ -327,9 +341,13 @@ class LLM:
             live = self._live.get(event.request_id)
             if live is None:
                 continue  # somebody else's, given to the engine directly
-            live.take(event)
+            try:
+                live.take(event)
+            except Exception as error:  # of its tokenizer: nobody else's text is worse for it
+                live.fail(error)
+                self.engine.abort(event.request_id)
             completion = live.output.outputs[event.index]
-            if event.finish_reason is None and completion.finish_reason is not None:
+            if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
                 self.engine.finish(
                     event.request_id, event.index, FinishReason.STOP, completion.stop_reason
                 )
@@ -338,7 +356,7 @@ class LLM:
 
     def _abort(self, generations: Sequence[Generation]) -> None:
         """Let go of those that have not finished."""
-        if all(g.output.finished for g in generations):
+        if all(g.output.finished and not g.error for g in generations):
             return  # without waiting for the step of another thread
         with self._lock:
             for generation in generations:
@@ -350,6 +368,15 @@ class LLM:
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(seed=next(self._scheduler_seeds), **self._scheduler_settings)
+
+
+def _raise_first(generations: Sequence[Generation]) -> None:
+    """Raise the error of the first that has failed, if one has."""
+    for place, generation in enumerate(generations):
+        if generation.error is not None:
+            if len(generations) > 1:
+                generation.error.add_note(f"This ended prompts[{place}].")
+            raise generation.error
 
 
 def _progress_text(generations: Sequence[Generation]) -> str:

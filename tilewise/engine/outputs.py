@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from tilewise.engine.batch import TokenEvent
+from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.text import TextStream
 from tilewise.engine.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ class CompletionOutput:
         logprobs: per token, {token id: log-probability} of the token and of the best ones asked
             for, best first; None unless SamplingParams.logprobs is given.
         cumulative_logprob: the sum over the tokens drawn; None likewise.
-        finish_reason: "stop", "length" or "abort"; None while it runs.
+        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: the stop token id or stop string that ended it; None for the model's end token.
     """
 
@@ -77,6 +77,7 @@ class Generation:
 
     Attributes:
         output: complete up to the last event taken.
+        error: why it failed, for whoever waits for it; None if it did not.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
@@ -89,6 +90,7 @@ class Generation:
             outputs=[CompletionOutput(index) for index in samples],
             metrics=RequestMetrics(arrival_time=time.perf_counter()),
         )
+        self.error: Exception | None = None
         self._unread: deque[str] = deque()
         self._streams: list[TextStream] | None = None
         if tokenizer is not None:
@@ -97,19 +99,23 @@ class Generation:
             ]
 
     def take(self, event: TokenEvent) -> None:
-        """Add one token.
+        """Add one token, or the error that has ended a sample instead.
 
         When the text has reached a stop string, finish_reason of the sample is "stop" although the
         event's is not: the caller then ends the sample in the engine.
         """
+        if event.token is None:
+            assert event.error is not None
+            self.fail(event.error)
+            return
         completion = self.output.outputs[event.index]
         completion.token_ids.append(event.token.token_id)
-        self._add_logprobs(completion, event)
+        self._add_logprobs(completion, event.token)
         if event.finish_reason is not None:
             completion.finish_reason = event.finish_reason.value
             completion.stop_reason = event.stop_reason
         self.output.num_cached_tokens = event.num_cached_tokens
-        self._add_text(completion, event)
+        self._add_text(completion, event, event.token.token_id)
         metrics, now = self.output.metrics, time.perf_counter()
         metrics.first_token_time = metrics.first_token_time or now
         if all(c.finish_reason is not None for c in self.output.outputs):
@@ -128,15 +134,22 @@ class Generation:
 
     def abort(self) -> None:
         """Mark every sample that still runs as aborted."""
+        self._end(FinishReason.ABORT)
+
+    def fail(self, error: Exception) -> None:
+        """Mark every sample that still runs as failed; the first error is the one that is kept."""
+        self.error = self.error or error
+        self._end(FinishReason.ERROR)
+
+    def _end(self, reason: FinishReason) -> None:
         for completion in self.output.outputs:
             if completion.finish_reason is None:
-                completion.finish_reason = FinishReason.ABORT.value
+                completion.finish_reason = reason.value
                 if self._streams is not None:
                     completion.text = self._streams[completion.index].text
         self.output.finished = True
 
-    def _add_logprobs(self, completion: CompletionOutput, event: TokenEvent) -> None:
-        token = event.token
+    def _add_logprobs(self, completion: CompletionOutput, token: SampledToken) -> None:
         if token.logprob is None:
             return
         entry = dict(token.top_logprobs)
@@ -146,12 +159,12 @@ class Generation:
         completion.logprobs.append(entry)
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + token.logprob
 
-    def _add_text(self, completion: CompletionOutput, event: TokenEvent) -> None:
+    def _add_text(self, completion: CompletionOutput, event: TokenEvent, token_id: int) -> None:
         if self._streams is None:
             return
         stream = self._streams[event.index]
         if event.finish_reason is not FinishReason.STOP:  # a token that ends a text is not text
-            self._unread.append(stream.push(event.token.token_id))
+            self._unread.append(stream.push(token_id))
         if event.finish_reason is not None:
             self._unread.append(stream.finish())
         if stream.stop is not None:

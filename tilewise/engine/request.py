@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
-__all__ = ["MOST_LOGPROBS", "FinishReason", "Request", "SamplingParams", "Sequence"]
+__all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
 MOST_LOGPROBS = 20  # as many as the OpenAI API gives
+NO_TOKEN = -2  # in place of a token of which the logits were not finite
 MAX_N = 1024  # samples per request: more is a denial of service, not a workload
+# Of stop strings, of characters of each, of stop tokens: every step of every thread waits for them.
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 1024
 
 
 class FinishReason(enum.StrEnum):
@@ -18,6 +22,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context is used up
     ABORT = "abort"  # cancelled by the caller
+    ERROR = "error"  # it failed, and nothing else did
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,9 @@ class SamplingParams:
         min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
         max_tokens: new tokens at most; None is up to the model's context.
         seed: makes the samples reproducible whatever else is in the batch; None draws one.
-        stop: strings that end the text; they are not part of the output.
-        stop_token_ids: token ids that end the text, beside the model's own end token.
+        stop: strings that end the text, at most 64 of at most 1024 characters; they are not part
+            of the output.
+        stop_token_ids: at most 1024 token ids that end the text, beside the model's own end token.
         ignore_eos: keep going past the model's end token.
         logprobs: report the log-probability of each token and of this many best ones.
 
@@ -56,6 +62,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_types()
+        longest = max(map(len, self.stop_strings), default=0)
         rules: list[tuple[bool, str]] = [
             (1 <= self.n <= MAX_N, f"n must be in 1 ... {MAX_N}, got {self.n}"),
             (
@@ -78,6 +85,10 @@ class SamplingParams:
                 f"n must be 1 when temperature is 0 (greedy), got {self.n}",
             ),
             ("" not in self.stop_strings, "stop must not hold an empty string"),
+            (
+                longest <= MAX_STOP_LENGTH,
+                f"stop must be of at most {MAX_STOP_LENGTH} characters, got one of {longest}",
+            ),
         ]
         for holds, message in rules:
             if not holds:
@@ -97,11 +108,19 @@ class SamplingParams:
                 raise TypeError(f"{name} must be a number, got {value!r}")
         many = (list, tuple, set, frozenset)
         stops = () if self.stop is None or isinstance(self.stop, str) else self.stop
+        ids = self.stop_token_ids or ()
+        self._check_counts(stops, ids)  # before each of them is looked at
         if not isinstance(stops, many) or not all(isinstance(s, str) for s in stops):
             raise TypeError(f"stop must be a str or a list of them, got {self.stop!r}")
-        ids = self.stop_token_ids or ()
         if not isinstance(ids, many) or not all(map(_is_integer, ids)):
             raise TypeError(f"stop_token_ids must be a list of integers, got {ids!r}")
+
+    @staticmethod
+    def _check_counts(stops: object, ids: object) -> None:
+        if isinstance(stops, Sized) and len(stops) > MAX_STOPS:
+            raise ValueError(f"stop must be at most {MAX_STOPS} strings, got {len(stops)}")
+        if isinstance(ids, Sized) and len(ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids must be at most {MAX_STOP_IDS} ids, got {len(ids)}")
 
     @property
     def greedy(self) -> bool:
@@ -130,7 +149,8 @@ class Request:
         sampling: see SamplingParams.
         salt: prefix-cache namespace; requests with different salts never share blocks.
         eos_token_ids: the model's own end tokens.
-        end_ids: tokens that end a sample: those asked for, and the model's unless ignored.
+        stop_ids: those of sampling.stop_token_ids.
+        end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
     """
 
     request_id: str
@@ -138,11 +158,13 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     salt: str = ""
+    stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.stop_ids = frozenset(self.sampling.stop_token_ids or ())
         ends = () if self.sampling.ignore_eos else self.eos_token_ids
-        self.end_ids = frozenset((*(self.sampling.stop_token_ids or ()), *ends))
+        self.end_ids = self.stop_ids.union(ends, (NO_TOKEN,))
 
 
 @dataclass(slots=True, eq=False)
@@ -164,8 +186,12 @@ class Sequence:
         shares_tail: samples of its request may hold its last block, too, though it is not full.
         block_ids: cache blocks in order of position; owned by reference count.
         num_registered_blocks: how many leading blocks are full and known to the prefix cache.
+        is_doubtful: it holds blocks of which a request had that failed: the prefix cache is told
+            nothing of it any more.
         num_told_blocks: how many leading blocks a batch has told, and that have not changed since.
-        num_cached_tokens: prompt tokens that the prefix cache had at first admission.
+        ended: samples of its request that have ended before it forks, and why.
+        num_cached_tokens: prompt tokens that the prefix cache had at first admission, or that an
+            older request computed just before this one would have.
         num_preemptions: how often its blocks were taken away.
         finish_reason: None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.
@@ -185,7 +211,9 @@ class Sequence:
     shares_tail: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_registered_blocks: int = 0
+    is_doubtful: bool = False
     num_told_blocks: int = 0
+    ended: dict[int, tuple[FinishReason, int | str | None]] = field(default_factory=dict)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None

@@ -52,8 +52,8 @@ class StepHandle(Protocol):
     def result(self) -> Samples:
         """Wait for the step and return num_samples tokens for each of its sequences; once.
 
-        Raises:
-            FloatingPointError: the model gave logits that are NaN or infinite.
+        Those of a row of logits that is NaN or infinite are BROKEN. What a later step computes from
+        such a token is for nobody, and harms nobody else.
         """
         ...
 
@@ -168,8 +168,8 @@ class ModelRunner:
             sharing_tokens=self.sharing_tokens,
         )
         samples = self.sampler(self.forward(inputs), batch)
-        self._drawn = {
-            s.seq_id: drawn[0].token_id
+        self._drawn = {  # of a row that is not finite any token will do
+            s.seq_id: max(drawn[0].token_id, 0)
             for s, drawn in zip(batch.sequences, samples, strict=True)
             if drawn
         }

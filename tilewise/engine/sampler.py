@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
+from tilewise.engine.batch import BROKEN, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.philox import uniforms
 from tilewise.engine.request import SamplingParams
 
@@ -44,10 +44,8 @@ def sample(logits: Tensor, batch: Batch) -> list[list[SampledToken]]:
         batch: num_samples, seeds and num_generated of its sequences say what to draw.
 
     Returns:
-        One list per sequence of `batch`, of num_samples tokens (empty for 0).
-
-    Raises:
-        FloatingPointError: a row of logits has no finite maximum (NaN or infinity).
+        One list per sequence of `batch`, of num_samples tokens (empty for 0). They are BROKEN where
+        the row of logits has no finite maximum (NaN or infinity); no other row notices.
     """
     threads = torch.get_num_threads()
     if logits.device.type != "cpu" or logits.numel() > ONE_THREAD or threads == 1:
@@ -71,10 +69,27 @@ def _sample(logits: Tensor, batch: Batch) -> list[list[SampledToken]]:
         tokens = iter(_most_likely(logits.numpy(), rows))
         return [next(tokens) if s.num_samples > 0 else [] for s in batch.sequences]
     best, argmax = logits.max(dim=-1)  # the first of equal ones; NaN when the row has one
-    if not bool(best.isfinite().all()):
-        raise FloatingPointError("logits must be finite, got NaN or infinity from the model")
-    drawn = iter(_with_logprobs(logits, rows, _draw(logits, rows, argmax)))
+    is_finite = best.isfinite()
+    if bool(is_finite.all()):
+        drawn = iter(_with_logprobs(logits, rows, _draw(logits, rows, argmax)))
+    else:
+        drawn = iter(_of_finite_rows(logits, rows, argmax, is_finite))
     return [next(drawn) if s.num_samples > 0 else [] for s in batch.sequences]
+
+
+def _of_finite_rows(
+    logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor, is_finite: Tensor
+) -> list[list[SampledToken]]:
+    """Draw from the rows that are finite; the others' tokens are BROKEN."""
+    samples = [[BROKEN] * s.num_samples for s in rows]
+    index = is_finite.nonzero()[:, 0]
+    kept = index.tolist()
+    if kept:
+        some, chosen = logits.index_select(0, index), [rows[i] for i in kept]
+        drawn = _draw(some, chosen, argmax.index_select(0, index))
+        for i, tokens in zip(kept, _with_logprobs(some, chosen, drawn), strict=True):
+            samples[i] = tokens
+    return samples
 
 
 def _most_likely(
@@ -82,12 +97,15 @@ def _most_likely(
 ) -> list[list[SampledToken]]:
     """Return the tokens of greedy rows, without a tensor: of small ones that is half the time."""
     argmax = logits.argmax(axis=-1)  # the first of equal ones, or of NaN
-    if not np.isfinite(logits[np.arange(len(rows)), argmax]).all():
-        raise FloatingPointError("logits must be finite, got NaN or infinity from the model")
-    return [
+    is_finite = np.isfinite(logits[np.arange(len(rows)), argmax])
+    samples = [
         [SampledToken(token)] * s.num_samples
         for s, token in zip(rows, argmax.tolist(), strict=True)
     ]
+    if not is_finite.all():
+        for i in np.flatnonzero(~is_finite).tolist():
+            samples[i] = [BROKEN] * rows[i].num_samples
+    return samples
 
 
 def truncate(p: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -8,8 +8,12 @@ One step:
      that needs a block when none is free takes those of the newest running sequence, which goes
      back to the front of the queue and is recomputed later, largely from the prefix cache. If it is
      itself the newest, it goes.
+     A prompt whose next block an older sequence is writing just now waits until that is findable,
+     and takes it over: equal prompts that arrive together are computed once.
   2. If nobody lost blocks, waiting sequences in order of arrival, until a seat, the budget or the
-     blocks for the whole of the first one are missing. Nobody overtakes.
+     blocks for the whole of the first one are missing. Nobody overtakes. A request for n samples
+     needs one seat; when its prompt is computed, the samples for which there is none wait. Until
+     then it keeps the seats of all of them from those behind it.
 
 Overlap: with max_in_flight = 2 the next step is scheduled while one runs, as if the tokens that it
 draws were known. What they cannot change is known: a sequence that reaches its length with them is
@@ -22,10 +26,11 @@ preempts only if it was not enough.
 
 Why every accepted request ends: sequences keep one order, (arrival, sample), with all running ones
 before all waiting ones. The first of them is never preempted while another runs, alone it fits the
-cache (admission has checked), and so it advances in every step that is scheduled with none
-unfinished. Beside an unfinished step it runs, too, or waits for a token of that step, or for
-blocks: in that case no other runs before it, the step finishes, and the next one is scheduled with
-none unfinished.
+cache (admission has checked), nobody older writes what it could take over, and so it advances in
+every step that is scheduled with none unfinished. Beside an unfinished step it runs, too, or waits
+for a token of that step, or for blocks: in that case no other runs before it, the step finishes,
+and the next one is scheduled with none unfinished. Who waits for a block of another waits for an
+older one that writes it in this step or an unfinished one; ended or preempted, it writes no more.
 
 Source: the unified scheduler of vLLM V1 for the loop; Kwon et al. 2023, "Efficient Memory
 Management for LLM Serving with PagedAttention", section 4.4 for fork and copy-on-write, 4.5 for
@@ -48,12 +53,15 @@ from tilewise.engine.batch import (
     TokenEvent,
 )
 from tilewise.engine.block_tables import BlockTables
-from tilewise.engine.request import FinishReason, Request, Sequence
+from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
 from tilewise.engine.roster import Roster
 from tilewise.engine.stats import SchedulerStats
 from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
+
+
+Content = tuple[int | str, tuple[int, ...]]  # of a block, after the block before it or the salt
 
 
 class _Step(NamedTuple):
@@ -107,6 +115,7 @@ class Scheduler:
         self.roster = Roster()
         self.max_in_flight = max_in_flight
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
+        self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._left: list[int] = []  # who lost their blocks since the last batch
         self._num_arrivals = 0
         self._num_preemptions = 0
@@ -143,6 +152,7 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
+        self._writer_of.clear()
         runs, budget, lacked_blocks = self._schedule_running()
         if not lacked_blocks:
             runs += self._admit_waiting(budget)
@@ -162,14 +172,14 @@ class Scheduler:
         """Take the tokens that the oldest unfinished step has drawn.
 
         A sequence that has ended or was preempted since is skipped. The step that completes the
-        prompt of a request for n samples forks it.
+        prompt of a request for n samples forks it. A BROKEN token fails its request, see fail().
 
         Args:
             batch: what schedule() returned.
             samples: for each of its sequences num_samples tokens.
 
         Returns:
-            One event per token, in the order of the batch.
+            One event per token, in the order of the batch, and one per sample that has failed.
 
         Raises:
             ValueError: batch is not that of the oldest unfinished step, or samples do not have its
@@ -200,11 +210,18 @@ class Scheduler:
                 continue
             seq.num_pending -= 1
             if run.num_samples == 1:
-                events.append(self._append(seq, drawn[0]))
+                self._append(seq, drawn[0], events)
+                continue
+            if drawn[0].token_id == NO_TOKEN:  # they are all of one row of logits
+                events += self._fail_not_finite(seq)
                 continue
             family = self._fork(seq, run.seeds[1:])
-            events += [self._append(s, t) for s, t in zip(family, drawn, strict=True)]
-        # Only a request of more samples than there are seats can have forked beyond them.
+            for sample, token in zip(family, drawn, strict=True):
+                if sample.index in seq.ended:
+                    self._finish(sample, *seq.ended[sample.index])
+                else:
+                    self._append(sample, token, events)
+        # Who is admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self._preempt_newest()
         return events
@@ -240,14 +257,30 @@ class Scheduler:
     ) -> bool:
         """End one sample from outside, as when its text holds a stop string.
 
+        The other samples go on, even if they have not forked yet.
+
         Returns:
             Whether it was unfinished.
         """
-        for seq in self.roster.unfinished(request_id):
-            if seq.index == index:
+        family = self.roster.requests.get(request_id, ())
+        if family and len(family) < family[0].request.sampling.n:
+            return self._finish_early(family[0], index, reason, stop_reason)
+        for seq in family:
+            if seq.index == index and seq.finish_reason is None:
                 self._finish(seq, reason, stop_reason)
                 return True
         return False
+
+    def _finish_early(
+        self, seq: Sequence, index: int, reason: FinishReason, stop_reason: int | str | None
+    ) -> bool:
+        """End one of the samples that have yet to fork."""
+        if index in seq.ended or not 0 <= index < seq.request.sampling.n:
+            return False
+        seq.ended[index] = reason, stop_reason
+        if len(seq.ended) == seq.request.sampling.n:
+            self._finish(seq, *seq.ended[seq.index])
+        return True
 
     def abort(self, request_id: str) -> bool:
         """End all samples of a request; allowed while steps are unfinished.
@@ -259,6 +292,35 @@ class Scheduler:
         for seq in unfinished:
             self._finish(seq, FinishReason.ABORT, None)
         return bool(unfinished)
+
+    def fail(self, request_id: str, error: Exception) -> list[TokenEvent]:
+        """End all samples of a request whose numbers cannot be trusted; nobody else is touched.
+
+        What it has computed leaves the prefix cache, so that no other attempt meets it. So does
+        what it had found there, and all that follows it: which block the damage began in, nobody
+        knows, and a chunk that samples nothing does not show it.
+
+        Returns:
+            One event without a token for each unfinished sample, those included that would have
+            forked later.
+        """
+        family = self.sequences(request_id)
+        unfinished = [s for s in family if s.finish_reason is None]
+        if not unfinished:
+            return []
+        self.tables.forget(family, self.roster.running)
+        first = family[0]
+        indices = [s.index for s in unfinished]
+        if len(family) < first.request.sampling.n:
+            indices = [i for i in range(first.request.sampling.n) if i not in first.ended]
+        for seq in unfinished:
+            self._finish(seq, FinishReason.ERROR, None)
+        return [
+            TokenEvent(
+                request_id, i, None, FinishReason.ERROR, None, first.num_cached_tokens, error
+            )
+            for i in indices
+        ]
 
     def has_unfinished(self) -> bool:
         """Return whether schedule() has something to do."""
@@ -309,9 +371,8 @@ class Scheduler:
         if place > 0:
             return f"waiting: {place} sequences are before it"
         running = self.roster.running
-        seats = self._seats(seq) + sum(map(self._seats, running))
-        if seats > self.limits.max_num_seqs:
-            return f"waiting: {seats - self.limits.max_num_seqs} of its seats are taken"
+        if sum(map(self._seats, running)) >= self.limits.max_num_seqs:
+            return f"waiting: all {self.limits.max_num_seqs} seats are taken"
         missing = self.tables.missing_blocks(seq, spare=len(running))
         if missing:
             return f"waiting: {missing} more cache blocks must become free"
@@ -362,8 +423,9 @@ class Scheduler:
             if is_decoding:  # the usual case, without a call
                 n = 1 if known + seq.num_pending < seq.max_len else 0
             else:
-                n = self._chunk(seq, budget)
-            if n == 0:  # it waits for what an unfinished step draws
+                n = self._chunk_unless_written(seq, budget)
+                start = seq.num_scheduled_tokens
+            if n == 0:  # it waits for what an unfinished step draws, or this one or that writes
                 i += 1
             # A token inside a block that the one before it was written to needs nothing.
             elif (n == 1 and start % block_size and not seq.shares_tail) or extend(seq, start + n):
@@ -392,16 +454,34 @@ class Scheduler:
         seats = sum(map(self._seats, running))
         while waiting and budget > 0:
             seq = waiting[0]
-            seats += self._seats(seq)
-            if seats > self.limits.max_num_seqs or not self.tables.reserve(seq, len(running)):
+            if seats >= self.limits.max_num_seqs or not self.tables.reserve(seq, len(running)):
                 break
+            seats += self._seats(seq)
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.roster.admit()
-            n = self._chunk(seq, budget)
-            runs.append((seq, n))
+            n = self._chunk_unless_written(seq, budget)
+            if n:
+                runs.append((seq, n))
             budget -= n
         return runs
+
+    def _chunk_unless_written(self, seq: Sequence, budget: int) -> int:
+        """Return how many tokens of a prompt to run: 0 while an older one writes its next block."""
+        tables = self.tables
+        is_still = seq.num_scheduled_tokens == seq.num_computed_tokens
+        if is_still:
+            gained = tables.adopt(seq)
+            if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
+                seq.num_cached_tokens += gained
+        content = tables.next_content(seq)
+        if is_still and self._writer_of.get(content, seq) is not seq:
+            return 0
+        n = self._chunk(seq, budget)
+        end = seq.num_scheduled_tokens + n
+        if content is not None and end >= (seq.num_registered_blocks + 1) * tables.block_size:
+            self._writer_of.setdefault(content, seq)
+        return n
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         """Return how many tokens of a sequence to run; 0 if it needs a token drawn first."""
@@ -420,7 +500,7 @@ class Scheduler:
         """Seats to keep for a sequence: those of all its samples until it has forked."""
         if seq.num_tokens > seq.num_prompt_tokens:
             return 1
-        return min(seq.request.sampling.n, self.limits.max_num_seqs)
+        return seq.request.sampling.n - len(seq.ended)
 
     def _describe(self, seq: Sequence, n: int) -> ScheduledSequence:
         """Return the run of the next n tokens of a sequence, and count them as scheduled."""
@@ -453,18 +533,28 @@ class Scheduler:
             self.tables.fork(parent, child)
         return [parent, *children]
 
-    def _append(self, seq: Sequence, token: SampledToken) -> TokenEvent:
+    def _fail_not_finite(self, seq: Sequence) -> list[TokenEvent]:
+        error = FloatingPointError("logits must be finite, got NaN or infinity from the model")
+        return self.fail(seq.request.request_id, error)
+
+    def _append(self, seq: Sequence, token: SampledToken, events: list[TokenEvent]) -> None:
         seq.token_ids.append(token.token_id)
         request, reason, stop_reason = seq.request, None, None
         if token.token_id in request.end_ids or len(seq.token_ids) >= seq.max_len:
+            if token.token_id == NO_TOKEN:
+                seq.token_ids.pop()
+                events += self._fail_not_finite(seq)
+                return
             reason, stop_reason = self._why_finished(seq, token.token_id)
             self._finish(seq, reason, stop_reason)
-        return TokenEvent(
-            request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
+        events.append(
+            TokenEvent(
+                request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
+            )
         )
 
     def _why_finished(self, seq: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
-        if token_id in (seq.request.sampling.stop_token_ids or ()):
+        if token_id in seq.request.stop_ids:
             return FinishReason.STOP, token_id
         if token_id in seq.request.end_ids:
             return FinishReason.STOP, None
@@ -481,9 +571,9 @@ class Scheduler:
     def _preempt_newest(self) -> None:
         seq = self.roster.displace()
         self._left.append(seq.seq_id)
+        self._num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
         self.tables.release(seq)
         seq.num_preemptions += 1
-        self._num_preemptions += 1
 
 
 def _derive_seed(*parts: object) -> int:

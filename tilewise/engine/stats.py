@@ -22,7 +22,7 @@ class SchedulerStats:
         slots_peak: the same in the first step that reached blocks_peak.
         prefix_query_tokens: tokens of the sequences admitted, once per admission.
         prefix_hit_tokens: how many of them the prefix cache had.
-        num_preemptions: how often a sequence lost its blocks.
+        num_preemptions: how often a sequence that had run lost its blocks.
     """
 
     num_running: int
