@@ -1,82 +1,75 @@
-"""Panels of 8 bits to panels of the model's dtype, in cache; see `int8.py` for the layout.
+"""Panels of 8 bits as words of the model's dtype, in cache; see `int8.py` for the layout.
 
-What      words = round(float32(q) * scale), of some steps of a group of four panels.
-Grid      none: called by one thread of a step, between two products.
-One call  16 outputs x 32 inputs of a step at a time, a word of all 16 in one register.
-Traffic   a byte an element and 256 bytes of scales every 64 inputs, in the order of memory; what
-          is written stays in the L1 cache (few rows) or the L2 cache (many), see `layers.py`.
-Numerics  a float32 product and one rounding, as `int8.dequantise`: the product of rows with these
-          words has the bits that it would have with a weight of the model's dtype.
+What      whole numbers of some steps of a group of four panels, in the layout of `panels.py`, and
+          sums += scale * sums of these.
+Grid      none: called by one thread of a step, before and after a product.
+One call  16 outputs x 32 inputs of a step at a time, two inputs of all 16 in a register of words.
+Traffic   a byte an element and 256 bytes of scales every 64 inputs, in the order of memory, fetched
+          ahead: between two of these a product reads none of them, and the prefetcher stops.
+          What is written stays in the L1 cache (few rows) or the L2 cache (many), see `layers.py`.
+Numerics  exact: bfloat16 and float16 hold whole numbers up to 128. Scales multiply float32 sums.
 """
 
 from __future__ import annotations
+
+import os
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.pack import emit_prefetch
 from tilewise.kernels.cpu.step.int8 import SCALE_BYTES, STEP_BYTES, STEPS
-from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP
-from tilewise.kernels.cpu.step.product import has_pairs
+from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.words import get, narrow, put
 from tilewise.kernels.cpu.threads import inner
 
-_i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_SUMS = ir.VectorType(ir.FloatType(), COLUMNS)
-
-
-def _widened(builder, address, scales):
-    """16 bytes at an address, times their scales."""
-    bytes_ = simd.load_at(builder, address, ir.VectorType(_i8, COLUMNS), 1)
-    whole = builder.sext(bytes_, ir.VectorType(_i32, COLUMNS))
-    return builder.fmul(builder.sitofp(whole, _SUMS), scales)
+AHEAD = int(os.environ.get("AHEAD", 2048))  # bytes that are asked for before they are needed
+_i8, _i32, _i64 = (ir.IntType(bits) for bits in (8, 32, 64))
+_FLOATS, _WORDS = (ir.VectorType(kind, COLUMNS) for kind in (ir.FloatType(), _i32))
 
 
 @intrinsic
-def _dequantise_step(typingctx, word_like, source, scales, target):
-    """16 outputs x 32 inputs from `source`, with 16 scales, to `target`."""
+def _widen_panel(typingctx, word_like, source, target):
+    """16 outputs x 32 inputs of int8 at `source` as words at `target`."""
 
     def codegen(context, builder, sig, args):
-        _, source_, scales_, target_ = args
-        scale = simd.load_at(builder, scales_, _SUMS, 4)
+        _, source_, target_ = args
+        if AHEAD:
+            for line in range(0, STEP * COLUMNS, 64):
+                emit_prefetch(builder, builder.add(source_, _i64(AHEAD + line)))
+
+        def number(k):
+            at = builder.add(source_, _i64(COLUMNS * k))
+            bytes_ = simd.load_at(builder, at, ir.VectorType(_i8, COLUMNS), 1)
+            return builder.sitofp(builder.sext(bytes_, _WORDS), _FLOATS)
+
+        size = word_like.dtype.bitwidth // 8
         if word_like.dtype != types.uint16:
-            size = word_like.dtype.bitwidth // 8
-            for word in range(STEP):
-                at = builder.add(source_, _i64(COLUMNS * word))
-                value = narrow(builder, word_like, _widened(builder, at, scale))
-                to = builder.add(target_, _i64(COLUMNS * size * word))
-                simd.store_at(builder, value, to, 2)
+            for k in range(STEP):
+                to = builder.add(target_, _i64(COLUMNS * size * k))
+                simd.store_at(builder, narrow(builder, word_like, number(k)), to, 2)
             return context.get_dummy_value()
-        # Elements of a word are neighbours: the first 16 bytes are two of each of 8 outputs.
-        halves = [
-            builder.shuffle_vector(
-                scale, scale, ir.Constant(ir.VectorType(_i32, COLUMNS),
-                                          [first + lane // 2 for lane in range(COLUMNS)])
-            )
-            for first in (0, COLUMNS // 2)
-        ]  # fmt: skip
-        for word in range(STEP // 2):
-            low, high = (
-                _widened(builder, builder.add(source_, _i64(COLUMNS * (2 * word + half))), scales)
-                for half, scales in enumerate(halves)
-            )
-            to = builder.add(target_, _i64(4 * COLUMNS * word))
-            if simd.HAS_BF16_DOT:
-                name, kind = "x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(_i16, 32)
-                simd.store_at(builder, simd.call_llvm(builder, name, kind, [high, low]), to, 64)
-            else:
-                for half, value in enumerate((low, high)):
-                    at = builder.add(to, _i64(2 * COLUMNS * half))
-                    simd.store_at(builder, narrow(builder, word_like, value), at, 32)
+        for k in range(0, STEP, 2):
+            # The lower halves of such floats are zero.
+            low, high = (builder.bitcast(number(k + i), _WORDS) for i in (0, 1))
+            word = builder.or_(builder.lshr(low, simd.constant(_WORDS, 16)), high)
+            simd.store_at(builder, word, builder.add(target_, _i64(COLUMNS * size * k)), 64)
         return context.get_dummy_value()
 
-    return types.void(word_like, types.int64, types.int64, types.int64), codegen
+    return types.void(word_like, types.int64, types.int64), codegen
 
 
 @inner
-def dequantise(word_like, group, first, end, target):
-    """Steps first ... end - 1 of a group; `first` is even.
+def part_of(group, step):
+    """Address of the scales of a step, after which what they scale lies."""
+    return group + step // STEPS * (STEPS * STEP_BYTES + SCALE_BYTES)
+
+
+@inner
+def widen_steps(word_like, group, first, end, target):
+    """Steps first ... end - 1 of a group as words.
 
     Args:
         word_like: empty array of the model's dtype.
@@ -85,12 +78,23 @@ def dequantise(word_like, group, first, end, target):
     """
     panel = STEP * COLUMNS * word_like.itemsize
     for step in range(first, end):
-        scales = group + step // STEPS * (STEPS * STEP_BYTES + SCALE_BYTES)
-        source = scales + SCALE_BYTES + step % STEPS * STEP_BYTES
+        source = part_of(group, step) + SCALE_BYTES + step % STEPS * STEP_BYTES
         to = target + (step - first) * GROUP * panel
         for column in range(GROUP):
-            _dequantise_step(word_like, source + column * (STEP_BYTES // GROUP),
-                             scales + 4 * COLUMNS * column, to + column * panel)  # fmt: skip
+            _widen_panel(word_like, source + column * (STEP * COLUMNS), to + column * panel)
+
+
+@inner
+def add_scaled(like, sums, rows, part, scales, is_first):
+    """sums (+)= part * scales, `rows` rows of 64."""
+    lanes = simd.REGISTER_BYTES // 4
+    for column in range(0, WIDTH, lanes):
+        scale = get(like, scales + 4 * column)
+        for row in range(rows):
+            at = 4 * (row * WIDTH + column)
+            x = get(like, part + at)
+            put(like, sums + at,
+                simd.mul(x, scale) if is_first else simd.fma(x, scale, get(like, sums + at)))  # fmt: skip
 
 
 @intrinsic
@@ -126,23 +130,21 @@ def _put_float(typingctx, address, number):
 
 
 @inner
-def dequantise_output(word_like, like, group, output, inputs, target, wide):
-    """One output of a group, of 64: a row of a tied embedding.
+def embed_output(word_like, like, group, output, inputs, target, wide):
+    """target = round(q * scale) of one output of a group: a row of a tied embedding.
 
     Args:
         inputs: K, a multiple of 32.
         wide: address of scratch for 32 float32.
     """
-    width = 2 if has_pairs(word_like) else 1
     lanes, size = simd.REGISTER_BYTES // 4, word_like.itemsize
     for step in range(inputs // STEP):
-        scales = group + step // STEPS * (STEPS * STEP_BYTES + SCALE_BYTES)
+        scales = part_of(group, step)
         scale = simd.splat(like, _float_at(scales + 4 * output))
         source = scales + SCALE_BYTES + step % STEPS * STEP_BYTES
-        source += output // COLUMNS * (STEP_BYTES // GROUP) + output % COLUMNS * width
+        source += output // COLUMNS * (STEP * COLUMNS) + output % COLUMNS
         for k in range(STEP):
-            at = source + k // width * COLUMNS * width + k % width
-            _put_float(wide + 4 * k, _byte_as_float(at))
+            _put_float(wide + 4 * k, _byte_as_float(source + COLUMNS * k))
         for k in range(0, STEP, lanes):
             x = simd.mul(get(like, wide + 4 * k), scale)
             put(word_like, target + (step * STEP + k) * size, x)

@@ -1,11 +1,13 @@
 """Weights of 8 bits with a scale for every 64 inputs of an output, in panels.
 
-A weight is round(w / scale) in -127 ... 127 with scale = max |w| / 127 of its group, float32. It
-stands for q * scale, a float32 product rounded once to the model's dtype: every CPU, every number
-of rows and an embedding that is tied to the head compute with these very numbers.
+A weight is q = round(w / scale) in -127 ... 127 with scale = max |w| / 127 of its group, float32,
+and stands for q * scale. Products add whole numbers q in float32 and multiply the sums of a group
+by its scale, so nothing else is rounded. A row of an embedding that is tied to the head is
+q * scale rounded to the model's dtype.
 
-What lies in a group of four panels is what lies there in `panels.py`, a byte an element, and before
-every 64 inputs their 64 scales: one row streams a group's bytes in their order, 1.06 a weight.
+A group of four panels, see `panels.py`, is a part for every 64 inputs: 64 scales, then for each
+step of 32 inputs 4 panels of [32 inputs][16 outputs] bytes. One row streams these in their order,
+1.06 bytes a weight.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from tilewise.kernels.cpu.step.panels import (
     STEP,
     WIDTH,
     Panels,
-    elements_of,
     pad_bias,
     padded,
 )
@@ -53,10 +54,10 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return q.view(outputs, -1)[:, :inputs], scale
 
 
-def dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight (N, K) that int8 (N, K) and their scales stand for."""
+def dequantise(q: Tensor, scale: Tensor) -> Tensor:
+    """Return the weight (N, K) float32 that int8 (N, K) and their scales stand for."""
     scales = scale.repeat_interleave(SCALED, -1)[..., : q.shape[-1]]
-    return (q.float() * scales).to(dtype)
+    return q.float() * scales
 
 
 def pack_int8(weight: Tensor, bias: Tensor | None = None) -> tuple[Panels, float]:
@@ -66,7 +67,7 @@ def pack_int8(weight: Tensor, bias: Tensor | None = None) -> tuple[Panels, float
         ValueError: the weight holds an infinity or NaN.
     """
     outputs, inputs = weight.shape
-    dtype, width = weight.dtype, elements_of(weight.dtype)
+    dtype = weight.dtype
     steps = padded(inputs, STEP) // STEP
     num_scales = -(-steps // STEPS)
     groups = padded(outputs, WIDTH) // WIDTH
@@ -76,12 +77,12 @@ def pack_int8(weight: Tensor, bias: Tensor | None = None) -> tuple[Panels, float
         rows = weight.detach()[first * WIDTH : (first + _CHUNK) * WIDTH]
         q, scale = quantise(rows)
         count = -(-len(rows) // WIDTH)
-        lost += float((dequantise(q, scale, dtype).float() - rows.float()).double().square().sum())
+        lost += float((dequantise(q, scale) - rows.float()).double().square().sum())
         total += float(rows.double().square().sum())
         wide = torch.zeros((count * WIDTH, num_scales * SCALED), dtype=torch.int8)
         wide[: len(rows), :inputs] = q
-        parts = wide.view(count, GROUP, COLUMNS, num_scales, STEPS, STEP // width, width)
-        parts = parts.permute(0, 3, 4, 1, 5, 2, 6).reshape(count, num_scales, -1)
+        parts = wide.view(count, GROUP, COLUMNS, num_scales, STEPS, STEP)
+        parts = parts.permute(0, 3, 4, 1, 5, 2).reshape(count, num_scales, -1)
         wide_scale = torch.zeros((count * WIDTH, num_scales))
         wide_scale[: len(rows)] = scale
         scales = wide_scale.view(count, WIDTH, num_scales).transpose(1, 2).contiguous()
@@ -105,21 +106,19 @@ def unpack_int8(panels: Panels) -> Tensor:
 
 def rows_of_int8(panels: Panels, rows: Tensor) -> Tensor:
     """Return rows (...,) of the weight that the panels stand for: (..., K)."""
-    width, flat = elements_of(panels.dtype), rows.reshape(-1)
+    flat = rows.reshape(-1)
     words = panels.words.view(-1, group_bytes(panels.num_inputs))
     group, panel, column = flat // WIDTH, flat // COLUMNS % GROUP, flat % COLUMNS
     steps = panels.padded_inputs // STEP
     # Where the elements and the scales of the first output of a panel lie within its group.
     step = torch.arange(steps)
     start = step * STEP_BYTES + (step // STEPS + 1) * SCALE_BYTES
-    k = torch.arange(STEP)
-    offset = k // width * COLUMNS * width + k % width
-    places = (start[:, None] + offset).view(-1) + (panel * STEP_BYTES // GROUP)[:, None]
-    q = words[group[:, None], places + (column * width)[:, None]]
+    places = (start[:, None] + COLUMNS * torch.arange(STEP)).view(-1) + (panel * STEP_BYTES // GROUP)[:, None]
+    q = words[group[:, None], places + column[:, None]]
     first = torch.arange(0, steps, STEPS)
     places = first * STEP_BYTES + first // STEPS * SCALE_BYTES
     bytes_of = (places[:, None] + torch.arange(4)).view(-1)
     place = bytes_of + (4 * (flat % WIDTH))[:, None]
     scale = words[group[:, None], place].view(torch.float32)
-    found = dequantise(q, scale, panels.dtype)[:, : panels.num_inputs]
+    found = dequantise(q, scale)[:, : panels.num_inputs].to(panels.dtype)
     return found.reshape(*rows.shape, panels.num_inputs)

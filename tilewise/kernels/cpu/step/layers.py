@@ -16,7 +16,12 @@ from numba import types
 
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, PANELS_OF_INT8, ROWS, STORE
-from tilewise.kernels.cpu.step.dequantise import dequantise, dequantise_output
+from tilewise.kernels.cpu.step.dequantise import (
+    add_scaled,
+    embed_output,
+    part_of,
+    widen_steps,
+)
 from tilewise.kernels.cpu.step.int8 import SCALE_BYTES, STEP_BYTES, STEPS
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_pairs, has_words, multiply_rows
@@ -31,7 +36,6 @@ from tilewise.kernels.cpu.step.words import (
 from tilewise.kernels.cpu.threads import inner
 
 BLOCK_ROWS = 32  # rows of a block of sums
-SLICE = 4  # steps of int8 that are dequantised at once: 32 KiB of bfloat16, in the L1 cache
 LOG2_E = 1.4426950408889634
 
 
@@ -67,7 +71,7 @@ def embed_row(word_like, like, token, table, inputs, form, target, wide):
     steps = (inputs + STEP - 1) // STEP
     if form == PANELS_OF_INT8:
         group = table + token // WIDTH * bytes_of_group(word_like, inputs, True)
-        dequantise_output(word_like, like, group, token % WIDTH, steps * STEP, target, wide)
+        embed_output(word_like, like, group, token % WIDTH, steps * STEP, target, wide)
         return
     panel = STEP * COLUMNS * size
     start = table + token // WIDTH * WIDTH * steps * STEP * size + token // COLUMNS % GROUP * panel
@@ -173,15 +177,25 @@ def widen_rows(word_like, like, source, source_row, rows, inputs, target, target
 
 
 @inner
-def sums_by_slices(word_like, c, rows, a, lda, group, inputs, words):
-    """Sums of up to 32 rows and a group of int8, some steps of which are words at a time."""
-    steps = inputs // STEP
+def multiply_int8(word_like, like, c, rows, a, lda, group, inputs, words, are_widened):
+    """Sums of up to 32 rows and a group of int8.
+
+    Args:
+        c: address of the sums, and behind 32 rows of them of scratch for as many.
+        group: address of the group, and `words` of scratch for words: of what one scale is for, or
+            if `are_widened` of all of the group, which it holds.
+    """
+    steps, part = inputs // STEP, c + 4 * BLOCK_ROWS * WIDTH
     size = word_like.itemsize if has_words(word_like) else 4
-    for first in range(0, steps, SLICE):
-        count = min(SLICE, steps - first)
-        dequantise(word_like, group, first, first + count, words)
-        multiply_rows(word_like, c, rows, a + first * STEP * size, lda, words, count * STEP,
-                      first > 0)  # fmt: skip
+    for first in range(0, steps, STEPS):
+        end = min(first + STEPS, steps)
+        w = words
+        if are_widened:
+            w += first * STEP * WIDTH * word_like.itemsize
+        else:
+            widen_steps(word_like, group, first, end, words)
+        multiply_rows(word_like, part, rows, a + first * STEP * size, lda, w, (end - first) * STEP)
+        add_scaled(like, c, rows, part, part_of(group, first), first == 0)
 
 
 @inner
@@ -191,9 +205,9 @@ def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, in
 
     Args:
         source, source_row: address of the rows, of which full blocks of 32 exist, and bytes.
-        c: address of scratch for 32 x 64 sums.
-        words: address of scratch for words of int8, used where `is_int8` holds: of 8 steps of a
-            group, or with more than 32 rows of all of it.
+        c: address of scratch for 32 x 64 sums, twice.
+        words: address of scratch for words, used where `is_int8` holds: of what one scale is for,
+            or with more than 32 rows of all of a group.
         wide: address of scratch for the rows in float32, used where `has_words` does not hold.
         must_widen: whether that scratch does not hold these rows yet.
     """
@@ -205,10 +219,9 @@ def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, in
             widen_rows(word_like, like, source, source_row, rows, inputs, a, lda)
     for group in range(first, end):
         start = weight + group * bytes_of_group(word_like, inputs, is_int8)
-        in_slices = is_int8 and rows <= BLOCK_ROWS
-        if is_int8 and not in_slices:
-            dequantise(word_like, start, 0, inputs // STEP, words)
-            start = words
+        are_widened = is_int8 and rows > BLOCK_ROWS
+        if are_widened:
+            widen_steps(word_like, start, 0, inputs // STEP, words)
         out = group * WIDTH * size
         if epilogue == GATE:
             out //= 2
@@ -217,10 +230,12 @@ def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, in
         where = 0 if bias == 0 else bias + 4 * group * WIDTH
         for row in range(0, rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, rows - row)
-            if in_slices:
-                sums_by_slices(word_like, c, count, a, lda, start, inputs, words)
+            at = a + row * lda
+            if is_int8:
+                multiply_int8(word_like, like, c, count, at, lda, start, inputs, words,
+                              are_widened)  # fmt: skip
             else:
-                multiply_rows(word_like, c, count, a + row * lda, lda, start, inputs, False)
+                multiply_rows(word_like, c, count, at, lda, start, inputs)
             to = target + row * target_row + out
             if epilogue == STORE:
                 _store_sums(word_like, like, c, count, where, to, target_row)

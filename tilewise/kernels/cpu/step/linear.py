@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tilewise.kernels.cpu import amx
 from tilewise.kernels.cpu.step.codes import STORE
-from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, SLICE, multiply_task
+from tilewise.kernels.cpu.step.int8 import STEPS
+from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, multiply_task
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, row_stride
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
 from tilewise.kernels.cpu.step.program import REAL_LIKE, WORD_LIKE
@@ -54,12 +55,12 @@ def _multiply(word_like, like, source, source_row, rows, chunk, weight, is_int8,
               bias, target, target_row, counter, num_tasks):  # fmt: skip
     if has_tiles(word_like):
         amx.configure()
-    c = scratch(BLOCK_ROWS * WIDTH, like)
+    c = scratch(2 * BLOCK_ROWS * WIDTH, like)
     wide = scratch(1, like)
     if not has_words(word_like):
         blocks = (min(chunk, rows) + BLOCK_ROWS - 1) // BLOCK_ROWS
         wide = scratch(blocks * BLOCK_ROWS * (inputs + STEP), like)
-    steps = SLICE if min(rows, chunk) <= BLOCK_ROWS else inputs // STEP
+    steps = STEPS if min(rows, chunk) <= BLOCK_ROWS else inputs // STEP
     words = scratch(WIDTH * STEP * steps if is_int8 else 1, word_like)
     per_chunk = (groups + GROUPS_PER_TASK - 1) // GROUPS_PER_TASK
     held = -1

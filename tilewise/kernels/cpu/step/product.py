@@ -79,27 +79,17 @@ def _tile_block(num_rows, num_panels):
     """16 num_rows rows x num_panels panels in tile registers."""
 
     @intrinsic
-    def block(typingctx, weight_like, c, ldc, a, lda, w, steps, goes_on):
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
         index = types.int64
-        sig = types.void(weight_like, index, index, index, index, index, index, types.boolean)
+        sig = types.void(weight_like, index, index, index, index, index, index)
 
         def codegen(context, builder, sig, args):
             if not uses_tiles(weight_like):
                 return context.get_dummy_value()
-            _, c_, ldc_, a_, lda_, w_, steps_, goes_on_ = args
+            _, c_, ldc_, a_, lda_, w_, steps_ = args
             count = num_rows * num_panels
-            places = []
             for tile in range(count):
-                row, column = divmod(tile, num_panels)
-                start = builder.add(c_, builder.mul(ldc_, _i64(ROWS * row)))
-                places.append(builder.add(start, _i64(64 * column)))
-            with builder.if_else(goes_on_) as (then, otherwise):
-                with then:
-                    for tile, start in enumerate(places):
-                        _amx(builder, "tileloadd64", _i8(tile), _byte_pointer(builder, start), ldc_)
-                with otherwise:
-                    for tile in range(count):
-                        _amx(builder, "tilezero", _i8(tile))
+                _amx(builder, "tilezero", _i8(tile))
             a_tiles = [count + row for row in range(num_rows)]
             free = list(range(count + num_rows, 8))
             with cgutils.for_range(builder, steps_) as loop:
@@ -115,7 +105,10 @@ def _tile_block(num_rows, num_panels):
                     for row, a_tile in enumerate(a_tiles):
                         sums = row * num_panels + column
                         _amx(builder, "tdpbf16ps", _i8(sums), _i8(a_tile), _i8(tile))
-            for tile, start in enumerate(places):
+            for tile in range(count):
+                row, column = divmod(tile, num_panels)
+                start = builder.add(c_, builder.mul(ldc_, _i64(ROWS * row)))
+                start = builder.add(start, _i64(64 * column))
                 _amx(builder, "tilestored64", _i8(tile), _byte_pointer(builder, start), ldc_)
             return context.get_dummy_value()
 
@@ -172,24 +165,17 @@ def _vector_block(num_rows, num_panels):
     """num_rows rows x num_panels panels in vector registers."""
 
     @intrinsic
-    def block(typingctx, weight_like, c, ldc, a, lda, w, steps, goes_on):
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
         index = types.int64
-        sig = types.void(weight_like, index, index, index, index, index, index, types.boolean)
+        sig = types.void(weight_like, index, index, index, index, index, index)
 
         def codegen(context, builder, sig, args):
             if uses_tiles(weight_like):
                 return context.get_dummy_value()
-            _, c_, ldc_, a_, lda_, w_, steps_, goes_on_ = args
+            _, c_, ldc_, a_, lda_, w_, steps_ = args
             how = _Words(builder, weight_like)
             words_ = builder.mul(steps_, _i64(how.words))
             panel_bytes = how.words * how.bytes
-            places, begins = [], []
-            for place in range(num_rows * num_panels):
-                row, column = divmod(place, num_panels)
-                start = builder.add(c_, builder.mul(ldc_, _i64(row)))
-                places.append(builder.add(start, _i64(64 * column)))
-                held = simd.load_at(builder, places[-1], _SUMS, 4)
-                begins.append(builder.select(goes_on_, held, ir.Constant(_SUMS, None)))
             entry = builder.block
             body, done = (builder.append_basic_block(f"panel.{name}") for name in ("body", "done"))
             builder.branch(body)
@@ -218,12 +204,14 @@ def _vector_block(num_rows, num_panels):
             builder.cbranch(builder.icmp_signed("<", following, words_), body, done)
             k.add_incoming(_i64(0), entry)
             k.add_incoming(following, builder.block)
-            for phi, begin, value in zip(sums, begins, later, strict=True):
-                phi.add_incoming(begin, entry)
+            for phi, value in zip(sums, later, strict=True):
+                phi.add_incoming(ir.Constant(_SUMS, None), entry)
                 phi.add_incoming(value, builder.block)
             builder.position_at_end(done)
-            for value, start in zip(later, places, strict=True):
-                simd.store_at(builder, value, start, 4)
+            for place, value in enumerate(later):
+                row, column = divmod(place, num_panels)
+                start = builder.add(c_, builder.mul(ldc_, _i64(row)))
+                simd.store_at(builder, value, builder.add(start, _i64(64 * column)), 4)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -240,7 +228,7 @@ _vectors_8 = _vector_block(_MOST_ROWS, _MANY)
 
 
 @inner
-def multiply_rows(weight_like, c, rows, a, lda, w, inputs, goes_on):
+def multiply_rows(weight_like, c, rows, a, lda, w, inputs):
     """Sums of `rows` rows, of up to 32, and a group of weights, to c.
 
     Rows of c and a are read and written in full blocks: up to 32 of them must exist.
@@ -251,17 +239,15 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs, goes_on):
         a, lda: address of the rows, in the dtype that `has_words` says, and bytes from row to row.
         w: address of the group.
         inputs: K, a multiple of 32.
-        goes_on: whether c holds the sums of the inputs before these; they are one chain with them.
     """
     ldc, steps = 4 * COLUMNS * GROUP, inputs // STEP
     panel = STEP * COLUMNS * weight_like.itemsize
     if has_tiles(weight_like):
         if rows > ROWS:
             for column in range(0, GROUP, 2):
-                _tiles_2(weight_like, c + 64 * column, ldc, a, lda, w + column * panel, steps,
-                         goes_on)  # fmt: skip
+                _tiles_2(weight_like, c + 64 * column, ldc, a, lda, w + column * panel, steps)
         else:
-            _tiles_1(weight_like, c, ldc, a, lda, w, steps, goes_on)
+            _tiles_1(weight_like, c, ldc, a, lda, w, steps)
         return
     row = 0
     while row < rows:
@@ -270,15 +256,15 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs, goes_on):
         if left == 1:
             for column in range(0, GROUP, _ONE):
                 _vectors_1(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           steps, goes_on)  # fmt: skip
+                           steps)  # fmt: skip
             row += 1
         elif left <= 4:
             for column in range(0, GROUP, _FEW):
                 _vectors_4(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           steps, goes_on)  # fmt: skip
+                           steps)  # fmt: skip
             row += 4
         else:
             for column in range(0, GROUP, _MANY):
                 _vectors_8(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           steps, goes_on)  # fmt: skip
+                           steps)  # fmt: skip
             row += _MOST_ROWS

@@ -44,9 +44,9 @@ from tilewise.kernels.cpu.step.codes import (
     WEIGHT,
     WINDOW,
 )
+from tilewise.kernels.cpu.step.int8 import STEPS
 from tilewise.kernels.cpu.step.layers import (
     BLOCK_ROWS,
-    SLICE,
     bytes_of_group,
     embed_row,
     multiply_task,
@@ -156,13 +156,13 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
     num_rows, num_sampled = len(batch.ids), len(batch.sampled)
     if has_tiles(word_like):
         amx.configure()
-    c = scratch(BLOCK_ROWS * WIDTH, like)
+    c = scratch(2 * BLOCK_ROWS * WIDTH, like)
     wide = scratch(1, like)
     if not has_words(word_like):
         # Rows of a chunk, as many as the narrower words would be.
         wide = scratch(max(BLOCK_ROWS * (most_inputs + STEP), CHUNK_BYTES // 4), like)
     # Few rows take int8 weights in slices: a larger scratch would be mapped anew in each step.
-    steps = SLICE if num_rows <= BLOCK_ROWS else most_int8 // STEP
+    steps = STEPS if num_rows <= BLOCK_ROWS else most_int8 // STEP
     words = scratch(WIDTH * STEP * steps if most_int8 > 0 else 1, word_like)
     head_row = scratch(shape.head_dim, like)
     starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
