@@ -96,9 +96,7 @@ def pack_linears(module: nn.Module, *, is_int8: bool = False) -> None:
         if isinstance(child, nn.Linear):
             if can_pack(child.weight):
                 is_gated = isinstance(module, GatedMLP) and name == "gate_up_proj"
-                packed = PackedLinear(
-                    child.weight, child.bias, is_gated=is_gated, is_int8=is_int8
-                )
+                packed = PackedLinear(child.weight, child.bias, is_gated=is_gated, is_int8=is_int8)
                 setattr(module, name, packed)
         else:
             pack_linears(child, is_int8=is_int8)

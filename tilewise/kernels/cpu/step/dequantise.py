@@ -12,8 +12,6 @@ Numerics  exact: bfloat16 and float16 hold whole numbers up to 128. Scales multi
 
 from __future__ import annotations
 
-import os
-
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -25,7 +23,7 @@ from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.words import get, narrow, put
 from tilewise.kernels.cpu.threads import inner
 
-AHEAD = int(os.environ.get("AHEAD", 2048))  # bytes that are asked for before they are needed
+AHEAD = 3072  # bytes that are asked for before they are needed
 _i8, _i32, _i64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _FLOATS, _WORDS = (ir.VectorType(kind, COLUMNS) for kind in (ir.FloatType(), _i32))
 
@@ -36,9 +34,8 @@ def _widen_panel(typingctx, word_like, source, target):
 
     def codegen(context, builder, sig, args):
         _, source_, target_ = args
-        if AHEAD:
-            for line in range(0, STEP * COLUMNS, 64):
-                emit_prefetch(builder, builder.add(source_, _i64(AHEAD + line)))
+        for line in range(0, STEP * COLUMNS, 64):
+            emit_prefetch(builder, builder.add(source_, _i64(AHEAD + line)))
 
         def number(k):
             at = builder.add(source_, _i64(COLUMNS * k))
@@ -93,8 +90,10 @@ def add_scaled(like, sums, rows, part, scales, is_first):
         for row in range(rows):
             at = 4 * (row * WIDTH + column)
             x = get(like, part + at)
-            put(like, sums + at,
-                simd.mul(x, scale) if is_first else simd.fma(x, scale, get(like, sums + at)))  # fmt: skip
+            if is_first:
+                put(like, sums + at, simd.mul(x, scale))
+            else:
+                put(like, sums + at, simd.fma(x, scale, get(like, sums + at)))
 
 
 @intrinsic

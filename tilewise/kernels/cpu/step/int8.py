@@ -28,6 +28,7 @@ from tilewise.kernels.cpu.step.panels import (
 SCALED = 64  # inputs that share a scale
 STEPS = SCALED // STEP  # of them
 LARGEST = 127
+LARGEST_SCALE = torch.finfo(torch.float32).max / LARGEST * (1 - 2.0**-23)  # 127 of it are finite
 SCALE_BYTES = 4 * WIDTH  # of the scales before SCALED inputs
 STEP_BYTES = WIDTH * STEP
 _CHUNK = 64  # groups of panels quantised at once: temporaries stay small beside the weight
@@ -47,7 +48,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = wide.abs().amax(-1)
     if not largest.isfinite().all():
         raise ValueError("weight must be finite to be held as int8, got infinity or NaN")
-    scale = largest / LARGEST
+    scale = (largest / LARGEST).clamp_(max=LARGEST_SCALE)
     # A group of zeros, or of numbers too small for float32 to hold a 127th of: all zero.
     divisor = torch.where(scale > 0, scale, torch.inf)
     q = (wide / divisor[..., None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
@@ -113,7 +114,9 @@ def rows_of_int8(panels: Panels, rows: Tensor) -> Tensor:
     # Where the elements and the scales of the first output of a panel lie within its group.
     step = torch.arange(steps)
     start = step * STEP_BYTES + (step // STEPS + 1) * SCALE_BYTES
-    places = (start[:, None] + COLUMNS * torch.arange(STEP)).view(-1) + (panel * STEP_BYTES // GROUP)[:, None]
+    places = (start[:, None] + COLUMNS * torch.arange(STEP)).view(-1) + (
+        panel * STEP_BYTES // GROUP
+    )[:, None]
     q = words[group[:, None], places + column[:, None]]
     first = torch.arange(0, steps, STEPS)
     places = first * STEP_BYTES + first // STEPS * SCALE_BYTES
