@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.engine.test_cpu_step import build, decode, run_all, storage_of, texts_of
+from tests.engine.test_cpu_step import build, decode, inputs_of, run_all, storage_of, texts_of
 from tilewise.cli import main
 from tilewise.engine.cpu_step import CompiledRunner
 from tilewise.engine.llm import LLM
@@ -70,6 +70,17 @@ def test_a_sequences_bits_depend_on_neither_neighbours_nor_threads(monkeypatch):
         for others in ([], [1], list(range(8, 40))):
             together = decode(runner, texts, [7, *others])
             assert torch.equal(together[0], alone[0]), (threads, others)
+
+
+def test_a_prompts_bits_depend_neither_on_other_prompts_nor_on_how_many_rows_there_are():
+    # 69 rows multiply a group that is widened as a whole, 30 one that is widened part by part.
+    texts = texts_of((39, 30), more=0)
+    model = build("llama", torch.bfloat16)
+    model.pack_for_inference(is_int8=True)
+    runner = CompiledRunner(model, storage_of(model))
+    alone = [runner.forward(inputs_of({i: (0, n)}, texts)).clone() for i, n in ((0, 39), (1, 30))]
+    together = runner.forward(inputs_of({0: (0, 39), 1: (0, 30)}, texts))
+    assert torch.equal(together, torch.cat(alone))
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
