@@ -182,6 +182,12 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="of the cache, e.g. bfloat16, int8",
     )
     engine.add_argument(
+        "--weight-dtype",
+        metavar="DTYPE",
+        default="auto",
+        help="how weights are held: auto is as stored, int8 (on a CPU) takes half of bfloat16",
+    )
+    engine.add_argument(
         "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
     )
     engine.add_argument(
@@ -220,6 +226,7 @@ def _generate(options: argparse.Namespace) -> None:
         device=options.device,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
+        weight_dtype=options.weight_dtype,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         max_model_len=options.max_model_len,

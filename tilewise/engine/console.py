@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import cache_dtype, cache_spec, compute_device, model_directory
 from tilewise.errors import RequestError
 from tilewise.models.config import read_config
+from tilewise.nn.packed import quantisation_error
 from tilewise.ops import explain
 from tilewise.ops import precompile as _precompile
 from tilewise.ops.cpu_step import telling_of_compilation
@@ -66,6 +68,14 @@ def generate(
             llm = LLM(model, max_num_seqs=max_num_seqs, **settings)
     finally:
         progress.close()
+    errors = quantisation_error(llm.model)
+    if errors and sys.stderr is not None:
+        worst = max(errors, key=errors.__getitem__)
+        print(
+            f"weights as int8: relative RMS error {mean(errors.values()):.2%} in the mean, "
+            f"{errors[worst]:.2%} in {worst}",
+            file=sys.stderr,
+        )
     if len(prompts) == 1 and params.n == 1 and not as_json:
         _stream(llm, prompts[0], params, echoes_prompt)
     else:

@@ -83,7 +83,7 @@ class CompiledRunner(ModelRunner):
             raise ValueError(f"model must be one that a compiled step can run: {reason}")
         assert isinstance(model, Llama)
         linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
-        self._num_weights = sum(linear.panels.words.numel() for linear in linears)
+        self._num_weights = sum(linear.panels.num_weights for linear in linears)
         super().__init__(model, storage, num_parameters=self._num_weights)
         self._llama = model
         self._attention: list[int] = []  # places of the attention of each layer

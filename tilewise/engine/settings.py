@@ -19,6 +19,7 @@ __all__ = [
     "context_length",
     "model_directory",
     "packaged_model",
+    "weights_are_int8",
 ]
 
 PACKAGED = "story"
@@ -101,6 +102,22 @@ def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtyp
         if name in (offered, dtype):
             return dtype
     raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_CACHE_DTYPES)}, got {name!r}")
+
+
+def weights_are_int8(name: str, device: torch.device) -> bool:
+    """Whether weights are held as int8: what LLM's weight_dtype says.
+
+    Raises:
+        ValueError: it is neither "auto" nor "int8", or int8 on a GPU.
+    """
+    if name not in ("auto", "int8"):
+        raise ValueError(f"weight_dtype must be auto or int8, got {name!r}")
+    if name == "int8" and device.type != "cpu":
+        raise ValueError(
+            "weight_dtype must be auto on a GPU: products with int8 weights are built for a CPU "
+            f"only, got {name!r} on {device}"
+        )
+    return name == "int8"
 
 
 def context_length(wanted: int | None, config: ModelConfig) -> int:

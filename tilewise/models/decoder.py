@@ -14,6 +14,7 @@ from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
+from tilewise.ops.panels import why_not_pack
 
 __all__ = ["Decoder"]
 
@@ -96,19 +97,40 @@ class Decoder(nn.Module):
             logits = head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def pack_for_inference(self) -> None:
+    def pack_for_inference(self, *, is_int8: bool = False) -> None:
         """Lay the weights of all projections out as this CPU reads them fastest.
 
         The parameters of the projections are gone afterwards: the model can neither be trained nor
         saved. Rows of an embedding that is tied to the output head are looked up in the packed
         head, so that its weights are held once.
         Where there is nothing to gain (`nn.packed.can_pack`), nothing changes.
+
+        Args:
+            is_int8: hold them as int8 with a scale for every 64 inputs, a tied embedding among
+                them; `nn.packed.quantisation_error` tells what that takes from them.
+
+        Raises:
+            ValueError: `is_int8` where a weight cannot be packed; the model is unchanged then.
         """
-        pack_linears(self)
+        if is_int8:
+            self._check_int8()
+        pack_linears(self, is_int8=is_int8)
         table = self.embed_tokens
         if self.lm_head is None and isinstance(table, nn.Embedding) and can_pack(table.weight):
-            self.packed_head = PackedLinear(table.weight)
+            self.packed_head = PackedLinear(table.weight, is_int8=is_int8)
             self.embed_tokens = PackedEmbedding(self.packed_head)
+
+    def _check_int8(self) -> None:
+        """Raise ValueError if a projection would stay as it is or cannot be rounded."""
+        weights = {f"{n}.weight": m.weight for n, m in self.named_modules() if type(m) is nn.Linear}
+        if self.lm_head is None and isinstance(self.embed_tokens, nn.Embedding):
+            weights["embed_tokens.weight"] = self.embed_tokens.weight
+        for name, weight in weights.items():
+            reason = why_not_pack(weight)
+            if reason is None and not weight.isfinite().all():
+                reason = "it must be finite"
+            if reason is not None:
+                raise ValueError(f"weights must be such that int8 can hold them; {name}: {reason}")
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:

@@ -7,7 +7,9 @@ import platform
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.step.panels import COLUMNS, Panels, interleave, pack, rows_of, unpack
+from tilewise.kernels.cpu.step import panels as plain
+from tilewise.kernels.cpu.step.int8 import pack_int8, rows_of_int8, unpack_int8
+from tilewise.kernels.cpu.step.panels import COLUMNS, Panels, interleave, pack
 from tilewise.ops._dispatch import kernel_module
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "interleave",
     "multiply",
     "pack",
+    "pack_int8",
     "rows_of",
     "unpack",
     "why_not_pack",
@@ -41,10 +44,20 @@ def why_not_pack(weight: Tensor) -> str | None:
     return reason
 
 
+def unpack(weight: Panels) -> Tensor:
+    """Return the (N, K) weight that the panels hold or, int8, stand for."""
+    return unpack_int8(weight) if weight.is_int8 else plain.unpack(weight)
+
+
+def rows_of(weight: Panels, rows: Tensor) -> Tensor:
+    """Return rows (...,) of that weight: (..., K)."""
+    return rows_of_int8(weight, rows) if weight.is_int8 else plain.rows_of(weight, rows)
+
+
 def multiply(x: Tensor, weight: Panels) -> Tensor:
     """Return x (..., K) weight^T + bias: (..., N) in the weight's dtype."""
     rows = x.reshape(x.shape[:-1].numel(), weight.num_inputs)
     if rows.shape[0] == 0:
-        return x.new_empty((*x.shape[:-1], weight.num_outputs), dtype=weight.words.dtype)
+        return x.new_empty((*x.shape[:-1], weight.num_outputs), dtype=weight.dtype)
     y: Tensor = kernel_module("step.linear", "cpu").launch(rows, weight)
     return y.view(*x.shape[:-1], weight.num_outputs)

@@ -13,9 +13,10 @@ import numpy as np
 # Operations, and the columns of their rows.
 EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
 (CODE, SOURCE, SOURCE_ROW, TARGET, TARGET_ROW, WEIGHT, INPUTS, GROUPS, BIAS, EPILOGUE, IS_SAMPLED,
- LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW) = range(17)  # fmt: skip
-NUM_COLUMNS = 17
-IS_PACKED = EPILOGUE  # of EMBED: the table lies in panels
+ LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW, FORM) = range(18)  # fmt: skip
+NUM_COLUMNS = 18
+# How a weight lies: as rows (a table of embeddings only), in panels, or there in 8 bits.
+ROWS, PANELS, PANELS_OF_INT8 = range(3)
 
 # What becomes of the sums of a product: stored, added to the target, a gate and what it
 # multiplies, or rounded and stored as float32; see `layers.py`.

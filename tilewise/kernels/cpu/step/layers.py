@@ -15,7 +15,14 @@ import math
 from numba import types
 
 from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE
+from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, PANELS_OF_INT8, ROWS, STORE
+from tilewise.kernels.cpu.step.dequantise import (
+    add_scaled,
+    embed_output,
+    part_of,
+    widen_steps,
+)
+from tilewise.kernels.cpu.step.int8 import SCALE_BYTES, STEP_BYTES, STEPS
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_pairs, has_words, multiply_rows
 from tilewise.kernels.cpu.step.words import (
@@ -33,10 +40,24 @@ LOG2_E = 1.4426950408889634
 
 
 @inner
-def embed_row(word_like, token, table, inputs, is_packed, target):
-    """Copy the row of a token from a (V, K) table, or from its panels."""
+def bytes_of_group(word_like, inputs, is_int8):
+    """Bytes from a group of a weight to the next."""
+    steps = (inputs + STEP - 1) // STEP
+    if is_int8:
+        return steps * STEP_BYTES + (steps + STEPS - 1) // STEPS * SCALE_BYTES
+    return steps * STEP * WIDTH * word_like.itemsize
+
+
+@inner
+def embed_row(word_like, like, token, table, inputs, form, target, wide):
+    """Copy the row of a token from a (V, K) table, or from its panels; see `codes.py`.
+
+    Args:
+        form: of the table: ROWS, PANELS or PANELS_OF_INT8.
+        wide: address of scratch for 32 float32.
+    """
     size = word_like.itemsize
-    if not is_packed:
+    if form == ROWS:
         start = table + token * inputs * size
         for column in range(inputs):
             if size == 2:
@@ -48,6 +69,10 @@ def embed_row(word_like, token, table, inputs, is_packed, target):
             clear_half_word(target + byte)
         return
     steps = (inputs + STEP - 1) // STEP
+    if form == PANELS_OF_INT8:
+        group = table + token // WIDTH * bytes_of_group(word_like, inputs, True)
+        embed_output(word_like, like, group, token % WIDTH, steps * STEP, target, wide)
+        return
     panel = STEP * COLUMNS * size
     start = table + token // WIDTH * WIDTH * steps * STEP * size + token // COLUMNS % GROUP * panel
     word_size = 4 if has_pairs(word_like) else size
@@ -152,13 +177,37 @@ def widen_rows(word_like, like, source, source_row, rows, inputs, target, target
 
 
 @inner
-def multiply_task(word_like, like, source, source_row, rows, weight, inputs, first, end, bias,
-                  epilogue, target, target_row, c, wide, must_widen):  # fmt: skip
+def multiply_int8(word_like, like, c, rows, a, lda, group, inputs, words, are_widened):
+    """Sums of up to 32 rows and a group of int8.
+
+    Args:
+        c: address of the sums, and behind 32 rows of them of scratch for as many.
+        group: address of the group, and `words` of scratch for words: of what one scale is for, or
+            if `are_widened` of all of the group, which it holds.
+    """
+    steps, part = inputs // STEP, c + 4 * BLOCK_ROWS * WIDTH
+    size = word_like.itemsize if has_words(word_like) else 4
+    for first in range(0, steps, STEPS):
+        end = min(first + STEPS, steps)
+        w = words
+        if are_widened:
+            w += first * STEP * WIDTH * word_like.itemsize
+        else:
+            widen_steps(word_like, group, first, end, words)
+        multiply_rows(word_like, part, rows, a + first * STEP * size, lda, w, (end - first) * STEP)
+        add_scaled(like, c, rows, part, part_of(group, first), first == 0)
+
+
+@inner
+def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, inputs, first, end,
+                  bias, epilogue, target, target_row, c, wide, words, must_widen):  # fmt: skip
     """Groups first ... end - 1 of a product for some rows, and what becomes of them.
 
     Args:
         source, source_row: address of the rows, of which full blocks of 32 exist, and bytes.
-        c: address of scratch for 32 x 64 sums.
+        c: address of scratch for 32 x 64 sums, twice.
+        words: address of scratch for words, used where `is_int8` holds: of what one scale is for,
+            or with more than 32 rows of all of a group.
         wide: address of scratch for the rows in float32, used where `has_words` does not hold.
         must_widen: whether that scratch does not hold these rows yet.
     """
@@ -169,7 +218,10 @@ def multiply_task(word_like, like, source, source_row, rows, weight, inputs, fir
         if must_widen:
             widen_rows(word_like, like, source, source_row, rows, inputs, a, lda)
     for group in range(first, end):
-        start = weight + group * WIDTH * inputs * size
+        start = weight + group * bytes_of_group(word_like, inputs, is_int8)
+        are_widened = is_int8 and rows > BLOCK_ROWS
+        if are_widened:
+            widen_steps(word_like, start, 0, inputs // STEP, words)
         out = group * WIDTH * size
         if epilogue == GATE:
             out //= 2
@@ -178,7 +230,12 @@ def multiply_task(word_like, like, source, source_row, rows, weight, inputs, fir
         where = 0 if bias == 0 else bias + 4 * group * WIDTH
         for row in range(0, rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, rows - row)
-            multiply_rows(word_like, c, count, a + row * lda, lda, start, inputs)
+            at = a + row * lda
+            if is_int8:
+                multiply_int8(word_like, like, c, count, at, lda, start, inputs, words,
+                              are_widened)  # fmt: skip
+            else:
+                multiply_rows(word_like, c, count, at, lda, start, inputs)
             to = target + row * target_row + out
             if epilogue == STORE:
                 _store_sums(word_like, like, c, count, where, to, target_row)

@@ -24,15 +24,32 @@ class Panels(NamedTuple):
     """A packed weight.
 
     Attributes:
-        words: flat, of the weight's dtype.
+        words: flat, of the weight's dtype, or int8 with scales between, see `int8.py`.
         num_outputs, num_inputs: N and K without padding.
         bias: float32, padded like the outputs, or None.
+        dtype: of the weight, of rows and of results.
     """
 
     words: Tensor
     num_outputs: int
     num_inputs: int
     bias: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the words are of 8 bits."""
+        return self.words.dtype == torch.int8
+
+    @property
+    def num_weights(self) -> int:
+        """Elements, padding among them."""
+        return self.padded_outputs * self.padded_inputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the words, scales among them."""
+        return self.words.numel() * self.words.element_size()
 
     @property
     def padded_outputs(self) -> int:
@@ -46,8 +63,8 @@ class Panels(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Shape of the words: groups, steps, panels, words of a step, outputs, elements."""
-        width = elements_of(self.words.dtype)
+        """Shape of words that are not int8: groups, steps, panels, words, outputs, elements."""
+        width = elements_of(self.dtype)
         groups, steps = self.padded_outputs // WIDTH, self.padded_inputs // STEP
         return groups, steps, GROUP, STEP // width, COLUMNS, width
 
@@ -82,11 +99,16 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Panels:
     words = wide.contiguous().view(torch.int32 if width == 2 else dtype)
     parts = words.view(rows // WIDTH, GROUP, COLUMNS, columns // STEP, STEP // width)
     packed = parts.permute(0, 3, 1, 4, 2).contiguous().view(-1).view(dtype)
-    if bias is not None:
-        wide_bias = torch.zeros(rows, dtype=torch.float32)
-        wide_bias[:outputs] = bias.detach().float()
-        bias = wide_bias
-    return Panels(packed, outputs, inputs, bias)
+    return Panels(packed, outputs, inputs, pad_bias(bias, rows), dtype)
+
+
+def pad_bias(bias: Tensor | None, count: int) -> Tensor | None:
+    """Return a bias as `count` float32, zeros behind it; None stays None."""
+    if bias is None:
+        return None
+    wide = torch.zeros(count, dtype=torch.float32)
+    wide[: len(bias)] = bias.detach().float()
+    return wide
 
 
 def unpack(panels: Panels) -> Tensor:

@@ -29,15 +29,17 @@ from tilewise.kernels.cpu.step.codes import (
     CODE,
     EMBED,
     EPILOGUE,
+    FORM,
     GROUPS,
     INPUTS,
-    IS_PACKED,
     IS_SAMPLED,
     K_CACHE,
     K_SCALE,
     LAYER,
     NORM,
     NUM_COLUMNS,
+    PANELS,
+    PANELS_OF_INT8,
     PRODUCT,
     ROTATE,
     SOURCE,
@@ -78,6 +80,10 @@ def _find_yield() -> int:
 
 
 _GIVE_WAY = _find_yield()
+
+
+def _form_of(weight: Panels) -> int:
+    return PANELS_OF_INT8 if weight.is_int8 else PANELS
 
 
 class Buffer(NamedTuple):
@@ -138,7 +144,7 @@ class Program:
         self._places: list[tuple[int, int, str]] = []  # operation, column, buffer
         self._widths: dict[str, tuple[int, torch.dtype]] = {}
         self._kept: list[Tensor] = []  # what addresses point to
-        self._most_inputs = 0
+        self._most_inputs = self._most_int8 = 0
         self._partial = np.empty(0, np.float32)
         self._workspace_key = (0, 0)
         self._counters = np.empty(0, np.int64)
@@ -159,7 +165,7 @@ class Program:
         """target[r] = row ids[r] of a (V, K) table or of panels of it."""
         op = self._append(EMBED, 0.0, None, target)
         if isinstance(table, Panels):
-            op[IS_PACKED], op[INPUTS] = 1, table.num_inputs
+            op[FORM], op[INPUTS] = _form_of(table), table.num_inputs
             op[WEIGHT] = self._address(table.words)
         else:
             op[INPUTS] = table.shape[1]
@@ -190,13 +196,15 @@ class Program:
         is_sampled: bool = False,
     ) -> None:
         """Target = source weight.T + bias, added, gated or stored; see `layers.py`."""
-        assert weight.words.dtype == self.dtype
+        assert weight.dtype == self.dtype
         op = self._append(PRODUCT, 0.0, source, target)
         op[WEIGHT], op[BIAS] = self._address(weight.words), self._address(weight.bias)
-        op[INPUTS] = weight.padded_inputs
+        op[INPUTS], op[FORM] = weight.padded_inputs, _form_of(weight)
         op[GROUPS] = weight.padded_outputs // WIDTH
         op[EPILOGUE], op[IS_SAMPLED] = epilogue, is_sampled
         self._most_inputs = max(self._most_inputs, weight.padded_inputs)
+        if weight.is_int8:
+            self._most_int8 = max(self._most_int8, weight.padded_inputs)
 
     def rotate(self, qkv: Buffer, layer: int, kv: Sequence[Tensor], eps: float) -> None:
         """Normalise and rotate q and k in place of `qkv`; write k and v to the cache."""
@@ -269,7 +277,7 @@ class Program:
         work = self._workspace(batch)
         given = (
             self.ops, self.numbers, first, last, num_threads, _GIVE_WAY, meeting, batch, self.shape,
-            tables, work, self._likes, self._most_inputs,
+            tables, work, self._likes, self._most_inputs, self._most_int8,
         )  # fmt: skip
         if num_threads == 1:
             run_list(*given)

@@ -24,14 +24,15 @@ from tilewise.kernels.cpu.step.codes import (
     BIAS,
     CODE,
     EPILOGUE,
+    FORM,
     GROUPS,
     INPUTS,
-    IS_PACKED,
     IS_SAMPLED,
     K_CACHE,
     K_SCALE,
     LAYER,
     NORM,
+    PANELS_OF_INT8,
     PRODUCT,
     ROTATE,
     SOURCE,
@@ -43,8 +44,10 @@ from tilewise.kernels.cpu.step.codes import (
     WEIGHT,
     WINDOW,
 )
+from tilewise.kernels.cpu.step.int8 import STEPS
 from tilewise.kernels.cpu.step.layers import (
     BLOCK_ROWS,
+    bytes_of_group,
     embed_row,
     multiply_task,
     normalise_row,
@@ -138,25 +141,29 @@ def _rows_per_task(num_rows, num_threads):
 
 @kernel
 def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, shape, tables, work,
-             likes, most_inputs):  # fmt: skip
+             likes, most_inputs, most_int8):  # fmt: skip
     """Run operations first ... last - 1; every thread of the team calls it.
 
     Args:
-        ops: (n, 17) int64, see the names of its columns; addresses and strides are in bytes.
+        ops: (n, 18) int64, see the names of its columns; addresses and strides are in bytes.
         numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
         give_way: see `meeting.wait_until_zero`.
         meeting: int64 zeros, 2 n + 1 lines.
         most_inputs: the longest row that a product takes.
+        most_int8: the longest that one with int8 weights takes, 0 without them.
     """
     like, word_like = likes.real, likes.word
     num_rows, num_sampled = len(batch.ids), len(batch.sampled)
     if has_tiles(word_like):
         amx.configure()
-    c = scratch(BLOCK_ROWS * WIDTH, like)
+    c = scratch(2 * BLOCK_ROWS * WIDTH, like)
     wide = scratch(1, like)
     if not has_words(word_like):
         # Rows of a chunk, as many as the narrower words would be.
         wide = scratch(max(BLOCK_ROWS * (most_inputs + STEP), CHUNK_BYTES // 4), like)
+    # Few rows take int8 weights in slices: a larger scratch would be mapped anew in each step.
+    steps = STEPS if num_rows <= BLOCK_ROWS else most_int8 // STEP
+    words = scratch(WIDTH * STEP * steps if most_int8 > 0 else 1, word_like)
     head_row = scratch(shape.head_dim, like)
     starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
     splits = np.empty((len(batch.lengths), 2), np.int64)
@@ -176,10 +183,11 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
             chunk = max(CHUNK_BYTES // row_bytes // BLOCK_ROWS, 1) * BLOCK_ROWS
             chunks = (rows + chunk - 1) // chunk
             groups, inputs = op[GROUPS], op[INPUTS]
+            is_int8 = op[FORM] == PANELS_OF_INT8
             per_task = groups
             if num_threads > 1:
                 parts = TASKS_PER_THREAD * num_threads
-                fewest = FEWEST_BYTES // (WIDTH * inputs * word_like.itemsize)
+                fewest = FEWEST_BYTES // bytes_of_group(word_like, inputs, is_int8)
                 per_task = max((groups + parts - 1) // parts, fewest, 1)
             per_chunk = (groups + per_task - 1) // per_task
             held = -1
@@ -191,10 +199,10 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
                 start = (task - which * per_chunk) * per_task
                 multiply_task(
                     word_like, like, op[SOURCE] + which * chunk * stride, stride,
-                    min(chunk, rows - which * chunk), op[WEIGHT], inputs, start,
+                    min(chunk, rows - which * chunk), op[WEIGHT], is_int8, inputs, start,
                     min(start + per_task, groups), op[BIAS], op[EPILOGUE],
                     op[TARGET] + which * chunk * op[TARGET_ROW], op[TARGET_ROW], c.ctypes.data,
-                    wide.ctypes.data, held != which,
+                    wide.ctypes.data, words.ctypes.data, held != which,
                 )  # fmt: skip
                 held = which
         elif code == ATTEND:
@@ -224,12 +232,12 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
                         _rotate(op, numbers[index], shape, tables, batch, row, head_row)
                     else:
                         target = op[TARGET] + row * op[TARGET_ROW]
-                        embed_row(word_like, batch.ids[row], op[WEIGHT], op[INPUTS],
-                                  op[IS_PACKED] == 1, target)  # fmt: skip
+                        embed_row(word_like, like, batch.ids[row], op[WEIGHT], op[INPUTS],
+                                  op[FORM], target, c.ctypes.data)  # fmt: skip
         add_at(active, -1)
         wait_until_zero(active, give_way)
         index += 1
     write_at(base, last)
     if has_tiles(word_like):
         amx.release()
-    keep_alive((c, wide))
+    keep_alive((c, wide, words))

@@ -20,7 +20,8 @@ _i16, _f32 = ir.IntType(16), ir.FloatType()
 _HALF = ir.HalfType() if simd.HAS_HALF else _f32  # see `rows.py`
 
 
-def _narrow(builder, word_type, value):
+def narrow(builder, word_type, value):
+    """A vector of float32 as words, in the code of an intrinsic."""
     if word_type.dtype == types.uint16:
         return simd.narrow_bf16(builder, value)
     if word_type.dtype == types.int16 and simd.HAS_HALF:
@@ -53,7 +54,7 @@ def put(typingctx, word_like, address, value):
     """Store LANES float32 at `address` as words."""
 
     def codegen(context, builder, sig, args):
-        simd.store_at(builder, _narrow(builder, word_like, args[2]), args[1], 2)
+        simd.store_at(builder, narrow(builder, word_like, args[2]), args[1], 2)
         return context.get_dummy_value()
 
     return types.void(word_like, types.int64, value), codegen
@@ -64,7 +65,7 @@ def rounded(typingctx, word_like, value):
     """What would be read again if `value` were stored."""
 
     def codegen(context, builder, sig, args):
-        return _widen(builder, word_like, _narrow(builder, word_like, args[1]))
+        return _widen(builder, word_like, narrow(builder, word_like, args[1]))
 
     return value(word_like, value), codegen
 
