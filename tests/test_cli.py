@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     write_checkpoint(directory, "llama")
+    LLM(directory, device="cpu", num_blocks=8)  # on a cold machine commands say that they compile
     return str(directory)
 
 
