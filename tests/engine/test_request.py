@@ -105,5 +105,5 @@ def test_sequences_are_compared_by_identity():
 
 
 def test_finish_reasons_read_as_the_words_of_the_api():
-    assert [str(r) for r in FinishReason] == ["stop", "length", "abort", "error"]
+    assert [str(r) for r in FinishReason] == ["stop", "length", "abort", "error", "deadline"]
     assert FinishReason.STOP == "stop"

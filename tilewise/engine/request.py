@@ -23,6 +23,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens or the model's context is used up
     ABORT = "abort"  # cancelled by the caller
     ERROR = "error"  # it failed, and nothing else did
+    DEADLINE = "deadline"  # its time was over
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,10 @@ class Request:
         prompt_token_ids: at least one token.
         sampling: see SamplingParams.
         salt: prefix-cache namespace; requests with different salts never share blocks.
+        user: for whom it is, where users are to get equal shares.
+        priority: lower runs earlier, where the order is by priority.
+        deadline_s: seconds from its arrival until it must have ended; None is for ever.
+        max_queue_s: seconds from its arrival until it must have begun to run; None is for ever.
         eos_token_ids: the model's own end tokens.
         stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
@@ -158,6 +163,10 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     salt: str = ""
+    user: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    max_queue_s: float | None = None
     stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
 
