@@ -43,6 +43,26 @@ def launch_linear(outputs: int, channels: int) -> None:
     linear.launch(meta(4, channels, dtype=torch.bfloat16), weight, bias)
 
 
+def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> None:
+    """Call the layers of a decode step, with 8 key heads of 128 channels and blocks of 16."""
+    from tilewise.kernels.triton.decode_layers import DecodeLayers, Shape
+
+    shape = Shape(
+        hidden=hidden, inner=inner, num_q_heads=q_heads, num_kv_heads=8, head_dim=128,
+        has_qk_norm=hidden == 1024, has_qkv_bias=hidden == 2048, eps=1e-6, qk_eps=1e-6,
+        softmax_scale=0.1,
+    )  # fmt: skip
+    cache = meta(100, 16, 8, 128, dtype=torch.bfloat16)
+    weight = meta(1, dtype=torch.bfloat16)
+    layers = DecodeLayers(shape, [(*[weight] * 9, cache, cache)] * 2, rows, grid=132)
+    angles = meta(rows, 64, dtype=torch.float32)
+    layers.run(
+        meta(rows, hidden, dtype=torch.bfloat16), cos=angles, sin=angles,
+        slot_mapping=meta(rows, dtype=torch.int64), seqlens_k=meta(rows, dtype=torch.int32),
+        block_table=meta(rows, 64, dtype=torch.int32),
+    )  # fmt: skip
+
+
 def step_cases() -> Iterator[Case]:
     """Yield small and large widths for every architecture."""
     for arch in ARCHITECTURES:
@@ -62,6 +82,16 @@ def step_cases() -> Iterator[Case]:
                 mma="mma.sync",  # 16 rows are below what warp-group instructions multiply
                 slow=arch != 90 or outputs > 4096,
             )
+        for rows in (1, 2, 4):
+            for sizes in ((1024, 3072, 16), (2048, 8192, 32), (4096, 14336, 32)):
+                if arch >= 90:  # where it is used
+                    yield Case(
+                        f"sm_{arch}-decode-layers-{sizes[0]}-{rows}",
+                        arch,
+                        lambda sizes=sizes, rows=rows: launch_decode_layers(*sizes, rows),  # type: ignore[misc]
+                        mma="mma.sync",
+                        slow=arch != 90 or sizes[0] != 1024 or rows == 2,
+                    )
         for vocab in (151_936, 1_000_001):
             yield Case(
                 f"sm_{arch}-sampling-{vocab}",

@@ -17,7 +17,9 @@ from torch import Tensor
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.device_batch import DeviceBatch
+from tilewise.engine.fused_layers import FUSED_ROWS, FusedLayers, why_not
 from tilewise.engine.runner import CausalModel
+from tilewise.models.llama import Llama
 from tilewise.nn.context import AttentionContext
 from tilewise.ops.decode_rows import begin_decode, finish_decode
 
@@ -78,6 +80,11 @@ class DecodeStep:
         self.logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         device = batch.device
+        # On a GPU a few rows wait more for launches than for memory.
+        self._fused: FusedLayers | None = None
+        if bucket in FUSED_ROWS and device.type == "cuda" and why_not(model, storage) is None:
+            assert isinstance(model, Llama)
+            self._fused = FusedLayers(model, storage, bucket)
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
         self.ctx = AttentionContext(
             cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=device),
@@ -136,7 +143,10 @@ class DecodeStep:
         )
         for plan in ctx.plans.values():
             plan.update(ctx.seqlens_k, ctx.cu_seqlens_q)
-        hidden = self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+        if self._fused is None:
+            hidden = self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+        else:
+            hidden = self._fused(token, self._positions, ctx=ctx)
         self.logits = self.model.compute_logits(hidden)
         drawn, is_finite = ops.sample_tokens(
             self.logits,
