@@ -29,7 +29,7 @@ CASES = {
     "one_row": ({}, 16, [70]),
     "first_token": ({}, 16, [1]),
     "two_rows_one_idle": ({}, 16, [0, 33]),
-    "four_rows": ({}, 8, [5, 130, 64, 65]),
+    "two_long_rows": ({}, 8, [5, 130]),
     "qk_norm": ({"qk_norm": True}, 16, [49, 16]),
     "bias": ({"attention_bias": True}, 4, [40]),
     "one_key_head": ({"num_kv_heads": 1}, 16, [90]),
@@ -171,6 +171,7 @@ def test_what_it_cannot_run_is_said():
     assert "hidden_act must be silu" in reason({"hidden_act": "gelu"})
     assert "no bias" in reason({"o_bias": True})
     assert "multiples of 8" in reason({"intermediate_size": 100})
+    assert "at most 4096" in reason({"intermediate_size": 4104})
     assert "at most 16" in reason({"num_q_heads": 17, "num_kv_heads": 1})
     assert "no layer may have a window" in reason({"windows": (None, 8)})
     assert "one softmax_scale" in reason({"softmax_scales": (0.2, 0.3)})

@@ -35,7 +35,8 @@ def _problem(rows, channels, outputs, dtype, place):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(
-    ("rows", "channels", "outputs"), [(1, 200, 40), (3, 64, 8), (16, 300, 33), (5, 8, 1)]
+    ("rows", "channels", "outputs"),
+    [(1, 200, 40), (3, 64, 8), (16, 300, 33), (5, 8, 1), (27, 130, 40)],
 )
 @pytest.mark.parametrize("tile", TILES)
 def test_every_tile_keeps_the_budget(
@@ -53,11 +54,11 @@ def test_every_tile_keeps_the_budget(
 @on_each_triton
 @pytest.mark.parametrize(("channels", "outputs"), [(96, 100), (40, 2100), (2100, 2100)])
 def test_a_row_does_not_depend_on_others(channels, outputs, backend, place):
-    x, weight, bias = _problem(16, channels, outputs, torch.bfloat16, place)
+    x, weight, bias = _problem(32, channels, outputs, torch.bfloat16, place)
     together = ops.linear(x, weight, bias, backend=backend)
     wide = F.linear(x.double(), weight.double(), bias.double())
     assert_within_budget(together, wide, F.linear(x, weight, bias))
-    for rows in (slice(0, 1), slice(7, 10), slice(1, 16, 5)):
+    for rows in (slice(0, 1), slice(7, 10), slice(1, 16, 5), slice(3, 30)):
         assert torch.equal(ops.linear(x[rows], weight, bias, backend=backend), together[rows])
 
 
@@ -102,7 +103,7 @@ def test_projections_on_a_cpu_are_those_of_their_modules():
 @pytest.mark.gpu
 def test_projections_use_it_where_it_pays():
     layer = torch.nn.Linear(2048, 1024, bias=False, dtype=torch.bfloat16, device="cuda")
-    x = torch.randn(16, 2048, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(32, 2048, dtype=torch.bfloat16, device="cuda")
     with torch.inference_mode():
         wanted = ops.linear(x, layer.weight) if ops.linear_pays(layer.weight) else layer(x)
         assert torch.equal(project(layer, x), wanted)
@@ -117,8 +118,8 @@ def test_it_is_a_clean_node_of_a_graph():
 
 def test_refuses():
     x, weight, bias = _problem(2, 30, 7, torch.bfloat16, "cpu")
-    with pytest.raises(ValueError, match="x must have at most 16 rows, got 17"):
-        ops.linear(x.repeat(9, 1)[:17], weight)
+    with pytest.raises(ValueError, match="x must have at most 32 rows, got 33"):
+        ops.linear(x.repeat(17, 1)[:33], weight)
     with pytest.raises(TypeError, match="weight must have dtype bfloat16"):
         ops.linear(x, weight.half())
     with pytest.raises(ValueError, match="weight must have shape"):

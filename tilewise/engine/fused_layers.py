@@ -20,7 +20,7 @@ from tilewise.ops import decode_layers
 
 __all__ = ["FUSED_ROWS", "FusedLayers", "why_not"]
 
-FUSED_ROWS = (1, 2, 4)
+FUSED_ROWS = (1, 2)
 
 
 def why_not(model: CausalModel, storage: KVStorage) -> str | None:
@@ -53,7 +53,7 @@ class FusedLayers:
     Args:
         model: see `why_not`; its weights are shared, not copied.
         storage: the paged cache.
-        rows: 1, 2 or 4.
+        rows: of FUSED_ROWS.
     """
 
     def __init__(self, model: Llama, storage: KVStorage, rows: int) -> None:

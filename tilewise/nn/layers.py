@@ -51,7 +51,7 @@ def _is_plain(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
     """Return linear(x); in inference, by `ops.linear` where that is faster for so few rows."""
-    few = x.is_cuda and x.numel() <= 16 * x.shape[-1]
+    few = x.is_cuda and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
     if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
         weight, bias = linear.weight, linear.bias
         parameters = (weight,) if bias is None else (weight, bias)

@@ -6,7 +6,7 @@ from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
 from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
 from tilewise.ops.dropout import dropout_keep_mask
 from tilewise.ops.explain import Explanation, explain
-from tilewise.ops.linear import linear, linear_pays
+from tilewise.ops.linear import MOST_LINEAR_ROWS, linear, linear_pays
 from tilewise.ops.merge import merge_states
 from tilewise.ops.mla import mla_decode, write_latent_cache
 from tilewise.ops.mla_expanded import mla_attention, mla_prefill
@@ -21,6 +21,7 @@ from tilewise.ops.swap import BlockTransfer, swap_blocks
 from tilewise.ops.tree import tree_mask_from_parents
 
 __all__ = [
+    "MOST_LINEAR_ROWS",
     "BlockTransfer",
     "Explanation",
     "PagedPlan",

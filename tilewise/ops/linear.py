@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.linear_tiles import MOST_ROWS, pays
+from tilewise.kernels.linear_tiles import MOST_ROWS as MOST_LINEAR_ROWS
+from tilewise.kernels.linear_tiles import pays
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import _checks, _dispatch
 from tilewise.ops._gradient import lean
@@ -18,14 +19,14 @@ from tilewise.ops._library import register
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """Compute y = x weight^T + bias for at most 16 rows of x.
+    """Compute y = x weight^T + bias for at most 32 rows of x.
 
     Products of 16-bit numbers are summed in float32, in an order that depends on the shape of the
     weight alone: a row of y has the same bits whatever rows are beside it. Nothing is
     differentiable. `linear_pays` tells where this is faster than `torch.nn.functional.linear`.
 
     Args:
-        x: (..., K), float16 or bfloat16, at most 16 rows in all, last dim contiguous.
+        x: (..., K), float16 or bfloat16, at most 32 rows in all, last dim contiguous.
         weight: (N, K), the dtype of x, last dim contiguous.
         bias: (N,), the dtype of x.
         backend: "triton" or "reference"; None chooses. There is no kernel for CPUs.
@@ -44,8 +45,8 @@ def linear(
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must be (..., K) with K at least 1, got shape {tuple(x.shape)}")
     rows = x.numel() // x.shape[-1]
-    if rows > MOST_ROWS:
-        raise ValueError(f"x must have at most {MOST_ROWS} rows, got {rows}")
+    if rows > MOST_LINEAR_ROWS:
+        raise ValueError(f"x must have at most {MOST_LINEAR_ROWS} rows, got {rows}")
     _checks.check_last_dim_contiguous("x", x)
     _checks.check_same_dtype("weight", weight, x.dtype)
     _checks.check_dims("weight", weight, "(N, K)")

@@ -1,15 +1,16 @@
-"""All layers of a Llama's decode step for a few rows, as one kernel that never leaves the device.
+"""All layers of a Llama's decode step of one or two rows, in one kernel that stays on the device.
 
 what     for every layer: norm, qkv product, rotation and write to the paged cache, attention over
          it, o product, norm, gate-up product, silu, down product; the residual stream in two terms
-grid     (programs,), one a multiprocessor: they walk through the layers together and meet after
-         each of a layer's six phases at a counter in memory
-program  of a product every GRID-th tile of outputs, for all rows; of attention one span of keys of
-         one key head of one row; what a phase reads of weights and cache is asked for before the
-         programs meet, and that of the phases after it is fetched into the L2 cache
-traffic  every weight, key and value once; what passes from phase to phase stays in the L2 cache
-numerics products summed in float32 in an order that depends on shapes and the number of programs;
-         rounded where the kernels rounded that this one replaces
+grid     (programs,), one a multiprocessor, all on the device at once: they walk through the layers
+         together and meet after each phase at a counter in memory
+program  of each product every GRID-th tile of outputs, for all rows; of attention one span of keys
+         of one key head of one row
+traffic  every weight, key and value once; what passes between programs through the L2 cache
+numerics products summed in float32 in an order that depends on shapes alone; rounded where the
+         kernels rounded that this one replaces
+
+What a phase reads of weights and old keys is asked for between a program's arrival and the meeting.
 """
 
 from __future__ import annotations
@@ -29,134 +30,175 @@ TILE_KEYS = 64
 SPAN_STEP = 16  # spans of keys are whole multiples of it
 MOST_SPLITS = 32
 GROUP = 16  # rows of the smallest matrix instruction; heads of a group are padded to it
-SLAB = 16384  # weights that a program holds of a product at once: 32 KiB in 16 bits
+UNEVEN = 1.05  # work of the busiest program over what smaller tiles would leave it
+SLAB = 32768  # weights that a program holds of a product at once: 64 KiB in 16 bits
+# Of a product, so that eight outputs, one a warp, are a slab: with fewer it takes 1.5 to 3 times
+# op by op (H200, 2026-11: Llama-3.2-1B 1,521 us in place of 1,063, 8B 12,309 in place of 4,471).
+MOST_CHANNELS = 4096
 LOG2E = 1.4426950408889634
 
 
+# One thread waits: when all do, their loads keep the additions of others from the counter.
+_WAIT = tl.constexpr(
+    """{
+    .reg .pred others, early; .reg .u32 thread; .reg .s32 seen;
+    mov.u32 thread, %tid.x;
+    setp.ne.u32 others, thread, 0;
+    @others bra THERE;
+    AGAIN: ld.acquire.gpu.global.s32 seen, [$1];
+    setp.lt.s32 early, seen, $2;
+    @early bra AGAIN;
+    THERE: mov.s32 $0, 0;
+    }"""
+)
+
+
 @triton.jit
-def _load_acquire(ptr):
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+def _arrive(meeting_ptr, GRID: tl.constexpr):
+    """Say that this program is done with a phase.
+
+    What is asked for ahead of the next phase comes after this: a release waits for loads, too.
+    """
+    if GRID > 1:
+        tl.debug_barrier()
+        tl.atomic_add(meeting_ptr, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def _meet(meeting_ptr, count, GRID: tl.constexpr):
-    """Wait until all programs are here for the `count`-th time; what they wrote can be read."""
+    """Wait until all programs have arrived `count` times; what they wrote before can be read."""
     if GRID > 1:
-        tl.debug_barrier()
-        tl.atomic_add(meeting_ptr, 1, sem="release", scope="gpu")
-        while _load_acquire(meeting_ptr) < count * GRID:
-            pass
-        tl.debug_barrier()
-
-
-@triton.jit
-def _fetch(ptr, first, BYTES: tl.constexpr, GRID: tl.constexpr):
-    """Ask for BYTES from element `first` on to come into the L2 cache."""
-    if GRID > 1:
-        lane = tl.arange(0, 256)
-        at = (ptr + first).to(tl.int64) + lane * (BYTES // 256)
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-            [at, tl.full([256], BYTES // 256, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            _WAIT, "=r,l,r", [meeting_ptr.to(tl.int64), count * GRID], dtype=tl.int32,
+            is_pure=False, pack=1,
         )  # fmt: skip
-
-
-@triton.jit
-def _fetch_tiles(
-    ptr, tile, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, TILE_N: tl.constexpr,
-    GRID: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """Fetch the first MOST tiles of a program of a weight (OUTPUTS, CHANNELS)."""
-    BYTES: tl.constexpr = TILE_N * CHANNELS * 2
-    if BYTES % 4096 == 0:
-        for i in tl.static_range(MOST):
-            if (tile + i * GRID + 1) * TILE_N <= OUTPUTS:
-                _fetch(ptr, (tile + i * GRID).to(tl.int64) * (TILE_N * CHANNELS), BYTES, GRID)
+        tl.debug_barrier()
 
 
 @triton.jit
 def _weights(
-    ptr, tile, chunk, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
+    ptr, tile, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, TILE_N: tl.constexpr,
+    RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Load (TILE_N, TILE_K) of a weight (OUTPUTS, CHANNELS), 0 outside of it."""
+    """Load TILE_N outputs of a weight (OUTPUTS, CHANNELS), 0 outside of it.
+
+    Channels lie in RUNS of 256, (TILE_N, RUNS, 256): in this order a warp holds whole runs of its
+    own outputs, so that a sum over channels stays within it.
+    """
+    run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
     output = tile * TILE_N + tl.arange(0, TILE_N)
-    channel = chunk * TILE_K + tl.arange(0, TILE_K)
-    at = ptr + output.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
-    inside = (output < OUTPUTS)[:, None] & (channel < CHANNELS)[None, :]
-    return tl.load(tl.multiple_of(at, [16, 16]), mask=inside, other=0.0)
+    channel = run[None, :, None] * 256 + lane[None, None, :]
+    at = ptr + output.to(tl.int64)[:, None, None] * CHANNELS + channel
+    inside = (output < OUTPUTS)[:, None, None] & (channel < CHANNELS)
+    return tl.load(tl.multiple_of(at, [16, 16, 16]), mask=inside, other=0.0)
 
 
 @triton.jit
-def _dot_rows(weight, x):
-    """Return (ROWS, TILE_N) float32 of weight (TILE_N, TILE_K) and x (ROWS, TILE_K)."""
-    return tl.sum(weight.to(tl.float32)[None, :, :] * x.to(tl.float32)[:, None, :], 2)
+def _row(ptr, CHANNELS: tl.constexpr, RUNS: tl.constexpr):
+    """Load a row, (RUNS, 256)."""
+    run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
+    channel = run[:, None] * 256 + lane[None, :]
+    return tl.load(ptr + channel, mask=channel < CHANNELS, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _store_rows(
-    ptr, y, tile, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, TILE_N: tl.constexpr
-):  # fmt: skip
-    row = tl.arange(0, ROWS)
+def _dot(weight, x):
+    """Return the products (TILE_N,) of weights (TILE_N, RUNS, 256) and a row (RUNS, 256).
+
+    Only the row changes its layout: a row of three dimensions would have the weights change theirs.
+    """
+    return tl.sum(tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :, :], 1), 1)
+
+
+@triton.jit
+def _store_outputs(ptr, y, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr):
     output = tile * TILE_N + tl.arange(0, TILE_N)
-    at = ptr + row[:, None] * OUTPUTS + output[None, :]
-    inside = (output < OUTPUTS)[None, :] & (row >= 0)[:, None]
-    tl.store(at, y.to(ptr.dtype.element_ty), mask=inside)
+    tl.store(ptr + output, y.to(ptr.dtype.element_ty), mask=output < OUTPUTS)
 
 
 @triton.jit
-def _normed(
-    residual_ptr, x_ptr, weight_ptr, new_residual_ptr, has_x, eps,
-    ROWS: tl.constexpr, HIDDEN: tl.constexpr, TILE_E: tl.constexpr,
+def _normed_row(
+    row, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps,
+    HIDDEN: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the norm of residual + x (ROWS, TILE_E); program 0 stores the sum."""
+    """Return the norm of residual + x, (RUNS, 256); program 0 stores the sum."""
     dtype = x_ptr.dtype.element_ty
-    row, column = tl.arange(0, ROWS), tl.arange(0, TILE_E)
-    inside = (row >= 0)[:, None] & (column < HIDDEN)[None, :]
-    at = row[:, None] * HIDDEN + column[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+    run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
+    column = run[:, None] * 256 + lane[None, :]
+    at = row * HIDDEN + column
+    inside = column < HIDDEN
     total = tl.load(residual_ptr + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     x = tl.load(x_ptr + at, mask=inside & has_x, other=0.0, cache_modifier=".cg")
     total = (total + x.to(tl.float32)).to(dtype)
     if tl.program_id(0) == 0:
         tl.store(new_residual_ptr + at, total, mask=inside)
     total = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, 1) / HIDDEN + eps)
-    return ((total * scale[:, None]).to(dtype).to(tl.float32) * weight[None, :]).to(dtype)
+    scale = tl.rsqrt(tl.sum(tl.sum(total * total, 1), 0) / HIDDEN + eps)
+    return ((total * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _normed(
+    residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps,
+    ROWS: tl.constexpr, HIDDEN: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """Return the norms of both rows; where there is one, it twice."""
+    first = _normed_row(
+        0, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS
+    )  # fmt: skip
+    second = first
+    if ROWS > 1:
+        second = _normed_row(
+            1, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS
+        )  # fmt: skip
+    return first, second
 
 
 @triton.jit
 def _product(
     weight, weight_ptr, x_ptr, y_ptr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GRID: tl.constexpr,
+    ROWS: tl.constexpr, TILE_N: tl.constexpr, RUNS: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """y = x weight^T from memory to memory; `weight` is the first tile, loaded before."""
-    CHUNKS: tl.constexpr = (CHANNELS + TILE_K - 1) // TILE_K
-    row, offset = tl.arange(0, ROWS), tl.arange(0, TILE_K)
+    x = _row(x_ptr, CHANNELS, RUNS)
+    other = x
+    if ROWS > 1:
+        other = _row(x_ptr + CHANNELS, CHANNELS, RUNS)
     for tile in range(tl.program_id(0), (OUTPUTS + TILE_N - 1) // TILE_N, GRID):
-        acc = tl.zeros([ROWS, TILE_N, TILE_K], tl.float32)
-        for chunk in tl.static_range(CHUNKS):
-            channel = chunk * TILE_K + offset
-            inside = (row >= 0)[:, None] & (channel < CHANNELS)[None, :]
-            x = tl.load(
-                x_ptr + row[:, None] * CHANNELS + channel[None, :], mask=inside, other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            if chunk + 1 < CHUNKS:
-                following = _weights(weight_ptr, tile, chunk + 1, OUTPUTS, CHANNELS, TILE_N, TILE_K)
-            else:
-                following = _weights(weight_ptr, tile + GRID, 0, OUTPUTS, CHANNELS, TILE_N, TILE_K)
-            acc += weight.to(tl.float32)[None, :, :] * x.to(tl.float32)[:, None, :]
-            weight = following
-        _store_rows(y_ptr, tl.sum(acc, 2), tile, OUTPUTS, ROWS, TILE_N)
+        following = _weights(weight_ptr, tile + GRID, OUTPUTS, CHANNELS, TILE_N, RUNS)
+        _store_outputs(y_ptr, _dot(weight, x), tile, OUTPUTS, TILE_N)
+        if ROWS > 1:
+            _store_outputs(y_ptr + OUTPUTS, _dot(weight, other), tile, OUTPUTS, TILE_N)
+        weight = following
+
+
+@triton.jit
+def _store_qkv(
+    weight, x, bias_ptr, y_ptr, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    y = _dot(weight, x)
+    if HAS_BIAS:
+        output = tile * TILE_N + tl.arange(0, TILE_N)
+        y += tl.load(bias_ptr + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
+    _store_outputs(y_ptr, y, tile, OUTPUTS, TILE_N)
+
+
+@triton.jit
+def _store_gated(
+    gate, up, x, y_ptr, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr
+):  # fmt: skip
+    dtype = y_ptr.dtype.element_ty
+    g = _dot(gate, x).to(dtype).to(tl.float32)
+    u = _dot(up, x).to(dtype).to(tl.float32)
+    activated = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
+    _store_outputs(y_ptr, activated * u, tile, OUTPUTS, TILE_N)
 
 
 @triton.jit
 def _head_halves(
-    ptr, norm_ptr, cos, sin, inside, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr
+    ptr, norm_first, norm_second, cos, sin, inside, eps, HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Return the halves (heads, D / 2) of heads at `ptr` (heads, 1), normalised and rotated."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -169,8 +211,8 @@ def _head_halves(
     if HAS_NORM:
         squares = tl.sum(first * first + second * second, 1)
         scale = tl.rsqrt(squares * (1.0 / HEAD_DIM) + eps)[:, None]
-        first *= scale * tl.load(norm_ptr + pair).to(tl.float32)[None, :]
-        second *= scale * tl.load(norm_ptr + HALF + pair).to(tl.float32)[None, :]
+        first *= scale * norm_first.to(tl.float32)[None, :]
+        second *= scale * norm_second.to(tl.float32)[None, :]
     turned = first * cos[None, :] - second * sin[None, :]
     return turned.to(dtype), (second * cos[None, :] + first * sin[None, :]).to(dtype)
 
@@ -205,6 +247,27 @@ def _keys_and_values(
 
 
 @triton.jit
+def _merge_spans(
+    part_ptr, state_ptr, o_ptr, first, member, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Put the spans of a key head together, for the `member`-th of its query heads."""
+    channel, number = tl.arange(0, HEAD_DIM), tl.arange(0, SPLITS_PADDED)
+    there = number < SPLITS
+    at = (first + number) * GROUP + member
+    m = tl.load(state_ptr + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(state_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    parts = tl.load(
+        part_ptr + (at * HEAD_DIM)[:, None] + channel[None, :],
+        mask=there[:, None] & (channel >= 0)[None, :], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    share = tl.where(total > 0, tl.exp2(m - tl.max(m, 0)), 0.0)
+    whole = tl.sum(share * total, 0)
+    o = tl.sum(parts * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(o_ptr + channel, o.to(o_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _span_of(
     item, seqlens_ptr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, SPLITS: tl.constexpr,
     SPAN_STEP: tl.constexpr,
@@ -228,12 +291,12 @@ def _decode_layers_kernel(
     meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
     num_layers, stride_table, stride_cos, stride_sin, stride_b, stride_p, stride_h,
     eps, qk_eps, logit_scale,
-    ROWS: tl.constexpr, HIDDEN: tl.constexpr, TILE_E: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, HIDDEN: tl.constexpr, RUNS_E: tl.constexpr, INNER: tl.constexpr,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
     HAS_QK_NORM: tl.constexpr, HAS_QKV_BIAS: tl.constexpr,
-    QKV_N: tl.constexpr, O_N: tl.constexpr, O_K: tl.constexpr, GATE_N: tl.constexpr,
-    DOWN_N: tl.constexpr, DOWN_K: tl.constexpr,
+    QKV_N: tl.constexpr, O_N: tl.constexpr, O_RUNS: tl.constexpr, GATE_N: tl.constexpr,
+    DOWN_N: tl.constexpr, DOWN_RUNS: tl.constexpr,
     TILE_KEYS: tl.constexpr, SPAN_STEP: tl.constexpr, GROUP: tl.constexpr, FIELDS: tl.constexpr,
     GRID: tl.constexpr,
 ):  # fmt: skip
@@ -244,6 +307,7 @@ def _decode_layers_kernel(
     HALF: tl.constexpr = HEAD_DIM // 2
     QKV: tl.constexpr = HEADS * HEAD_DIM
     O_WIDTH: tl.constexpr = Q_HEADS * HEAD_DIM
+    ITEMS: tl.constexpr = ROWS * KV_HEADS * SPLITS
 
     pair = tl.arange(0, HALF)
     group = tl.arange(0, GROUP)
@@ -253,6 +317,9 @@ def _decode_layers_kernel(
     my_row, my_head, my_begin, my_end, my_length = _span_of(
         pid, seqlens_ptr, ROWS, KV_HEADS, SPLITS, SPAN_STEP
     )
+    my_slot = tl.load(slot_ptr + my_row)
+    my_cos = tl.load(cos_ptr + my_row * stride_cos + pair)
+    my_sin = tl.load(sin_ptr + my_row * stride_sin + pair)
 
     for layer in range(num_layers):
         fields = table_ptr + layer * FIELDS
@@ -272,63 +339,59 @@ def _decode_layers_kernel(
         met = layer * 6
 
         # 1. norm and qkv product
-        weight = _weights(qkv_weight, pid, 0, QKV, HIDDEN, QKV_N, TILE_E)
-        _fetch_tiles(qkv_weight, pid + GRID, QKV, HIDDEN, QKV_N, GRID, 2)
-        _fetch_tiles(o_weight, pid, HIDDEN, O_WIDTH, O_N, GRID, 1)
+        _arrive(meeting_ptr, GRID)
+        weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS_E)
+        norm = _row(attention_norm, HIDDEN, RUNS_E)
         _meet(meeting_ptr, met + 1, GRID)
         source = residual_ptr
         if layer == 0:
             source = start_ptr
-        x = _normed(
-            source, x_ptr, attention_norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps,
-            ROWS, HIDDEN, TILE_E,
+        x, other = _normed(
+            source, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps,
+            ROWS, HIDDEN, RUNS_E,
         )  # fmt: skip
         for tile in range(pid, (QKV + QKV_N - 1) // QKV_N, GRID):
-            following = _weights(qkv_weight, tile + GRID, 0, QKV, HIDDEN, QKV_N, TILE_E)
-            y = _dot_rows(weight, x)
-            if HAS_QKV_BIAS:
-                output = tile * QKV_N + tl.arange(0, QKV_N)
-                bias = tl.load(qkv_bias + output, mask=output < QKV, other=0.0)
-                y += bias.to(tl.float32)[None, :]
-            _store_rows(qkv_ptr, y, tile, QKV, ROWS, QKV_N)
+            following = _weights(qkv_weight, tile + GRID, QKV, HIDDEN, QKV_N, RUNS_E)
+            _store_qkv(weight, x, qkv_bias, qkv_ptr, tile, QKV, QKV_N, HAS_QKV_BIAS)
+            if ROWS > 1:
+                _store_qkv(weight, other, qkv_bias, qkv_ptr + QKV, tile, QKV, QKV_N, HAS_QKV_BIAS)
             weight = following
 
         # 2. rotation, write, attention over a span of keys
+        _arrive(meeting_ptr, GRID)
         row, head, begin, end, length = my_row, my_head, my_begin, my_end, my_length
+        slot, cos, sin = my_slot, my_cos, my_sin
         k_first, k_second, v = _keys_and_values(
             k_cache, v_cache, block_table_ptr + row.to(tl.int64) * stride_table, begin,
             tl.minimum(end, length - 1), head * stride_h, stride_b, stride_p,
             HALF, TILE_KEYS, BLOCK_SIZE,
         )  # fmt: skip
-        _fetch_tiles(gate_weight, pid, INNER, HIDDEN, GATE_N, GRID, 3)
-        _fetch_tiles(up_weight, pid, INNER, HIDDEN, GATE_N, GRID, 3)
+        q_norm_first, q_norm_second, k_norm_first, k_norm_second = cos, cos, cos, cos
+        if HAS_QK_NORM:
+            q_norm_first, q_norm_second = tl.load(q_norm + pair), tl.load(q_norm + HALF + pair)
+            k_norm_first, k_norm_second = tl.load(k_norm + pair), tl.load(k_norm + HALF + pair)
         _meet(meeting_ptr, met + 2, GRID)
-        for item in range(pid, ROWS * KV_HEADS * SPLITS, GRID):
+        for item in range(pid, ITEMS, GRID):
             old_end = tl.minimum(end, length - 1)  # the newest key is in no cache yet
             blocks_ptr = block_table_ptr + row.to(tl.int64) * stride_table
-            cos = tl.load(cos_ptr + row * stride_cos + pair)
-            sin = tl.load(sin_ptr + row * stride_sin + pair)
             heads_ptr = qkv_ptr + row * QKV
             q_first, q_second = _head_halves(
-                heads_ptr + ((head * G + group) * HEAD_DIM)[:, None], q_norm, cos, sin,
-                (group < G)[:, None], qk_eps, HEAD_DIM, HAS_QK_NORM,
+                heads_ptr + ((head * G + group) * HEAD_DIM)[:, None], q_norm_first, q_norm_second,
+                cos, sin, (group < G)[:, None], qk_eps, HEAD_DIM, HAS_QK_NORM,
             )  # fmt: skip
-            # One head, in the first of GROUP rows; the others are 0.
+            one = tl.arange(0, 1)[:, None]
             new_first, new_second = _head_halves(
-                heads_ptr + ((Q_HEADS + head) * HEAD_DIM + group * 0)[:, None], k_norm, cos, sin,
-                (group == 0)[:, None], qk_eps, HEAD_DIM, HAS_QK_NORM,
+                heads_ptr + (Q_HEADS + head) * HEAD_DIM + one, k_norm_first, k_norm_second,
+                cos, sin, one == 0, qk_eps, HEAD_DIM, HAS_QK_NORM,
             )  # fmt: skip
-            new_first = tl.sum(new_first.to(tl.float32), 0).to(dtype)
-            new_second = tl.sum(new_second.to(tl.float32), 0).to(dtype)
             new_v = tl.load(
                 heads_ptr + (Q_HEADS + KV_HEADS + head) * HEAD_DIM + channel, cache_modifier=".cg"
             )
-            slot = tl.load(slot_ptr + row)
             if (begin < end) & (end == length) & (slot >= 0):
                 place = slot // BLOCK_SIZE * stride_b + slot % BLOCK_SIZE * stride_p
                 place += head * stride_h
-                tl.store(k_cache + place + pair, new_first)
-                tl.store(k_cache + place + HALF + pair, new_second)
+                tl.store(k_cache + place + pair[None, :], new_first)
+                tl.store(k_cache + place + HALF + pair[None, :], new_second)
                 tl.store(v_cache + place + channel, new_v)
             m = tl.full([GROUP], float("-inf"), tl.float32)
             total = tl.zeros([GROUP], tl.float32)
@@ -336,13 +399,14 @@ def _decode_layers_kernel(
             for start in range(begin, end, TILE_KEYS):
                 key = start + key_offset
                 is_new = (key == length - 1)[:, None]
-                k_1 = tl.where(is_new, new_first[None, :], k_first)
-                k_2 = tl.where(is_new, new_second[None, :], k_second)
+                k_1 = tl.where(is_new, new_first, k_first)
+                k_2 = tl.where(is_new, new_second, k_second)
                 values = tl.where(is_new, new_v[None, :], v)
-                k_first, k_second, v = _keys_and_values(
-                    k_cache, v_cache, blocks_ptr, start + TILE_KEYS, old_end, head * stride_h,
-                    stride_b, stride_p, HALF, TILE_KEYS, BLOCK_SIZE,
-                )  # fmt: skip
+                if start + TILE_KEYS < end:
+                    k_first, k_second, v = _keys_and_values(
+                        k_cache, v_cache, blocks_ptr, start + TILE_KEYS, old_end, head * stride_h,
+                        stride_b, stride_p, HALF, TILE_KEYS, BLOCK_SIZE,
+                    )  # fmt: skip
                 s = tl.dot(q_first, tl.trans(k_1))
                 s = tl.dot(q_second, tl.trans(k_2), s) * logit_scale
                 s = tl.where((key < end)[None, :], s, float("-inf"))
@@ -359,66 +423,59 @@ def _decode_layers_kernel(
             )  # fmt: skip
             tl.store(state_ptr + at * 2, m)
             tl.store(state_ptr + at * 2 + 1, total)
-            row, head, begin, end, length = _span_of(
-                item + GRID, seqlens_ptr, ROWS, KV_HEADS, SPLITS, SPAN_STEP
-            )
-            k_first, k_second, v = _keys_and_values(
-                k_cache, v_cache, block_table_ptr + row.to(tl.int64) * stride_table, begin,
-                tl.minimum(end, length - 1), head * stride_h, stride_b, stride_p,
-                HALF, TILE_KEYS, BLOCK_SIZE,
-            )  # fmt: skip
+            if ITEMS > GRID:
+                row, head, begin, end, length = _span_of(
+                    item + GRID, seqlens_ptr, ROWS, KV_HEADS, SPLITS, SPAN_STEP
+                )
+                slot = tl.load(slot_ptr + row)
+                cos = tl.load(cos_ptr + row * stride_cos + pair)
+                sin = tl.load(sin_ptr + row * stride_sin + pair)
+                k_first, k_second, v = _keys_and_values(
+                    k_cache, v_cache, block_table_ptr + row.to(tl.int64) * stride_table, begin,
+                    tl.minimum(end, length - 1), head * stride_h, stride_b, stride_p,
+                    HALF, TILE_KEYS, BLOCK_SIZE,
+                )  # fmt: skip
 
-        # 3. the spans of one head put together
-        weight = _weights(o_weight, pid, 0, HIDDEN, O_WIDTH, O_N, O_K)
-        _fetch_tiles(down_weight, pid, HIDDEN, INNER, DOWN_N, GRID, 1)
+        # 3. the spans of a head put together
+        _arrive(meeting_ptr, GRID)
         _meet(meeting_ptr, met + 3, GRID)
         for one in range(pid, ROWS * Q_HEADS, GRID):
-            q_head, its_row = one % Q_HEADS, one // Q_HEADS
-            number = tl.arange(0, SPLITS_PADDED)
-            there = number < SPLITS
-            first = (its_row * KV_HEADS + q_head // G) * SPLITS + number
-            at = first * GROUP + q_head % G
-            m = tl.load(state_ptr + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-            total = tl.load(state_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-            parts = tl.load(
-                part_ptr + (at * HEAD_DIM)[:, None] + channel[None, :],
-                mask=(there & (total > 0))[:, None] & (channel >= 0)[None, :], other=0.0,
-                cache_modifier=".cg",
+            _merge_spans(
+                part_ptr, state_ptr, o_ptr + one * HEAD_DIM, one // G * SPLITS, one % G, HEAD_DIM,
+                SPLITS, SPLITS_PADDED, GROUP,
             )  # fmt: skip
-            largest = tl.max(m, 0)
-            share = tl.where(total > 0, tl.exp2(m - largest), 0.0)
-            whole = tl.sum(share * total, 0)
-            o = tl.sum(parts * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-            tl.store(o_ptr + its_row * O_WIDTH + q_head * HEAD_DIM + channel, o.to(dtype))
 
         # 4. o product
+        _arrive(meeting_ptr, GRID)
+        weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, O_N, O_RUNS)
         _meet(meeting_ptr, met + 4, GRID)
-        _product(weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, O_N, O_K, GRID)
+        _product(weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, O_N, O_RUNS, GRID)
 
         # 5. norm, gate-up product, activation
-        gate = _weights(gate_weight, pid, 0, INNER, HIDDEN, GATE_N, TILE_E)
-        up = _weights(up_weight, pid, 0, INNER, HIDDEN, GATE_N, TILE_E)
-        if layer + 1 < num_layers:
-            next_qkv = tl.load(fields + FIELDS + 1).to(weight_type)
-            _fetch_tiles(next_qkv, pid, QKV, HIDDEN, QKV_N, GRID, 1)
+        _arrive(meeting_ptr, GRID)
+        gate = _weights(gate_weight, pid, INNER, HIDDEN, GATE_N, RUNS_E)
+        up = _weights(up_weight, pid, INNER, HIDDEN, GATE_N, RUNS_E)
+        gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS_E)
+        up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS_E)
+        norm = _row(mlp_norm, HIDDEN, RUNS_E)
         _meet(meeting_ptr, met + 5, GRID)
-        x = _normed(
-            residual_ptr + ROWS * HIDDEN, x_ptr, mlp_norm, residual_ptr, layer >= 0, eps,
-            ROWS, HIDDEN, TILE_E,
+        x, other = _normed(
+            residual_ptr + ROWS * HIDDEN, x_ptr, norm, residual_ptr, layer >= 0, eps,
+            ROWS, HIDDEN, RUNS_E,
         )  # fmt: skip
         for tile in range(pid, (INNER + GATE_N - 1) // GATE_N, GRID):
-            next_gate = _weights(gate_weight, tile + GRID, 0, INNER, HIDDEN, GATE_N, TILE_E)
-            next_up = _weights(up_weight, tile + GRID, 0, INNER, HIDDEN, GATE_N, TILE_E)
-            g = _dot_rows(gate, x).to(dtype).to(tl.float32)
-            u = _dot_rows(up, x).to(dtype).to(tl.float32)
-            activated = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
-            _store_rows(act_ptr, activated * u, tile, INNER, ROWS, GATE_N)
-            gate, up = next_gate, next_up
+            gate_3 = _weights(gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS_E)
+            up_3 = _weights(up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS_E)
+            _store_gated(gate, up, x, act_ptr, tile, INNER, GATE_N)
+            if ROWS > 1:
+                _store_gated(gate, up, other, act_ptr + INNER, tile, INNER, GATE_N)
+            gate, up, gate_2, up_2 = gate_2, up_2, gate_3, up_3
 
         # 6. down product
-        weight = _weights(down_weight, pid, 0, HIDDEN, INNER, DOWN_N, DOWN_K)
+        _arrive(meeting_ptr, GRID)
+        weight = _weights(down_weight, pid, HIDDEN, INNER, DOWN_N, DOWN_RUNS)
         _meet(meeting_ptr, met + 6, GRID)
-        _product(weight, down_weight, act_ptr, x_ptr, HIDDEN, INNER, ROWS, DOWN_N, DOWN_K, GRID)
+        _product(weight, down_weight, act_ptr, x_ptr, HIDDEN, INNER, ROWS, DOWN_N, DOWN_RUNS, GRID)
 
     if GRID > 1:
         # The last to leave makes the counters ready for the next launch: all have met by then.
@@ -453,47 +510,38 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the products of a step are cut, see `cut_of`: tiles of outputs, and of channels."""
+    """How the products of a step are cut, see `cut_of`: tiles of outputs, runs of 256 channels."""
 
     qkv_n: int
     o_n: int
-    o_k: int
+    o_runs: int
     gate_n: int
     down_n: int
-    down_k: int
+    down_runs: int
 
 
-def _rounds(outputs: int, tile: int, grid: int) -> int:
-    return triton.cdiv(triton.cdiv(outputs, tile), grid) * tile
+def _runs(channels: int) -> int:
+    return triton.next_power_of_2(triton.cdiv(channels, 256))
 
 
-def _tile_n(outputs: int, channels: int, grid: int, most: int) -> int:
-    """Return the tile, of at most `most` weights, with which the busiest program has least."""
-    widest = max(1, most // triton.next_power_of_2(channels))
+def _tile_n(outputs: int, runs: int, grid: int, most: int) -> int:
+    """Return the largest tile of at most `most` weights that leaves programs nearly equal work."""
+    widest = max(1, most // (256 * runs))
     tiles = [1 << i for i in range(widest.bit_length())]
-    return min(reversed(tiles), key=lambda tile: _rounds(outputs, tile, grid))
+    busiest = {n: triton.cdiv(triton.cdiv(outputs, n), grid) * n for n in tiles}
+    return max(n for n in tiles if busiest[n] <= UNEVEN * min(busiest.values()))
 
 
-def cut_of(shape: Shape, rows: int, grid: int) -> Cut:
-    """Return the tiles of a step of `rows` rows on `grid` programs.
-
-    Products after a norm take all channels of an output at once; the others add up (rows, tile)
-    sums in float32, which bounds their tiles.
-    """
+def cut_of(shape: Shape, grid: int) -> Cut:
+    """Return the tiles of the products on `grid` programs; each takes all channels at once."""
     qkv = (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    most = max(1, SLAB // max(rows, 2))
-
-    def narrow(channels: int) -> tuple[int, int]:
-        tile_k = min(1024, triton.next_power_of_2(channels))
-        return _tile_n(shape.hidden, tile_k, grid, most), tile_k
-
-    o_n, o_k = narrow(shape.num_q_heads * shape.head_dim)
-    down_n, down_k = narrow(shape.inner)
+    all_runs, down_runs = _runs(shape.hidden), _runs(shape.inner)
+    o_runs = _runs(shape.num_q_heads * shape.head_dim)
     return Cut(
-        qkv_n=_tile_n(qkv, shape.hidden, grid, 2 * SLAB // max(1, rows // 2)),
-        o_n=o_n, o_k=o_k,
-        gate_n=_tile_n(shape.inner, shape.hidden, grid, SLAB // 2),
-        down_n=down_n, down_k=down_k,
+        qkv_n=_tile_n(qkv, all_runs, grid, SLAB),
+        o_n=_tile_n(shape.hidden, o_runs, grid, SLAB), o_runs=o_runs,
+        gate_n=_tile_n(shape.inner, all_runs, grid, SLAB // 4),
+        down_n=_tile_n(shape.hidden, down_runs, grid, SLAB), down_runs=down_runs,
     )  # fmt: skip
 
 
@@ -514,10 +562,11 @@ def why_not(
     if shape.num_q_heads // shape.num_kv_heads > GROUP:
         group = shape.num_q_heads // shape.num_kv_heads
         return f"query heads of a key head must be at most {GROUP}, got {group}"
-    if shape.hidden % 8 or shape.inner % 8 or shape.hidden > 8192:
+    width = shape.num_q_heads * shape.head_dim
+    if shape.hidden % 8 or shape.inner % 8 or max(shape.hidden, shape.inner, width) > MOST_CHANNELS:
         return (
-            "hidden and inner size must be multiples of 8, hidden at most 8192, "
-            f"got {shape.hidden} and {shape.inner}"
+            f"hidden, inner and head sizes must be multiples of 8 and at most {MOST_CHANNELS}, "
+            f"got {shape.hidden}, {shape.inner} and {width}"
         )
     return None
 
@@ -530,7 +579,7 @@ class DecodeLayers:
         layers: of each layer its tensors, contiguous: attention norm, qkv weight, qkv bias, q norm,
             k norm, o weight, mlp norm, gate-up weight, down weight, k_cache, v_cache; None where
             there is none.
-        rows: of a step, 1, 2 or 4.
+        rows: of a step, 1 or 2.
         grid: programs; all must fit the device at once. None is its number of multiprocessors.
     """
 
@@ -569,7 +618,7 @@ class DecodeLayers:
         self._states = buffer(items, GROUP, 2, like=torch.float32)
         self._o, self._act = buffer(rows, width), buffer(rows, shape.inner)
         self._meeting = buffer(2, like=torch.int32)
-        self.cut = cut_of(shape, rows, grid)
+        self.cut = cut_of(shape, grid)
 
     def run(
         self,
@@ -594,12 +643,12 @@ class DecodeLayers:
             self._act, self._meeting, cos, sin, slot_mapping, seqlens_k, block_table,
             len(self._layers), block_table.stride(0), cos.stride(0), sin.stride(0),
             *self._cache_strides, shape.eps, shape.qk_eps, scale,
-            ROWS=self.rows, HIDDEN=shape.hidden, TILE_E=triton.next_power_of_2(shape.hidden),
+            ROWS=self.rows, HIDDEN=shape.hidden, RUNS_E=_runs(shape.hidden),
             INNER=shape.inner, Q_HEADS=shape.num_q_heads, KV_HEADS=shape.num_kv_heads,
             HEAD_DIM=shape.head_dim, BLOCK_SIZE=self._block_size, SPLITS=self.splits,
             SPLITS_PADDED=triton.next_power_of_2(self.splits), HAS_QK_NORM=shape.has_qk_norm,
-            HAS_QKV_BIAS=shape.has_qkv_bias, QKV_N=cut.qkv_n, O_N=cut.o_n, O_K=cut.o_k,
-            GATE_N=cut.gate_n, DOWN_N=cut.down_n, DOWN_K=cut.down_k, TILE_KEYS=TILE_KEYS,
+            HAS_QKV_BIAS=shape.has_qkv_bias, QKV_N=cut.qkv_n, O_N=cut.o_n, O_RUNS=cut.o_runs,
+            GATE_N=cut.gate_n, DOWN_N=cut.down_n, DOWN_RUNS=cut.down_runs, TILE_KEYS=TILE_KEYS,
             SPAN_STEP=SPAN_STEP, GROUP=GROUP, FIELDS=self.FIELDS, GRID=self.grid,
             num_warps=NUM_WARPS, num_stages=1,
         )  # fmt: skip

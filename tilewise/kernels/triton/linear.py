@@ -1,6 +1,6 @@
 """A product of few rows with a weight matrix that is read once, as fast as memory gives it.
 
-what     y = x weight^T + bias for up to 16 rows of x
+what     y = x weight^T + bias for up to 32 rows of x
 grid     (tiles of outputs, parts of K); parts are added by a second kernel, (tiles of y,)
 program  TILE_N outputs of all rows over its part of K; with WAYS > 1 each warp takes every WAYS-th
          slice of TILE_K channels, and the sums of the warps are added at the end
@@ -21,7 +21,7 @@ from tilewise.kernels.linear_tiles import LinearTile, tile_of
 from tilewise.kernels.spec import ElementSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
-ROWS = 16  # of the smallest matrix instruction; fewer are padded
+ROWS = 16  # of the smallest matrix instruction; fewer, or fewer than 32, are padded
 MERGE_TILE = 1024
 
 
@@ -100,7 +100,7 @@ def why_not(spec: ElementSpec) -> str | None:
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile | None = None
 ) -> Tensor:
-    """Return y (..., N) of x (..., K) with up to 16 rows, weight (N, K) and bias (N,)."""
+    """Return y (..., N) of x (..., K) with up to 32 rows, weight (N, K) and bias (N,)."""
     outputs, channels = weight.shape
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
@@ -117,7 +117,8 @@ def launch(
     given = y if bias is None else bias
     _linear_kernel[(triton.cdiv(outputs, tile.tile_n), parts)](
         x, weight, given, target, rows, outputs, channels, x.stride(0), weight.stride(0), per_part,
-        HAS_BIAS=bias is not None and parts == 1, WAYS=tile.ways, ROWS=ROWS,
+        HAS_BIAS=bias is not None and parts == 1, WAYS=tile.ways,
+        ROWS=ROWS if rows <= ROWS else 2 * ROWS,
         TILE_N=tile.tile_n, TILE_K=tile.tile_k, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
