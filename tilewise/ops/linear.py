@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.linear_tiles import MOST_ROWS as MOST_LINEAR_ROWS
-from tilewise.kernels.linear_tiles import pays
+from tilewise.kernels.linear_tiles import MOST_ROWS, pays
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import _checks, _dispatch
 from tilewise.ops._gradient import lean
 from tilewise.ops._library import register
+
+MOST_LINEAR_ROWS = MOST_ROWS
 
 
 def linear(
