@@ -53,8 +53,8 @@ ALLOCATORS = (*POLICIES, "paged", "prefix")  # blocks without and with it
 WORKSPACE_BYTES = 3.5e9
 MEMORY_SHARE = 0.9  # LLM's gpu_memory_utilization
 COLUMNS = ["allocator", "rate", "n", "prefix", "block", "budget", "options", "req/s", "tok/s",
-           "ttft p50", "ttft p90", "tpot p50", "s/token", "running", "queue", "preempted", "again %", "hit %",
-           "waste %"]  # fmt: skip
+           "ttft p50", "ttft p90", "tpot p50", "s/token", "running", "queue", "preempted",
+           "again %", "hit %", "waste %"]  # fmt: skip
 
 MODELS: dict[str, Sizes] = {name: read_sizes(config) for name, config in SHAPES.items()} | {
     # Llama 3.1's: Llama 3's sizes and more positions.

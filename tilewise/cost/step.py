@@ -153,13 +153,13 @@ class StepCost:
         """
         m, sizes = self.machine, self.sizes
         weights, flops = self._streams(work.tokens)
-        head = product_cost(work.logits, *sizes.head, weight_itemsize=self.weight_itemsize)
-        head_weights = head.bytes_read if work.logits else 0
+        parameters = sizes.head[0] * sizes.head[1]
+        head_weights = int(parameters * self.weight_itemsize) if work.logits else 0
         return {
             "kernel_s": self._kernels,
             "sample_s": work.samples,
             "stream_efficiency": (weights + head_weights) / m.read_bandwidth,
-            "product_efficiency": (flops + head.flops) / self._flops,
+            "product_efficiency": (flops + 2 * work.logits * parameters) / self._flops,
             "element_efficiency": self._element_bytes(work.tokens, work.logits) / m.copy_bandwidth,
             "key_efficiency": work.keys * self.cache_bytes / m.read_bandwidth,
             "attention_efficiency": work.pairs * self.attention_flops / self._flops,
@@ -174,6 +174,9 @@ class StepCost:
 
     def _element_bytes(self, rows: int, logits: int) -> int:
         """Return the bytes that everything moves but weights, keys and values."""
+        return self._layer_bytes(rows) + 2 * logits * self.sizes.vocab_size * LOGIT_BYTES
+
+    def _layer_bytes(self, rows: int) -> int:
         sizes, width = self.sizes, self.itemsize
         around = norm_cost(rows, sizes.hidden, itemsize=width).bytes * 2
         inner = sizes.products[-1][0]
@@ -182,18 +185,19 @@ class StepCost:
             around += rows * (wide + narrow) * width
         heads = (sizes.num_q_heads + sizes.num_kv_heads) * sizes.head_dim
         around += 2 * rows * heads * width  # rotated in place
-        return sizes.num_layers * around + 2 * logits * sizes.vocab_size * LOGIT_BYTES
+        return sizes.num_layers * around
 
     def _product_seconds(self, rows: int) -> float:
         weights, flops = self._streams(rows)
-        return self._slower(weights, flops) + self._element_seconds(rows, 0)
+        return self._slower(weights, flops) + self._element_seconds(self._layer_bytes(rows))
 
     def _head_seconds(self, rows: int) -> float:
         if not rows:
             return 0.0
         head = self.sizes.head
         weights = int(head[0] * head[1] * self.weight_itemsize)
-        return self._slower(weights, 2 * rows * head[0] * head[1]) + self._element_seconds(0, rows)
+        logits = 2 * rows * self.sizes.vocab_size * LOGIT_BYTES
+        return self._slower(weights, 2 * rows * head[0] * head[1]) + self._element_seconds(logits)
 
     def _slower(self, weights: int, flops: int) -> float:
         m = self.machine
@@ -201,9 +205,8 @@ class StepCost:
         multiplying = flops / (self._flops * m.product_efficiency)
         return max(reading, multiplying) if m.overlaps else reading + multiplying
 
-    def _element_seconds(self, rows: int, logits: int) -> float:
+    def _element_seconds(self, moved: int) -> float:
         m = self.machine
-        moved = self._element_bytes(rows, logits)
         return moved / (m.copy_bandwidth * m.element_efficiency)
 
 

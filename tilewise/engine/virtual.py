@@ -287,10 +287,13 @@ class VirtualEngine:
             end = start + len(run.token_ids)
             before = reached.get(seq_id)
             if before is None:
-                timing = self.timings[live[seq_id].request.request_id]
+                seq = live[seq_id]
+                timing = self.timings[seq.request.request_id]
                 if timing.admitted < 0:
                     timing.admitted = when
-            elif start < before:
+                # A sample that forked has its prompt from the first one.
+                before = seq.num_prompt_tokens if seq.index else 0
+            if start < before:
                 steps.again += min(end, before) - start
                 end = max(end, before)
             reached[seq_id] = end
