@@ -54,8 +54,8 @@ def test_every_allocator_serves_every_request_whole(allocator, n):
     tables = engine.scheduler.tables
     if allocator in POLICIES:
         assert isinstance(tables, ContiguousTables)
-        assert tables.slots_taken == 0
-        assert tables._buddy.allocate(1024) is not None, "all pieces came back and joined"
+        assert tables.pieces.slots_taken == tables.pieces.num_used == 0
+        assert tables.pieces.take(1024, 1), "all pieces came back and joined"
         assert not tables._reserved
     else:
         assert tables.allocator.num_used == 0

@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from tilewise.bench.trace import TraceRequest
+from tilewise.cache.allocator import BlockAllocator
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import Sequence
 from tilewise.engine.scheduler import Scheduler
@@ -153,6 +154,46 @@ def _shares(running: Seq[_Running], num_slots: int) -> Shares:
     return Shares(tokens, needed - tokens, asked - needed, num_slots - asked, len(running))
 
 
+class PieceAllocator(BlockAllocator):
+    """A buddy allocator in the place of the tables' own: what they release are starts of pieces.
+
+    Attributes:
+        slots_taken: of all pieces that have an owner.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(1)
+        self.slots_taken = 0
+        self._buddy = BuddyAllocator(num_slots)
+        self._size_of: dict[int, int] = {}  # by start
+
+    @property
+    def num_used(self) -> int:
+        """Pieces with an owner."""
+        return len(self._size_of)
+
+    def take(self, num_slots: int, count: int) -> list[int]:
+        """Return the starts of `count` pieces of at least num_slots, or none of them."""
+        found: list[tuple[int, int]] = []
+        for _ in range(count):
+            piece = self._buddy.allocate(num_slots)
+            if piece is None:
+                for each in found:
+                    self._buddy.release(each)
+                return []
+            found.append(piece)
+        self._size_of |= dict(found)
+        self.slots_taken += sum(size for _, size in found)
+        return [start for start, _ in found]
+
+    def release(self, block_ids: Seq[int]) -> None:
+        """Take pieces back."""
+        for start in block_ids:
+            size = self._size_of.pop(start)
+            self.slots_taken -= size
+            self._buddy.release((start, size))
+
+
 class ContiguousTables(BlockTables):
     """Pieces of a buddy allocator behind the methods that the scheduler calls.
 
@@ -175,42 +216,24 @@ class ContiguousTables(BlockTables):
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         # A block longer than any sequence: tables of one block, which no token steps out of.
         super().__init__(1, max(num_slots, max_len) + 1, enable_prefix_caching=False)
-        self._buddy = BuddyAllocator(num_slots)
-        self._size_of = asked_for(policy, max_len)
-        self._pieces: dict[int, int] = {}  # size by start
+        self.pieces = PieceAllocator(num_slots)
+        self.allocator = self.pieces
+        self._asked_for = asked_for(policy, max_len)
         self._reserved: dict[str, list[int]] = {}  # for samples that have yet to fork
-        self._let_go_of: deque[list[int]] = deque()  # for each unfinished step
-        self.slots_taken = 0
-        whole = self._buddy.allocate(max_len)
-        if whole is None:
+        whole = self.pieces.take(max_len, 1)
+        if not whole:
             raise ValueError(f"num_slots must fit one piece of {max_len} tokens, got {num_slots}")
-        self._buddy.release(whole)
-
-    @property
-    def has_fenced(self) -> bool:
-        """Whether pieces become free when unfinished steps finish."""
-        return any(self._let_go_of)
-
-    def begin_step(self) -> None:
-        """Note that a step may use any piece that has an owner now."""
-        self._let_go_of.append([])
-
-    def end_step(self, index: int) -> None:
-        """Note that unfinished step `index` has finished."""
-        starts = self._let_go_of[index]
-        del self._let_go_of[index]
-        if index:
-            self._let_go_of[index - 1] += starts
-        else:
-            self._release(starts)
+        self.pieces.release(whole)
 
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
-        """Return how many pieces must become free; 0 is now."""
-        return int(not self._take(seq, keeps=False))
+        """Return how many pieces must become free, 1 for any number; 0 is now."""
+        starts = self._take(seq)
+        self.pieces.release(starts)
+        return int(not starts)
 
     def reserve(self, seq: Sequence, spare: int) -> bool:
         """Give a sequence its piece, and one more for each sample that will fork, or none."""
-        starts = self._take(seq, keeps=True)
+        starts = self._take(seq)
         if not starts:
             return False
         seq.block_ids = starts[:1]
@@ -234,49 +257,20 @@ class ContiguousTables(BlockTables):
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's piece back, and those of samples that have not forked."""
-        starts = list(seq.block_ids)
         if seq.index == 0 and seq.num_tokens == seq.num_prompt_tokens:
-            starts += self._reserved.pop(seq.request.request_id, [])
-        if self._let_go_of:
-            self._let_go_of[-1] += starts
-        else:
-            self._release(starts)
-        seq.block_ids = []
-        seq.num_told_blocks = 0
-        seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
-
-    def note_peak(self, holders: list[Sequence]) -> None:
-        """Do nothing: pieces are counted by whoever asks."""
+            seq.block_ids = seq.block_ids + self._reserved.pop(seq.request.request_id, [])
+        super().release(seq)
 
     def slots_used(self, computed: dict[Sequence, int]) -> int:
         """Return how many slots hold a token."""
         return sum(computed.values())
 
-    def _take(self, seq: Sequence, *, keeps: bool) -> list[int]:
+    def _take(self, seq: Sequence) -> list[int]:
         """Allocate pieces for a sequence and the samples to fork from it, or none."""
         is_whole = seq.num_tokens == seq.num_prompt_tokens
         samples = seq.request.sampling.n if is_whole and seq.index == 0 else 1
         asked = TraceRequest(0.0, seq.num_prompt_tokens, seq.max_len - seq.num_prompt_tokens)
-        found: list[tuple[int, int]] = []
-        while len(found) < samples:
-            piece = self._buddy.allocate(self._size_of(asked))
-            if piece is None:
-                break
-            found.append(piece)
-        is_enough = len(found) == samples
-        if keeps and is_enough:
-            self._pieces |= dict(found)
-            self.slots_taken += sum(size for _, size in found)
-        else:
-            for piece in found:
-                self._buddy.release(piece)
-        return [start for start, _ in found] if is_enough else []
-
-    def _release(self, starts: Seq[int]) -> None:
-        for start in starts:
-            size = self._pieces.pop(start)
-            self.slots_taken -= size
-            self._buddy.release((start, size))
+        return self.pieces.take(self._asked_for(asked), samples)
 
 
 def use_tables(scheduler: Scheduler, tables: BlockTables) -> None:

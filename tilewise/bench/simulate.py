@@ -201,7 +201,7 @@ def serve(
         use_tables(scheduler, tables)
 
         def slots_taken() -> int:
-            return tables.slots_taken
+            return tables.pieces.slots_taken
 
     overlap = setting.machine.overlaps_steps if setting.overlap is None else setting.overlap
     cost = StepCost(setting.sizes, setting.machine, dtype=setting.dtype)
