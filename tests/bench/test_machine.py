@@ -53,7 +53,7 @@ def test_a_profile_is_found_again_from_the_steps_that_it_made(overlaps):
         seconds = cost(work)
         steps.append(MeasuredStep(work, seconds.before, 0.0, seconds.device, seconds.after))
     found = fit(PEAKS, SIZES, steps, dtype="bfloat16")
-    assert max(map(abs, errors(found, SIZES, steps, {}))) < (0.05 if overlaps else 0.002)
+    assert max(map(abs, errors(found, SIZES, steps, {}))) < (0.05 if overlaps else 0.005)
     for name in ("step_s", "step_sequence_s", "token_s", "update_s", "update_sequence_s"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-3)
     if not overlaps:
@@ -89,7 +89,7 @@ def test_each_batch_is_run_whole(overlap):
     runner = Drawing()
     turn = one_turn(runner, SIZES, overlap=overlap, max_len=512, clock=lambda: float(next(ticks)))
     assert len(turn) == runner.resets == len(machine.BATCHES)
-    for (sequences, prompt, budget), steps in zip(machine.BATCHES, turn, strict=True):
+    for (sequences, prompt, budget, _), steps in zip(machine.BATCHES, turn, strict=True):
         made = sum(step.work.samples for step in steps)
         assert made == sequences * machine.NEW_TOKENS
         length = min(prompt, 512 - machine.NEW_TOKENS)
@@ -100,7 +100,7 @@ def test_each_batch_is_run_whole(overlap):
 
 
 def test_the_command_writes_a_profile_that_simulation_reads(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(machine, "BATCHES", ((1, 8, 16), (3, 20, 32)))
+    monkeypatch.setattr(machine, "BATCHES", ((1, 8, 16, 0), (3, 20, 32, 1)))
     monkeypatch.setattr(machine, "measure_peaks", lambda device: dict(PEAKS))
     path = tmp_path / "machine.json"
     assert machine.main(["--device", "cpu", "--repeats", "1", "--json", str(path)]) == 0

@@ -11,6 +11,7 @@ profile that `tilewise simulate --machine FILE` reads.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -41,10 +42,14 @@ from tilewise.engine.virtual import work_of
 __all__ = ["MeasuredStep", "errors", "fit", "measure_peaks", "measure_steps", "medians", "one_turn"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Sequences, tokens of a prompt, tokens of a step: decode steps of 1 to 128 rows, over short and
-# long contexts, after prompts in chunks of several sizes.
-BATCHES = ((1, 16, 16), (1, 900, 256), (4, 200, 64), (8, 100, 512), (16, 400, 2048), (32, 24, 128),
-           (32, 250, 1024), (64, 60, 2048), (64, 30, 256), (128, 12, 512))  # fmt: skip
+# Sequences, tokens of a prompt, tokens of a step, sequences that come before each step (0: all at
+# once): decode steps of 1 to 128 rows over short and long contexts, after prompts in chunks of
+# several sizes; and steps of a service, prompts among sequences that decode.
+BATCHES = (
+    (1, 16, 16, 0), (1, 900, 256, 0), (4, 200, 64, 0), (8, 100, 512, 0), (16, 400, 2048, 0),
+    (32, 24, 128, 0), (32, 250, 1024, 0), (64, 60, 2048, 0), (64, 30, 256, 0), (128, 12, 512, 0),
+    (40, 300, 512, 1), (40, 80, 512, 2), (48, 500, 1024, 3),
+)  # fmt: skip
 NEW_TOKENS = 12
 MOST_EFFICIENT = 100.0  # what is read from caches has no other limit; a weight of 0 would be none
 
@@ -147,10 +152,10 @@ def one_turn(
     """Run each batch once and return its steps."""
     return [
         _run_batch(
-            runner, sizes, sequences, min(prompt, max_len - NEW_TOKENS), budget, overlap, max_len,
-            clock,
+            runner, sizes, sequences, min(prompt, max_len - NEW_TOKENS), budget, at_once, overlap,
+            max_len, clock,
         )
-        for sequences, prompt, budget in BATCHES
+        for sequences, prompt, budget, at_once in BATCHES
     ]  # fmt: skip
 
 
@@ -167,8 +172,8 @@ def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredS
 
 
 def _run_batch(
-    runner: Runner, sizes: Sizes, sequences: int, prompt: int, budget: int, overlap: bool,
-    max_len: int, clock: Callable[[], float],
+    runner: Runner, sizes: Sizes, sequences: int, prompt: int, budget: int, at_once: int,
+    overlap: bool, max_len: int, clock: Callable[[], float],
 ) -> list[MeasuredStep]:  # fmt: skip
     runner.reset()
     scheduler = Scheduler(
@@ -182,13 +187,16 @@ def _run_batch(
     )
     rng = random.Random(0)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    for number in range(sequences):
-        ids = [rng.randrange(sizes.vocab_size) for _ in range(prompt)]
-        scheduler.add(Request(str(number), ids, params))
+    coming = deque(
+        Request(str(number), [rng.randrange(sizes.vocab_size) for _ in range(prompt)], params)
+        for number in range(sequences)
+    )
     unfinished: deque[tuple[Batch, StepHandle, float, float, float]] = deque()
     steps: list[MeasuredStep] = []
     ended = 0.0
-    while scheduler.has_unfinished() or unfinished:
+    while coming or scheduler.has_unfinished() or unfinished:
+        for _ in range(min(at_once or sequences, len(coming))):
+            scheduler.add(coming.popleft())
         while len(unfinished) < scheduler.max_in_flight:
             started = clock()
             batch = scheduler.schedule()
@@ -209,7 +217,7 @@ def _run_batch(
         work = work_of(batch, 16)
         steps.append(MeasuredStep(work, scheduling, submitting, device, updating))
         ended = now
-        while unfinished and not scheduler.has_unfinished():
+        while unfinished and not (coming or scheduler.has_unfinished()):
             batch, handle, *_ = unfinished.popleft()
             handle.result()
             scheduler.discard(batch)
@@ -227,18 +235,17 @@ def least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) 
     a = np.asarray(columns, dtype=float) / y[:, None]
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0
-    a = a / scale
-    gram, right = a.T @ a, a.T @ np.ones(len(y))
-    weights = np.zeros(a.shape[1])
-    for _ in range(20_000):  # coordinate descent: each weight in turn, the others held
-        before = weights.copy()
-        for i in range(len(weights)):
-            if gram[i, i]:
-                gain = (right[i] - gram[i] @ weights) / gram[i, i]
-                weights[i] = max(0.0, weights[i] + gain)
-        if np.abs(weights - before).max() <= 1e-12 * max(1.0, weights.max()):
-            break
-    return [float(w) for w in weights / scale]
+    a /= scale
+    best, least = np.zeros(a.shape[1]), float(len(y))
+    # The weights that are not 0 solve the problem without the others; seven are 127 problems.
+    for count in range(1, a.shape[1] + 1):
+        for some in map(list, itertools.combinations(range(a.shape[1]), count)):
+            weights, *_ = np.linalg.lstsq(a[:, some], np.ones(len(y)), rcond=None)
+            squares = float(((a[:, some] @ weights - 1) ** 2).sum())
+            if weights.min() >= 0 and squares < least:
+                best, least = np.zeros(a.shape[1]), squares
+                best[some] = weights
+    return [float(weight) for weight in best / scale]
 
 
 def fit(
