@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from tilewise.bench.simulate import MODELS
-from tilewise.cost import StepCost, machine, recompute_seconds, swap_seconds
+from tilewise.cost import StepCost, StepWork, machine, recompute_seconds, swap_seconds
 
 DOCS = Path(__file__).resolve().parent
 BENCHMARKS = DOCS / "benchmarks"
@@ -36,8 +36,9 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((BENCHMARKS / f"simulate_{name}.json").read_text())
 
 
-def curves(axes: Any, rows: list[Row], *, value: str = "s/token", top: float = 1.0) -> None:
-    """Draw a value against the request rate, a curve for each allocator."""
+def curves(axes: Any, rows: list[Row], *, value: str = "s/token", most: float = 1.0) -> None:
+    """Draw a value, up to `most`, against the request rate, a curve for each allocator."""
+    top = min(most, 1.05 * max(row[value] for row in rows))
     for allocator, (colour, marker, label) in ALLOCATORS.items():
         mine = sorted((r for r in rows if r["allocator"] == allocator), key=lambda r: r["rate"])
         if mine:
@@ -57,7 +58,7 @@ def draw_paper(path: Path) -> None:
     panels[0, 0].set_title("one sample")
     samples = load("samples")["rows"]
     for axes, n in zip((panels[0, 1], panels[0, 2], panels[1, 0]), (2, 4, 6), strict=True):
-        curves(axes, [r for r in samples if r["n"] == n], top=1.5)
+        curves(axes, [r for r in samples if r["n"] == n], most=1.5)
         axes.set_title(f"{n} samples of each prompt")
     shared = load("prefix")["rows"]
     for axes, tokens in zip(panels[1, 1:], (80, 341), strict=True):
@@ -75,11 +76,11 @@ def draw_paper(path: Path) -> None:
 def draw_h200(path: Path) -> None:
     """Llama 3.1 8B on an H200: conversations, and Mooncake's long prompts."""
     figure, panels = plt.subplots(1, 3, figsize=(13.5, 4.4), layout="constrained")
-    curves(panels[0], load("h200")["rows"], top=0.2)
+    curves(panels[0], load("h200")["rows"])
     panels[0].set_title("Azure's conversations")
     panels[0].set_ylabel("normalised latency, s / token")
     rows = load("mooncake")["rows"]
-    curves(panels[1], rows, top=max(r["s/token"] for r in rows) * 1.05)
+    curves(panels[1], rows, most=4)
     panels[1].set_title("Mooncake, prompts of 12,000 tokens")
     panels[1].set_ylabel("normalised latency, s / token")
     budgets = load("budget")["rows"]
@@ -106,8 +107,9 @@ def draw_h200(path: Path) -> None:
 
 
 def draw_ablations(path: Path) -> None:
-    """Block sizes, and what swapping and computing again take by length of the context."""
-    figure, panels = plt.subplots(1, 3, figsize=(13.5, 4.2), layout="constrained")
+    """Block sizes, preempting in a service, and what it takes by length of the context."""
+    figure, panels = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    panels = panels.flat
     rows = load("blocks")["rows"]
     paged = [r for r in rows if r["block"] is not None]
     x = [r["block"] for r in paged]
@@ -122,24 +124,67 @@ def draw_ablations(path: Path) -> None:
     panels[0].set_title(f"block size: OPT-13B, A100, {oracle['rate']:g} a second")
     panels[0].legend(fontsize=8)
     panels[0].grid(alpha=0.3)
-    for axes, gpu, model in ((panels[1], "a100", "opt-13b"), (panels[2], "h200", "llama-8b")):
+    _swapping(panels[1])
+    for axes, gpu, model in ((panels[2], "a100", "opt-13b"), (panels[3], "h200", "llama-8b")):
         _preemption(axes, gpu, model)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _swapping(axes: Any) -> None:
+    """Preempting 4 samples of each prompt in a service."""
+    rows = load("swap")["rows"]
+    for allocator, style, cached in (("paged", "-", ""), ("prefix", "--", ", prefix cache")):
+        for kind, colour in (("recompute", "black"), ("swap", "#d62728"), ("auto", "#1f77b4")):
+            mine = [r for r in rows if r["allocator"] == allocator]
+            mine = [r for r in mine if f"preemption={kind}," in r["options"]]
+            axes.plot(
+                [r["rate"] for r in mine], [r["s/token"] for r in mine], "o" + style, ms=4,
+                color=colour, label=kind + cached,
+            )  # fmt: skip
+    axes.set_xlabel("requests a second")
+    axes.set_ylabel("normalised latency, s / token")
+    axes.set_ylim(bottom=0)
+    axes.set_title("preemption in a service: OPT-13B, A100, 4 samples of each prompt")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _beside(cost: StepCost, tokens: int) -> float:
+    """Return what computing a sequence again adds to steps of 16 sequences that run anyway."""
+    rows, context, chunk = 16, 1000, 8192
+    step = cost.device(StepWork(rows, rows, rows, rows, rows * context, is_decode=True))
+    seconds = 0.0
+    for start in range(0, tokens, chunk):
+        n = min(chunk, tokens - start)
+        keys = rows * context + start + n
+        pairs = n * start + n * (n + 1) // 2
+        seconds += cost.device(StepWork(rows + n, rows + 1, rows, rows, keys, pairs)) - step
+    return seconds
 
 
 def _preemption(axes: Any, gpu: str, model: str) -> None:
     where, sizes = machine(gpu), MODELS[model]
     cost = StepCost(sizes, where)
     contexts = [2**i for i in range(5, min(sizes.max_len, 32_768).bit_length())]
-    again = [1e3 * recompute_seconds(cost, tokens, 8192) for tokens in contexts]
-    axes.plot(contexts, again, "o-", ms=4, color="black", label="computed again")
+    alone = [1e3 * recompute_seconds(cost, tokens, 8192) for tokens in contexts]
+    axes.plot(contexts, alone, "o--", ms=4, color="black", label="computed again, alone")
+    beside = [1e3 * _beside(cost, tokens) for tokens in contexts]
+    axes.plot(contexts, beside, "o-", ms=4, color="black", label="computed again, beside 16 others")
+    pieces = 2 * sizes.num_layers  # of a block: keys and values of each layer
     for block, colour in ((16, "#d62728"), (256, "#ff7f0e")):
         moved = [
-            2e3 * swap_seconds(where, tokens * cost.cache_bytes, -(-tokens // block))
+            2e3 * swap_seconds(where, tokens * cost.cache_bytes, pieces * -(-tokens // block))
             for tokens in contexts
         ]
-        axes.plot(contexts, moved, "s-", ms=4, color=colour, label=f"swapped, blocks of {block}")
+        axes.plot(
+            contexts,
+            moved,
+            "s-",
+            ms=4,
+            color=colour,
+            label=f"swapped, layer by layer, blocks of {block}",
+        )
     whole = [2e3 * swap_seconds(where, tokens * cost.cache_bytes, 1) for tokens in contexts]
     axes.plot(contexts, whole, "^-", ms=4, color="#1f77b4", label="swapped, one transfer")
     axes.set_xscale("log", base=2)

@@ -6,16 +6,20 @@ import json
 import random
 
 import pytest
+import torch
 
+from tests.engine.test_engine import CacheReader
 from tests.engine.test_virtual import SIZES
 from tilewise.bench import live, machine
 from tilewise.bench.machine import MeasuredStep, errors, fit, least_squares, one_turn
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
 from tilewise.bench.trace import TraceRequest, poisson, with_prefix
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.cache.storage import KVStorage
 from tilewise.cost import Machine, StepCost, StepWork, read_machine
 from tilewise.engine.batch import SampledToken
 from tilewise.engine.engine import Engine
-from tilewise.engine.runner import Finished
+from tilewise.engine.runner import Finished, ModelRunner
 from tilewise.engine.scheduler import Scheduler
 
 PEAKS = {
@@ -136,7 +140,11 @@ def test_the_live_loop_serves_what_simulation_serves():
     def new_scheduler():
         return Scheduler(64, 4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
 
-    engine = Engine(new_scheduler(), Drawing())
+    def draw(logits, batch):
+        return [[SampledToken(5)] * run.num_samples for run in batch.sequences]
+
+    storage = KVStorage(CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32)), 64, torch.device("cpu"))
+    engine = Engine(new_scheduler(), ModelRunner(CacheReader(), storage, sampler=draw))
     clock = live.LiveClock()
     timings = live.serve_live(
         engine, new_scheduler(), list(arrivals_of(requests, ids_of=ids_of)), clock
