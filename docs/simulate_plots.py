@@ -56,7 +56,7 @@ def draw_paper(path: Path) -> None:
     figure, panels = plt.subplots(2, 3, figsize=(13.5, 7.6), layout="constrained")
     curves(panels[0, 0], load("basic")["rows"])
     panels[0, 0].set_title("one sample")
-    samples = load("samples")["rows"]
+    samples = load("samples")["rows"] + load("samples_prefix")["rows"]
     for axes, n in zip((panels[0, 1], panels[0, 2], panels[1, 0]), (2, 4, 6), strict=True):
         curves(axes, [r for r in samples if r["n"] == n], most=1.5)
         axes.set_title(f"{n} samples of each prompt")
@@ -145,7 +145,7 @@ def _swapping(axes: Any) -> None:
     axes.set_xlabel("requests a second")
     axes.set_ylabel("normalised latency, s / token")
     axes.set_ylim(bottom=0)
-    axes.set_title("preemption in a service: OPT-13B, A100, 4 samples of each prompt")
+    axes.set_title("preemption in a service: OPT-13B, A100, 4 samples")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 
+from tilewise import cli
 from tilewise.bench import simulate
 from tilewise.bench.contiguous import POLICIES, ContiguousTables
 from tilewise.bench.simulate import ALLOCATORS, MODELS, Setting, model_sizes, report, serve
@@ -191,7 +194,8 @@ def test_the_command_writes_what_it_prints(capsys, tmp_path):
     path = tmp_path / "simulate.json"
     arguments = ["--requests", "30", "--rates", "3", "9", "--allocators", "oracle", "prefix",
                  "--gpu", "h100", "--model", "llama-1b", "--block-size", "8", "32",
-                 "--scheduler", "seed=0,1", "--json", str(path)]  # fmt: skip
+                 "--scheduler", "seed=0,1", "--scheduler", "max_num_seqs=3",
+                 "--json", str(path)]  # fmt: skip
     assert simulate.main(arguments) == 0
     document = json.loads(path.read_text())
     assert document == json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -200,7 +204,17 @@ def test_the_command_writes_what_it_prints(capsys, tmp_path):
     by_seed = [row for row in rows if row["allocator"] == "oracle" and row["rate"] == 3]
     assert len(by_seed) == 2
     assert by_seed[0]["s/token"] == by_seed[1]["s/token"]
+    assert all(row["running"] <= 3 for row in rows)
     assert document["machine"]["name"] == "NVIDIA H100 SXM"
+
+
+def test_the_command_line_has_it_and_it_needs_no_torch(capfd):
+    words = ["simulate", "--requests", "4", "--model", "llama-1b"]
+    script = f"import sys, tilewise.cli; print(tilewise.cli.main({words}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+    assert cli.main(["simulate", "--gpu", "tpu"]) == 2
+    assert "gpu must be one of h200" in capfd.readouterr().err
 
 
 def test_wrong_words_are_refused():

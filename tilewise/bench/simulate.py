@@ -103,7 +103,7 @@ class Setting:
         budget: tokens of a step.
         max_len: tokens of a sequence; None is the model's.
         overlap: submit a step while one runs; None is what the profile says.
-        scheduler_options: further keywords of Scheduler.
+        scheduler_options: keywords of Scheduler, before all of the above.
     """
 
     sizes: Sizes
@@ -186,15 +186,14 @@ def serve(
         raise ValueError(f"allocator must be one of {', '.join(ALLOCATORS)}, got {allocator!r}")
     is_paged = allocator not in POLICIES
     block_size = setting.block_size if is_paged else 1
-    scheduler = Scheduler(
-        setting.slots // block_size,
-        block_size,
-        max_num_seqs=setting.max_num_seqs,
-        max_num_batched_tokens=setting.budget,
-        max_model_len=setting.longest,
-        enable_prefix_caching=allocator == "prefix",
-        **setting.scheduler_options,
-    )
+    options: dict[str, Any] = {
+        "max_num_seqs": setting.max_num_seqs,
+        "max_num_batched_tokens": setting.budget,
+        "max_model_len": setting.longest,
+        "enable_prefix_caching": allocator == "prefix",
+    }
+    options |= setting.scheduler_options
+    scheduler = Scheduler(setting.slots // block_size, block_size, **options)
     slots_taken = None
     if not is_paged:
         tables = ContiguousTables(setting.slots, allocator, setting.longest)
