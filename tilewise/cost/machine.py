@@ -157,7 +157,7 @@ def machine(name: str) -> Machine:
 _ROOF = "docs/hopper.md and docs/decode.md: H200, torch 2.11.0+cu130, 2026-11-20 and 22"
 _STEPS = (
     "fitted to the decode steps of Qwen3-0.6B's shape in docs/benchmarks/engine_h200.json, which "
-    "it gives as 1.38, 2.26, 8.9 ms for 1.37, 2.29, 8.80 measured at batch 1, 32, 256"
+    "it gives as 1.38, 2.27, 8.82 ms for 1.37, 2.29, 8.80 measured at batch 1, 32, 256"
 )
 _HOST = "docs/benchmarks/engine_h200.json, host parts at batch 1, 32 and 256"
 _LINK = (
