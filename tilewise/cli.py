@@ -37,6 +37,7 @@ examples:
   tilewise explain attention --shape 1,4096,4096,32,8,128 --causal
   tilewise bench ops                                       kernels against their peers
   tilewise bench attention --only dense                    attention from N = 512 on: time, memory
+  tilewise simulate --trace FILE --rates 1 2 4             throughput and latency, foreseen
   tilewise precompile                                      compile the usual kernels beforehand
 """
 
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_bench(commands)
+    _add_simulate(commands)
     _add_explain(commands)
     _add_precompile(commands)
     return parser
@@ -247,6 +249,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "paged",
             "engine",
             "waste",
+            "machine",
+            "live",
         ),
         help="what to measure",
     )
@@ -262,6 +266,21 @@ def _bench(options: argparse.Namespace) -> int | None:
         f"tilewise.bench.{options.what}"
     ).main
     return main_of(options.rest)
+
+
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    # No prefix is an option's here: all that follows is for the simulation's own parser.
+    parser = commands.add_parser(
+        "simulate", help="serve a trace in virtual time", prefix_chars="\0", add_help=False
+    )
+    parser.add_argument("rest", nargs="*")
+    parser.set_defaults(run=_simulate, debug=False)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from tilewise.bench.simulate import main as simulate
+
+    return simulate(options.rest)
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -13,10 +13,15 @@ sections 3.1 and 6.1.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from tilewise.bench.trace import TraceRequest
+from tilewise.cache.allocator import BlockAllocator
+from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.request import Sequence
+from tilewise.engine.scheduler import Scheduler
 
 POLICIES = ("max", "pow2", "oracle")
 
@@ -99,7 +104,7 @@ class _Running:
 
 
 def replay(
-    requests: Sequence[TraceRequest], policy: str, num_slots: int, *, max_len: int, budget: int
+    requests: Seq[TraceRequest], policy: str, num_slots: int, *, max_len: int, budget: int
 ) -> Iterator[Shares]:
     """Serve requests that all wait from the beginning; yield the memory of each step.
 
@@ -142,8 +147,135 @@ def replay(
             buddy.release(one.piece)
 
 
-def _shares(running: Sequence[_Running], num_slots: int) -> Shares:
+def _shares(running: Seq[_Running], num_slots: int) -> Shares:
     tokens = sum(one.cached for one in running)
     needed = sum(one.request.prompt + one.request.output for one in running)
     asked = sum(one.asked for one in running)
     return Shares(tokens, needed - tokens, asked - needed, num_slots - asked, len(running))
+
+
+class PieceAllocator(BlockAllocator):
+    """A buddy allocator in the place of the tables' own: what they release are starts of pieces.
+
+    Attributes:
+        slots_taken: of all pieces that have an owner.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(1)
+        self.slots_taken = 0
+        self._buddy = BuddyAllocator(num_slots)
+        self._size_of: dict[int, int] = {}  # by start
+
+    @property
+    def num_used(self) -> int:
+        """Pieces with an owner."""
+        return len(self._size_of)
+
+    def take(self, num_slots: int, count: int) -> list[int]:
+        """Return the starts of `count` pieces of at least num_slots, or none of them."""
+        found: list[tuple[int, int]] = []
+        for _ in range(count):
+            piece = self._buddy.allocate(num_slots)
+            if piece is None:
+                for each in found:
+                    self._buddy.release(each)
+                return []
+            found.append(piece)
+        self._size_of |= dict(found)
+        self.slots_taken += sum(size for _, size in found)
+        return [start for start, _ in found]
+
+    def release(self, block_ids: Seq[int]) -> None:
+        """Take pieces back."""
+        for start in block_ids:
+            size = self._size_of.pop(start)
+            self.slots_taken -= size
+            self._buddy.release((start, size))
+
+
+class ContiguousTables(BlockTables):
+    """Pieces of a buddy allocator behind the methods that the scheduler calls.
+
+    With these in place of its own tables the engine's scheduler serves as engines did before
+    paging: a sequence is admitted when there is a piece for all it may ever have, and for each of
+    its request's samples another. A piece is named by its start and never grows. Copying a prompt
+    from sample to sample costs nothing here, which is kind to contiguous allocation.
+
+    Args:
+        num_slots: tokens that the memory could hold.
+        policy: "max", "pow2" or "oracle".
+        max_len: of a sequence; what "max" reserves.
+
+    Raises:
+        ValueError: policy is none of these, or the memory has no piece for the longest sequence.
+    """
+
+    def __init__(self, num_slots: int, policy: str, max_len: int) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        # A block longer than any sequence: tables of one block, which no token steps out of.
+        super().__init__(1, max(num_slots, max_len) + 1, enable_prefix_caching=False)
+        self.pieces = PieceAllocator(num_slots)
+        self.allocator = self.pieces
+        self._asked_for = asked_for(policy, max_len)
+        self._reserved: dict[str, list[int]] = {}  # for samples that have yet to fork
+        whole = self.pieces.take(max_len, 1)
+        if not whole:
+            raise ValueError(f"num_slots must fit one piece of {max_len} tokens, got {num_slots}")
+        self.pieces.release(whole)
+
+    def missing_blocks(self, seq: Sequence, spare: int) -> int:
+        """Return how many pieces must become free, 1 for any number; 0 is now."""
+        starts = self._take(seq)
+        self.pieces.release(starts)
+        return int(not starts)
+
+    def reserve(self, seq: Sequence, spare: int) -> bool:
+        """Give a sequence its piece, and one more for each sample that will fork, or none."""
+        starts = self._take(seq)
+        if not starts:
+            return False
+        seq.block_ids = starts[:1]
+        if len(starts) > 1:
+            self._reserved[seq.request.request_id] = starts[1:]
+        seq.num_registered_blocks = seq.num_computed_tokens = seq.num_scheduled_tokens = 0
+        return True
+
+    def extend(self, seq: Sequence, end: int) -> bool:
+        """Return True: a piece is as long as its sequence will ever be."""
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Give a new sample one of the pieces that were reserved with its parent's."""
+        reserved = self._reserved[parent.request.request_id]
+        child.block_ids = [reserved.pop()]
+        if not reserved:
+            del self._reserved[parent.request.request_id]
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_scheduled_tokens = parent.num_scheduled_tokens
+
+    def release(self, seq: Sequence) -> None:
+        """Take a sequence's piece back, and those of samples that have not forked."""
+        if seq.index == 0 and seq.num_tokens == seq.num_prompt_tokens:
+            seq.block_ids = seq.block_ids + self._reserved.pop(seq.request.request_id, [])
+        super().release(seq)
+
+    def slots_used(self, computed: dict[Sequence, int]) -> int:
+        """Return how many slots hold a token."""
+        return sum(computed.values())
+
+    def _take(self, seq: Sequence) -> list[int]:
+        """Allocate pieces for a sequence and the samples to fork from it, or none."""
+        is_whole = seq.num_tokens == seq.num_prompt_tokens
+        samples = seq.request.sampling.n if is_whole and seq.index == 0 else 1
+        asked = TraceRequest(0.0, seq.num_prompt_tokens, seq.max_len - seq.num_prompt_tokens)
+        return self.pieces.take(self._asked_for(asked), samples)
+
+
+def use_tables(scheduler: Scheduler, tables: BlockTables) -> None:
+    """Give a new scheduler, and those of its parts that know its tables, other ones."""
+    own = scheduler.tables
+    for part in (scheduler, *vars(scheduler).values()):
+        if getattr(part, "tables", None) is own:
+            part.tables = tables

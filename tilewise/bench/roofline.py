@@ -53,8 +53,8 @@ def measure_ceilings(device: str, dtype: torch.dtype = torch.bfloat16) -> Ceilin
     n = 8192
     if device == "cpu":
         n = 2048
-        dtype = max((dtype, torch.float32), key=lambda kind: _matmul_flops(256, device, kind))
-    matmul = _matmul_flops(n, device, dtype)
+        dtype = max((dtype, torch.float32), key=lambda kind: product_flops(256, device, kind))
+    matmul = product_flops(n, device, dtype)
     words = 1 << (30 if device == "cuda" else 27)
     x = torch.randn(words // 64, device=device).repeat(64)
     y = torch.empty_like(x)
@@ -63,7 +63,8 @@ def measure_ceilings(device: str, dtype: torch.dtype = torch.bfloat16) -> Ceilin
     return Ceilings(device, device_name(device), torch.__version__, matmul, max(read, copy), copy)
 
 
-def _matmul_flops(n: int, device: str, dtype: torch.dtype) -> float:
+def product_flops(n: int, device: str, dtype: torch.dtype) -> float:
+    """Measure FLOP/s of a product of two square matrices of n."""
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / time_call(lambda: a @ b, device).median
 

@@ -7,11 +7,10 @@ model, anything else a checkpoint directory. No torch: peers run in environments
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tilewise.cost.model import Sizes, read_sizes
 
 __all__ = ["SHAPES", "Sizes", "model_directory", "read_sizes"]
 
@@ -134,70 +133,3 @@ def model_directory(name: str, folder: Path) -> tuple[Path, bool]:
         known = ", ".join((*SHAPES, "story"))
         raise ValueError(f"shape must be {known} or a directory with config.json, got {name!r}")
     return path, False
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What decides how many bytes and FLOPs a token costs.
-
-    Attributes:
-        products: (in, out) of each matrix product of a layer; their weights are read once a step.
-        head: (in, out) of the output head.
-        max_len: positions of the model.
-    """
-
-    products: tuple[tuple[int, int], ...]
-    head: tuple[int, int]
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_len: int
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one layer's products."""
-        return sum(math.prod(product) for product in self.products)
-
-    @property
-    def streamed_parameters(self) -> int:
-        """Weights that a step reads: all products and the head, not the table of embeddings."""
-        return self.num_layers * self.layer_parameters + math.prod(self.head)
-
-    def cache_bytes(self, element_bytes: int = 2) -> int:
-        """Bytes of one token's keys and values; one byte an element adds a float32 a head."""
-        head = self.head_dim * element_bytes + (4 if element_bytes == 1 else 0)
-        return 2 * self.num_layers * self.num_kv_heads * head
-
-
-def read_sizes(config: Mapping[str, Any]) -> Sizes:
-    """Return the sizes of a Hugging Face config.json, of GPT-2 or a Llama-like decoder."""
-    if config.get("model_type") == "gpt2":
-        e, heads = config["n_embd"], config["n_head"]
-        inner = config.get("n_inner") or 4 * e
-        return Sizes(
-            products=((e, 3 * e), (e, e), (e, inner), (inner, e)),
-            head=(e, config["vocab_size"]),
-            num_layers=config["n_layer"],
-            num_q_heads=heads,
-            num_kv_heads=heads,
-            head_dim=e // heads,
-            vocab_size=config["vocab_size"],
-            max_len=config["n_positions"],
-        )
-    e, inner, heads = (
-        config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    kv_heads = config.get("num_key_value_heads") or heads
-    d = config.get("head_dim") or e // heads
-    return Sizes(
-        products=((e, (heads + 2 * kv_heads) * d), (heads * d, e), (e, 2 * inner), (inner, e)),
-        head=(e, config["vocab_size"]),
-        num_layers=config["num_hidden_layers"],
-        num_q_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=d,
-        vocab_size=config["vocab_size"],
-        max_len=config["max_position_embeddings"],
-    )

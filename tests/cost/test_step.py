@@ -1,0 +1,152 @@
+"""Profiles and steps: measured steps are met, more work is never cheaper, wrong ones refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilewise.bench.engines.shapes import SHAPES
+from tilewise.cost import (
+    MACHINES,
+    Cost,
+    StepCost,
+    StepWork,
+    activation_cost,
+    machine,
+    norm_cost,
+    product_cost,
+    read_machine,
+    read_sizes,
+    recompute_seconds,
+    swap_seconds,
+)
+
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+QWEN, LLAMA = read_sizes(SHAPES["qwen3-0.6b"]), read_sizes(SHAPES["llama-3-8b"])
+H200 = machine("h200")
+
+
+def decode(rows: int, context: int) -> StepWork:
+    return StepWork(rows, rows, rows, rows, rows * context, is_decode=True)
+
+
+def prefill(tokens: int) -> StepWork:
+    return StepWork(tokens, 1, 1, 1, tokens, tokens * (tokens + 1) // 2)
+
+
+def test_products_norms_and_activations_are_counted_by_hand():
+    assert product_cost(3, 4, 5) == Cost(120, 2 * (20 + 12), 2 * 15)
+    assert product_cost(3, 4, 8, weight_itemsize=1.0625) == Cost(192, 34 + 24, 48)
+    assert norm_cost(3, 4) == Cost(0, 2 * 24 + 8, 48)
+    assert activation_cost(3, 5, itemsize=4) == Cost(0, 120, 60)
+
+
+def test_the_committed_decode_steps_of_an_h200_are_met():
+    rows = json.loads((BENCHMARKS / "engine_h200.json").read_text())["rows"]
+    steps = [r for r in rows if r["workload"] == "fixed"]
+    assert [row["batch"] for row in steps] == [1, 32, 256]
+    cost = StepCost(QWEN, H200)
+    for row in steps:
+        predicted = 1e3 * cost(decode(row["batch"], 1036)).device
+        assert predicted == pytest.approx(row["ms a step"], rel=0.03)
+
+
+def test_a_step_of_another_model_by_another_engine_is_near():
+    rows = json.loads((BENCHMARKS / "engine_vllm_h200.json").read_text())["rows"]
+    [row] = [r for r in rows if r["shape"] == "llama-3-8b" and r.get("batch") == 1]
+    predicted = 1e3 * StepCost(LLAMA, H200)(decode(1, 192)).device
+    assert predicted == pytest.approx(row["ms a step"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_more_work_never_takes_less_time(name, overlaps):
+    cost = StepCost(QWEN, replace(machine(name), overlaps=overlaps))
+    for works in (
+        [decode(rows, 500) for rows in (1, 2, 16, 64, 65, 256)],
+        [decode(8, context) for context in (1, 100, 5000, 100_000)],
+        [prefill(tokens) for tokens in (2, 64, 512, 513, 8192)],
+        [prefill(64)._replace(samples=n) for n in (1, 2, 6)],
+        [prefill(64)._replace(copied_slots=n) for n in (0, 16, 160)],
+    ):
+        seconds = [cost(work).device for work in works]
+        assert seconds == sorted(seconds)
+        assert all(s > 0 for s in seconds)
+
+
+def test_what_is_added_up_is_the_sum_of_its_parts():
+    m = replace(H200, overlaps=False, sample_s=3e-6, element_efficiency=0.5)
+    cost = StepCost(QWEN, m)
+    for work in (decode(7, 300), prefill(700), StepWork(300, 4, 0, 0, 900, 40_000)):
+        total = 0.0
+        for name, part in cost.parts(work).items():
+            weight = getattr(m, name)
+            total += part * weight if name.endswith("_s") else part / weight
+        assert cost.device(work) == pytest.approx(total, rel=1e-9)
+
+
+def test_only_steps_that_are_not_captured_are_launched():
+    cost = StepCost(QWEN, H200)
+    assert cost(decode(4, 10)).launching == 0
+    mixed = cost(prefill(32))
+    assert mixed.launching > 0
+    assert mixed.alone == mixed.before + max(mixed.launching, mixed.device) + mixed.after
+
+
+def test_swapping_and_recomputing_grow_with_the_context():
+    cost = StepCost(LLAMA, H200)
+    again = [recompute_seconds(cost, tokens, 8192) for tokens in (16, 1024, 8192, 16_384)]
+    assert again == sorted(again)
+    assert recompute_seconds(cost, 16_384, 16_384) == pytest.approx(again[-1], rel=0.05)
+    assert swap_seconds(H200, 54e9, 1) == pytest.approx(1.0, rel=1e-4)
+    assert swap_seconds(H200, 0, 100) == pytest.approx(1e-3)
+    with pytest.raises(ValueError, match="must have a link"):
+        swap_seconds(replace(H200, link_bandwidth=0.0), 1, 1)
+
+
+def test_profiles_go_through_a_file_and_wrong_ones_are_refused(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(H200.as_dict()))
+    assert read_machine(path) == H200
+    path.write_text(json.dumps({"machine": H200.as_dict(), "steps": []}))
+    assert read_machine(path) == H200
+    for changes, said in (
+        ({"speed": 1}, "no others, got speed"),
+        ({"flops": {}}, "at least one dtype"),
+        ({"flops": 3.0}, "FLOP/s by dtype"),
+        ({"flops": {"bfloat16": -1}}, r"flops\['bfloat16'\] must be finite and above 0"),
+        ({"read_bandwidth": "fast"}, "read_bandwidth must be finite and above 0"),
+        ({"kernel_s": -1e-6}, "kernel_s must be finite and at least 0"),
+        ({"key_efficiency": 0}, "key_efficiency must be finite and above 0"),
+        ({"captures": 1}, "captures must be true or false"),
+    ):
+        path.write_text(json.dumps(H200.as_dict() | changes))
+        with pytest.raises(ValueError, match=said):
+            read_machine(path)
+    path.write_text('{"name": "x", "flops": {}}')
+    with pytest.raises(ValueError, match="without copy_bandwidth, memory_bytes, read_bandwidth"):
+        read_machine(path)
+    path.write_text("name: x")
+    with pytest.raises(ValueError, match="must be a profile in JSON"):
+        read_machine(path)
+
+
+def test_unknown_names_are_refused_with_those_known():
+    with pytest.raises(ValueError, match="gpu must be one of h200, h100, a100.* got 'tpu'"):
+        machine("tpu")
+    with pytest.raises(ValueError, match="dtype must be bfloat16, float16 .* got 'int4'"):
+        StepCost(QWEN, H200, dtype="int4")
+    with pytest.raises(ValueError, match="config must have 'hidden_size'"):
+        read_sizes({"model_type": "llama"})
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_number_of_a_named_profile_has_an_origin(name):
+    m = machine(name)
+    plain = replace(m, name="x")
+    for key, value in plain.as_dict().items():
+        if isinstance(value, float) and value not in (0.0, 1.0):
+            assert m.origins.get(key) or m.origins.get("fitted"), key

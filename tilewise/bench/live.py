@@ -1,0 +1,218 @@
+"""Serve a trace with the real engine beside its simulation: `tilewise bench live`.
+
+Requests come when the trace says, and the loop is that of `engine.virtual` with a model in place
+of the clock. In turns the engine's steps are measured, from which a profile is fitted, and the
+trace is served; the simulation with that profile is compared with the median of the turns. Time is
+the wall's, or the processor's: on a machine that others use, what waits for a core does not count
+then, and a wait for the next request costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.bench import machine as bench_machine
+from tilewise.bench.engines.shapes import model_directory
+from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
+from tilewise.bench.trace import TraceRequest, drawn_trace, fitting, poisson, read_trace
+from tilewise.cost import read_sizes
+from tilewise.engine.engine import Engine
+from tilewise.engine.llm import LLM
+from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.virtual import Arrival, Timing, take
+from tilewise.errors import RequestError
+
+__all__ = ["LiveClock", "ids_within", "serve_live"]
+
+
+def ids_within(vocab_size: int) -> Callable[[TraceRequest, int], list[int]]:
+    """Return a function like `trace.prompt_ids` whose ids a model of `vocab_size` tokens has.
+
+    What prompts share is drawn from the generator that its id seeds.
+    """
+
+    def ids_of(request: TraceRequest, number: int) -> list[int]:
+        if request.token_ids:
+            return list(request.token_ids)
+        ids: list[int] = []
+        for shared, count in request.shared:
+            rng = random.Random(f"shared {shared}")
+            ids += [rng.randrange(vocab_size) for _ in range(count)]
+        rng = random.Random(number)
+        return ids + [rng.randrange(vocab_size) for _ in range(request.prompt - len(ids))]
+
+    return ids_of
+
+
+class LiveClock:
+    """Seconds since it was made, of the wall or of this process's processor time.
+
+    Args:
+        is_cpu: the processor's; then sleeping moves the clock and takes no time.
+    """
+
+    def __init__(self, *, is_cpu: bool = False) -> None:
+        self._read = time.process_time if is_cpu else time.perf_counter
+        self._is_cpu = is_cpu
+        self._start = self._read()
+        self._skipped = 0.0
+
+    def __call__(self) -> float:
+        return self._read() - self._start + self._skipped
+
+    def sleep(self, seconds: float) -> None:
+        """Let so many seconds go by."""
+        if self._is_cpu:
+            self._skipped += max(0.0, seconds)
+        elif seconds > 0:
+            time.sleep(seconds)
+
+
+def serve_live(
+    engine: Engine, scheduler: Scheduler, arrivals: Sequence[Arrival], clock: LiveClock
+) -> list[Timing]:
+    """Serve requests as they come and return what became of each, in order of arrival.
+
+    Args:
+        engine: its requests are dropped, and it goes on with `scheduler`.
+        scheduler: a new one, whose blocks are those of the engine's cache.
+        arrivals: in order of time.
+        clock: which has just been made.
+    """
+    engine.restart(scheduler)
+    timings: dict[str, Timing] = {}
+    place = 0
+    while place < len(arrivals) or engine.has_unfinished():
+        while place < len(arrivals) and arrivals[place].seconds <= clock():
+            arrival = arrivals[place]
+            timing = timings[arrival.request.request_id] = Timing.of(arrival)
+            try:
+                engine.add_request(arrival.request)
+            except RequestError as error:
+                timing.refusal = str(error)
+            place += 1
+        if engine.has_unfinished():
+            events = engine.step()
+            take(timings, events, clock())
+        elif place < len(arrivals):
+            clock.sleep(arrivals[place].seconds - clock())
+    return list(timings.values())
+
+
+NUM_BLOCKS, BLOCK_SIZE, SEATS = 1024, 16, 128
+SHOWN = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tilewise bench live", description=__doc__)
+    parser.add_argument("--trace", metavar="FILE", help="CSV or JSONL; drawn lengths without one")
+    parser.add_argument("--requests", type=int, default=80, metavar="N", help="the first that fit")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 8.0, 50.0], metavar="R",
+                        help="Poisson arrivals of R a second")  # fmt: skip
+    parser.add_argument("--model", default="story", help="story or a checkpoint directory")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch, on a CPU")
+    parser.add_argument("--max-batched-tokens", type=int, default=512, metavar="N")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="after one to warm up")
+    parser.add_argument("--cpu-time", action="store_true", help="of the processor; --threads 1")
+    parser.add_argument("--json", metavar="FILE", help="write the document there too")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print prediction and run for each rate, and the document as JSON in the last line."""
+    options = _parser().parse_args(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.cpu_time and (options.device != "cpu" or torch.get_num_threads() > 1):
+        raise ValueError("cpu-time must be of one thread on a CPU, got another device or more")
+    directory, is_random = model_directory(options.model, Path())
+    if is_random:
+        raise ValueError(f"model must be story or a checkpoint directory, got {options.model!r}")
+    sizes = read_sizes(json.loads((directory / "config.json").read_text()))
+    max_len = min(1024, sizes.max_len)
+    llm = LLM(
+        directory, device=options.device, num_blocks=NUM_BLOCKS, max_num_seqs=SEATS,
+        max_model_len=max_len,
+    )  # fmt: skip
+    trace = read_trace(options.trace) if options.trace else drawn_trace(8 * options.requests)
+    trace = fitting(trace, max_len, options.requests)
+    peaks = bench_machine.measure_peaks(options.device)
+    ids_of = ids_within(sizes.vocab_size)
+    traces = {rate: poisson(trace, rate) for rate in options.rates}
+    turns = []
+    seen: dict[float, list[dict[str, Any]]] = {rate: [] for rate in options.rates}
+    for turn in range(options.turns + 1):
+        clock = time.process_time if options.cpu_time else time.perf_counter
+        turns.append(bench_machine.one_turn(
+            llm.engine.runner, sizes, overlap=llm.engine.overlap, max_len=max_len, clock=clock
+        ))  # fmt: skip
+        if not turn:
+            continue
+        for rate, requests in traces.items():
+            scheduler = Scheduler(
+                NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=SEATS, max_model_len=max_len,
+                max_num_batched_tokens=options.max_batched_tokens,
+            )  # fmt: skip
+            arrivals = list(arrivals_of(requests, ids_of=ids_of))
+            found = serve_live(llm.engine, scheduler, arrivals, LiveClock(is_cpu=options.cpu_time))
+            seen[rate].append(of_timings(found))
+            say(f"turn {turn}, rate {rate:g}: {seen[rate][-1]['tok/s']:.0f} tok/s")
+    steps = bench_machine.medians(turns[1:])
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    flags = dict.fromkeys(("captures", "overlaps_steps"), llm.engine.overlap)
+    profile = bench_machine.fit(peaks, sizes, steps, dtype=dtype, **flags)
+    setting = Setting(
+        sizes, profile, dtype, num_slots=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE,
+        max_num_seqs=SEATS, budget=options.max_batched_tokens, max_len=max_len,
+    )  # fmt: skip
+    rows = []
+    for rate, requests in traces.items():
+        virtual = serve(requests, setting, "prefix", ids_of=ids_of)
+        predicted = of_timings(list(virtual.timings.values()))
+        rows.append(_row(rate, predicted, seen[rate]))
+    off = sorted(map(abs, bench_machine.errors(profile, sizes, steps, {"dtype": dtype})))
+    document = {
+        "what": "the engine serving a trace, beside its simulation with a profile of its steps",
+        "trace": Path(options.trace).name if options.trace else "drawn",
+        "requests": len(trace),
+        "model": options.model,
+        "device": peaks["name"],
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "clock": "processor" if options.cpu_time else "wall",
+        "turns": options.turns,
+        "budget": options.max_batched_tokens,
+        "fit": {"steps": len(steps), "median error %": 100 * off[len(off) // 2],
+                "p90 error %": 100 * off[len(off) * 9 // 10]},
+        "rows": rows,
+        "machine": profile.as_dict(),
+    }  # fmt: skip
+    flat = []
+    for row in rows:
+        for kind in ("predicted", "live", "error %"):
+            flat.append({"rate": row["rate"], "": kind} | row[kind])
+    print(format_table(flat, ["rate", "", *SHOWN]))
+    emit(document, options.json)
+    return 0
+
+
+def _row(rate: float, predicted: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    live = {name: statistics.median(run[name] for run in runs) for name in SHOWN}
+    return {
+        "rate": rate,
+        "predicted": {name: predicted[name] for name in SHOWN},
+        "live": live,
+        "error %": {name: 100 * (predicted[name] / live[name] - 1) for name in SHOWN},
+        "live, all": [{name: run[name] for name in SHOWN} for run in runs],
+    }

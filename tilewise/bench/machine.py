@@ -1,0 +1,400 @@
+"""What this machine reaches when it serves a model: `tilewise bench machine`.
+
+Peaks are measured alone: a product of large matrices in each dtype, a read, a copy, and where
+there is a GPU the link to main memory and the launch of a kernel. Efficiencies and overheads are
+fitted to steps of the engine itself: batches of many sizes run through scheduler and runner, each
+step's time is a weighted sum of what it reads, multiplies and counts (`cost.StepCost.parts`), and
+the weights, none negative, are those with the least squares of relative errors. The result is a
+profile that `tilewise simulate --machine FILE` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewise.bench.engines.shapes import model_directory
+from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.roofline import measure_ceilings, product_flops
+from tilewise.bench.timing import time_call
+from tilewise.cost import Machine, Sizes, StepCost, StepWork, read_sizes
+from tilewise.engine.batch import Batch
+from tilewise.engine.llm import LLM
+from tilewise.engine.request import Request, SamplingParams
+from tilewise.engine.runner import Runner, StepHandle
+from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.sizing import available_memory
+from tilewise.engine.virtual import work_of
+
+__all__ = ["MeasuredStep", "errors", "fit", "measure_peaks", "measure_steps", "medians", "one_turn"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Sequences, tokens of a prompt, tokens of a step, sequences that come before each step (0: all at
+# once): decode steps of 1 to 128 rows over short and long contexts, after prompts in chunks of
+# several sizes; and steps of a service, prompts among sequences that decode.
+BATCHES = (
+    (1, 16, 16, 0), (1, 900, 256, 0), (4, 200, 64, 0), (8, 100, 512, 0), (16, 400, 2048, 0),
+    (32, 24, 128, 0), (32, 250, 1024, 0), (64, 60, 2048, 0), (64, 30, 256, 0), (128, 12, 512, 0),
+    (40, 300, 512, 1), (40, 80, 512, 2), (48, 500, 1024, 3),
+)  # fmt: skip
+NEW_TOKENS = 12
+MOST_EFFICIENT = 100.0  # what is read from caches has no other limit; a weight of 0 would be none
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step of the engine and what it took, in seconds.
+
+    Attributes:
+        scheduling, submitting: of the host, before the step.
+        device: from the end of the step before, or from its own submission, to its end.
+        updating: of the host, after it.
+    """
+
+    work: StepWork
+    scheduling: float
+    submitting: float
+    device: float
+    updating: float
+
+
+def measure_peaks(device: str) -> dict[str, Any]:
+    """Return the fields of Machine that are measured without a model."""
+    ceilings = measure_ceilings(device)
+    flops = {"float32": product_flops(1024, device, torch.float32)}
+    size = 8192 if device == "cuda" else 2048
+    for name in ("bfloat16", "float16"):
+        # Where a CPU has no units for a dtype, torch may be a thousand times slower in it.
+        if product_flops(256, device, _DTYPES[name]) > flops["float32"] / 10:
+            flops[name] = product_flops(size, device, _DTYPES[name])
+    found: dict[str, Any] = {
+        "name": ceilings.name,
+        "flops": flops,
+        "read_bandwidth": ceilings.read_bytes,
+        "copy_bandwidth": ceilings.copy_bytes,
+        "memory_bytes": float(available_memory()),
+    }
+    if device == "cuda":
+        found["memory_bytes"] = float(torch.cuda.get_device_properties(0).total_memory)
+        found |= _measure_link() | _measure_launches()
+    return found
+
+
+def _measure_link(num_bytes: int = 256 << 20) -> dict[str, float]:
+    """Return the rate of copies between pinned main memory and a GPU, and what one costs beside."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    into = time_call(lambda: device.copy_(host, non_blocking=True), "cuda").median
+    out = time_call(lambda: host.copy_(device, non_blocking=True), "cuda").median
+    few = time_call(lambda: device[:64].copy_(host[:64], non_blocking=True), "cuda").median
+    return {"link_bandwidth": num_bytes / max(into, out), "link_s": few}
+
+
+def _measure_launches(count: int = 256) -> dict[str, float]:
+    """Return the host's time to launch a small kernel, and the device's for one of a graph."""
+    x = torch.zeros(256, device="cuda")
+
+    def kernels() -> None:
+        for _ in range(count):
+            x.add_(1.0)
+
+    kernels()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    kernels()
+    launch = (time.perf_counter() - started) / count
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels()
+    return {"launch_s": launch, "kernel_s": time_call(graph.replay, "cuda").median / count}
+
+
+def measure_steps(
+    runner: Runner, sizes: Sizes, *, overlap: bool, repeats: int = 5, max_len: int = 1024,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[MeasuredStep]:  # fmt: skip
+    """Run batches of many sizes and return their steps, each the median of its repeats.
+
+    Batches take turns, so that a machine whose speed drifts is fair to all.
+
+    Args:
+        runner: ready to run; it has at least 128 seats, and blocks of 16 for 16,384 tokens.
+        sizes: of its model.
+        overlap: submit a step while one runs, as the engine does with this runner.
+        repeats: turns after one to warm up.
+        max_len: tokens of a sequence at most.
+        clock: of seconds.
+    """
+    turns = []
+    for turn in range(repeats + 1):
+        turns.append(one_turn(runner, sizes, overlap=overlap, max_len=max_len, clock=clock))
+        say(f"turn {turn} of {repeats}")
+    return medians(turns[1:])
+
+
+def one_turn(
+    runner: Runner, sizes: Sizes, *, overlap: bool, max_len: int, clock: Callable[[], float],
+) -> list[list[MeasuredStep]]:  # fmt: skip
+    """Run each batch once and return its steps."""
+    return [
+        _run_batch(
+            runner, sizes, sequences, min(prompt, max_len - NEW_TOKENS), budget, at_once, overlap,
+            max_len, clock,
+        )
+        for sequences, prompt, budget, at_once in BATCHES
+    ]  # fmt: skip
+
+
+def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredStep]:
+    """Return each step of each batch with the medians of the turns."""
+    names = ("scheduling", "submitting", "device", "updating")
+    return [
+        MeasuredStep(
+            same[0].work, *(statistics.median(getattr(step, n) for step in same) for n in names)
+        )
+        for batch in zip(*turns, strict=True)
+        for same in zip(*batch, strict=True)
+    ]
+
+
+def _run_batch(
+    runner: Runner, sizes: Sizes, sequences: int, prompt: int, budget: int, at_once: int,
+    overlap: bool, max_len: int, clock: Callable[[], float],
+) -> list[MeasuredStep]:  # fmt: skip
+    runner.reset()
+    scheduler = Scheduler(
+        16_384 // 16,
+        16,
+        max_num_seqs=128,
+        max_num_batched_tokens=max(budget, sequences),
+        max_model_len=max_len,
+        enable_prefix_caching=False,
+        max_in_flight=2 if overlap else 1,
+    )
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    coming = deque(
+        Request(str(number), [rng.randrange(sizes.vocab_size) for _ in range(prompt)], params)
+        for number in range(sequences)
+    )
+    unfinished: deque[tuple[Batch, StepHandle, float, float, float]] = deque()
+    steps: list[MeasuredStep] = []
+    ended = 0.0
+    while coming or scheduler.has_unfinished() or unfinished:
+        for _ in range(min(at_once or sequences, len(coming))):
+            scheduler.add(coming.popleft())
+        while len(unfinished) < scheduler.max_in_flight:
+            started = clock()
+            batch = scheduler.schedule()
+            scheduled = clock()
+            if batch is None:
+                break
+            handle = runner.submit(batch)
+            submitted = clock()
+            unfinished.append(
+                (batch, handle, scheduled - started, submitted - scheduled, scheduled)
+            )
+        batch, handle, scheduling, submitting, began = unfinished.popleft()
+        drawn = handle.result()
+        now = clock()
+        scheduler.update(batch, drawn)
+        updating = clock() - now
+        device = now - max(began, ended)
+        work = work_of(batch, 16)
+        steps.append(MeasuredStep(work, scheduling, submitting, device, updating))
+        ended = now
+        while unfinished and not (coming or scheduler.has_unfinished()):
+            batch, handle, *_ = unfinished.popleft()
+            handle.result()
+            scheduler.discard(batch)
+    return steps
+
+
+def least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the weights, none negative, with the least squares of relative errors.
+
+    Args:
+        columns: for each step what the weights multiply.
+        seconds: of each step, above 0.
+    """
+    y = np.asarray(seconds, dtype=float)
+    a = np.asarray(columns, dtype=float) / y[:, None]
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0
+    a /= scale
+    best, least = np.zeros(a.shape[1]), float(len(y))
+    # The weights that are not 0 solve the problem without the others; seven are 127 problems.
+    for count in range(1, a.shape[1] + 1):
+        for some in map(list, itertools.combinations(range(a.shape[1]), count)):
+            weights, *_ = np.linalg.lstsq(a[:, some], np.ones(len(y)), rcond=None)
+            squares = float(((a[:, some] @ weights - 1) ** 2).sum())
+            if weights.min() >= 0 and squares < least:
+                best, least = np.zeros(a.shape[1]), squares
+                best[some] = weights
+    return [float(weight) for weight in best / scale]
+
+
+def fit(
+    peaks: dict[str, Any], sizes: Sizes, steps: Sequence[MeasuredStep], **options: Any
+) -> Machine:
+    """Return the profile whose predictions are nearest to measured steps.
+
+    Memory and products either overlap or add up in it, whichever is nearer.
+
+    Args:
+        peaks: of measure_peaks.
+        sizes: of the model that ran.
+        steps: of measure_steps.
+        options: of StepCost, "dtype" among them; "captures" and "overlaps_steps" of Machine.
+    """
+    flags = {name: options.pop(name, False) for name in ("captures", "overlaps_steps")}
+    start = Machine(**peaks, **flags)
+    host = _fit_host(start, steps)
+    both = [_fit_device(replace(start, **host), sizes, steps, o, options) for o in (True, False)]
+    return min(both, key=lambda m: _squares(m, sizes, steps, options))
+
+
+def _fit_host(start: Machine, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
+    """Return the host's times; submitting is the device's time where nothing overlaps."""
+    has_device = start.overlaps_steps
+    before = [[1.0, s.work.sequences, s.work.tokens - s.work.sequences] for s in steps]
+    captured = [s for s in steps if s.work.is_decode or not start.captures]
+    seconds = [s.scheduling for s in steps]
+    names = ("step_s", "step_sequence_s", "token_s")
+    found: dict[str, Any] = dict(zip(names, least_squares(before, seconds), strict=True))
+    if has_device:
+        rows = [[1.0, s.work.sequences] for s in captured]
+        fixed, each = least_squares(rows, [s.submitting for s in captured])
+        found["step_s"] += fixed
+        found["step_sequence_s"] += each
+    after = least_squares([[1.0, s.work.samples] for s in steps], [s.updating for s in steps])
+    return found | {"update_s": after[0], "update_sequence_s": after[1]}
+
+
+def _fit_device(
+    start: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], overlaps: bool,
+    options: dict[str, Any],
+) -> Machine:  # fmt: skip
+    cost = StepCost(sizes, start, **options)
+    rows = [_columns(cost.parts(step.work), overlaps) for step in steps]
+    names = list(rows[0])
+    weights = least_squares([list(row.values()) for row in rows], [step.device for step in steps])
+    found: dict[str, Any] = {"overlaps": overlaps}
+    for name, weight in zip(names, weights, strict=True):
+        is_time = name.endswith("_s")
+        found[name] = weight if is_time else min(1 / weight if weight else np.inf, MOST_EFFICIENT)
+    if overlaps:
+        found["stream_efficiency"] = found["product_efficiency"]
+    return replace(start, **found)
+
+
+def _columns(parts: dict[str, float], overlaps: bool) -> dict[str, float]:
+    """Return what the weights multiply; where two things overlap the longer one stays."""
+    if not overlaps:
+        return parts
+    stream = parts.pop("stream_efficiency")
+    parts["product_efficiency"] = max(stream, parts["product_efficiency"])
+    keys, attention = parts["key_efficiency"], parts["attention_efficiency"]
+    if attention:
+        parts["key_efficiency"] = keys if keys > attention else 0.0
+        parts["attention_efficiency"] = attention if attention >= keys else 0.0
+    return parts
+
+
+def errors(
+    machine: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], options: dict[str, Any]
+) -> list[float]:
+    """Return predicted over measured device time, less 1, of each step."""
+    cost = StepCost(sizes, machine, **options)
+    return [cost.device(step.work) / step.device - 1 for step in steps]
+
+
+def _squares(
+    machine: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], options: dict[str, Any]
+) -> float:
+    return sum(error**2 for error in errors(machine, sizes, steps, options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tilewise bench machine", description=__doc__)
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
+    parser.add_argument("--model", default="story",
+                        help="whose steps are measured: story, a shape of the engine's benchmark "
+                        "with random weights, or a directory")  # fmt: skip
+    parser.add_argument("--dtype", help="of its parameters (default: the checkpoint's own)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch, on a CPU")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each batch")
+    parser.add_argument("--cpu-time", action="store_true",
+                        help="seconds of the processor, for a machine that others use: what waits "
+                        "for a core does not count; on a CPU, with --threads 1")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write the profile there")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print how near the fitted profile comes to the steps, and the profile in the last line."""
+    options = _parser().parse_args(argv)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.cpu_time and (device != "cpu" or torch.get_num_threads() > 1):
+        raise ValueError("cpu-time must be of one thread on a CPU, got another device or more")
+    peaks = measure_peaks(device)
+    say(f"{peaks['name']}: read {peaks['read_bandwidth'] / 1e9:.4g} GB/s")
+    with tempfile.TemporaryDirectory() as folder:
+        directory, is_random = model_directory(options.model, Path(folder))
+        sizes = read_sizes(json.loads((directory / "config.json").read_text()))
+        llm = LLM(
+            directory, device=device, dtype=options.dtype or "auto", num_blocks=16_384 // 16,
+            max_num_seqs=128, max_model_len=min(1024, sizes.max_len), random_weights=is_random,
+        )  # fmt: skip
+    engine = llm.engine
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    steps = measure_steps(
+        engine.runner, sizes, overlap=engine.overlap, repeats=options.repeats,
+        max_len=min(1024, sizes.max_len),
+        clock=time.process_time if options.cpu_time else time.perf_counter,
+    )  # fmt: skip
+    where = f"{peaks['name']}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    found = fit(
+        peaks, sizes, steps, dtype=dtype, captures=engine.overlap, overlaps_steps=engine.overlap
+    )
+    origins = {name: f"measured: {where}" for name in peaks if name != "name"}
+    origins["fitted"] = f"the rest, to {len(steps)} steps of {options.model} in {dtype}: {where}"
+    found = replace(found, origins=origins)
+    off = sorted(map(abs, errors(found, sizes, steps, {"dtype": dtype})))
+    rows = [
+        {"tokens": s.work.tokens, "sequences": s.work.sequences, "keys": s.work.keys,
+         "measured ms": 1e3 * s.device, "predicted ms": 1e3 * s.device * (1 + e)}
+        for s, e in zip(steps, errors(found, sizes, steps, {"dtype": dtype}), strict=True)
+    ]  # fmt: skip
+    print(format_table(rows[:: max(1, len(rows) // 40)], list(rows[0])))
+    document = {
+        "what": "a machine's profile for tilewise simulate: seconds, bytes and FLOP/s",
+        "model": options.model,
+        "dtype": dtype,
+        "clock": "processor" if options.cpu_time else "wall",
+        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "fit": {"steps": len(steps), "median error %": 100 * off[len(off) // 2],
+                "p90 error %": 100 * off[len(off) * 9 // 10]},
+        "machine": found.as_dict(),
+        "steps": rows,
+    }  # fmt: skip
+    print(f"error of a step's time: median {document['fit']['median error %']:.1f} %, "
+          f"p90 {document['fit']['p90 error %']:.1f} %")  # fmt: skip
+    emit(document, options.json)
+    return 0

@@ -1,0 +1,274 @@
+"""What a machine reaches when it serves a model: peaks, efficiencies and overheads.
+
+A profile is data with the origin of every number. `tilewise bench machine` writes one for the
+machine at hand; those named here come from the measurements of docs/, and where nothing was
+measured the origin says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tilewise.cost.ops import DevicePeaks
+
+__all__ = ["MACHINES", "Machine", "machine", "read_machine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine as `StepCost` sees it; times are seconds, rates a second.
+
+    Attributes:
+        name: of the device.
+        flops: FLOP/s of a large matrix product, by dtype.
+        read_bandwidth, copy_bandwidth: bytes/s of a kernel that only reads, and of a copy, read
+            and written together.
+        memory_bytes: of the device.
+        link_bandwidth: bytes/s between device and pinned main memory, one direction; 0 where the
+            device computes in main memory and there is no link.
+        link_s: what a transfer takes beside its bytes.
+        stream_efficiency: share of read_bandwidth at which a step's products read their weights.
+        product_efficiency: share of flops at which they multiply.
+        key_efficiency: share of read_bandwidth at which attention reads keys and values.
+        attention_efficiency: share of flops at which attention of a prompt multiplies.
+        element_efficiency: share of copy_bandwidth at which norms, activations and rotations move
+            their tensors.
+        overlaps: memory and products work at the same time, so that the slower decides; else they
+            add up.
+        kernel_s: what a kernel takes on the device beside its work.
+        sample_s: what a drawn token takes on the device beside reading its logits.
+        step_s, step_sequence_s: the host's time to schedule and submit a step, and for each of its
+            sequences.
+        token_s: the host's time for each token of a prompt.
+        update_s, update_sequence_s: the host's time to take a step's tokens in, likewise.
+        launch_s: the host's time for a kernel of a step that is not captured.
+        captures: steps of drawn tokens alone are captured graphs.
+        overlaps_steps: the next step is submitted while one runs.
+        origins: where a number comes from, by the name of its field.
+
+    Raises:
+        ValueError: a rate, a size or a share is not above 0, or a time is negative.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    read_bandwidth: float
+    copy_bandwidth: float
+    memory_bytes: float
+    link_bandwidth: float = 0.0
+    link_s: float = 0.0
+    stream_efficiency: float = 1.0
+    product_efficiency: float = 1.0
+    key_efficiency: float = 1.0
+    attention_efficiency: float = 1.0
+    element_efficiency: float = 1.0
+    overlaps: bool = True
+    kernel_s: float = 0.0
+    sample_s: float = 0.0
+    step_s: float = 0.0
+    step_sequence_s: float = 0.0
+    token_s: float = 0.0
+    update_s: float = 0.0
+    update_sequence_s: float = 0.0
+    launch_s: float = 0.0
+    captures: bool = False
+    overlaps_steps: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.flops:
+            raise ValueError("flops must hold at least one dtype, got none")
+        for name in ("read_bandwidth", "copy_bandwidth", "memory_bytes"):
+            _check(name, getattr(self, name), above=True)
+        for each in fields(self):
+            if each.name.endswith("_efficiency"):
+                _check(each.name, getattr(self, each.name), above=True)
+            elif each.name.endswith("_s") or each.name == "link_bandwidth":
+                _check(each.name, getattr(self, each.name), above=False)
+        for dtype, rate in self.flops.items():
+            _check(f"flops[{dtype!r}]", rate, above=True)
+
+    def peaks(self, dtype: str) -> DevicePeaks:
+        """Return the peaks that `Cost.time` takes.
+
+        Raises:
+            ValueError: nothing is known of products in this dtype.
+        """
+        if dtype not in self.flops:
+            raise ValueError(f"dtype must be {', '.join(self.flops)} on {self.name}, got {dtype!r}")
+        return DevicePeaks(self.name, self.flops[dtype], self.read_bandwidth, self.copy_bandwidth)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields by name, for JSON."""
+        return asdict(self) | {"flops": dict(self.flops), "origins": dict(self.origins)}
+
+
+def _check(name: str, value: object, *, above: bool) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < float("inf") and (value or not above)):  # type: ignore[operator]
+        rule = "finite and above 0" if above else "finite and at least 0"
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+
+
+def read_machine(path: str | Path) -> Machine:
+    """Read a profile that `tilewise bench machine` wrote.
+
+    Raises:
+        ValueError: it is not JSON, or a field is missing, unknown or out of its range.
+        OSError: the file cannot be read.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} must be a profile in JSON, got {error}") from None
+    if isinstance(found, dict) and "machine" in found:
+        found = found["machine"]
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
+    known = {each.name for each in fields(Machine)}
+    unknown, needed = set(found) - known, {"name", "flops", "read_bandwidth", "copy_bandwidth",
+                                           "memory_bytes"}  # fmt: skip
+    if unknown or not needed <= set(found):
+        wrong = ", ".join(sorted(unknown)) or "without " + ", ".join(sorted(needed - set(found)))
+        raise ValueError(f"{path} must have the fields of a machine and no others, got {wrong}")
+    if not isinstance(found["flops"], dict):
+        raise ValueError(f"flops must be FLOP/s by dtype, got {found['flops']!r}")
+    for name in ("overlaps", "captures", "overlaps_steps"):
+        if not isinstance(found.get(name, False), bool):
+            raise ValueError(f"{name} must be true or false, got {found[name]!r}")
+    return Machine(**found)
+
+
+def machine(name: str) -> Machine:
+    """Return a profile by its name.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in MACHINES:
+        raise ValueError(f"gpu must be one of {', '.join(MACHINES)}, got {name!r}")
+    return MACHINES[name]
+
+
+_ROOF = "docs/hopper.md and docs/decode.md: H200, torch 2.11.0+cu130, 2026-11-20 and 22"
+_STEPS = (
+    "fitted to the decode steps of Qwen3-0.6B's shape in docs/benchmarks/engine_h200.json, which "
+    "it gives as 1.38, 2.27, 8.82 ms for 1.37, 2.29, 8.80 measured at batch 1, 32, 256"
+)
+_HOST = "docs/benchmarks/engine_h200.json, host parts at batch 1, 32 and 256"
+_LINK = (
+    "not measured: 64 GB/s of PCIe 5.0 x16, 0.85 of it as is usual for pinned memory, 10 us each"
+)
+
+_H200 = Machine(
+    name="NVIDIA H200",
+    flops={"bfloat16": 747e12, "float16": 747e12},
+    read_bandwidth=4.42e12,
+    copy_bandwidth=4.27e12,
+    memory_bytes=141e9,
+    link_bandwidth=54e9,
+    link_s=10e-6,
+    stream_efficiency=0.93,
+    product_efficiency=0.93,
+    key_efficiency=0.97,
+    attention_efficiency=0.8,
+    kernel_s=3.35e-6,
+    step_s=160e-6,
+    step_sequence_s=2.1e-6,
+    token_s=90e-9,
+    update_s=11e-6,
+    update_sequence_s=1.3e-6,
+    launch_s=30e-6,
+    captures=True,
+    overlaps_steps=True,
+    origins={
+        "flops": f"{_ROOF}; bf16 product of 8,192^3",
+        "read_bandwidth": _ROOF,
+        "copy_bandwidth": _ROOF,
+        "memory_bytes": "data sheet",
+        "link_bandwidth": _LINK,
+        "link_s": _LINK,
+        "stream_efficiency": "vLLM's step of Llama-3-8B at batch 1, 4.94 ms, which it gives as 4.9 "
+        "(docs/benchmarks/engine_vllm_h200.json)",
+        "product_efficiency": "vLLM's prefill of Llama-3-8B, 43,700 tokens/s, which it gives as "
+        "43,400 (docs/benchmarks/engine_vllm_h200.json)",
+        "key_efficiency": "docs/decode.md: 4.33 of 4.42 TB/s with blocks of 16",
+        "attention_efficiency": "docs/benchmarks/attention_h200.json: 599 TFLOP/s causal, D 128, "
+        "N 4,096",
+        "kernel_s": _STEPS,
+        "step_s": _HOST,
+        "step_sequence_s": _HOST,
+        "token_s": "a tuple's slice and a prefix block's bytes; measured on a CPU of this project",
+        "update_s": _HOST,
+        "update_sequence_s": _HOST,
+        "launch_s": "docs/benchmarks/host_h200.json: 29.3 us for a forward pass",
+    },
+)
+
+
+def _derived(name: str, flops: float, read: float, memory: float, link: float) -> Machine:
+    """Return a GPU of which nothing was measured: its data sheet, times what an H200 reached.
+
+    989 TFLOP/s and 4.8 TB/s are the H200's.
+    """
+    what = "not measured: its data sheet, times the share of its own that an H200 reached"
+    shares = {"flops": flops / 989e12, "read": read / 4.8e12}
+    origins = dict.fromkeys(("flops", "read_bandwidth", "copy_bandwidth", "link_bandwidth"), what)
+    rest = "not measured: as on an H200"
+    return replace(
+        _H200,
+        name=name,
+        flops={dtype: rate * shares["flops"] for dtype, rate in _H200.flops.items()},
+        read_bandwidth=_H200.read_bandwidth * shares["read"],
+        copy_bandwidth=_H200.copy_bandwidth * shares["read"],
+        memory_bytes=memory,
+        link_bandwidth=0.85 * link,
+        origins=dict.fromkeys(_H200.origins, rest) | origins | {"memory_bytes": "data sheet"},
+    )
+
+
+_FITTED = (
+    "docs/benchmarks/simulate_live_cpu.json, fitted to 164 steps of the story model in bfloat16 by "
+    "processor time; shares are of the peaks here, above 1 where that part hardly weighs"
+)
+_PEAK = "one thread of the machine of docs/engine-benchmarks.md, torch 2.13.0+cpu, 2026-11-22"
+
+_CPU = Machine(
+    name="Intel Xeon with AMX, 1 thread",
+    flops={"float32": 169e9, "bfloat16": 1.10e12, "float16": 159e9},
+    read_bandwidth=17.0e9,
+    copy_bandwidth=12.6e9,
+    memory_bytes=23e9,
+    stream_efficiency=100.0,  # of weights in the caches: they were not told from the kernels' time
+    product_efficiency=0.159,
+    key_efficiency=0.437,
+    attention_efficiency=1.29,
+    element_efficiency=100.0,
+    overlaps=False,
+    kernel_s=20.3e-6,
+    sample_s=73.9e-6,
+    step_s=24.5e-6,
+    step_sequence_s=1.5e-6,
+    token_s=95e-9,
+    update_s=34.6e-6,
+    update_sequence_s=2.3e-6,
+    origins={
+        "fitted": _FITTED,
+        "flops": _PEAK,
+        "read_bandwidth": _PEAK,
+        "copy_bandwidth": _PEAK,
+        "memory_bytes": _PEAK,
+    },
+)
+
+MACHINES: dict[str, Machine] = {
+    "h200": _H200,
+    "h100": _derived("NVIDIA H100 SXM", 989e12, 3.35e12, 80e9, 64e9),
+    "a100": _derived("NVIDIA A100 SXM 40 GB", 312e12, 1.555e12, 40e9, 32e9),
+    "cpu": _CPU,
+}
+"""Profiles by the name that the command line takes."""

@@ -1,0 +1,244 @@
+"""Seconds of one step of the engine, from a model's sizes and a machine's profile. No torch.
+
+    layers     each product at the slower of reading its weights and multiplying; norms, activations
+               and rotations at the bandwidth of a copy
+    attention  keys and values read once a sequence; prompts at the rate of products
+    head       a product for the rows that draw a token, whose logits are read again to draw
+    kernels    each takes a moment beside its work; one that is not captured is launched by the host
+
+On the host a step is scheduled and submitted before it runs, and its tokens are taken in after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tilewise.cost.machine import Machine
+from tilewise.cost.model import Sizes
+from tilewise.cost.ops import activation_cost, norm_cost, product_cost
+
+__all__ = ["StepCost", "StepSeconds", "StepWork", "recompute_seconds", "swap_seconds"]
+
+# Kernels of a decode step of 28 layers on an H200: 320 at batch 1, where attention merges splits,
+# 292 at 256 (docs/benchmarks/engine_h200.json).
+KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
+LOGIT_BYTES = 4  # logits are float32 whatever the model is
+
+
+class StepWork(NamedTuple):
+    """What a step computes, as far as its time depends on it.
+
+    Attributes:
+        tokens: rows of its products.
+        sequences: that have at least one of them.
+        logits: rows of which logits are made.
+        samples: tokens drawn from them.
+        keys: tokens whose keys and values are read.
+        pairs: of query and key, in runs of more than one token.
+        copied_slots: tokens in blocks that are copied.
+        swapped_slots: tokens in blocks that come over the link or go, before the step begins.
+        is_decode: every sequence computes one token and draws one.
+    """
+
+    tokens: int
+    sequences: int
+    logits: int
+    samples: int
+    keys: int
+    pairs: int = 0
+    copied_slots: int = 0
+    swapped_slots: int = 0
+    is_decode: bool = False
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of a step: the host's before it begins, while it is launched, and after it has ended.
+
+    `device` runs from when the first kernel is launched; the device waits for the host where
+    launching takes longer.
+    """
+
+    before: float
+    launching: float
+    device: float
+    after: float
+
+    @property
+    def alone(self) -> float:
+        """Seconds of the step when nothing else runs beside it."""
+        return self.before + max(self.launching, self.device) + self.after
+
+
+class StepCost:
+    """Predicts steps of one model on one machine.
+
+    Args:
+        sizes: of the model.
+        machine: its profile.
+        dtype: of the products, one that the profile knows.
+        weight_itemsize, cache_itemsize: bytes of an element of the weights, and of the cache.
+
+    Raises:
+        ValueError: the profile knows no products in this dtype.
+
+    Example:
+        >>> cost = StepCost(sizes, machine("h200"))
+        >>> cost(StepWork(tokens=32, sequences=32, logits=32, samples=32, keys=33_152)).device
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        machine: Machine,
+        *,
+        dtype: str = "bfloat16",
+        weight_itemsize: float = 2,
+        cache_itemsize: int = 2,
+    ) -> None:
+        peaks = machine.peaks(dtype)
+        self.sizes, self.machine = sizes, machine
+        self.weight_itemsize = weight_itemsize
+        self.itemsize = 4 if dtype == "float32" else 2
+        self.cache_bytes = sizes.cache_bytes(cache_itemsize)
+        self._flops = peaks.flops
+        self._layers: dict[int, float] = {}  # by rows
+        self._heads: dict[int, float] = {}
+        self._kernels = KERNELS_OF_A_LAYER * sizes.num_layers + KERNELS_OF_A_STEP
+
+    def __call__(self, work: StepWork) -> StepSeconds:
+        """Predict a step."""
+        m = self.machine
+        before = m.step_s + m.step_sequence_s * work.sequences
+        before += m.token_s * (work.tokens - work.sequences)
+        launching = 0.0
+        if m.launch_s and not (m.captures and work.is_decode):
+            launching = m.launch_s * self._kernels
+        after = m.update_s + m.update_sequence_s * work.samples
+        return StepSeconds(before, launching, self.device(work), after)
+
+    def device(self, work: StepWork) -> float:
+        """Predict what the device takes for a step."""
+        m = self.machine
+        layers = self._layers.get(work.tokens)
+        if layers is None:
+            layers = self._layers[work.tokens] = self._product_seconds(work.tokens)
+        head = self._heads.get(work.logits)
+        if head is None:
+            head = self._heads[work.logits] = self._head_seconds(work.logits)
+        seconds = layers + head + m.kernel_s * self._kernels + m.sample_s * work.samples
+        reading = work.keys * self.cache_bytes / (m.read_bandwidth * m.key_efficiency)
+        if not work.pairs:
+            seconds += reading
+        else:
+            flops = work.pairs * self.attention_flops
+            multiplying = flops / (self._flops * m.attention_efficiency)
+            seconds += max(reading, multiplying) if m.overlaps else reading + multiplying
+        if work.swapped_slots:
+            seconds += swap_seconds(m, work.swapped_slots * self.cache_bytes, transfers=1)
+        if work.copied_slots:
+            seconds += 2 * work.copied_slots * self.cache_bytes / m.copy_bandwidth
+        return seconds
+
+    @property
+    def attention_flops(self) -> int:
+        """FLOPs of one pair of a query and a key, in all layers and heads."""
+        return 4 * self.sizes.num_layers * self.sizes.num_q_heads * self.sizes.head_dim
+
+    def parts(self, work: StepWork) -> dict[str, float]:
+        """Return what a step's time is a weighted sum of where memory and products add up.
+
+        Keys are the fields of Machine that weigh them: times that are counted, and seconds at full
+        speed, which efficiencies divide. `bench.machine` fits them to measured steps.
+        """
+        m, sizes = self.machine, self.sizes
+        weights, flops = self._streams(work.tokens)
+        parameters = sizes.head[0] * sizes.head[1]
+        head_weights = int(parameters * self.weight_itemsize) if work.logits else 0
+        return {
+            "kernel_s": self._kernels,
+            "sample_s": work.samples,
+            "stream_efficiency": (weights + head_weights) / m.read_bandwidth,
+            "product_efficiency": (flops + 2 * work.logits * parameters) / self._flops,
+            "element_efficiency": self._element_bytes(work.tokens, work.logits) / m.copy_bandwidth,
+            "key_efficiency": work.keys * self.cache_bytes / m.read_bandwidth,
+            "attention_efficiency": work.pairs * self.attention_flops / self._flops,
+        }
+
+    def _streams(self, rows: int) -> tuple[int, int]:
+        """Return the bytes of weights that all layers read, and the FLOPs of their products."""
+        layer = [product_cost(rows, i, o, weight_itemsize=0) for i, o in self.sizes.products]
+        weights = int(self.sizes.layer_parameters * self.weight_itemsize)
+        flops = sum(product.flops for product in layer)
+        return self.sizes.num_layers * weights, self.sizes.num_layers * flops
+
+    def _element_bytes(self, rows: int, logits: int) -> int:
+        """Return the bytes that everything moves but weights, keys and values."""
+        return self._layer_bytes(rows) + 2 * logits * self.sizes.vocab_size * LOGIT_BYTES
+
+    def _layer_bytes(self, rows: int) -> int:
+        sizes, width = self.sizes, self.itemsize
+        around = norm_cost(rows, sizes.hidden, itemsize=width).bytes * 2
+        inner = sizes.products[-1][0]
+        around += activation_cost(rows, inner, itemsize=width).bytes
+        for wide, narrow in sizes.products:
+            around += rows * (wide + narrow) * width
+        heads = (sizes.num_q_heads + sizes.num_kv_heads) * sizes.head_dim
+        around += 2 * rows * heads * width  # rotated in place
+        return sizes.num_layers * around
+
+    def _product_seconds(self, rows: int) -> float:
+        weights, flops = self._streams(rows)
+        return self._slower(weights, flops) + self._element_seconds(self._layer_bytes(rows))
+
+    def _head_seconds(self, rows: int) -> float:
+        if not rows:
+            return 0.0
+        head = self.sizes.head
+        weights = int(head[0] * head[1] * self.weight_itemsize)
+        logits = 2 * rows * self.sizes.vocab_size * LOGIT_BYTES
+        return self._slower(weights, 2 * rows * head[0] * head[1]) + self._element_seconds(logits)
+
+    def _slower(self, weights: int, flops: int) -> float:
+        m = self.machine
+        reading = weights / (m.read_bandwidth * m.stream_efficiency)
+        multiplying = flops / (self._flops * m.product_efficiency)
+        return max(reading, multiplying) if m.overlaps else reading + multiplying
+
+    def _element_seconds(self, moved: int) -> float:
+        m = self.machine
+        return moved / (m.copy_bandwidth * m.element_efficiency)
+
+
+def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chunk: int) -> float:
+    """Predict computing the keys and values of a sequence again, alone, in chunks.
+
+    Args:
+        cost: of a step.
+        tokens: of the sequence.
+        chunk: tokens of a step, at least 1.
+    """
+    seconds = 0.0
+    for start in range(0, tokens, chunk):
+        n = min(chunk, tokens - start)
+        is_last = start + n == tokens
+        pairs = n * start + n * (n + 1) // 2
+        step = cost(StepWork(n, 1, int(is_last), int(is_last), start + n, pairs))
+        seconds += max(step.launching, step.device)
+    return seconds
+
+
+def swap_seconds(machine: Machine, num_bytes: float, transfers: int) -> float:
+    """Predict moving keys and values over the link in one direction.
+
+    Args:
+        machine: one with a link.
+        num_bytes: of all blocks together.
+        transfers: in how many copies; each takes a moment beside its bytes.
+
+    Raises:
+        ValueError: the machine has no link.
+    """
+    if not machine.link_bandwidth:
+        raise ValueError(f"machine must have a link to main memory, got {machine.name}")
+    return num_bytes / machine.link_bandwidth + transfers * machine.link_s
