@@ -134,6 +134,14 @@ class AsyncLLM:
         """Return a snapshot of counts and times, without waiting for a step."""
         return self.llm.engine.stats()
 
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Say what a request waits for and what it has cost, see `Engine.explain`."""
+        return self.llm.engine.explain(request_id)
+
+    def trace(self, since: int = 0) -> list[dict[str, Any]]:
+        """Return what the engine decided of late, see `Engine.trace`."""
+        return self.llm.engine.trace(since)
+
     async def aclose(self) -> None:
         """Take no more requests, end those of this object and wait until they hold nothing."""
         self._is_closed = True

@@ -245,6 +245,7 @@ class _Core:
         self.reason: BaseException | None = None
         self.last_step_time: float | None = None
         self._is_torn = False
+        self._is_exiting = False
         self._begin_life()
         _cores.add(self)
 
@@ -294,6 +295,11 @@ class _Core:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(PATIENCE)
+
+    def exit(self) -> None:
+        """End the thread with the interpreter; of those who still wait, none is to be told."""
+        self._is_exiting = True
+        self.close(EngineClosedError("the interpreter is ending"), PATIENCE)
 
     def become_child(self) -> None:
         """Forget the parent's thread, which a forked process has not, and what it was doing."""
@@ -452,6 +458,8 @@ class _Core:
 
     def _end(self, error: BaseException | None) -> None:
         """Leave nobody waiting, now or later."""
+        if self._is_exiting:
+            return
         self._stop(error or EngineClosedError("the engine was let go of"))
         reason = self.reason
         assert reason is not None
@@ -486,7 +494,7 @@ _cores: weakref.WeakSet[_Core] = weakref.WeakSet()
 
 def _leave_all() -> None:
     for core in list(_cores):
-        core.close(EngineClosedError("the interpreter is ending"), PATIENCE)
+        core.exit()
 
 
 def _become_child() -> None:
