@@ -331,6 +331,28 @@ def test_an_llm_that_a_stream_uses_lives_until_the_stream_ends(directory):
     assert not thread.is_alive()
 
 
+def test_a_stream_that_is_collected_within_a_step_is_dropped_after_it(directory, monkeypatch):
+    llm = make(directory)
+    streams, begun, seen = [llm.stream("the quick", ENDLESS)], threading.Event(), []
+    whole = llm.engine.scheduler.schedule
+
+    def collecting():
+        seen.append(llm.engine.has_unfinished())
+        if len(seen) == 9:
+            assert begun.wait(60)
+            streams.clear()  # the last reference: its iterator is closed here, inside of the step
+        return whole()
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", collecting)
+    next(streams[0])
+    begun.set()
+    deadline = time.monotonic() + 60
+    while llm.loop.num_live and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert seen == [True] * 9
+    assert_idle(llm.loop)
+
+
 def test_llm_close_ends_it(directory):
     llm = make(directory)
     assert llm.close(timeout_s=60)
