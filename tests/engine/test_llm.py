@@ -291,6 +291,43 @@ def test_a_bad_prompt_is_named_before_any_work(llm, bad, message):
             llm.generate(bad, GREEDY)
 
 
+def test_what_is_asked_beside_the_prompt_reaches_the_request(llm, monkeypatch):
+    asked = {"user": "a", "priority": 3, "deadline_s": 60.0, "max_queue_s": 30}
+    added, add = [], llm.engine.scheduler.add
+
+    def adding(request):
+        added.append(request)
+        add(request)
+
+    monkeypatch.setattr(llm.engine.scheduler, "add", adding)
+    [output] = llm.generate("the quick", GREEDY, cache_salt="s", **asked)
+    text = "".join(llm.stream("the quick", GREEDY, cache_salt="s", **asked))
+    assert text == output.outputs[0].text
+    for request in added:
+        assert {name: getattr(request, name) for name in asked} == asked
+        assert request.salt == "s"
+    assert len(added) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"user": 1}, "user must be a str, got int"),
+        ({"cache_salt": None}, "cache_salt must be a str, got NoneType"),
+        ({"user": "a" * 2000}, "user must be of at most 1024 characters, got 2000"),
+        ({"priority": 1.5}, "priority must be an integer, got 1.5"),
+        ({"deadline_s": -1}, "deadline_s must be finite and at least 0, got -1"),
+        ({"max_queue_s": float("nan")}, "max_queue_s must be finite and at least 0, got nan"),
+        ({"deadline_s": "1"}, "deadline_s must be a number of seconds or None, got '1'"),
+    ],
+)
+def test_what_is_asked_beside_the_prompt_is_checked(llm, asked, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate("the", GREEDY, **asked)
+    with pytest.raises(RequestError, match=message):
+        llm.stream("the", GREEDY, **asked)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupt_aborts_everything_and_leaves_the_engine_clean(directory, monkeypatch, error):
     llm = make(directory)

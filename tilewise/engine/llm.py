@@ -18,7 +18,7 @@ from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.loop import EngineLoop
 from tilewise.engine.outputs import Generation, RequestOutput
-from tilewise.engine.prompts import Prompt, listed, token_ids
+from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.runner import Runner
@@ -398,6 +398,7 @@ class LLM:
         **asked: Any,
     ) -> Generation:
         """Return a request that may be submitted, checked; `asked` is of `Request`."""
+        check_terms(request_id=request_id, **asked)
         text, ids = token_ids(prompt, self.tokenizer)
         if sampling.stop_strings and self.tokenizer is None:
             raise RequestError("stop must be None for a model without tokenizer, got strings")
