@@ -16,6 +16,7 @@ import torch
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
 from tilewise.engine import inputs
 from tilewise.engine.llm import LLM, packaged_model
+from tilewise.engine.outputs import Generation
 from tilewise.engine.request import SamplingParams
 from tilewise.errors import CheckpointError, RequestError
 from tilewise.ops import shared_prefixes
@@ -364,8 +365,21 @@ def test_an_interrupt_inside_the_bookkeeping_leaves_a_clean_engine(directory, mo
     assert tokens_of(llm.generate("once", GREEDY)) == tokens_of(wanted)
 
 
-def test_streaming_gives_the_text_in_pieces(llm):
+def test_streaming_gives_the_text_in_pieces(llm, monkeypatch):
     [output] = llm.generate("once upon a", GREEDY)
+    read, step, unread = threading.Semaphore(1), llm.engine.step, Generation.unread_text
+
+    def after_the_reader():
+        assert read.acquire(timeout=60)  # a reader that is late would get several steps at once
+        return step()
+
+    def reading(generation):
+        text = unread(generation)
+        read.release()
+        return text
+
+    monkeypatch.setattr(llm.engine, "step", after_the_reader)
+    monkeypatch.setattr(Generation, "unread_text", reading)
     deltas = list(llm.stream("once upon a", GREEDY))
     assert "".join(deltas) == output.outputs[0].text
     assert len(deltas) > 5
