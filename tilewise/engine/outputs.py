@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
@@ -68,7 +70,7 @@ class RequestOutput:
 
 
 class Generation:
-    """Adds up the events of one request.
+    """Adds up the events of one request, on the engine's thread; others read it.
 
     Args:
         request: as given to the engine.
@@ -76,8 +78,12 @@ class Generation:
         tokenizer: None leaves the text empty.
 
     Attributes:
-        output: complete up to the last event taken.
-        error: why it failed, for whoever waits for it; None if it did not.
+        output: complete up to the last event taken; another thread reads `snapshot()` instead
+            until it has finished.
+        error: why it failed, for the caller that waits for it; None if it did not.
+        on_change: called on the engine's thread after each step that has changed the output, and
+            when it has finished. What it raises ends the request.
+        on_end: called on the engine's thread, once, when the output has finished.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
@@ -90,7 +96,10 @@ class Generation:
             outputs=[CompletionOutput(index) for index in samples],
             metrics=RequestMetrics(arrival_time=time.perf_counter()),
         )
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
+        self.on_change: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+        self._lock = threading.Lock()  # around what take() changes piece by piece
         self._unread: deque[str] = deque()
         self._streams: list[TextStream] | None = None
         if tokenizer is not None:
@@ -104,20 +113,24 @@ class Generation:
         When the text has reached a stop string, finish_reason of the sample is "stop" although the
         event's is not: the caller then ends the sample in the engine.
         """
-        if event.token is None:
-            assert event.error is not None
+        with self._lock:
+            self._take(event)
+
+    def _take(self, event: TokenEvent) -> None:
+        if event.error is not None:
             self.fail(event.error)
             return
         completion = self.output.outputs[event.index]
-        completion.token_ids.append(event.token.token_id)
-        self._add_logprobs(completion, event.token)
+        metrics, now = self.output.metrics, time.perf_counter()
+        if event.token is not None:  # else the sample has ended by its deadline
+            completion.token_ids.append(event.token.token_id)
+            self._add_logprobs(completion, event.token)
+            metrics.first_token_time = metrics.first_token_time or now
         if event.finish_reason is not None:
             completion.finish_reason = event.finish_reason.value
             completion.stop_reason = event.stop_reason
         self.output.num_cached_tokens = event.num_cached_tokens
-        self._add_text(completion, event, event.token.token_id)
-        metrics, now = self.output.metrics, time.perf_counter()
-        metrics.first_token_time = metrics.first_token_time or now
+        self._add_text(completion, event)
         if all(c.finish_reason is not None for c in self.output.outputs):
             self.output.finished = True
             metrics.finished_time = now
@@ -132,11 +145,33 @@ class Generation:
             unread.append(self._unread.popleft())
         return "".join(unread)
 
+    def snapshot(self) -> RequestOutput:
+        """Return a copy of the output that no step changes, with each sample's text so far."""
+        with self._lock:
+            return replace(
+                self.output,
+                outputs=[
+                    replace(
+                        c,
+                        text=self._text(c),
+                        token_ids=list(c.token_ids),
+                        logprobs=None if c.logprobs is None else list(c.logprobs),
+                    )
+                    for c in self.output.outputs
+                ],
+                metrics=replace(self.output.metrics),
+            )
+
+    def _text(self, completion: CompletionOutput) -> str:
+        if completion.finish_reason is not None or self._streams is None:
+            return completion.text
+        return self._streams[completion.index].text
+
     def abort(self) -> None:
         """Mark every sample that still runs as aborted."""
         self._end(FinishReason.ABORT)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Mark every sample that still runs as failed; the first error is the one that is kept."""
         self.error = self.error or error
         self._end(FinishReason.ERROR)
@@ -147,7 +182,9 @@ class Generation:
                 completion.finish_reason = reason.value
                 if self._streams is not None:
                     completion.text = self._streams[completion.index].text
-        self.output.finished = True
+        if not self.output.finished:
+            self.output.finished = True
+            self.output.metrics.finished_time = time.perf_counter()
 
     def _add_logprobs(self, completion: CompletionOutput, token: SampledToken) -> None:
         if token.logprob is None:
@@ -159,12 +196,13 @@ class Generation:
         completion.logprobs.append(entry)
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + token.logprob
 
-    def _add_text(self, completion: CompletionOutput, event: TokenEvent, token_id: int) -> None:
+    def _add_text(self, completion: CompletionOutput, event: TokenEvent) -> None:
         if self._streams is None:
             return
         stream = self._streams[event.index]
-        if event.finish_reason is not FinishReason.STOP:  # a token that ends a text is not text
-            self._unread.append(stream.push(token_id))
+        # A token that ends a text is not text.
+        if event.token is not None and event.finish_reason is not FinishReason.STOP:
+            self._unread.append(stream.push(event.token.token_id))
         if event.finish_reason is not None:
             self._unread.append(stream.finish())
         if stream.stop is not None:
