@@ -8,8 +8,8 @@ the iterator aborts, a prompt that can never fit is refused.
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ class FakeEngine:
     def __init__(self, *, step_s: float = 0.0, max_model_len: int = 1024) -> None:
         self.tokenizer = load_tokenizer(STORY)
         self.config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=max_model_len)
-        self.limits = Limits(256, 16, 64, 2048, max_model_len)
+        self.limits = Limits(4 * max_model_len // 16, 16, 64, 2048, max_model_len)
         self.step_s = step_s
         self.live: dict[str, Request] = {}
         self.aborted: list[str] = []
@@ -127,11 +127,16 @@ class FakeEngine:
         return 1 + mixed % (VOCABULARY - 1)
 
     def _snapshot(self, generation):
-        output = copy.deepcopy(generation.output)
-        if generation._streams is not None:
-            for completion, stream in zip(output.outputs, generation._streams, strict=True):
-                completion.text = stream.text
-        return output
+        outputs = [
+            replace(
+                completion,
+                text=generation._streams[completion.index].text,
+                token_ids=list(completion.token_ids),
+                logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            )
+            for completion in generation.output.outputs
+        ]
+        return replace(generation.output, outputs=outputs)
 
     async def abort(self, request_id):
         self.aborted.append(request_id)

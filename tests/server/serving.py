@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -51,7 +52,8 @@ class Running:
         assert self.error is None
 
     def stop(self):
-        self.event_loop.call_soon_threadsafe(self.server.stop)
+        if self._thread.is_alive():
+            self.event_loop.call_soon_threadsafe(self.server.stop)
         self._thread.join(20)
         assert not self._thread.is_alive()
 
@@ -84,6 +86,7 @@ def serving(
     options=None,
     bridge_options=None,
     routers=None,
+    send_buffer=None,
     **service_options,
 ):
     """Run a server; what is not given is the fake engine's and has no limits to speak of."""
@@ -107,6 +110,8 @@ def serving(
     )
     app = build_app(service, routers(service) if routers else ())
     sock = listen("127.0.0.1", 0)
+    if send_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
     server = Server(
         app,
         bridge,
