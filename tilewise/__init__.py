@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 from tilewise.errors import (
     CacheFullError,
     CheckpointError,
+    DeviceLostError,
+    EngineClosedError,
     RequestError,
     TilewiseError,
     UnsupportedError,
 )
 
 if TYPE_CHECKING:
+    from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
@@ -45,10 +48,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BlockMask",
     "BlockTransfer",
     "CacheFullError",
     "CheckpointError",
+    "DeviceLostError",
+    "EngineClosedError",
     "Explanation",
     "PagedPlan",
     "Precompiled",
@@ -89,6 +95,7 @@ __all__ = [
 # name -> the module that defines it (PEP 562)
 _LAZY = {
     "LLM": "tilewise.engine.llm",
+    "AsyncLLM": "tilewise.engine.async_llm",
     "BlockMask": "tilewise.masks",
     "BlockTransfer": "tilewise.ops",
     "Explanation": "tilewise.ops",

@@ -5,6 +5,8 @@
         ├── UnsupportedError        also NotImplementedError: a backend cannot run this call
         ├── CacheFullError          also RuntimeError: no free KV block
         ├── RequestError            also ValueError: a request can never be served (HTTP 400)
+        ├── EngineClosedError       also RuntimeError: the engine takes no request any more
+        │   └── DeviceLostError     its device computes nothing any more
         └── CheckpointError         also ValueError: a model directory is incomplete or wrong
 
 A wrong shape or range is a plain ValueError and a wrong dtype a plain TypeError, as in torch. Every
@@ -16,6 +18,8 @@ from __future__ import annotations
 __all__ = [
     "CacheFullError",
     "CheckpointError",
+    "DeviceLostError",
+    "EngineClosedError",
     "RequestError",
     "TilewiseError",
     "UnsupportedError",
@@ -36,6 +40,14 @@ class CacheFullError(TilewiseError, RuntimeError):
 
 class RequestError(TilewiseError, ValueError):
     """A request is malformed or can never fit; the message names the limit."""
+
+
+class EngineClosedError(TilewiseError, RuntimeError):
+    """The engine takes no request any more; the message says why it ended."""
+
+
+class DeviceLostError(EngineClosedError):
+    """The engine's device computes nothing any more; the cause is what it raised first."""
 
 
 class CheckpointError(TilewiseError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +15,7 @@ from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.runner import ModelRunner
+from tilewise.errors import DeviceLostError
 
 STEPS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
@@ -238,9 +240,11 @@ def test_the_error_names_the_prompt_of_a_list_and_a_stream_raises_it_too(make):
 def test_a_step_that_fails_as_a_whole_tells_everybody_why(make, monkeypatch):
     llm = make(max_num_seqs=3)
     submit, long = llm.engine.runner.submit, SamplingParams(max_tokens=None, ignore_eos=True)
+    is_broken = []
 
     def failing(batch):
-        if len(batch.sequences) == 3:
+        if is_broken or len(batch.sequences) == 3:
+            is_broken.append(batch)
             raise RuntimeError("out of luck")
         return submit(batch)
 
@@ -289,3 +293,144 @@ def test_a_text_that_fails_ends_its_own_request(make, checkpoint, monkeypatch, p
     with pytest.raises(LookupError):
         list(llm.stream(as_ids(PROMPTS[3]), GREEDY))
     assert_idle(llm)
+
+
+def breaking_submit(llm, monkeypatch, breaks):
+    """Let the runner raise where breaks(batch) says so; returns the sizes of the failed batches."""
+    submit, failed = llm.engine.runner.submit, []
+
+    def failing(batch):
+        if breaks(batch):
+            failed.append(len(batch.sequences))
+            raise RuntimeError("out of luck")
+        return submit(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "submit", failing)
+    return failed
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_step_that_fails_once_is_made_good_by_its_halves(make, checkpoint, monkeypatch, step):
+    llm = make()
+    count = []
+
+    def breaks(batch):
+        count.append(batch)
+        return len(count) == step
+
+    failed = breaking_submit(llm, monkeypatch, breaks)
+    outputs = llm.generate([as_ids(p) for p in PROMPTS], GREEDY)
+    assert failed == [len(PROMPTS)]
+    assert [o.outputs[0].token_ids for o in outputs] == checkpoint[1]
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("first_len", [0, 15])
+@pytest.mark.parametrize("bad", range(5))
+def test_who_breaks_the_step_ends_alone(make, checkpoint, monkeypatch, bad, first_len):
+    """first_len: tokens that it has when it begins to break its steps; 0 is with its prompt."""
+    llm = make()
+    seq_ids = set()
+
+    def breaks(batch):
+        for run in batch.sequences:
+            if run.start == 0 and list(run.token_ids) == PROMPTS[bad]:
+                seq_ids.add(run.seq_id)
+        return any(s.seq_id in seq_ids and s.start >= first_len for s in batch.sequences)
+
+    failed = breaking_submit(llm, monkeypatch, breaks)
+
+    def work(i):
+        try:
+            [output] = llm.generate(as_ids(PROMPTS[i]), GREEDY)
+            return output.outputs[0].token_ids
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(5) as pool:
+        llm.loop.pause()  # so that they come into one step
+        seen = [pool.submit(work, i) for i in range(5)]
+        while llm.loop.num_live < 5:
+            time.sleep(0.001)
+        llm.loop.resume()
+        seen = [future.result(timeout=60) for future in seen]
+    breaks_ever = first_len < len(PROMPTS[bad]) + STEPS - 1
+    wanted = ["out of luck" if i == bad and breaks_ever else checkpoint[1][i] for i in range(5)]
+    assert seen == wanted
+    assert len(failed) <= 4  # 5, 3, 2, 1
+    assert_idle(llm)
+
+
+def test_samples_of_a_request_that_breaks_the_step_end_together(make, checkpoint, monkeypatch):
+    llm = make()
+    drawn = SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True)
+    failed = breaking_submit(
+        llm,
+        monkeypatch,
+        lambda batch: any(s.sampling is drawn and s.start > 8 for s in batch.sequences),
+    )
+    requests = [Request(str(i), p, GREEDY) for i, p in enumerate(PROMPTS[:3])]
+    requests.insert(1, Request("bad", PROMPTS[4], drawn))
+    tokens, last = run(llm.engine, requests)
+    assert failed
+    assert {key for key, event in last.items() if event.error} == {("bad", i) for i in range(3)}
+    for i in range(3):
+        assert tokens[str(i), 0] == checkpoint[1][i]
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["forked", "alone"])
+def test_seeded_tokens_are_those_of_a_run_without_failures(make, monkeypatch, share):
+    """Halves repeat the copies of a fork and the draws of every sample."""
+    params = SamplingParams(n=3 if share else 1, seed=4, max_tokens=9, ignore_eos=True)
+    prompts = [as_ids(p) for p in PROMPTS]
+    wanted = [
+        [c.token_ids for c in o.outputs] for o in make(max_num_seqs=16).generate(prompts, params)
+    ]
+    llm = make(max_num_seqs=16)
+    count = []
+
+    def breaks(batch):
+        count.append(batch)
+        return len(count) % 4 in (0, 1) and len(batch.sequences) > 1
+
+    assert breaking_submit(llm, monkeypatch, breaks) == []
+    outputs = llm.generate(prompts, params)
+    assert [[c.token_ids for c in o.outputs] for o in outputs] == wanted
+    assert len(count) > 20
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("loses", ["with its step", "alone"])
+def test_a_lost_device_fails_all_with_the_reason_and_ends_the_loop(make, monkeypatch, loses):
+    llm = make()
+    lost, submit = [], llm.engine.runner.submit
+
+    def failing(batch):
+        if len(batch.sequences) == (3 if loses == "with its step" else 1):
+            lost.append(True)
+            raise RuntimeError("illegal address")
+        return submit(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "submit", failing)
+    monkeypatch.setattr(llm.engine.runner, "is_lost", lambda: bool(lost))
+    prompts = PROMPTS[:3] if loses == "with its step" else PROMPTS[:1]
+
+    def work(prompt):
+        with pytest.raises(DeviceLostError, match="device is lost: illegal address") as caught:
+            llm.generate(as_ids(prompt), GREEDY)
+        return caught.value
+
+    with ThreadPoolExecutor(3) as pool:
+        llm.loop.pause()
+        errors = [pool.submit(work, prompt) for prompt in prompts]
+        while llm.loop.num_live < len(prompts):
+            time.sleep(0.001)
+        llm.loop.resume()
+        errors = [future.result(timeout=60) for future in errors]
+    assert all(isinstance(error.__cause__, RuntimeError) for error in errors)
+    assert len({id(error) for error in errors}) == len(errors), "each has an exception of its own"
+    assert llm.close(timeout_s=60)
+    assert not llm.loop.is_alive
+    with pytest.raises(DeviceLostError, match="device is lost"):
+        llm.generate(as_ids(PROMPTS[0]), GREEDY)

@@ -9,7 +9,7 @@ What is made for every token is no frozen dataclass, which takes three times as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tilewise.engine.request import NO_TOKEN, FinishReason, SamplingParams
@@ -67,6 +67,12 @@ class Batch:
     def num_tokens(self) -> int:
         """Rows of the step, T."""
         return sum(len(s.token_ids) for s in self.sequences)
+
+    def part(self, sequences: Sequence[ScheduledSequence]) -> Batch:
+        """Return the step of some of its sequences, with the copies that they write to."""
+        blocks = {block for s in sequences for block in s.block_ids}
+        copies = tuple(pair for pair in self.block_copies if pair[1] in blocks)
+        return replace(self, sequences=tuple(sequences), block_copies=copies, left=())
 
 
 class SampledToken(NamedTuple):

@@ -26,7 +26,7 @@ from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.request import MOST_LOGPROBS
-from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples
+from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples, is_device_lost
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks, shared_prefixes
 
@@ -98,6 +98,10 @@ class DeviceRunner:
         self.rows.reset()
         # A step that failed midway may have moved the device's count on.
         self.results.place.fill_((self._place - 1) % RING)
+
+    def is_lost(self) -> bool:
+        """Whether the device can compute no more."""
+        return is_device_lost(self.device)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> _Handle:

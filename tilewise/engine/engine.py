@@ -8,14 +8,16 @@ for: while a device computes, the host schedules, takes results and makes text o
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
 from tilewise.engine.batch import Batch, TokenEvent
+from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
-from tilewise.engine.runner import Runner, StepHandle
+from tilewise.engine.runner import Runner, Samples, StepHandle
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.stats import SchedulerStats
 
@@ -55,8 +57,22 @@ class EngineStats:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
+class _Failed:
+    """The handle of a step that `submit` refused."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def result(self) -> Samples:
+        """Raise what `submit` raised."""
+        raise self.error
+
+
 class Engine:
     """Runs all live requests together, one step at a time.
+
+    One thread at a time may change it. `stats` may be asked by any other meanwhile: what
+    the scheduler knows changes under a lock, which is not held while a step computes.
 
     Args:
         scheduler: decides what runs; its blocks must be those of the runner's storage.
@@ -72,6 +88,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False) -> None:
         self.runner = runner
         self.overlap = overlap
+        self.lock = threading.RLock()  # around whatever reads or changes the scheduler
         self._use(scheduler)
         self._unfinished: deque[tuple[Batch, StepHandle]] = deque()
         self._tokens = {"prefill": 0, "decode": 0}
@@ -83,12 +100,16 @@ class Engine:
 
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all requests, wherever they are, and go on with a new scheduler."""
+        self._drop_unfinished()
+        self.runner.reset()
+        with self.lock:
+            self._use(scheduler)
+
+    def _drop_unfinished(self) -> None:
         while self._unfinished:
             _, handle = self._unfinished.popleft()
             with suppress(Exception):  # whatever it was, it is for nobody
                 handle.result()
-        self.runner.reset()
-        self._use(scheduler)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -96,15 +117,21 @@ class Engine:
         Raises:
             RequestError: it can never be served; nothing has changed.
         """
-        self.scheduler.add(request)
+        with self.lock:
+            self.scheduler.add(request)
 
     def step(self) -> list[TokenEvent]:
         """Finish one batch and return what it did; empty when no token was drawn.
 
         A request whose logits are not finite ends by events with finish_reason "error" that carry
-        the error; nobody else notices. When the model or the sampler raises, the requests of the
-        batch are aborted before the error goes on; the others are untouched and the next step is
-        theirs.
+        the error; nobody else notices. When the model or the sampler raises, the step is run again
+        in halves, see `recovery`: the requests that break it end in the same way, with what they
+        raised, and the others go on.
+
+        Raises:
+            DeviceLostError: the runner can compute no more, nor can the engine.
+            BaseException: what is no Exception, such as KeyboardInterrupt; the requests of the
+                step are aborted.
         """
         started = time.perf_counter()
         try:
@@ -114,10 +141,14 @@ class Engine:
             batch, handle = self._unfinished.popleft()
             try:
                 samples = handle.result()
+            except Exception as error:
+                events = self._recover(batch, error)
             except BaseException:
-                self.scheduler.discard(batch)
+                self._discard(batch)
                 raise
-            events = self.scheduler.update(batch, samples)
+            else:
+                with self.lock:
+                    events = self.scheduler.update(batch, samples)
         finally:
             self._let_end()
         self._record(batch, time.perf_counter() - started)
@@ -126,15 +157,40 @@ class Engine:
     def _submit(self) -> None:
         """Begin as many steps as may be unfinished."""
         while len(self._unfinished) < self.scheduler.max_in_flight:
-            batch = self.scheduler.schedule()
+            if self._unfinished and isinstance(self._unfinished[-1][1], _Failed):
+                return
+            with self.lock:
+                batch = self.scheduler.schedule()
             if batch is None:
                 return
+            handle: StepHandle
             try:
                 handle = self.runner.submit(batch)
+            except Exception as error:
+                handle = _Failed(error)  # the steps before it are finished first
             except BaseException:
-                self.scheduler.discard(batch)
+                self._discard(batch)
                 raise
             self._unfinished.append((batch, handle))
+
+    def _recover(self, failed: Batch, error: Exception) -> list[TokenEvent]:
+        """Run the oldest unfinished step again, and those that were begun after it."""
+        newer = [batch for batch, _ in self._unfinished]
+        self._drop_unfinished()  # they were computed from what the failed one did not give
+        events: list[TokenEvent] = []
+        for batch in (failed, *newer):
+            rerun = run_again(
+                self.runner, self.scheduler, batch, error if batch is failed else None
+            )
+            with self.lock:
+                for request_id, reason in rerun.errors.items():
+                    events += self.scheduler.fail(request_id, reason)
+                events += self.scheduler.update(batch, rerun.samples)
+        return events
+
+    def _discard(self, batch: Batch) -> None:
+        with self.lock:
+            self.scheduler.discard(batch)
 
     def _let_end(self) -> None:
         """When no request is left, wait for the steps that nobody needs, and free their blocks."""
@@ -142,7 +198,7 @@ class Engine:
             batch, handle = self._unfinished.popleft()
             with suppress(Exception):  # of requests that have ended
                 handle.result()
-            self.scheduler.discard(batch)
+            self._discard(batch)
 
     def finish(
         self,
@@ -156,7 +212,8 @@ class Engine:
         Returns:
             Whether it was unfinished.
         """
-        was_unfinished = self.scheduler.finish(request_id, index, reason, stop_reason)
+        with self.lock:
+            was_unfinished = self.scheduler.finish(request_id, index, reason, stop_reason)
         self._let_end()
         return was_unfinished
 
@@ -166,7 +223,8 @@ class Engine:
         Returns:
             Whether any was unfinished.
         """
-        was_unfinished = self.scheduler.abort(request_id)
+        with self.lock:
+            was_unfinished = self.scheduler.abort(request_id)
         self._let_end()
         return was_unfinished
 
@@ -175,9 +233,11 @@ class Engine:
         return self.scheduler.has_unfinished()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of counts and times."""
+        """Return a snapshot of counts and times; any thread may ask."""
+        with self.lock:
+            scheduler = self.scheduler.stats()
         return EngineStats(
-            scheduler=self.scheduler.stats(),
+            scheduler=scheduler,
             cache_bytes_per_token=self.runner.storage.spec.bytes_per_token,
             prefill_tokens=self._tokens["prefill"],
             prefill_seconds=self._seconds["prefill"],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
+from tilewise.engine.loop import EngineLoop
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.report import Progress, terminal
-from tilewise.engine.request import FinishReason, Request, SamplingParams
+from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.runner import Runner
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import (
@@ -41,20 +42,18 @@ from tilewise.models.config import ModelConfig
 
 __all__ = ["LLM", "packaged_model"]
 
-# Seconds until a thread that waits for another one's step looks whether that has served it, too:
-# the time of a short step, so that no thread's text lags behind by more than one.
-PATIENCE = 0.002
-
 
 class LLM:
     """A model ready to continue prompts, many at a time.
 
-    Threads may share it: their requests run in the same steps, and whichever thread is free runs
-    the next step for all.
+    Threads may share it: their requests run in the same steps, on a thread of the engine's own,
+    which ends with `close()`, or when nobody holds the LLM any more. An interrupt (Ctrl-C) ends the
+    requests of the call that it interrupts.
 
     On a CPU the weights are packed for its matrix products, and a step of a Llama, Mistral or Qwen
-    is one compiled call (`engine.cpu_step.why_not` tells of others). It uses as many of torch's
-    threads as its work is worth. On a machine that others
+    is one compiled call (`engine.cpu_step.why_not` tells of others). It uses as many threads as its
+    work is worth, at most those that torch has on the thread that makes the LLM (a later
+    torch.set_num_threads there counts from the next request). On a machine that others
     use too, GOMP_SPINCOUNT=1000 in the environment before torch is imported keeps these threads
     from spinning while they wait; the command line sets it.
 
@@ -159,8 +158,7 @@ class LLM:
                     has_graphs=has_graphs,
                 )
             )
-        self._scheduler_seeds = itertools.count(seed)
-        self._scheduler_settings: dict[str, Any] = {
+        scheduler_settings: dict[str, Any] = {
             "num_blocks": num_blocks,
             "block_size": block_size,
             "max_num_seqs": max_num_seqs,
@@ -168,46 +166,83 @@ class LLM:
             "max_model_len": max_model_len,
             "enable_prefix_caching": enable_prefix_caching,
         }
+        self._new_scheduler = new_scheduler = functools.partial(
+            _new_scheduler, itertools.count(seed), scheduler_settings
+        )
         storage = allocate(spec, num_blocks, on)
-        runner: Runner
-        if has_graphs:
-            runner = on_device = DeviceRunner(
-                self.model, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
-            )
-            progress = Progress(terminal(use_progress))
-            try:
-                prepare(
-                    on_device,
-                    max_num_batched_tokens=max_num_batched_tokens,
-                    is_lazy=graphs == "lazy",
-                    show=progress.show,
+        model_, num_threads = self.model, torch.get_num_threads()
+        current = torch.cuda.current_device() if on.type == "cuda" else None
+
+        def make_engine() -> Engine:
+            """Prepare the runner on the thread that will use it; hold nothing of the LLM."""
+            torch.set_num_threads(num_threads)
+            runner: Runner
+            if current is not None:
+                torch.cuda.set_device(current)
+            if has_graphs:
+                runner = on_device = DeviceRunner(
+                    model_, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
                 )
-            finally:
-                progress.close()
-            # What lives now lives on: a collection that walks it again and again stops the host.
-            gc.collect()
-            gc.freeze()
-        else:
-            runner = plain = runner_for(self.model, storage, num_parameters=num_parameters)
-            if isinstance(plain, CompiledRunner):
-                plain.warm_up()
+                progress = Progress(terminal(use_progress))
+                try:
+                    prepare(
+                        on_device,
+                        max_num_batched_tokens=max_num_batched_tokens,
+                        is_lazy=graphs == "lazy",
+                        show=progress.show,
+                    )
+                finally:
+                    progress.close()
+                # What lives now lives on: a collection that walks it again and again stops the
+                # host.
+                gc.collect()
+                gc.freeze()
             else:
-                warm_up(self.model, spec, on)
-        self.engine = Engine(self._new_scheduler(), runner, overlap=has_graphs)
+                runner = plain = runner_for(model_, storage, num_parameters=num_parameters)
+                if isinstance(plain, CompiledRunner):
+                    plain.warm_up()
+                else:
+                    warm_up(model_, spec, on)
+            return Engine(new_scheduler(), runner, overlap=has_graphs)
+
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
         )
-        self._lock = threading.RLock()  # around whatever changes the engine
-        self._arrived: deque[Generation] = deque()  # for the next step to add to the engine
-        self._live: dict[str, Generation] = {}  # in the engine
         self._request_numbers = itertools.count()
+        self._maker, self._num_threads = threading.get_ident(), num_threads
+        self.loop = EngineLoop(make_engine, new_scheduler=new_scheduler)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which its own thread alone may change; see `EngineLoop.call`."""
+        return self.loop.engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self.loop.engine = engine
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Fail what is unfinished with EngineClosedError and end the engine's thread.
+
+        Args:
+            timeout_s: seconds to wait for the step that runs; None waits for its end.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        return self.loop.close(timeout_s)
 
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
         use_progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue prompts and return when all are done.
@@ -215,6 +250,8 @@ class LLM:
         Args:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: for all prompts, or one for each; None is SamplingParams().
+            user, priority, deadline_s, max_queue_s: of each prompt, see `Request`.
+            cache_salt: prompts share cached beginnings only with those of an equal salt.
             use_progress: write a line of progress to stderr.
 
         Returns:
@@ -225,63 +262,108 @@ class LLM:
             RequestError: a prompt can never be served; no work has been done. The message has its
                 place in the list.
             TypeError: prompts or sampling_params are something else.
-            ValueError: there are not as many sampling_params as prompts.
-            Exception: a step has failed as a whole, as when memory is lacking: all who were in the
-                engine get it. Or what the tokenizer raised over a prompt's tokens: this, or logits
-                that are not finite, ends one prompt. Whoever asked for it gets the exception, with
-                a note that has its place in the list, and the rest of that call is let go of;
-                requests of other calls go on.
+            EngineClosedError: the engine was closed; DeviceLostError if its device is lost.
+            Exception: what broke a step for this prompt alone, or what the tokenizer raised over
+                its tokens: this, or logits that are not finite, ends one prompt. Its caller gets
+                the exception, with a note that has its place in the list, and the rest of that
+                call is let go of; requests of other calls go on.
         """
-        mine = self._generations(prompts, sampling_params)
+        mine = self._generations(
+            prompts,
+            sampling_params,
+            user=user,
+            salt=cache_salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            max_queue_s=max_queue_s,
+        )
+        waiter = _Waiter(mine)
         progress = Progress(terminal(use_progress))
+        if progress.is_shown:
+            waiter.notice_changes()
         try:
-            self._arrived.extend(mine)
-            while not all(g.output.finished for g in mine):
-                self._step()
-                _raise_first(mine)
+            self._submit(mine)
+            while not waiter.is_over:
+                waiter.wait()
                 progress.show(_progress_text(mine))
+            _raise_first(mine)
         finally:
             progress.close()
-            self._abort(mine)
+            self._drop(mine)
         return [g.output for g in mine]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
     ) -> Iterator[str]:
         """Continue one prompt and yield its text as it becomes certain.
 
-        Dropping the iterator aborts the request. Other requests may run meanwhile.
+        Dropping the iterator aborts the request. Other requests may run meanwhile. The keywords are
+        those of generate().
 
         Raises:
             RequestError: the prompt can never be served, or n is not 1.
 
         The iterator raises what ends the request alone, see generate(), after the text before it.
         """
-        [generation] = self._generations(prompt, sampling_params)
+        [generation] = self._generations(
+            prompt,
+            sampling_params,
+            user=user,
+            salt=cache_salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            max_queue_s=max_queue_s,
+        )
         if generation.request.sampling.n != 1:
             raise RequestError(f"n must be 1 to stream, got {generation.request.sampling.n}")
         return self._stream(generation)
 
     def _stream(self, generation: Generation) -> Iterator[str]:
+        waiter = _Waiter([generation])
+        waiter.notice_changes()
         try:
-            self._arrived.append(generation)
-            while True:
+            self._submit([generation])
+            is_finished = False
+            while not is_finished:
+                waiter.wait()
                 is_finished = generation.output.finished  # before its last text is read
                 delta = generation.unread_text()
                 if delta:
                     yield delta
-                elif is_finished:
-                    _raise_first([generation])
-                    return
-                else:
-                    self._step()
+            _raise_first([generation])
         finally:
-            self._abort([generation])
+            self._drop([generation])
+
+    def prepare(self, prompt: Prompt, sampling: SamplingParams, **asked: Any) -> Generation:
+        """Return a request for `loop.submit()`, checked; nothing has changed.
+
+        Args:
+            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s of
+                `Request`.
+
+        Raises:
+            RequestError: it can never be served.
+            TypeError: sampling is something else.
+        """
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(
+                f"sampling_params must be SamplingParams, got {type(sampling).__name__}"
+            )
+        return self._generation(prompt, sampling, **asked)
 
     def _generations(
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
+        **asked: Any,
     ) -> list[Generation]:
         """Check everything and change nothing."""
         is_alone = isinstance(prompts, (str, bytes, Mapping))
@@ -302,16 +384,26 @@ class LLM:
         generations = []
         for i, (prompt, sampling) in enumerate(zip(many, given, strict=True)):
             try:
-                generations.append(self._generation(prompt, sampling))
+                generations.append(self._generation(prompt, sampling, **asked))
             except RequestError as error:
                 raise RequestError(str(error) if is_alone else f"prompts[{i}]: {error}") from None
         return generations
 
-    def _generation(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
+    def _generation(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        **asked: Any,
+    ) -> Generation:
+        """Return a request that may be submitted, checked; `asked` is of `Request`."""
         text, ids = token_ids(prompt, self.tokenizer)
         if sampling.stop_strings and self.tokenizer is None:
             raise RequestError("stop must be None for a model without tokenizer, got strings")
-        request = Request(f"request-{next(self._request_numbers)}", ids, sampling, self._end_ids)
+        if request_id is None:
+            request_id = f"request-{next(self._request_numbers)}"
+        request = Request(request_id, ids, sampling, self._end_ids, **asked)
         self.engine.scheduler.limits.check(request)
         if max(ids) >= self.config.vocab_size:
             raise RequestError(
@@ -320,62 +412,52 @@ class LLM:
             )
         return Generation(request, text, self.tokenizer)
 
-    def _step(self) -> None:
-        """Run one step for everything that is live, or wait a moment for another thread's."""
-        if not self._lock.acquire(timeout=PATIENCE):
-            return
-        try:
-            self._step_all()
-        except BaseException as error:
-            live = list(self._live.values())
-            if isinstance(error, Exception):  # whoever waits for one of these gets it, too
-                for generation in live:
-                    generation.fail(error)
-            self._abort(live)
-            if not isinstance(error, Exception):
-                # An interrupt can come between any two instructions of the scheduler.
-                self.engine.restart(self._new_scheduler())
-            raise
-        finally:
-            self._lock.release()
+    def _submit(self, generations: Sequence[Generation]) -> None:
+        if self.loop.is_own_thread:
+            raise RuntimeError("the engine's thread must not wait for requests of its own")
+        if threading.get_ident() == self._maker:
+            num_threads = torch.get_num_threads()
+            if num_threads != self._num_threads:
+                self._num_threads = num_threads
+                self.loop.post(lambda: torch.set_num_threads(num_threads))
+        self.loop.submit(*generations)
 
-    def _step_all(self) -> None:
-        while self._arrived:
-            generation = self._arrived[0]
-            self._live[generation.request.request_id] = generation
-            self._arrived.popleft()
-            self.engine.add_request(generation.request)
-        for event in self.engine.step():
-            live = self._live.get(event.request_id)
-            if live is None:
-                continue  # somebody else's, given to the engine directly
-            try:
-                live.take(event)
-            except Exception as error:  # of its tokenizer: nobody else's text is worse for it
-                live.fail(error)
-                self.engine.abort(event.request_id)
-            completion = live.output.outputs[event.index]
-            if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
-                self.engine.finish(
-                    event.request_id, event.index, FinishReason.STOP, completion.stop_reason
-                )
-            if live.output.finished:
-                self._live.pop(event.request_id)
-
-    def _abort(self, generations: Sequence[Generation]) -> None:
+    def _drop(self, generations: Sequence[Generation]) -> None:
         """Let go of those that have not finished."""
-        if all(g.output.finished and not g.error for g in generations):
-            return  # without waiting for the step of another thread
-        with self._lock:
-            for generation in generations:
-                if generation in self._arrived:
-                    self._arrived.remove(generation)
-                if self._live.pop(generation.request.request_id, None) is not None:
-                    self.engine.abort(generation.request.request_id)
-                generation.abort()
+        if not all(g.output.finished for g in generations):
+            self.loop.drop(generations)
 
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(seed=next(self._scheduler_seeds), **self._scheduler_settings)
+
+class _Waiter:
+    """Wakes one thread when all of its requests have ended, or one of them has failed."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self._generations = generations
+        self._num_left = len(generations)
+        self._event = threading.Event()
+        self.is_over = not generations
+        for generation in generations:
+            generation.on_end = functools.partial(self._one_ended, generation)
+
+    def notice_changes(self) -> None:
+        """Wake the thread after each step that changes one of the requests, too."""
+        for generation in self._generations:
+            generation.on_change = self._event.set
+
+    def wait(self) -> None:
+        """Sleep until something has happened since the last call."""
+        self._event.wait()
+        self._event.clear()
+
+    def _one_ended(self, generation: Generation) -> None:
+        self._num_left -= 1
+        if self._num_left == 0 or generation.error is not None:
+            self.is_over = True
+            self._event.set()
+
+
+def _new_scheduler(seeds: Iterator[int], settings: Mapping[str, Any]) -> Scheduler:
+    return Scheduler(seed=next(seeds), **settings)
 
 
 def _raise_first(generations: Sequence[Generation]) -> None:

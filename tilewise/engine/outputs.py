@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
@@ -68,7 +70,7 @@ class RequestOutput:
 
 
 class Generation:
-    """Adds up the events of one request.
+    """Adds up the events of one request, on the engine's thread; others read it.
 
     Args:
         request: as given to the engine.
@@ -76,8 +78,12 @@ class Generation:
         tokenizer: None leaves the text empty.
 
     Attributes:
-        output: complete up to the last event taken.
-        error: why it failed, for whoever waits for it; None if it did not.
+        output: complete up to the last event taken; another thread reads `snapshot()` instead
+            until it has finished.
+        error: why it failed, for the caller that waits for it; None if it did not.
+        on_change: called on the engine's thread after each step that has changed the output, and
+            when it has finished. What it raises ends the request.
+        on_end: called on the engine's thread, once, when the output has finished.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
@@ -90,7 +96,10 @@ class Generation:
             outputs=[CompletionOutput(index) for index in samples],
             metrics=RequestMetrics(arrival_time=time.perf_counter()),
         )
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
+        self.on_change: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+        self._lock = threading.Lock()  # around what take() changes piece by piece
         self._unread: deque[str] = deque()
         self._streams: list[TextStream] | None = None
         if tokenizer is not None:
@@ -104,6 +113,10 @@ class Generation:
         When the text has reached a stop string, finish_reason of the sample is "stop" although the
         event's is not: the caller then ends the sample in the engine.
         """
+        with self._lock:
+            self._take(event)
+
+    def _take(self, event: TokenEvent) -> None:
         if event.token is None:
             assert event.error is not None
             self.fail(event.error)
@@ -132,11 +145,28 @@ class Generation:
             unread.append(self._unread.popleft())
         return "".join(unread)
 
+    def snapshot(self) -> RequestOutput:
+        """Return a copy of the output that no step changes, with each sample's text so far."""
+        with self._lock:
+            return replace(
+                self.output,
+                outputs=[
+                    replace(
+                        c,
+                        text=c.text if self._streams is None else self._streams[c.index].text,
+                        token_ids=list(c.token_ids),
+                        logprobs=None if c.logprobs is None else list(c.logprobs),
+                    )
+                    for c in self.output.outputs
+                ],
+                metrics=replace(self.output.metrics),
+            )
+
     def abort(self) -> None:
         """Mark every sample that still runs as aborted."""
         self._end(FinishReason.ABORT)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Mark every sample that still runs as failed; the first error is the one that is kept."""
         self.error = self.error or error
         self._end(FinishReason.ERROR)
@@ -147,7 +177,9 @@ class Generation:
                 completion.finish_reason = reason.value
                 if self._streams is not None:
                     completion.text = self._streams[completion.index].text
-        self.output.finished = True
+        if not self.output.finished:
+            self.output.finished = True
+            self.output.metrics.finished_time = time.perf_counter()
 
     def _add_logprobs(self, completion: CompletionOutput, token: SampledToken) -> None:
         if token.logprob is None:

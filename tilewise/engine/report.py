@@ -78,6 +78,11 @@ class Progress:
         self._interval = interval
         self._due = 0.0
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether anything is written."""
+        return self._stream is not None
+
     def show(self, text: str) -> None:
         """Write `text` over the line, unless one was written a moment ago."""
         now = time.monotonic()

@@ -26,7 +26,16 @@ from tilewise.engine.sampler import sample
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks
 
-__all__ = ["CausalModel", "Finished", "ModelRunner", "Runner", "StepHandle", "threads_for"]
+__all__ = [
+    "CausalModel",
+    "Finished",
+    "ModelRunner",
+    "Runner",
+    "Samples",
+    "StepHandle",
+    "is_device_lost",
+    "threads_for",
+]
 
 Samples = list[list[SampledToken]]
 Sampler = Callable[[Tensor, Batch], Samples]
@@ -44,6 +53,24 @@ SHARING_BYTES = 512 << 20
 def threads_for(num_multiplications: int, available: int) -> int:
     """Return how many of the `available` CPU threads a step should use, at least 1."""
     return max(1, min(available, num_multiplications // WORK_PER_THREAD))
+
+
+def is_device_lost(device: torch.device) -> bool:
+    """Whether a device can compute no more.
+
+    An error that CUDA keeps, such as an illegal address, is raised by every later call of the
+    process; memory that is lacking is not one.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        torch.ones(1, device=device).sum().item()
+    except torch.OutOfMemoryError:
+        return False
+    except Exception:
+        return True
+    return False
 
 
 class StepHandle(Protocol):
@@ -76,11 +103,16 @@ class Runner(Protocol):
         """Begin a step; `batch` is read before this returns.
 
         When this raises, nothing of the step counts, and steps submitted before still finish.
+        After reset() the step may come again, whole or in parts.
         """
         ...
 
     def reset(self) -> None:
         """Forget all sequences; every one that comes now is new. No step is unfinished."""
+        ...
+
+    def is_lost(self) -> bool:
+        """Whether the device can compute no more; asked when a step has failed."""
         ...
 
 
@@ -178,6 +210,10 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget all sequences."""
         self._drawn, self._tables = {}, HostTables()
+
+    def is_lost(self) -> bool:
+        """Whether the device can compute no more."""
+        return is_device_lost(self.device)
 
     def _known(self, batch: Batch) -> Batch:
         """Put the tokens that the last step has drawn in place of PENDING."""

@@ -1,0 +1,222 @@
+"""The engine for asyncio: requests as async iterators, many at a time, beside any other caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tilewise.engine.admission import Limits
+from tilewise.engine.engine import EngineStats
+from tilewise.engine.llm import LLM
+from tilewise.engine.outputs import Generation, RequestOutput
+from tilewise.engine.prompts import Prompt
+from tilewise.engine.request import SamplingParams
+from tilewise.errors import EngineClosedError
+
+__all__ = ["AsyncLLM"]
+
+T = TypeVar("T")
+
+# Characters of a prompt that is made into tokens on another thread, so that it stops no other task:
+# 4,096 take about a millisecond.
+LONG_PROMPT = 4096
+
+
+class AsyncLLM:
+    """An LLM for coroutines; its own thread computes, the event loop only reads.
+
+    It may be used from several event loops, and beside the LLM itself.
+
+    Args:
+        llm: stays its owner's: aclose() does not close it.
+
+    Attributes:
+        tokenizer, config: of the model.
+
+    Example:
+        >>> llm = AsyncLLM(LLM("story"))
+        >>> async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
+        ...     print(output.outputs[0].text)
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.tokenizer, self.config = llm.tokenizer, llm.config
+        self._live: dict[str, Generation] = {}
+        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
+        self._is_closed = False
+
+    @property
+    def limits(self) -> Limits:
+        """What the engine can serve, see `admission.Limits`."""
+        return self.llm.engine.scheduler.limits
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue one prompt and yield its output so far whenever there is more.
+
+        Each output is whole: all tokens and text of each sample since the beginning. A reader that
+        is slower than the engine gets the work of several steps in one. The last output has
+        `finished` set. Leaving the iterator before, by aclose() or because the task is cancelled,
+        aborts the request.
+
+        Args:
+            prompt: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
+            sampling_params: None is SamplingParams().
+            request_id: unique among unfinished requests; None makes one.
+            user, priority, deadline_s, max_queue_s: see `Request`.
+            cache_salt: prompts share cached beginnings only with those of an equal salt.
+
+        Raises:
+            RequestError: the prompt can never be served, or the id is taken.
+            EngineClosedError: the engine, or this object, was closed; DeviceLostError if its device
+                is lost.
+            Exception: what ended this request alone, as for LLM.generate(), after the tokens that
+                came before.
+        """
+        if self._is_closed:
+            raise EngineClosedError("the AsyncLLM was closed")
+        asked = {
+            "request_id": request_id,
+            "user": user,
+            "salt": cache_salt,
+            "priority": priority,
+            "deadline_s": deadline_s,
+            "max_queue_s": max_queue_s,
+        }
+        generation = await self._prepare(prompt, sampling_params or SamplingParams(), asked)
+        reader = self._mailbox().reader()
+        generation.on_change = reader.tell
+        request_id = generation.request.request_id
+        self.llm.loop.submit(generation)
+        self._live.setdefault(request_id, generation)
+        num_seen = 0
+        try:
+            while True:
+                await reader.changed.wait()
+                reader.changed.clear()
+                error = generation.error  # before the tokens that came before it are read
+                output = generation.snapshot()
+                num_tokens = sum(len(c.token_ids) for c in output.outputs)
+                if error is not None:
+                    if num_tokens > num_seen:
+                        yield replace(output, finished=False)
+                    raise error
+                if num_tokens > num_seen or output.finished:
+                    num_seen = num_tokens
+                    yield output
+                if output.finished:
+                    return
+        finally:
+            if self._live.get(request_id) is generation:
+                del self._live[request_id]
+            if not generation.output.finished:
+                self.llm.loop.drop_soon(generation)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request of any caller with finish_reason "abort"; unknown ones are ignored."""
+        await self._on_engine(lambda: self.llm.loop.abort(request_id))
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of counts and times, without waiting for a step."""
+        return self.llm.engine.stats()
+
+    async def aclose(self) -> None:
+        """Take no more requests, end those of this object and wait until they hold nothing."""
+        self._is_closed = True
+        generations = list(self._live.values())
+        if generations:
+            await self._on_engine(lambda: self.llm.loop.drop(generations))
+
+    async def _prepare(
+        self, prompt: Prompt, sampling: SamplingParams, asked: dict[str, Any]
+    ) -> Generation:
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None and len(text) > LONG_PROMPT:
+            return await asyncio.to_thread(self.llm.prepare, prompt, sampling, **asked)
+        return self.llm.prepare(prompt, sampling, **asked)
+
+    async def _on_engine(self, function: Callable[[], T]) -> T | None:
+        """Await a function on the engine's thread; None if that has ended."""
+        try:
+            return await asyncio.wrap_future(self.llm.loop.post(function))
+        except EngineClosedError:
+            return None
+
+    def _mailbox(self) -> _Mailbox:
+        """Return the mailbox of the running event loop."""
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.get(loop)
+        if mailbox is None:
+            for other in [each for each in self._mailboxes if each.is_closed()]:
+                del self._mailboxes[other]
+            mailbox = self._mailboxes[loop] = _Mailbox(loop)
+        return mailbox
+
+
+class _Reader:
+    """One task that waits for one request."""
+
+    def __init__(self, mailbox: _Mailbox) -> None:
+        self._mailbox = mailbox
+        self.changed = asyncio.Event()
+        self.is_told = False  # it is in the mailbox
+
+    def tell(self) -> None:
+        """Wake the task; called on the engine's thread."""
+        if not self.is_told:
+            self.is_told = True
+            self._mailbox.post(self)
+
+
+class _Mailbox:
+    """Wakes the readers of one event loop: once a step, not once a request.
+
+    The engine's thread appends, then looks whether a delivery is due; the event loop says that none
+    is, then empties. So nothing that was appended is left behind.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._told: deque[_Reader] = deque()
+        self._is_due = False
+
+    def reader(self) -> _Reader:
+        """Return a reader for the running task."""
+        return _Reader(self)
+
+    def post(self, reader: _Reader) -> None:
+        """Have a reader woken; called on the engine's thread.
+
+        Raises:
+            RuntimeError: the event loop is closed, so that nobody reads.
+        """
+        self._told.append(reader)
+        if self._is_due:
+            return
+        self._is_due = True  # before the event loop can say that it is not
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            self._is_due = False
+            raise
+
+    def _deliver(self) -> None:
+        self._is_due = False
+        while self._told:
+            reader = self._told.popleft()
+            reader.is_told = False
+            reader.changed.set()

@@ -1,0 +1,499 @@
+"""One thread owns the engine; all others hand it requests and wait to be told. No torch.
+
+submit(generation) -> inbox -> engine.step(), again and again -> generation.take(event)
+                                                              -> on_change(), on_end()
+
+Between two steps the thread takes what has come into its inbox: requests, aborts, functions to
+call. Without work it sleeps in the inbox. Nobody polls.
+
+A failure belongs to one request: what its text, its stop rule or a callback raises ends it, as does
+a step that it breaks (`recovery`). What breaks the scheduler itself, or interrupts it, fails all
+that are in the engine, each with the reason, and the engine goes on with a new scheduler. A device
+that is lost ends the loop.
+
+The thread holds the engine, not the loop: a loop that nobody holds any more ends its thread. It is
+a daemon, and is waited for when the interpreter ends. A forked child starts a thread of its own
+when it first needs one; the requests of its parent are its parent's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from tilewise.engine.engine import Engine
+from tilewise.engine.outputs import Generation
+from tilewise.engine.request import FinishReason
+from tilewise.engine.scheduler import Scheduler
+from tilewise.errors import DeviceLostError, EngineClosedError
+
+__all__ = ["EngineLoop"]
+
+T = TypeVar("T")
+
+# Seconds that the end of the interpreter, or of a loop that nobody holds, waits for a step.
+PATIENCE = 5.0
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own, for many callers.
+
+    Args:
+        engine: no other thread may change it from now on; or a function that makes it, called on
+            the new thread, so that what libraries keep for each thread is warm there. What it
+            raises is raised here.
+        new_scheduler: makes an empty scheduler when the old one cannot be trusted. None ends the
+            loop in that case. Like `engine` it should not hold the owner of the loop, or the thread
+            keeps that alive.
+
+    Example:
+        >>> loop = EngineLoop(engine)
+        >>> done = threading.Event()
+        >>> generation.on_end = done.set
+        >>> loop.submit(generation)
+        >>> done.wait()
+    """
+
+    def __init__(
+        self,
+        engine: Engine | Callable[[], Engine],
+        *,
+        new_scheduler: Callable[[], Scheduler] | None = None,
+    ) -> None:
+        self._core = _Core(new_scheduler)
+        self._finalizer = weakref.finalize(self, _Core.leave, self._core)
+        self._finalizer.atexit = False  # `_leave_all` does it
+        if isinstance(engine, Engine):
+            self._core.engine = engine
+            self._core.start()
+        else:
+            try:
+                self.call(functools.partial(self._core.make, engine))
+            except BaseException:
+                self._finalizer.detach()
+                self._core.inbox.put(None)  # without waiting: it may have been an interrupt
+                raise
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; to be changed on its own thread only, see `call`."""
+        return self._core.engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self.call(lambda: self._core.adopt(engine))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._core.reason is None
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the engine's thread, which must not wait for itself."""
+        return self._core.is_own_thread
+
+    @property
+    def last_step_time(self) -> float | None:
+        """When the last step ended, in seconds of time.monotonic(); None before the first.
+
+        While requests are unfinished its age is how long the present step has taken.
+        """
+        return self._core.last_step_time
+
+    @property
+    def num_live(self) -> int:
+        """Requests in the engine."""
+        return len(self._core.live)
+
+    def submit(self, *generations: Generation) -> None:
+        """Queue requests; those of one call come into the same step.
+
+        What refuses or ends one of them is its own `error`, not raised here.
+
+        Raises:
+            EngineClosedError: the loop has ended, or ends; nothing was queued.
+        """
+        self._core.put(_Arrival(self._core, generations))
+
+    def abort(self, request_id: str) -> None:
+        """End a request with finish_reason "abort", between this step and the next.
+
+        It returns at once; unknown requests are ignored.
+        """
+        self._soon(lambda: self._core.abort(request_id))
+
+    def drop_soon(self, generation: Generation) -> None:
+        """End a request between this step and the next if it has not finished; return at once."""
+        self._soon(lambda: self._core.drop([generation]))
+
+    def drop(self, generations: Sequence[Generation]) -> None:
+        """End those of these that have not finished, and wait until they hold nothing."""
+        with suppress(EngineClosedError):
+            self.call(lambda: self._core.drop(generations))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread between two steps, and return its value.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+            BaseException: what the function raised.
+        """
+        if self._core.is_own_thread:
+            return function()
+        return self.post(function).result()
+
+    def _soon(self, function: Callable[[], None]) -> None:
+        if self._core.is_own_thread:
+            function()
+            return
+        with suppress(EngineClosedError):  # which has ended all
+            self._core.put(_Task(function, None))
+
+    def post(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function on the engine's thread between two steps; return at once.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+        """
+        future: Future[T] = Future()
+        self._core.put(_Task(function, future))
+        return future
+
+    def pause(self) -> None:
+        """Let no further step begin; returns when none runs. Requests are still taken."""
+        self.call(lambda: self._core.set_paused(True))
+
+    def resume(self) -> None:
+        """Undo pause()."""
+        self.call(lambda: self._core.set_paused(False))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Fail what is unfinished with EngineClosedError and end the thread.
+
+        Args:
+            timeout_s: seconds to wait for the step that runs; None waits for its end.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        return self._core.close(EngineClosedError("the engine was closed"), timeout_s)
+
+
+class _Task:
+    """A function to run between two steps; without a future, what it raises is for nobody."""
+
+    def __init__(self, function: Callable[[], object], future: Future[Any] | None) -> None:
+        self.function, self.future = function, future
+
+    def run(self) -> None:
+        try:
+            value = self.function()
+        except BaseException as error:
+            self.refuse(error)
+        else:
+            if self.future is not None and self.future.set_running_or_notify_cancel():
+                self.future.set_result(value)
+
+    def refuse(self, error: BaseException) -> None:
+        if self.future is not None and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+        self.future = None
+
+
+class _Arrival:
+    """Requests that arrive together."""
+
+    def __init__(self, core: _Core, generations: Sequence[Generation]) -> None:
+        self.core, self.generations = core, generations
+
+    def run(self) -> None:
+        for generation in self.generations:
+            self.core.add(generation)
+
+    def refuse(self, error: BaseException) -> None:
+        for generation in self.generations:
+            generation.fail(_own(error))
+            self.core.tell(generation)
+
+
+class _Core:
+    """What the thread works with, apart from the loop that others hold.
+
+    Attributes:
+        inbox: tasks for the thread; None ends it.
+        live: requests in the engine.
+        reason: why no request is taken any more; None while they are.
+    """
+
+    engine: Engine
+
+    def __init__(self, new_scheduler: Callable[[], Scheduler] | None) -> None:
+        self.new_scheduler = new_scheduler
+        self.live: dict[str, Generation] = {}
+        self.is_paused = False
+        self.reason: BaseException | None = None
+        self.last_step_time: float | None = None
+        self._is_torn = False
+        self._begin_life()
+        _cores.add(self)
+
+    def _begin_life(self) -> None:
+        self.inbox: queue.SimpleQueue[_Task | _Arrival | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # around the decision whether a task is still taken
+        self._thread: threading.Thread | None = None
+
+    # ---- called on any thread
+
+    @property
+    def is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def start(self) -> None:
+        with self._gate:
+            self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="tilewise-engine", daemon=True)
+        self._thread.start()
+
+    def put(self, task: _Task | _Arrival) -> None:
+        with self._gate:
+            if self.reason is not None:
+                raise _own(self.reason)
+            if self._thread is None:
+                self._start()
+            self.inbox.put(task)
+
+    def close(self, error: EngineClosedError, timeout_s: float | None) -> bool:
+        with self._gate:
+            if self.reason is None:
+                self.reason = error
+                self.inbox.put(None)
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return thread is None
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def leave(self) -> None:
+        """End the thread of a loop that nobody holds; it may be the one that has let go of it."""
+        self.inbox.put(
+            None
+        )  # without the gate: a collection may have come while this thread has it
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(PATIENCE)
+
+    def become_child(self) -> None:
+        """Forget the parent's thread, which a forked process has not, and what it was doing."""
+        self._begin_life()
+        self.live = {}
+        self.is_paused = False
+        self._is_torn = True
+        if hasattr(self, "engine"):
+            self.engine.lock = threading.RLock()  # the parent's thread may have had it
+
+    # ---- called on the engine's thread
+
+    def _run(self) -> None:
+        try:
+            if self._is_torn:
+                self._is_torn = False
+                self._restart()
+            while self._take_tasks():
+                self._step()
+        except BaseException as error:  # of our own: it must leave nobody waiting
+            self._end(error)
+        else:
+            self._end(self.reason)
+
+    def _has_work(self) -> bool:
+        return not self.is_paused and hasattr(self, "engine") and self.engine.has_unfinished()
+
+    def _take_tasks(self) -> bool:
+        """Do what has come; without other work, wait for it. False ends the thread."""
+        while self.reason is None:
+            if self._has_work() and self.inbox.empty():
+                return True
+            task = self.inbox.get()
+            if task is None:
+                return False
+            task.run()
+        return False
+
+    def _step(self) -> None:
+        try:
+            events = self.engine.step()
+        except DeviceLostError as error:
+            self._stop(error)
+            return
+        except BaseException as error:
+            # The scheduler may have been stopped between any two of its instructions.
+            self._fail_all(error)
+            self._restart()
+            return
+        finally:
+            self.last_step_time = time.monotonic()
+        changed: dict[Generation, None] = {}
+        live = self.live
+        for event in events:
+            generation = live.get(event.request_id)
+            if generation is None:
+                continue  # another's, given to the engine directly
+            output = generation.output
+            try:
+                generation.take(event)
+            except Exception as error:  # of its tokenizer: no other text is worse for it
+                generation.fail(error)
+                self.engine.abort(event.request_id)
+            completion = output.outputs[event.index]
+            if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
+                self.engine.finish(
+                    event.request_id, event.index, FinishReason.STOP, completion.stop_reason
+                )
+            if output.finished:
+                live.pop(event.request_id, None)
+                changed[generation] = None
+            elif generation.on_change is not None:
+                changed[generation] = None
+        for generation in changed:  # when all that their ends free is free
+            self.tell(generation)
+
+    def adopt(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def make(self, engine: Callable[[], Engine]) -> None:
+        self.engine = engine()
+
+    def set_paused(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+
+    def add(self, generation: Generation) -> None:
+        """Give a request to the engine, unless it was aborted before it came here."""
+        if generation.output.finished:
+            self.tell(generation)
+            return
+        request = generation.request
+        try:
+            self.engine.add_request(request)
+        except Exception as error:
+            generation.fail(error)
+            self.tell(generation)
+        else:
+            self.live[request.request_id] = generation
+
+    def abort(self, request_id: str) -> None:
+        generation = self.live.get(request_id)
+        if generation is not None:
+            self.drop([generation])
+
+    def drop(self, generations: Sequence[Generation]) -> None:
+        """End generations, those included that wait for a step in which they are added."""
+        for generation in generations:
+            request_id = generation.request.request_id
+            if self.live.get(request_id) is generation:
+                del self.live[request_id]
+                self.engine.abort(request_id)
+            if not generation.output.finished:
+                generation.abort()
+                self.tell(generation)
+
+    def tell(self, generation: Generation) -> None:
+        """Tell whoever waits for it; a callback that raises ends its request."""
+        if generation.on_change is not None:
+            try:
+                generation.on_change()
+            except Exception as error:
+                if not generation.output.finished:
+                    generation.fail(error)
+                    self.live.pop(generation.request.request_id, None)
+                    self.engine.abort(generation.request.request_id)
+        if generation.output.finished and generation.on_end is not None:
+            on_end, generation.on_end = generation.on_end, None
+            with suppress(Exception):  # the request has ended, and not by this
+                on_end()
+
+    def _restart(self) -> None:
+        """Go on with a new scheduler, or end when there can be none."""
+        if self.new_scheduler is None:
+            self._stop(EngineClosedError("the engine's scheduler is broken"))
+            return
+        try:
+            self.engine.restart(self.new_scheduler())
+        except BaseException as error:
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        if not isinstance(error, EngineClosedError):
+            closed = EngineClosedError(f"the engine has failed: {error}")
+            closed.__cause__ = error
+            error = closed
+        with self._gate:
+            self.reason = self.reason or error
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail every request in the engine, each with an exception of its own."""
+        failed, self.live = list(self.live.values()), {}
+        for generation in failed:
+            generation.fail(_own(error))
+        for generation in failed:
+            self.tell(generation)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Leave nobody waiting, now or later."""
+        self._stop(error or EngineClosedError("the engine was let go of"))
+        reason = self.reason
+        assert reason is not None
+        for request_id in list(self.live):
+            with suppress(Exception):  # of a device that is lost, or a scheduler that is broken
+                self.engine.abort(request_id)
+        self._fail_all(reason)
+        with suppress(queue.Empty):
+            while True:
+                task = self.inbox.get_nowait()
+                if task is not None:
+                    task.refuse(_own(reason))
+
+
+def _own(error: BaseException) -> BaseException:
+    """Return a copy of an exception for one of several that raise it, or itself if it has none."""
+    try:
+        own = copy.copy(error)
+        if type(own) is not type(error) or own.args != error.args:
+            return error
+    except Exception:
+        return error
+    if hasattr(error, "__notes__"):
+        own.__notes__ = list(error.__notes__)
+    own.__cause__, own.__context__ = error.__cause__, error.__context__
+    own.__suppress_context__ = error.__suppress_context__
+    return own.with_traceback(error.__traceback__)
+
+
+_cores: weakref.WeakSet[_Core] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for core in list(_cores):
+        core.close(EngineClosedError("the interpreter is ending"), PATIENCE)
+
+
+def _become_child() -> None:
+    for core in list(_cores):
+        core.become_child()
+
+
+atexit.register(_leave_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_become_child)

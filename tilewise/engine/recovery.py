@@ -1,0 +1,106 @@
+"""A step that failed as a whole, tried again in halves: who breaks it ends alone. No torch.
+
+Why a step may be run again, or in parts, in any order:
+
+    keys and values  a run writes the same slots again, from the same tokens. A block that is
+                     written has one owner, so no other run of the step reads it.
+    copies           are repeated by the part that writes to their destination, before it writes.
+                     Of a source the step changes at most slots past what was shared, and these the
+                     destination's owner writes itself.
+    random numbers   are counted by tokens drawn, and a failed attempt has drawn none.
+    bookkeeping      none was done: blocks become findable, and tokens known, when the scheduler
+                     takes the results, which it does once, for the step as a whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.runner import Runner
+from tilewise.engine.scheduler import Scheduler
+from tilewise.errors import DeviceLostError
+
+__all__ = ["Rerun", "run_again"]
+
+
+class Rerun(NamedTuple):
+    """What came of running a step again.
+
+    Attributes:
+        samples: for Scheduler.update(); BROKEN for sequences that have no result.
+        errors: by the id of each request that must end.
+    """
+
+    samples: list[list[SampledToken]]
+    errors: dict[str, Exception]
+
+
+def run_again(runner: Runner, scheduler: Scheduler, batch: Batch, error: Exception | None) -> Rerun:
+    """Run the oldest unfinished step again, in halves where it fails.
+
+    One request that breaks a step of n sequences is found in at most 2 log2(n) attempts. At most
+    2 log2(n) + 2 times a part is halved: after that it ends as a whole.
+
+    Args:
+        runner: no step that it was given is unfinished.
+        scheduler: all older steps have been taken by it, so that every token is known.
+        batch: the step.
+        error: what it raised when it was run as a whole; None if this was not tried with all that
+            the steps before have computed.
+
+    Raises:
+        DeviceLostError: the runner can compute no more.
+    """
+    runs = {
+        place: known
+        for place, run in enumerate(batch.sequences)
+        if (known := _known(scheduler, run)) is not None
+    }
+    samples = [[BROKEN] * run.num_samples for run in batch.sequences]
+    errors: dict[str, Exception] = {}
+    splits_left = 2 * len(runs).bit_length() + 2
+    parts = deque([(list(runs), error)])
+    while parts:
+        places, error = parts.popleft()
+        places = [i for i in places if _request_id(scheduler, runs[i]) not in errors]
+        if not places:
+            continue
+        if error is None:
+            try:
+                runner.reset()
+                drawn = runner.submit(batch.part([runs[i] for i in places])).result()
+            except Exception as raised:
+                error = raised
+            else:
+                for place, tokens in zip(places, drawn, strict=True):
+                    samples[place] = tokens
+                continue
+        if runner.is_lost():
+            raise DeviceLostError(f"the engine's device is lost: {error}") from error
+        if len(places) > 1 and splits_left:
+            splits_left -= 1
+            middle = len(places) // 2
+            parts.extendleft([(places[middle:], None), (places[:middle], None)])
+        else:
+            errors |= dict.fromkeys((_request_id(scheduler, runs[i]) for i in places), error)
+    runner.reset()
+    return Rerun(samples, errors)
+
+
+def _known(scheduler: Scheduler, run: ScheduledSequence) -> ScheduledSequence | None:
+    """Return a run with its tokens and whole table; None if its sequence ended or lost its blocks.
+
+    A sequence that loses its blocks and gets others has another list of them.
+    """
+    seq = scheduler.roster.live.get(run.seq_id)
+    if seq is None or seq.block_ids is not run.block_ids:
+        return None
+    if run.token_ids[-1] == PENDING:
+        run = run._replace(token_ids=(seq.token_ids[run.start],))
+    return run._replace(first_new_block=0)
+
+
+def _request_id(scheduler: Scheduler, run: ScheduledSequence) -> str:
+    return scheduler.roster.live[run.seq_id].request.request_id
