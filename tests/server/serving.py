@@ -16,7 +16,7 @@ from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.keys import KeyRing
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.metrics import Metrics
-from tilewise.server.run import Server, ServerOptions, listen
+from tilewise.server.run import Server, ServerOptions, bind
 
 
 class Running:
@@ -109,7 +109,7 @@ def serving(
         **service_options,
     )
     app = build_app(service, routers(service) if routers else ())
-    sock = listen("127.0.0.1", 0)
+    sock = bind("127.0.0.1", 0)
     if send_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
     server = Server(

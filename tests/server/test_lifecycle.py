@@ -1,4 +1,4 @@
-"""What becomes of requests whose client leaves, stalls or abuses HTTP, and of a server that ends."""
+"""What becomes of requests whose client leaves, stalls or abuses HTTP, and when a server ends."""
 
 from __future__ import annotations
 

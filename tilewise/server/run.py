@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tilewise.server.bridge import Bridge
 from tilewise.server.errors import ApiError
 
-__all__ = ["Server", "ServerOptions", "listen"]
+__all__ = ["Server", "ServerOptions", "bind", "run"]
 
 LOG = logging.getLogger("tilewise.server")
 # Connections that wait to be accepted: a burst of clients, all of which connect at once.
@@ -31,6 +31,7 @@ BACKLOG = 2048
 # fewer, with 431.
 MOST_HEADER_BYTES = 64 * 2**10
 KEEP_ALIVE_S = 30
+WATCH_S = 0.25  # seconds between two looks at whether the engine lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class ServerOptions:
     tls: ssl.SSLContext | None = None
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 is any that is free.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that nobody can reach yet; port 0 is any that is free.
 
     Raises:
         ValueError: the port is in use or not allowed, or the address is not this machine's.
@@ -63,7 +64,6 @@ def listen(host: str, port: int) -> socket.socket:
         # Else a port stays in use for a minute after a server that had clients.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
-        found.listen(BACKLOG)
     except OSError as error:
         if found is not None:
             found.close()
@@ -182,6 +182,8 @@ class Server(uvicorn.Server):
         self._on_started = on_started
         self._handles_signals = handles_signals
         self._drain: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.exit_code = 0
 
     def stop(self) -> None:
         """Begin to end; called on the event loop's thread."""
@@ -195,6 +197,7 @@ class Server(uvicorn.Server):
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled, number)
+        self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
         if self._on_started is not None:
             self._on_started()
 
@@ -214,7 +217,21 @@ class Server(uvicorn.Server):
         )
         self.stop()
 
+    async def _watch_engine(self) -> None:
+        """End with an exit code of 1 when the engine has ended, so that a supervisor starts anew.
+
+        The engine goes on by itself after a failure that it can get over.
+        """
+        while self._bridge.loop.is_alive:
+            await asyncio.sleep(WATCH_S)
+        LOG.error("the engine has ended: the server ends, too")
+        self.exit_code = 1
+        await self._bridge.drain(0.0)
+        self.should_exit = True
+
     async def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         await self._bridge.drain(self._options.shutdown_timeout_s)
         self.should_exit = True
 
@@ -224,7 +241,7 @@ def run(server: Server, sock: socket.socket) -> int:
     if sys.platform != "win32":
         _raise_descriptor_limit()
     asyncio.run(server.serve([sock]))
-    return 0
+    return server.exit_code
 
 
 def _raise_descriptor_limit() -> None:
