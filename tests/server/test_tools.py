@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -112,9 +113,9 @@ def test_arguments_written_as_a_string_or_left_out_or_first():
 
 
 ATOMS = [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]",
-    CALL, LLAMA, "[", "]", "{", "}", ",", ";", ":", '"', "\\", '"name"', '"arguments"', '"add"',
-    " ", "\n", "a", "Text. ", "<", "<to", "[TO", "é", "1",
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>",
+    "[ARGS]", CALL, LLAMA, "[", "]", "{", "}", ",", ";", ":", '"', "\\", '"name"',
+    '"arguments"', '"add"', " ", "\n", "a", "Text. ", "<", "<to", "[TO", "é", "1",
 ]  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def test_no_cut_of_the_text_changes_what_is_found(name, data):
     text = "".join(data.draw(st.lists(st.sampled_from(ATOMS), max_size=12)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     edges = [0, *cuts, len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges) if b > a]
     expected = whole(name, text)
     assert message(MAKERS[name](), pieces) == expected
     assert message(MAKERS[name](), list(text)) == expected
