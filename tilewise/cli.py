@@ -330,6 +330,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "paged",
             "engine",
             "waste",
+            "serve",
         ),
         help="what to measure",
     )

@@ -43,7 +43,11 @@ class AsyncEngine(Protocol):
 
     tokenizer: Tokenizer | None
     config: Any
-    limits: Any
+
+    @property
+    def limits(self) -> Any:
+        """What can be served, see `tilewise.engine.admission.Limits`."""
+        ...
 
     def generate(
         self,
@@ -65,15 +69,7 @@ class AsyncEngine(Protocol):
         ...
 
     def stats(self) -> Any:
-        """Return counts, see `SchedulerStats`."""
-        ...
-
-    def explain(self, request_id: str) -> Any:
-        """Return why a request waits, what it holds."""
-        ...
-
-    def trace(self, since: int = 0) -> Any:
-        """Return events since a number."""
+        """Return counts, see `EngineStats`."""
         ...
 
     async def aclose(self) -> None:

@@ -19,8 +19,10 @@ from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.keys import Caller, KeyRing, hash_of, read_keys
 from tilewise.server.limits import Queue, RequestLimits
+from tilewise.server.messages import messages_router
 from tilewise.server.metrics import Metrics
 from tilewise.server.options import FLAGS, resolve
+from tilewise.server.responses import responses_router
 from tilewise.server.routes import admin_router
 from tilewise.server.run import Server, ServerOptions, bind, run
 from tilewise.server.tools import TOOL_PARSERS
@@ -94,7 +96,10 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
         )
 
     server = Server(
-        build_app(service, [admin_router(service)]),
+        build_app(
+            service,
+            [admin_router(service), messages_router(service), responses_router(service)],
+        ),
         service.bridge,
         ServerOptions(shutdown_timeout_s=options["shutdown_timeout"], tls=tls),
         on_started=started,
@@ -117,8 +122,8 @@ def _check(options: Mapping[str, Any]) -> None:
     }
     for name, allowed in choices.items():
         if options[name] not in allowed:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be one of {', '.join(allowed)}, got {options[name]}")
+            asked = "--" + name.replace("_", "-")
+            raise ValueError(f"{asked} must be one of {', '.join(allowed)}, got {options[name]}")
     if not 0 <= options["port"] < 65536:
         raise ValueError(f"--port must be in 0 ... 65535, got {options['port']}")
     for flag in FLAGS:

@@ -16,6 +16,7 @@ from tilewise.engine.request import SamplingParams
 from tilewise.server.errors import ApiError, unserved
 
 __all__ = [
+    "REQUEST_ID",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=BaseModel)
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,64}$"
 MAX_SHOWN = 80  # characters of a wrong value that an error repeats
 
 # Fields of SamplingParams that have the same name and meaning in a request, with the values that
@@ -133,7 +135,7 @@ class GenerationRequest(_Body):
     user: str | None = Field(default=None, max_length=256)
     priority: int | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
-    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     return_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=1)
     add_special_tokens: bool | None = None
