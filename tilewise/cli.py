@@ -41,6 +41,8 @@ examples:
   tilewise bench ops                                       kernels against their peers
   tilewise bench attention --only dense                    attention from N = 512 on: time, memory
   tilewise precompile                                      compile the usual kernels beforehand
+  tilewise generate --prompt "A" -n 8 --trace t.jsonl      note what the scheduler decides
+  tilewise replay t.jsonl                                  draw it: blocks, owners, copies over time
 """
 
 
@@ -122,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_explain(commands)
     _add_precompile(commands)
+    _add_replay(commands)
     return parser
 
 
@@ -217,6 +220,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="one JSON object instead of text")
     shown.add_argument("--no-echo", action="store_true", help="leave the prompt out")
+    shown.add_argument("--trace", metavar="FILE", help="write what the scheduler decided, as JSON")
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -241,6 +245,7 @@ def _generate(options: argparse.Namespace) -> None:
         params,
         as_json=options.json,
         echoes_prompt=not options.no_echo,
+        trace=options.trace,
         device=options.device,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -432,3 +437,25 @@ def _precompile(options: argparse.Namespace) -> int:
         needs_backward=not options.forward_only,
         workers=options.workers,
     )
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands, "replay", "draw what the cache held over time, from a trace", _replay
+    )
+    parser.add_argument("trace", metavar="TRACE", help="a file that generate --trace has written")
+    parser.add_argument("--out", metavar="FILE", help="the picture (default: TRACE with .png)")
+
+
+def _replay(options: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from tilewise.engine.replay import replay
+    from tilewise.engine.replay_plot import draw, summary
+    from tilewise.engine.trace import read_trace
+
+    timeline = replay(read_trace(options.trace))
+    out = Path(options.out) if options.out else Path(options.trace).with_suffix(".png")
+    draw(timeline, out)
+    print(summary(timeline))
+    print(out)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from tilewise.engine.admission import Limits
 from tilewise.engine.engine import EngineStats
@@ -17,8 +18,6 @@ from tilewise.engine.request import SamplingParams
 from tilewise.errors import EngineClosedError
 
 __all__ = ["AsyncLLM"]
-
-T = TypeVar("T")
 
 # Characters of a prompt that is made into tokens on another thread, so that it stops no other task:
 # 4,096 take about a millisecond.
@@ -128,18 +127,27 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request of any caller with finish_reason "abort"; unknown ones are ignored."""
-        await self._on_engine(lambda: self.llm.loop.abort(request_id))
+        self.llm.loop.abort(request_id)
+        await self._caught_up()
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counts and times, without waiting for a step."""
         return self.llm.engine.stats()
 
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Say what a request waits for and what it has cost, see `Engine.explain`."""
+        return self.llm.engine.explain(request_id)
+
+    def trace(self, since: int = 0) -> list[dict[str, Any]]:
+        """Return what the engine decided of late, see `Engine.trace`."""
+        return self.llm.engine.trace(since)
+
     async def aclose(self) -> None:
         """Take no more requests, end those of this object and wait until they hold nothing."""
         self._is_closed = True
-        generations = list(self._live.values())
-        if generations:
-            await self._on_engine(lambda: self.llm.loop.drop(generations))
+        for generation in list(self._live.values()):
+            self.llm.loop.drop_soon(generation)
+        await self._caught_up()
 
     async def _prepare(
         self, prompt: Prompt, sampling: SamplingParams, asked: dict[str, Any]
@@ -149,12 +157,10 @@ class AsyncLLM:
             return await asyncio.to_thread(self.llm.prepare, prompt, sampling, **asked)
         return self.llm.prepare(prompt, sampling, **asked)
 
-    async def _on_engine(self, function: Callable[[], T]) -> T | None:
-        """Await a function on the engine's thread; None if that has ended."""
-        try:
-            return await asyncio.wrap_future(self.llm.loop.post(function))
-        except EngineClosedError:
-            return None
+    async def _caught_up(self) -> None:
+        """Wait until the engine's thread has done what it was asked for before."""
+        with suppress(EngineClosedError):
+            await asyncio.wrap_future(self.llm.loop.post(lambda: None))
 
     def _mailbox(self) -> _Mailbox:
         """Return the mailbox of the running event loop."""

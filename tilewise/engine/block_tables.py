@@ -17,6 +17,7 @@ from typing import NamedTuple
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.request import Sequence
+from tilewise.engine.trace import Trace
 
 __all__ = ["BlockTables"]
 
@@ -45,6 +46,7 @@ class BlockTables:
         enable_prefix_caching: keep full blocks findable by content.
 
     Attributes:
+        trace: what happens to the blocks.
         blocks_peak: the most blocks that a step ever used.
         slots_peak: slots of them that held a token in the first such step.
     """
@@ -55,6 +57,8 @@ class BlockTables:
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
         self.prefix = PrefixCache(self.allocator, block_size) if enable_prefix_caching else None
+        self.trace = Trace(num_blocks, block_size)
+        self.trace.watch(self.allocator)
         self.blocks_peak = 0
         self.slots_peak = 0
         self._copies: list[tuple[int, int]] = []
@@ -83,6 +87,7 @@ class BlockTables:
         del self._fences[index]
         if index == 0:
             self.allocator.release(blocks)
+            self.trace.free(blocks)
         else:
             self._fences[index - 1] += blocks
 
@@ -141,13 +146,16 @@ class BlockTables:
             [copy] = self.allocator.allocate(1)
             self._copies.append((source, copy))
             blocks[first] = copy
+            self.trace.note("copy", seq.seq_id, first, source, copy)
             seq.num_told_blocks = min(seq.num_told_blocks, first)
             # While steps are unfinished, the other owners may be fences that end before this copy.
             if not self._fences:
                 self.allocator.release([source])
+                self.trace.free([source])
         seq.shares_tail = False
         if grown:
             blocks += self.allocator.allocate(grown)
+            self.trace.note("extend", seq.seq_id, tuple(blocks[-grown:]))
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -174,6 +182,7 @@ class BlockTables:
         num_full = seq.num_computed_tokens // size
         if self.prefix is None or seq.is_doubtful or num_full == seq.num_registered_blocks:
             return
+        written = tuple(blocks[seq.num_registered_blocks : num_full])
         for i in range(seq.num_registered_blocks, num_full):
             parent = blocks[i - 1] if i else seq.request.salt
             tokens = seq.token_ids[i * size : (i + 1) * size]
@@ -183,6 +192,8 @@ class BlockTables:
                 self._let_go([blocks[i]])
                 blocks[i] = kept
                 seq.num_told_blocks = min(seq.num_told_blocks, i)
+        kept_blocks = tuple(blocks[seq.num_registered_blocks : num_full])
+        self.trace.note("register", seq.seq_id, seq.num_registered_blocks, written, kept_blocks)
         seq.num_registered_blocks = num_full
 
     def forget(self, family: list[Sequence], holders: list[Sequence]) -> None:
@@ -203,6 +214,7 @@ class BlockTables:
             chain = self.prefix.match(whole[: self.block_size + 1], seq.request.salt)
             if chain:
                 forgotten |= self.prefix.forget(chain[0])
+        self.trace.note("forget", tuple(forgotten))
         for seq in holders:
             known = seq.block_ids[: seq.num_registered_blocks]
             kept = next((i for i, block in enumerate(known) if block in forgotten), len(known))
@@ -228,6 +240,7 @@ class BlockTables:
         self.allocator.share(found[first:])
         self._let_go(blocks[first : len(found)])
         blocks[first : len(found)] = found[first:]
+        self.trace.note("hit", seq.seq_id, first, tuple(found[first:]))
         seq.num_told_blocks = min(seq.num_told_blocks, first)
         seq.num_registered_blocks = len(found)
         seq.num_computed_tokens = seq.num_scheduled_tokens = len(found) * size
@@ -332,6 +345,7 @@ class BlockTables:
             self._fences[-1] += blocks
         else:
             self.allocator.release(blocks)
+            self.trace.free(blocks)
 
     def _match(self, seq: Sequence) -> list[int]:
         """Return the cached blocks that a sequence begins with.

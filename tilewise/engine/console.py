@@ -20,6 +20,7 @@ from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import cache_dtype, cache_spec, compute_device, model_directory
+from tilewise.engine.trace import write_trace
 from tilewise.errors import RequestError
 from tilewise.models.config import read_config
 from tilewise.nn.packed import quantisation_error
@@ -43,6 +44,7 @@ def generate(
     *,
     as_json: bool = False,
     echoes_prompt: bool = True,
+    trace: str | None = None,
     **settings: Any,
 ) -> None:
     """Continue prompts on standard output, then say on standard error how it went.
@@ -53,6 +55,7 @@ def generate(
         model: see LLM.
         as_json: print one JSON object instead of text.
         echoes_prompt: print the prompt before its continuation.
+        trace: a file for what the scheduler decided, see `tilewise replay`.
         settings: further arguments of LLM.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -84,6 +87,8 @@ def generate(
             _print_json(llm, outputs)
         else:
             _print_samples(outputs, echoes_prompt)
+    if trace is not None:
+        write_trace(trace, llm.engine.trace())
     if sys.stderr is not None:  # print would take standard output instead
         print(stats_line(llm.engine.stats()), file=sys.stderr)
 

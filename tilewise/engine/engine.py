@@ -13,8 +13,10 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from tilewise.engine.batch import Batch, TokenEvent
+from tilewise.engine.explanation import explain
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.runner import Runner, Samples, StepHandle
@@ -71,8 +73,9 @@ class _Failed:
 class Engine:
     """Runs all live requests together, one step at a time.
 
-    One thread at a time may change it. `stats` may be asked by any other meanwhile: what
-    the scheduler knows changes under a lock, which is not held while a step computes.
+    One thread at a time may change it. `stats`, `explain` and `trace` may be asked by any other
+    meanwhile: what the scheduler knows changes under a lock, which is not held while a step
+    computes.
 
     Args:
         scheduler: decides what runs; its blocks must be those of the runner's storage.
@@ -103,6 +106,7 @@ class Engine:
         self._drop_unfinished()
         self.runner.reset()
         with self.lock:
+            scheduler.trace.follow(self.scheduler.trace)
             self._use(scheduler)
 
     def _drop_unfinished(self) -> None:
@@ -245,6 +249,21 @@ class Engine:
             decode_seconds=self._seconds["decode"],
             num_compilations=self.runner.num_compilations,
         )
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Say what a request waits for and what it has cost, see `explanation`; from any thread."""
+        with self.lock:
+            return explain(self.scheduler, request_id)
+
+    def trace(self, since: int = 0) -> list[dict[str, Any]]:
+        """Return what was decided of late, see `tilewise.engine.trace`; any thread may ask.
+
+        Args:
+            since: number of the first event wanted; older ones may be forgotten. The number of the
+                last event known, plus 1, asks for what is new.
+        """
+        with self.lock:
+            return self.scheduler.trace.since(since)
 
     def _record(self, batch: Batch, seconds: float) -> None:
         decodes = all(len(s.token_ids) == 1 and s.num_generated > 0 for s in batch.sequences)

@@ -41,7 +41,8 @@ __all__ = ["EngineLoop"]
 
 T = TypeVar("T")
 
-# Seconds that the end of the interpreter, or of a loop that nobody holds, waits for a step.
+# Seconds that the end of the interpreter, of a loop that nobody holds, or of a request wait for a
+# step.
 PATIENCE = 5.0
 
 
@@ -138,9 +139,16 @@ class EngineLoop:
         self._soon(lambda: self._core.drop([generation]))
 
     def drop(self, generations: Sequence[Generation]) -> None:
-        """End those of these that have not finished, and wait until they hold nothing."""
-        with suppress(EngineClosedError):
-            self.call(lambda: self._core.drop(generations))
+        """End those of these that have not finished, and wait until they hold nothing.
+
+        It waits PATIENCE seconds at most, and on the engine's own thread not at all: a garbage
+        collection may have called it, of an iterator, in the middle of anything.
+        """
+        if self._core.is_own_thread:
+            self._soon(lambda: self._core.drop(generations))
+            return
+        with suppress(EngineClosedError, TimeoutError):
+            self.post(lambda: self._core.drop(generations)).result(PATIENCE)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread between two steps, and return its value.
@@ -154,9 +162,6 @@ class EngineLoop:
         return self.post(function).result()
 
     def _soon(self, function: Callable[[], None]) -> None:
-        if self._core.is_own_thread:
-            function()
-            return
         with suppress(EngineClosedError):  # which has ended all
             self._core.put(_Task(function, None))
 
@@ -245,12 +250,14 @@ class _Core:
         self.reason: BaseException | None = None
         self.last_step_time: float | None = None
         self._is_torn = False
+        self._is_exiting = False
         self._begin_life()
         _cores.add(self)
 
     def _begin_life(self) -> None:
         self.inbox: queue.SimpleQueue[_Task | _Arrival | None] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # around the decision whether a task is still taken
+        # Around the decision whether a task is still taken; a collection may come inside.
+        self._gate = threading.RLock()
         self._thread: threading.Thread | None = None
 
     # ---- called on any thread
@@ -294,6 +301,11 @@ class _Core:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(PATIENCE)
+
+    def exit(self) -> None:
+        """End the thread with the interpreter; of those who still wait, none is to be told."""
+        self._is_exiting = True
+        self.close(EngineClosedError("the interpreter is ending"), PATIENCE)
 
     def become_child(self) -> None:
         """Forget the parent's thread, which a forked process has not, and what it was doing."""
@@ -340,8 +352,9 @@ class _Core:
             return
         except BaseException as error:
             # The scheduler may have been stopped between any two of its instructions.
-            self._fail_all(error)
+            failed = self._take_live()
             self._restart()
+            self._fail(failed, error)
             return
         finally:
             self.last_step_time = time.monotonic()
@@ -442,23 +455,28 @@ class _Core:
         with self._gate:
             self.reason = self.reason or error
 
-    def _fail_all(self, error: BaseException) -> None:
-        """Fail every request in the engine, each with an exception of its own."""
+    def _take_live(self) -> list[Generation]:
         failed, self.live = list(self.live.values()), {}
-        for generation in failed:
+        return failed
+
+    def _fail(self, generations: list[Generation], error: BaseException) -> None:
+        """Fail requests that the engine has forgotten, each with an exception of its own."""
+        for generation in generations:
             generation.fail(_own(error))
-        for generation in failed:
+        for generation in generations:
             self.tell(generation)
 
     def _end(self, error: BaseException | None) -> None:
         """Leave nobody waiting, now or later."""
+        if self._is_exiting:
+            return
         self._stop(error or EngineClosedError("the engine was let go of"))
         reason = self.reason
         assert reason is not None
         for request_id in list(self.live):
             with suppress(Exception):  # of a device that is lost, or a scheduler that is broken
                 self.engine.abort(request_id)
-        self._fail_all(reason)
+        self._fail(self._take_live(), reason)
         with suppress(queue.Empty):
             while True:
                 task = self.inbox.get_nowait()
@@ -486,7 +504,7 @@ _cores: weakref.WeakSet[_Core] = weakref.WeakSet()
 
 def _leave_all() -> None:
     for core in list(_cores):
-        core.close(EngineClosedError("the interpreter is ending"), PATIENCE)
+        core.exit()
 
 
 def _become_child() -> None:

@@ -117,20 +117,20 @@ class Generation:
             self._take(event)
 
     def _take(self, event: TokenEvent) -> None:
-        if event.token is None:
-            assert event.error is not None
+        if event.error is not None:
             self.fail(event.error)
             return
         completion = self.output.outputs[event.index]
-        completion.token_ids.append(event.token.token_id)
-        self._add_logprobs(completion, event.token)
+        metrics, now = self.output.metrics, time.perf_counter()
+        if event.token is not None:  # else the sample has ended by its deadline
+            completion.token_ids.append(event.token.token_id)
+            self._add_logprobs(completion, event.token)
+            metrics.first_token_time = metrics.first_token_time or now
         if event.finish_reason is not None:
             completion.finish_reason = event.finish_reason.value
             completion.stop_reason = event.stop_reason
         self.output.num_cached_tokens = event.num_cached_tokens
-        self._add_text(completion, event, event.token.token_id)
-        metrics, now = self.output.metrics, time.perf_counter()
-        metrics.first_token_time = metrics.first_token_time or now
+        self._add_text(completion, event)
         if all(c.finish_reason is not None for c in self.output.outputs):
             self.output.finished = True
             metrics.finished_time = now
@@ -153,7 +153,7 @@ class Generation:
                 outputs=[
                     replace(
                         c,
-                        text=c.text if self._streams is None else self._streams[c.index].text,
+                        text=self._text(c),
                         token_ids=list(c.token_ids),
                         logprobs=None if c.logprobs is None else list(c.logprobs),
                     )
@@ -161,6 +161,11 @@ class Generation:
                 ],
                 metrics=replace(self.output.metrics),
             )
+
+    def _text(self, completion: CompletionOutput) -> str:
+        if completion.finish_reason is not None or self._streams is None:
+            return completion.text
+        return self._streams[completion.index].text
 
     def abort(self) -> None:
         """Mark every sample that still runs as aborted."""
@@ -191,12 +196,13 @@ class Generation:
         completion.logprobs.append(entry)
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + token.logprob
 
-    def _add_text(self, completion: CompletionOutput, event: TokenEvent, token_id: int) -> None:
+    def _add_text(self, completion: CompletionOutput, event: TokenEvent) -> None:
         if self._streams is None:
             return
         stream = self._streams[event.index]
-        if event.finish_reason is not FinishReason.STOP:  # a token that ends a text is not text
-            self._unread.append(stream.push(token_id))
+        # A token that ends a text is not text.
+        if event.token is not None and event.finish_reason is not FinishReason.STOP:
+            self._unread.append(stream.push(event.token.token_id))
         if event.finish_reason is not None:
             self._unread.append(stream.finish())
         if stream.stop is not None:

@@ -111,6 +111,7 @@ class Scheduler:
             max_chunk_tokens,
         )
         self.tables = BlockTables(num_blocks, block_size, enable_prefix_caching)
+        self.trace = self.tables.trace
         self.seed = seed
         self.roster = Roster()
         self.max_in_flight = max_in_flight
@@ -139,6 +140,7 @@ class Scheduler:
         )
         self._num_arrivals += 1
         self.roster.enqueue(request, seed, self.limits.max_len(request))
+        self.trace.arrive(request)
 
     def schedule(self) -> Batch | None:
         """Build the next step; its results go to update().
@@ -166,6 +168,7 @@ class Scheduler:
         batch = Batch(sequences, copies, tuple(self._left))
         self._left.clear()
         self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
+        self.trace.schedule(batch)
         return batch
 
     def update(self, batch: Batch, samples: Seq[Seq[SampledToken]]) -> list[TokenEvent]:
@@ -340,6 +343,7 @@ class Scheduler:
             return False
         if self.tables.prefix is not None:
             self.tables.prefix.reset()
+            self.trace.note("reset")
         return True
 
     def stats(self) -> SchedulerStats:
@@ -460,6 +464,7 @@ class Scheduler:
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.roster.admit()
+            self.trace.admit(seq)
             n = self._chunk_unless_written(seq, budget)
             if n:
                 runs.append((seq, n))
@@ -531,6 +536,7 @@ class Scheduler:
         for child in children:
             child.num_cached_tokens = parent.num_cached_tokens
             self.tables.fork(parent, child)
+            self.trace.note("fork", parent.seq_id, child.seq_id, child.index)
         return [parent, *children]
 
     def _fail_not_finite(self, seq: Sequence) -> list[TokenEvent]:
@@ -564,12 +570,14 @@ class Scheduler:
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         self.roster.remove(seq)
+        self.trace.finish(seq, seq.request.request_id not in self.roster.requests)
         if seq.block_ids:
             self._left.append(seq.seq_id)
         self.tables.release(seq)
 
     def _preempt_newest(self) -> None:
         seq = self.roster.displace()
+        self.trace.preempt(seq)
         self._left.append(seq.seq_id)
         self._num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
         self.tables.release(seq)

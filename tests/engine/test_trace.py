@@ -1,0 +1,305 @@
+"""The trace: whoever follows it knows every table and every count; it is bounded and cheap."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from tests.engine.test_engine import GREEDY, build_engine, prompt_of
+from tilewise.cli import main
+from tilewise.engine.explanation import MOST_NAMED
+from tilewise.engine.replay import KNOWN, NOBODY, SEVERAL, Pool, replay
+from tilewise.engine.replay_plot import summary
+from tilewise.engine.request import FinishReason, Request, SamplingParams
+from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.trace import FIELDS, MAX_ENDED, Trace, read_trace, write_trace
+from tilewise.errors import RequestError
+
+
+def follow(pool, engine, number):
+    """Bring a pool up to date; returns the number of the next event."""
+    for event in engine.trace(number):
+        pool.take(event)
+        number = event["number"] + 1
+    return number
+
+
+def assert_same(pool, engine):
+    scheduler, allocator = engine.scheduler, engine.scheduler.tables.allocator
+    blocks = range(allocator.num_blocks)
+    assert pool.counts == [allocator.ref_count(b) for b in blocks]
+    assert pool.known == {b for b in blocks if allocator.is_cached(b)}
+    tables = {s.seq_id: s.block_ids for s in scheduler.roster.live.values() if s.block_ids}
+    assert pool.tables == tables
+    for seq_id in tables:
+        number = pool.request_of[seq_id]
+        assert pool.names[number] == scheduler.roster.live[seq_id].request.request_id
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_events_say_who_holds_every_block(overlap, seed):
+    draw = random.Random(seed)
+    engine = build_engine(
+        num_blocks=draw.choice([12, 20, 40]),
+        overlap=overlap,
+        max_num_seqs=6,
+        max_num_batched_tokens=draw.choice([7, 64]),
+        enable_prefix_caching=seed != 3,
+    )
+    stem, pool, number, kinds = prompt_of(30, seed), Pool(), 0, set()
+    waiting = [
+        Request(
+            str(i),
+            [*stem[: draw.randrange(25)], *prompt_of(draw.randrange(1, 6), i)],
+            SamplingParams(n=draw.choice([1, 1, 3]), seed=i, max_tokens=draw.randrange(1, 14)),
+            salt=draw.choice(["", "", "other"]),
+        )
+        for i in range(40)
+    ]
+    while waiting or engine.has_unfinished():
+        if waiting and draw.random() < 0.5:
+            try:
+                engine.add_request(waiting.pop())
+            except RequestError:
+                continue
+        engine.step()
+        live = list(engine.scheduler.roster.requests)
+        if live and draw.random() < 0.05:
+            engine.abort(draw.choice(live))
+        if live and draw.random() < 0.05:
+            engine.finish(draw.choice(live), 0, FinishReason.STOP)
+        if live and draw.random() < 0.02:
+            with engine.lock:
+                engine.scheduler.fail(draw.choice(live), FloatingPointError())
+        kinds |= {event["kind"] for event in engine.trace(number)}
+        number = follow(pool, engine, number)
+        assert_same(pool, engine)
+    engine.step()  # one may be unfinished, of requests that failed from outside
+    number = follow(pool, engine, number)
+    assert_same(pool, engine)
+    assert pool.counts == [0] * engine.scheduler.limits.num_blocks
+    assert kinds >= {"arrive", "admit", "schedule", "fork", "extend", "copy", "free", "finish"}
+    if seed != 3:
+        assert kinds >= {"register", "evict"}
+        assert engine.scheduler.reset_prefix_cache()
+        follow(pool, engine, number)
+        assert_same(pool, engine)
+
+
+def test_a_decode_step_notes_itself_and_the_blocks_it_begins():
+    engine = build_engine(
+        num_blocks=400, block_size=16, max_num_seqs=64, max_num_batched_tokens=2000
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    for i in range(64):
+        engine.add_request(Request(str(i), [i, *prompt_of(19, i)], params))
+    engine.step()
+    before = engine.scheduler.trace.num_noted
+    for _ in range(16):  # each sequence begins one block and fills one
+        engine.step()
+    noted = engine.trace(before)
+    assert len(noted) == 16 + 64 + 64
+    [first, *_] = noted
+    assert first["kind"] == "schedule"
+    assert (first["num_sequences"], first["num_tokens"], first["prompts"]) == (64, 64, ())
+
+
+def test_the_ring_is_bounded_by_what_its_events_hold():
+    trace = Trace(10, 4, capacity=1000)
+    for i in range(500):
+        trace.note("free", tuple(range(i % 50)))
+        assert sum(8 + len(e["blocks"]) for e in trace.since(1) if e["kind"] == "free") <= 1000
+    assert trace.since(0)[-1]["number"] == 500
+    assert [e["number"] for e in trace.since(498)] == [498, 499, 500]
+    assert trace.since(501) == []
+    numbers = [e["number"] for e in trace.since(0)]
+    assert numbers == list(range(numbers[0], 501))
+
+
+def test_numbers_go_on_when_the_engine_restarts():
+    engine = build_engine()
+    engine.add_request(Request("a", prompt_of(5, 1), GREEDY))
+    engine.step()
+    before = engine.trace()
+    old = engine.scheduler
+    engine.restart(Scheduler(64, 4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=100))
+    after = engine.trace()
+    assert after[: len(before)] == before
+    assert after[len(before)]["kind"] == "pool"
+    assert [e["number"] for e in after] == list(range(len(after)))
+    assert engine.trace(len(before)) == after[len(before) :]
+    assert engine.explain("a")["state"] == "finished"
+    assert old is not engine.scheduler
+    pool = Pool()
+    follow(pool, engine, 0)
+    assert_same(pool, engine)
+
+
+def test_another_thread_may_ask_while_steps_run():
+    engine = build_engine(num_blocks=30, overlap=True)
+    stop, asked = threading.Event(), []
+
+    def ask():
+        number = 0
+        while not stop.is_set():
+            events = engine.trace(number)
+            assert [e["number"] for e in events] == list(range(number, number + len(events)))
+            number += len(events)
+            asked.append(engine.explain("7")["state"])
+            engine.stats()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for i in range(30):
+            engine.add_request(Request(str(i), prompt_of(7, i), GREEDY))
+        while engine.has_unfinished():
+            engine.step()
+    finally:
+        stop.set()
+        thread.join()
+    assert set(asked) <= {"unknown", "waiting", "running", "finished"}
+    assert len(asked) > 3
+
+
+def test_explain_says_behind_whom_a_request_waits_and_since_when():
+    now = [100.0]
+    engine = build_engine(num_blocks=64, max_num_seqs=2)
+    engine.scheduler.trace.clock = lambda: now[0]
+    for i in range(25):
+        engine.add_request(Request(str(i), prompt_of(5, i), GREEDY))
+        now[0] += 1
+    engine.step()
+    running, first, last = (engine.explain(i) for i in ("0", "2", "24"))
+    assert running["state"] == "running"
+    assert running["behind"] == []
+    assert (running["since_s"], running["age_s"]) == (0, 25)
+    assert (first["state"], first["waits_for"]) == ("waiting", "waiting: all 2 seats are taken")
+    assert first["behind"] == ["0", "1"]
+    assert last["behind"] == [str(i) for i in range(2, 2 + MOST_NAMED)]
+    assert last["num_behind"] == 22
+    assert (last["since_s"], last["age_s"]) == (1, 1)
+    assert engine.explain("none") == {"request_id": "none", "state": "unknown"}
+    engine.abort("0")
+    now[0] += 5
+    ended = engine.explain("0")
+    assert (ended["state"], ended["finish_reasons"]) == ("finished", ["abort"])
+    assert (ended["since_s"], ended["age_s"], ended["waits_for"]) == (5, 25, None)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_explain_counts_what_preemption_has_cost(enable_prefix_caching):
+    engine = build_engine(num_blocks=8, enable_prefix_caching=enable_prefix_caching)
+    for i in range(4):
+        engine.add_request(Request(str(i), prompt_of(9, i), GREEDY))
+    computed = 0
+    while engine.has_unfinished():
+        engine.step()
+    for event in engine.trace():
+        computed += event.get("num_tokens", 0) if event["kind"] == "schedule" else 0
+    found = [engine.explain(str(i)) for i in range(4)]
+    stats = engine.stats().scheduler
+    assert sum(f["num_preemptions"] for f in found) == stats.num_preemptions > 0
+    # every prompt, and every generated token but the last, and what was lost
+    assert computed == 4 * (9 + 11) + sum(f["num_tokens_lost"] for f in found)
+
+
+def test_explain_tells_the_cached_share_of_a_prompt():
+    engine = build_engine()
+    shared = prompt_of(21, 7)
+    for name, tail in (("a", [1, 2]), ("b", [3, 4, 5])):
+        engine.add_request(Request(name, [*shared, *tail], GREEDY))
+        engine.step()
+        live = engine.explain(name)
+        while engine.has_unfinished():
+            engine.step()
+        ended = engine.explain(name)
+        assert live["num_cached_tokens"] == ended["num_cached_tokens"] == (20 if name == "b" else 0)
+        assert ended["cached_share"] == ended["num_cached_tokens"] / len([*shared, *tail])
+
+
+def test_requests_that_ended_are_remembered_for_a_while_and_ids_may_come_again():
+    engine = build_engine()
+    short = SamplingParams(temperature=0.0, max_tokens=1)
+    for name in [*map(str, range(MAX_ENDED)), "5", "new"]:
+        engine.add_request(Request(name, [1, 2], short))
+        while engine.has_unfinished():
+            engine.step()
+    trace = engine.scheduler.trace
+    assert len(trace._accounts) == len(trace._ended) == MAX_ENDED
+    assert engine.explain("0")["state"] == "unknown"
+    for name in ("1", "5", "6", "new"):
+        assert engine.explain(name)["finish_reasons"] == ["length"]
+
+
+def recorded():
+    engine = build_engine(num_blocks=16)
+    for i in range(8):
+        params = SamplingParams(n=1 + 2 * (i % 2), seed=i, max_tokens=8)
+        engine.add_request(Request(f"r{i}", [*prompt_of(9, 0), i], params))
+    while engine.has_unfinished():
+        engine.step()
+    return engine.trace()
+
+
+def test_a_file_holds_what_was_traced(tmp_path):
+    events = recorded()
+    write_trace(tmp_path / "t.jsonl", events)
+    read = list(read_trace(tmp_path / "t.jsonl"))
+    assert [e["kind"] for e in read] == [e["kind"] for e in events]
+    for event, want in zip(read, events, strict=True):
+        assert set(event) == {"number", "time", "kind", *FIELDS[event["kind"]]}
+        for name, value in want.items():
+            assert event[name] == (list(value) if isinstance(value, tuple) else value)
+    for bad in ("{", "[]", '{"kind": "odd"}', '{"number": 1, "time": 0, "kind": "free"}'):
+        with (tmp_path / "bad.jsonl").open("w") as file:
+            file.write((tmp_path / "t.jsonl").read_text().splitlines()[0] + "\n" + bad + "\n")
+        with pytest.raises(ValueError, match="one event a line, line 2 is none"):
+            list(read_trace(tmp_path / "bad.jsonl"))
+
+
+def test_a_replay_ends_with_nothing_used_and_counts_what_happened():
+    events = recorded()
+    timeline = replay(events, num_columns=50)
+    assert timeline.owners.shape == (16, 50)
+    assert set(np.unique(timeline.owners[:, -1])) <= {NOBODY, KNOWN}
+    assert (timeline.owners == SEVERAL).any()
+    assert timeline.waiting[-1] == 0
+    assert timeline.waiting.max() > 0
+    for kind in ("copy", "preempt", "evict"):
+        assert timeline.happened[kind].sum() == sum(e["kind"] == kind for e in events)
+    hits = sum(e["num_found"] for e in events if e["kind"] == "admit")
+    hits += sum(len(e["blocks"]) for e in events if e["kind"] == "hit")
+    assert timeline.happened["hit"].sum() == hits > 0
+    assert timeline.num_tokens.sum() == sum(e.get("num_tokens", 0) for e in events[1:]) - sum(
+        e["num_tokens"] for e in events if e["kind"] == "arrive"
+    )
+    assert timeline.names == [f"r{i}" for i in range(8)]
+    assert summary(timeline).startswith("8 requests, ")
+
+
+def test_a_replay_may_begin_in_the_middle():
+    events = recorded()
+    for first in (1, 5, len(events) // 2, len(events) - 1):
+        timeline = replay(events[first:])
+        assert (timeline.owners >= KNOWN).all()
+    with pytest.raises(ValueError, match="at least one, got none"):
+        replay([])
+
+
+def test_the_command_draws_a_picture(tmp_path, capsys):
+    write_trace(tmp_path / "t.jsonl", recorded())
+    assert main(["replay", str(tmp_path / "t.jsonl")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("8 requests, ")
+    assert out[1] == str(tmp_path / "t.png")
+    from matplotlib.image import imread
+
+    picture = imread(tmp_path / "t.png")
+    assert picture.shape[0] > 600
+    assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
+    assert main(["replay", str(tmp_path / "none.jsonl")]) == 2
