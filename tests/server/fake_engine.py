@@ -167,5 +167,8 @@ class FakeEngine:
     def trace(self, since=0):
         return [{"step": since}]
 
+    async def reset_prefix_cache(self):
+        return not self.live
+
     async def aclose(self):
         self.is_closed = True

@@ -189,10 +189,12 @@ def test_an_administrator_ends_requests():
         thread.start()
         wait_for(lambda: running.engine.live)
         [job] = running.bridge.jobs
+        assert ask(running, None, "POST", "/reset_prefix_cache").status_code == 409
         assert ask(running, None, "POST", "/abort", all=True).json() == {"aborted": [job]}
         thread.join(20)
         assert found["answer"]["choices"][0]["finish_reason"] == "abort"
         assert ask(running, None, "POST", "/abort").status_code == 400
+        assert ask(running, None, "POST", "/reset_prefix_cache").json() == {"reset": True}
 
 
 def test_a_full_queue_is_429_for_a_key_and_503_for_all():

@@ -180,9 +180,19 @@ def test_a_pause_stops_steps_and_health_stays_good(running):
         target=lambda: found.append(httpx.post(f"{running.url}/v1/completions", json=body))
     )
     thread.start()
-    time.sleep(0.2)
+    wait_for(lambda: running.bridge.jobs and running.engine.llm.loop.num_live)
+    [job] = running.bridge.jobs
+    told = httpx.get(f"{running.url}/v1/explain/{job}").json()
+    assert told["id"] == job
+    assert told["prompts"][0]["state"] == "waiting"
+    time.sleep(0.1)
     assert not found
     assert httpx.get(f"{running.url}/health").status_code == 200
     assert httpx.post(f"{running.url}/resume").status_code == 200
     thread.join(20)
     assert found[0].status_code == 200
+    assert httpx.get(f"{running.url}/v1/explain/{job}").status_code == 404
+    events = httpx.get(f"{running.url}/v1/trace").json()["data"]
+    assert [event for event in events if job in event.values()]
+    wait_for(lambda: not running.engine.llm.engine.has_unfinished())
+    assert httpx.post(f"{running.url}/reset_prefix_cache").json() == {"reset": True}

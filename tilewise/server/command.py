@@ -193,11 +193,14 @@ def _service(
     settings: dict[str, Any] = {}
     for flag in FLAGS:
         value = options[flag.name]
-        if not flag.is_for_engine or value is None:
+        if flag.argument is None or value is None:
             continue
-        if flag.name not in known:
+        if flag.argument not in known:
             raise ValueError(f"{flag.flag} is not an option of this version's engine")
-        settings[flag.name] = value
+        settings[flag.argument] = value
+    weights = {caller.name: caller.weight for caller in keys.values() if caller.weight != 1}
+    if weights and options["scheduling_policy"] == "fair" and "user_weights" in known:
+        settings["user_weights"] = weights
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
     llm = LLM(model, **settings)

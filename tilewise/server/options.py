@@ -32,7 +32,7 @@ class Flag:
         text: one line of help.
         group: under which the help has it.
         metavar: of its value in the help.
-        is_for_engine: an argument of LLM of the same name.
+        argument: the argument of LLM that it is; None for the server's own.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Flag:
     text: str
     group: str
     metavar: str | None = None
-    is_for_engine: bool = False
+    argument: str | None = None
 
     @property
     def flag(self) -> str:
@@ -49,8 +49,10 @@ class Flag:
         return "--" + self.name.replace("_", "-")
 
 
-def _engine(name: str, kind: type, text: str, metavar: str | None = None) -> Flag:
-    return Flag(name, kind, None, text, "the engine", metavar, is_for_engine=True)
+def _engine(
+    name: str, kind: type, text: str, metavar: str | None = None, argument: str | None = None
+) -> Flag:
+    return Flag(name, kind, None, text, "the engine", metavar, argument or name)
 
 
 FLAGS: tuple[Flag, ...] = (
@@ -90,8 +92,13 @@ FLAGS: tuple[Flag, ...] = (
     _engine("seed", int, "from which requests without a seed draw theirs", "N"),
     _engine("enable_prefix_caching", bool, "compute common beginnings once"),
     _engine("graphs", str, "CUDA graphs: auto, lazy, off", "MODE"),
-    _engine("scheduling_policy", str, "who runs first: fcfs, priority, fair ...", "NAME"),
-    _engine("swap_space", float, "GiB of main memory for preempted caches", "GIB"),
+    _engine("scheduling_policy", str, "who runs first: fcfs, priority, fair", "NAME"),
+    _engine("preemption", str, "auto, recompute, swap", "NAME"),
+    _engine("victim", str, "who is preempted: newest, cheapest", "NAME"),
+    _engine("swap_space", float, "main memory for caches that have no room", "GIB",
+            "swap_space_gib"),
+    _engine("offload_dir", str, "where cold caches are kept as files", "FOLDER"),
+    _engine("offload_gib", float, "of that folder at most", "GIB"),
     _engine("long_prefill_token_threshold", int, "tokens of one prompt in one step", "N"),
     Flag("max_body_bytes", int, 8 * 2**20, "of a request", "limits", "N"),
     Flag("max_prompt_tokens", int, None, "of a prompt (default: the context)", "limits", "N"),

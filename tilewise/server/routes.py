@@ -7,7 +7,6 @@ requests, so it needs one, too.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -71,7 +70,9 @@ def admin_router(service: Service) -> APIRouter:
     async def reset_prefix_cache(request: Request) -> Response:
         _admin(request)
         reset = _method(bridge.llm, "reset_prefix_cache")
-        return JSONResponse({"reset": await _awaited(reset()) is not False})
+        if not await reset():
+            raise ApiError(409, "the prefix cache must be held by no request to be reset")
+        return JSONResponse({"reset": True})
 
     @router.get("/v1/explain/{request_id}")
     async def explain(request: Request, request_id: str) -> Response:
@@ -84,7 +85,8 @@ def admin_router(service: Service) -> APIRouter:
         told = []
         for engine_id in job.engine_ids:
             try:
-                told.append(await _awaited(explain(engine_id)))
+                # A step holds the engine's lock, for which the event loop must not wait.
+                told.append(await asyncio.to_thread(explain, engine_id))
             except KeyError:  # this prompt of several has ended
                 told.append({"request_id": engine_id, "state": "not in the engine"})
         return JSONResponse({"id": request_id, "prompts": told})
@@ -92,7 +94,7 @@ def admin_router(service: Service) -> APIRouter:
     @router.get("/v1/trace")
     async def trace(request: Request, since: int = 0) -> Response:
         _admin(request)
-        events = await _awaited(_method(bridge.llm, "trace")(since))
+        events = await asyncio.to_thread(_method(bridge.llm, "trace"), since)
         return JSONResponse({"object": "list", "data": list(events)})
 
     return router
@@ -115,7 +117,3 @@ def _method(engine: Any, name: str) -> Any:
     if method is None:
         raise ApiError(501, f"{name} is not served by this engine", code="not_implemented")
     return method
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
