@@ -165,7 +165,7 @@ class FakeEngine:
         return {"request_id": request_id, "state": "running"}
 
     def trace(self, since=0):
-        return [{"step": since}]
+        return [{"number": i} for i in range(since, 10)]
 
     async def reset_prefix_cache(self):
         return not self.live

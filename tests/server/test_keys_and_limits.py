@@ -68,7 +68,13 @@ def test_administration_needs_an_administrators_key(running):
         ("POST", "/reset_prefix_cache"), ("GET", "/v1/trace"),
     ):  # fmt: skip
         assert ask(running, "key-of-alice", method, path).status_code == 403
-    assert ask(running, "key-of-root", "GET", "/v1/trace").status_code == 200
+    trace = ask(running, "key-of-root", "GET", "/v1/trace?since=3&limit=4").json()
+    assert [event["number"] for event in trace["data"]] == [3, 4, 5, 6]
+    assert trace["next"] == 7
+    for query in ("since=x", "limit=0", "limit=99999"):
+        wrong = ask(running, "key-of-root", "GET", f"/v1/trace?{query}")
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["param"] == query.split("=")[0]
     assert ask(running, "key-of-root", "POST", "/pause").json() == {"paused": True}
     assert running.engine.is_held
     assert ask(running, "key-of-root", "POST", "/resume").json() == {"paused": False}

@@ -6,14 +6,18 @@ import json
 import logging
 import random
 import socket
+import ssl
+import subprocess
 import threading
 import time
+from shutil import which
 
 import httpx
 import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
+from tilewise.server.command import _tls
 from tilewise.server.limits import RequestLimits
 from tilewise.server.run import ServerOptions
 
@@ -233,7 +237,7 @@ def test_health_is_bad_when_work_is_there_and_no_step_ends():
         wait_for(lambda: httpx.get(f"{running.url}/health").status_code == 200)
         sock.close()
         running.engine.is_alive = False
-        assert httpx.get(f"{running.url}/health").status_code == 503
+        assert running.bridge.trouble() == "the engine's thread has ended"
 
 
 def test_a_server_that_ends_lets_running_requests_end_and_takes_no_more():
@@ -280,6 +284,45 @@ def test_requests_that_outlast_the_shutdown_are_told_so():
         assert len(running.engine.aborted) == 2
         for sock in socks:
             sock.close()
+
+
+def test_an_engine_that_has_ended_ends_the_server_with_an_exit_code():
+    with serving() as running:
+        running.engine.is_held = True
+        sock = connect(running)
+        post(sock, BODY)
+        wait_for(lambda: running.engine.live)
+        running.engine.is_alive = False
+        assert b" 503 " in read_all(sock).split(b"\r\n")[0]
+        running._thread.join(20)
+        assert not running._thread.is_alive()
+        assert running.server.exit_code == 1
+        sock.close()
+
+
+@pytest.mark.skipif(which("openssl") is None, reason="openssl makes the certificate")
+def test_tls_serves_and_plain_http_is_refused(tmp_path):
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    tls = _tls({"ssl_keyfile": key, "ssl_certfile": certificate})
+    with serving(options=ServerOptions(tls=tls, shutdown_timeout_s=1)) as running:
+        url = running.url.replace("http://", "https://")
+        trusted = ssl.create_default_context(cafile=certificate)
+        answer = httpx.post(
+            f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, verify=trusted
+        )
+        assert answer.status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")  # a certificate that nobody signed
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{running.url}/health")
+    with pytest.raises(ValueError, match="must be a certificate and its key"):
+        _tls({"ssl_keyfile": certificate, "ssl_certfile": certificate})
 
 
 def test_two_hundred_clients_that_leave_stall_and_abort_leave_nothing_behind():

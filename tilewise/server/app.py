@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import fastapi
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -33,6 +34,7 @@ from tilewise.server.protocol import (
     parse,
     prompts_of,
     sampling_of,
+    shown,
 )
 from tilewise.server.reply import Reply, read_body
 from tilewise.server.structured import structured_of
@@ -290,6 +292,18 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         told = ApiError(error.status_code, str(error.detail))
         return JSONResponse(told.body, told.status, dict(error.headers or {}))
 
+    async def on_wrong_query(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        problem = error.errors()[0]
+        name = str(problem["loc"][-1])
+        rule = problem["msg"].removeprefix("Input should be ")
+        told = ApiError(
+            400, f"{name} must be {rule}, got {shown(problem['input'])}", param=name,
+            code="invalid_value",
+        )  # fmt: skip
+        return JSONResponse(told.body, told.status)
+
+    app.add_exception_handler(RequestValidationError, on_wrong_query)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
 

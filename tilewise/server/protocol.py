@@ -26,6 +26,7 @@ __all__ = [
     "parse",
     "prompts_of",
     "sampling_of",
+    "shown",
 ]
 
 M = TypeVar("M", bound=BaseModel)

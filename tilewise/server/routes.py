@@ -7,6 +7,7 @@ requests, so it needs one, too.
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tilewise.server.app import Service
 
 __all__ = ["admin_router"]
+
+MOST_EVENTS = 10_000  # of one answer
 
 
 class AbortRequest(BaseModel):
@@ -92,10 +95,22 @@ def admin_router(service: Service) -> APIRouter:
         return JSONResponse({"id": request_id, "prompts": told})
 
     @router.get("/v1/trace")
-    async def trace(request: Request, since: int = 0) -> Response:
+    async def trace(request: Request, since: int = 0, limit: int = 1000) -> Response:
         _admin(request)
-        events = await asyncio.to_thread(_method(bridge.llm, "trace"), since)
-        return JSONResponse({"object": "list", "data": list(events)})
+        if not 1 <= limit <= MOST_EVENTS:
+            raise ApiError(
+                400, f"limit must be in 1 ... {MOST_EVENTS}, got {limit}", param="limit",
+                code="invalid_value",
+            )  # fmt: skip
+        told = _method(bridge.llm, "trace")
+
+        def body() -> str:
+            events = told(max(0, since))[:limit]
+            following = events[-1]["number"] + 1 if events else since
+            return json.dumps({"object": "list", "data": events, "next": following})
+
+        # Thousands of events as JSON take longer than streams should wait.
+        return Response(await asyncio.to_thread(body), media_type="application/json")
 
     return router
 
