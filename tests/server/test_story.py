@@ -192,7 +192,11 @@ def test_a_pause_stops_steps_and_health_stays_good(running):
     thread.join(20)
     assert found[0].status_code == 200
     assert httpx.get(f"{running.url}/v1/explain/{job}").status_code == 404
-    events = httpx.get(f"{running.url}/v1/trace").json()["data"]
+    events, since = [], 0
+    while page := (answer := httpx.get(f"{running.url}/v1/trace?since={since}").json())["data"]:
+        events, since = [*events, *page], answer["next"]
+    numbers = [event["number"] for event in events]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert [event for event in events if job in event.values()]
     wait_for(lambda: not running.engine.llm.engine.has_unfinished())
     assert httpx.post(f"{running.url}/reset_prefix_cache").json() == {"reset": True}
