@@ -16,6 +16,7 @@ import torch
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
 from tilewise.engine import inputs
 from tilewise.engine.llm import LLM, packaged_model
+from tilewise.engine.outputs import Generation
 from tilewise.engine.request import SamplingParams
 from tilewise.errors import CheckpointError, RequestError
 from tilewise.ops import shared_prefixes
@@ -291,6 +292,43 @@ def test_a_bad_prompt_is_named_before_any_work(llm, bad, message):
             llm.generate(bad, GREEDY)
 
 
+def test_what_is_asked_beside_the_prompt_reaches_the_request(llm, monkeypatch):
+    asked = {"user": "a", "priority": 3, "deadline_s": 60.0, "max_queue_s": 30}
+    added, add = [], llm.engine.scheduler.add
+
+    def adding(request):
+        added.append(request)
+        add(request)
+
+    monkeypatch.setattr(llm.engine.scheduler, "add", adding)
+    [output] = llm.generate("the quick", GREEDY, cache_salt="s", **asked)
+    text = "".join(llm.stream("the quick", GREEDY, cache_salt="s", **asked))
+    assert text == output.outputs[0].text
+    for request in added:
+        assert {name: getattr(request, name) for name in asked} == asked
+        assert request.salt == "s"
+    assert len(added) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"user": 1}, "user must be a str, got int"),
+        ({"cache_salt": None}, "cache_salt must be a str, got NoneType"),
+        ({"user": "a" * 2000}, "user must be of at most 1024 characters, got 2000"),
+        ({"priority": 1.5}, "priority must be an integer, got 1.5"),
+        ({"deadline_s": -1}, "deadline_s must be finite and at least 0, got -1"),
+        ({"max_queue_s": float("nan")}, "max_queue_s must be finite and at least 0, got nan"),
+        ({"deadline_s": "1"}, "deadline_s must be a number of seconds or None, got '1'"),
+    ],
+)
+def test_what_is_asked_beside_the_prompt_is_checked(llm, asked, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate("the", GREEDY, **asked)
+    with pytest.raises(RequestError, match=message):
+        llm.stream("the", GREEDY, **asked)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupt_aborts_everything_and_leaves_the_engine_clean(directory, monkeypatch, error):
     llm = make(directory)
@@ -327,8 +365,21 @@ def test_an_interrupt_inside_the_bookkeeping_leaves_a_clean_engine(directory, mo
     assert tokens_of(llm.generate("once", GREEDY)) == tokens_of(wanted)
 
 
-def test_streaming_gives_the_text_in_pieces(llm):
+def test_streaming_gives_the_text_in_pieces(llm, monkeypatch):
     [output] = llm.generate("once upon a", GREEDY)
+    read, step, unread = threading.Semaphore(1), llm.engine.step, Generation.unread_text
+
+    def after_the_reader():
+        assert read.acquire(timeout=60)  # a reader that is late would get several steps at once
+        return step()
+
+    def reading(generation):
+        text = unread(generation)
+        read.release()
+        return text
+
+    monkeypatch.setattr(llm.engine, "step", after_the_reader)
+    monkeypatch.setattr(Generation, "unread_text", reading)
     deltas = list(llm.stream("once upon a", GREEDY))
     assert "".join(deltas) == output.outputs[0].text
     assert len(deltas) > 5

@@ -303,10 +303,26 @@ def test_a_loop_that_nobody_holds_ends_its_thread_and_lets_go_of_the_engine(engi
     assert held() is None
 
 
-def test_an_llm_that_nobody_holds_is_freed_with_its_thread(directory):
+def leave_a_stream(llm):
+    deltas = llm.stream("the", ENDLESS)
+    next(deltas)
+    deltas.close()
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda llm: llm.generate("the", TEXT_GREEDY),
+        leave_a_stream,
+        lambda llm: llm.loop.abort("unknown"),
+        lambda llm: llm.loop.pause(),
+    ],
+    ids=["generate", "stream", "abort", "pause"],
+)
+def test_an_llm_that_nobody_holds_is_freed_with_its_thread(directory, last):
     llm = make(directory)
-    llm.generate("the", TEXT_GREEDY)
     thread = llm.loop.call(threading.current_thread)
+    last(llm)
     parts = [weakref.ref(x) for x in (llm, llm.loop, llm.engine, llm.model)]
     del llm
     gc.collect()
@@ -418,10 +434,10 @@ def test_an_interrupt_during_a_step_ends_the_call_that_it_interrupts(directory, 
     assert llm.generate("once upon", ENDLESS)[0].outputs == wanted
 
 
-def run(code, directory, **kwargs):
+def run(code, directory, device="cpu", **kwargs):
     code = (
         f"import os, sys, threading, time\nfrom tilewise import LLM, SamplingParams\n"
-        f"llm = LLM({str(directory)!r}, device='cpu', num_blocks=100, block_size=4)\n"
+        f"llm = LLM({str(directory)!r}, device={device!r}, num_blocks=100, block_size=4)\n"
         f"params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)\n{code}"
     )
     return subprocess.run(
@@ -465,3 +481,52 @@ print(os.waitstatus_to_exitcode(status))
 """
     done = run(code, directory)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_that_fails_once_is_made_good_by_its_halves(directory, monkeypatch):
+    llm = LLM(directory, device="cuda", dtype="float32", num_blocks=100, block_size=4)
+    prompts = ["the quick", "once upon", "a small cat"]
+    wanted = [o.outputs for o in llm.generate(prompts, TEXT_GREEDY)]
+    submit, count = llm.engine.runner.submit, []
+
+    def failing(batch):
+        count.append(len(batch.sequences))
+        if len(count) in (2, 9):
+            raise RuntimeError("out of luck")
+        return submit(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "submit", failing)
+    outputs = llm.generate(prompts, TEXT_GREEDY)
+    assert [[c.token_ids for c in o.outputs] for o in outputs] == [
+        [c.token_ids for c in each] for each in wanted
+    ]
+    assert min(count) < 3
+    assert_idle(llm.loop)
+
+
+@pytest.mark.gpu
+def test_an_error_that_a_gpu_keeps_ends_the_loop_with_the_reason(directory):
+    code = """
+import torch
+from tilewise import DeviceLostError
+submit, count = llm.engine.runner.submit, []
+
+def breaking(batch):
+    count.append(1)
+    if len(count) == 4:  # an index out of its range stops the device for this process
+        torch.zeros(1, device="cuda").index_select(0, torch.tensor([5], device="cuda"))
+        torch.cuda.synchronize()
+    return submit(batch)
+
+llm.engine.runner.submit = breaking
+for _ in range(2):
+    try:
+        llm.generate(["the quick", "once"], params)
+    except DeviceLostError as error:
+        print("device is lost" in str(error), flush=True)
+print(llm.loop.is_alive, flush=True)
+os._exit(0)
+"""
+    done = run(code, directory, device="cuda")
+    assert done.stdout.split() == ["True", "True", "False"], done.stderr

@@ -18,7 +18,7 @@ from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.loop import EngineLoop
 from tilewise.engine.outputs import Generation, RequestOutput
-from tilewise.engine.prompts import Prompt, listed, token_ids
+from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.runner import Runner
@@ -143,21 +143,6 @@ class LLM:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
         parameter_dtype = self.model.dtype
         spec = cache_spec(self.config, block_size, cache_dtype(kv_cache_dtype, parameter_dtype))
-        if num_blocks is None:
-            num_blocks = (
-                blocks_on_cpu(spec, max_num_seqs, max_model_len)
-                if on.type == "cpu"
-                else blocks_on_cuda(
-                    self.model,
-                    spec,
-                    on,
-                    max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=max_num_batched_tokens,
-                    max_model_len=max_model_len,
-                    gpu_memory_utilization=gpu_memory_utilization,
-                    has_graphs=has_graphs,
-                )
-            )
         scheduler_settings: dict[str, Any] = {
             "num_blocks": num_blocks,
             "block_size": block_size,
@@ -169,7 +154,6 @@ class LLM:
         self._new_scheduler = new_scheduler = functools.partial(
             _new_scheduler, itertools.count(seed), scheduler_settings
         )
-        storage = allocate(spec, num_blocks, on)
         model_, num_threads = self.model, torch.get_num_threads()
         current = torch.cuda.current_device() if on.type == "cuda" else None
 
@@ -179,6 +163,22 @@ class LLM:
             runner: Runner
             if current is not None:
                 torch.cuda.set_device(current)
+            if num_blocks is None:
+                scheduler_settings["num_blocks"] = (
+                    blocks_on_cpu(spec, max_num_seqs, max_model_len)
+                    if on.type == "cpu"
+                    else blocks_on_cuda(
+                        model_,
+                        spec,
+                        on,
+                        max_num_seqs=max_num_seqs,
+                        max_num_batched_tokens=max_num_batched_tokens,
+                        max_model_len=max_model_len,
+                        gpu_memory_utilization=gpu_memory_utilization,
+                        has_graphs=has_graphs,
+                    )
+                )
+            storage = allocate(spec, scheduler_settings["num_blocks"], on)
             if has_graphs:
                 runner = on_device = DeviceRunner(
                     model_, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
@@ -398,6 +398,7 @@ class LLM:
         **asked: Any,
     ) -> Generation:
         """Return a request that may be submitted, checked; `asked` is of `Request`."""
+        check_terms(request_id=request_id, **asked)
         text, ids = token_ids(prompt, self.tokenizer)
         if sampling.stop_strings and self.tokenizer is None:
             raise RequestError("stop must be None for a model without tokenizer, got strings")

@@ -92,7 +92,7 @@ class EngineLoop:
 
     @engine.setter
     def engine(self, engine: Engine) -> None:
-        self.call(lambda: self._core.adopt(engine))
+        self.call(functools.partial(self._core.adopt, engine))
 
     @property
     def is_alive(self) -> bool:
@@ -132,11 +132,11 @@ class EngineLoop:
 
         It returns at once; unknown requests are ignored.
         """
-        self._soon(lambda: self._core.abort(request_id))
+        self._soon(functools.partial(self._core.abort, request_id))
 
     def drop_soon(self, generation: Generation) -> None:
         """End a request between this step and the next if it has not finished; return at once."""
-        self._soon(lambda: self._core.drop([generation]))
+        self._soon(functools.partial(self._core.drop, [generation]))
 
     def drop(self, generations: Sequence[Generation]) -> None:
         """End those of these that have not finished, and wait until they hold nothing.
@@ -145,10 +145,10 @@ class EngineLoop:
         collection may have called it, of an iterator, in the middle of anything.
         """
         if self._core.is_own_thread:
-            self._soon(lambda: self._core.drop(generations))
+            self._soon(functools.partial(self._core.drop, generations))
             return
         with suppress(EngineClosedError, TimeoutError):
-            self.post(lambda: self._core.drop(generations)).result(PATIENCE)
+            self.post(functools.partial(self._core.drop, generations)).result(PATIENCE)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread between two steps, and return its value.
@@ -177,11 +177,11 @@ class EngineLoop:
 
     def pause(self) -> None:
         """Let no further step begin; returns when none runs. Requests are still taken."""
-        self.call(lambda: self._core.set_paused(True))
+        self.call(functools.partial(self._core.set_paused, True))
 
     def resume(self) -> None:
         """Undo pause()."""
-        self.call(lambda: self._core.set_paused(False))
+        self.call(functools.partial(self._core.set_paused, False))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Fail what is unfinished with EngineClosedError and end the thread.
@@ -342,6 +342,7 @@ class _Core:
             if task is None:
                 return False
             task.run()
+            del task  # what it holds must not live until the next one comes
         return False
 
     def _step(self) -> None:

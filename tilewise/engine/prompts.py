@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import RequestError
 
-__all__ = ["Prompt", "listed", "token_ids"]
+__all__ = ["Prompt", "check_terms", "listed", "token_ids"]
 
 Prompt = str | Mapping[str, Any]
+MAX_NAME = 1024  # characters of a request's id, user or salt
 
 
 def token_ids(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
@@ -48,6 +51,39 @@ def listed(name: str, values: object) -> list[Any]:
     if not isinstance(values, Iterable):
         raise TypeError(f"{name} must be one or a list of them, got {type(values).__name__}")
     return list(values)
+
+
+def check_terms(
+    *,
+    user: object = "",
+    salt: object = "",
+    priority: object = 0,
+    deadline_s: object = None,
+    max_queue_s: object = None,
+    request_id: object = None,
+) -> None:
+    """Check what a caller asks of a request beside its prompt and sampling, see `Request`.
+
+    Raises:
+        RequestError: one of them is not of its type or out of its range; the message names it.
+    """
+    names = {"user": user, "cache_salt": salt, "request_id": request_id}
+    for name, value in names.items():
+        if name == "request_id" and value is None:
+            continue
+        if not isinstance(value, str):
+            raise RequestError(f"{name} must be a str, got {type(value).__name__}")
+        if len(value) > MAX_NAME:
+            raise RequestError(f"{name} must be of at most {MAX_NAME} characters, got {len(value)}")
+    if not isinstance(priority, Integral) or isinstance(priority, bool):
+        raise RequestError(f"priority must be an integer, got {priority!r}")
+    for name, value in {"deadline_s": deadline_s, "max_queue_s": max_queue_s}.items():
+        if value is None:
+            continue
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise RequestError(f"{name} must be a number of seconds or None, got {value!r}")
+        if not 0 <= float(value) < math.inf:
+            raise RequestError(f"{name} must be finite and at least 0, got {value}")
 
 
 def _integers(ids: object) -> list[int]:
