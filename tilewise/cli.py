@@ -24,6 +24,7 @@ INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13
 # On a busy machine of two cores a decode step of 64 sequences took 42 ms with it, 204 ms without
 # (2026-11; one run each, and other values were not tried).
 SPINS = 1000
+_SERVE_EXTRA = {"fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client"}
 _DTYPES = ("float32", "float16", "bfloat16")
 _WRONG_REQUEST = (CheckpointError, RequestError, UnsupportedError, ValueError, TypeError, OSError)
 
@@ -33,6 +34,8 @@ examples:
   tilewise generate --prompt "The dragon" --greedy         always the same continuation
   tilewise generate --model path/to/checkpoint --prompt-file chapter.txt --max-tokens 400
   tilewise generate --prompt "A" --prompt "B" -n 4 --json | jq .stats
+  tilewise serve                                           the packaged model at 127.0.0.1:8000
+  tilewise chat                                            talk to it
   tilewise explain cache story                             what a token costs in memory
   tilewise explain attention --shape 1,4096,4096,32,8,128 --causal
   tilewise bench ops                                       kernels against their peers
@@ -50,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; None takes those of the process.
     """
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_unknown(options, unknown))
     # GNU OpenMP reads this when torch is imported. Its threads spin for milliseconds when they wait
     # for each other, and on a busy machine they take the cores from those that they wait for.
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
@@ -73,6 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _complain(error)
     return code or 0
+
+
+def _unknown(options: argparse.Namespace, unknown: Sequence[str]) -> str:
+    """Say what is not known; of the many options of serve, which one is like it."""
+    if options.run is _serve and unknown[0].startswith("-"):
+        from tilewise.server.options import nearest
+
+        return nearest(unknown)
+    return f"unrecognized arguments: {' '.join(unknown)}"
 
 
 def _complain(error: Exception) -> int:
@@ -104,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tilewise {tilewise.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
+    _add_serve(commands)
+    _add_chat(commands)
+    _add_key(commands)
     _add_bench(commands)
     _add_simulate(commands)
     _add_explain(commands)
@@ -240,6 +258,71 @@ def _generate(options: argparse.Namespace) -> None:
     )
 
 
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from tilewise.server.options import add_flags
+
+    parser = _add_command(
+        commands,
+        "serve",
+        "serve a model over HTTP, compatible with OpenAI's API",
+        _serve,
+        epilog="Each option is also TILEWISE_NAME in the environment and an entry of --config.",
+    )
+    # An abbreviation of today is another option's name tomorrow.
+    parser.allow_abbrev = False
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="story",
+        help="checkpoint directory, or the packaged model's name",
+    )
+    add_flags(parser)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        from tilewise.server.command import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in _SERVE_EXTRA:
+            raise
+        raise UnsupportedError(
+            f"serve needs the package {error.name}: pip install 'tilewise[serve]'"
+        ) from None
+    return serve(options.model, vars(options))
+
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "chat", "talk to a server in the terminal", _chat)
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
+    parser.add_argument("--api-key", metavar="KEY", help="(default: TILEWISE_API_KEY)")
+    parser.add_argument("--model", metavar="NAME", help="where the server has several names")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most")
+    parser.add_argument("--temperature", type=float, metavar="T", help="divides the logits")
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from tilewise.server.terminal import chat
+
+    names = ("model", "max_tokens", "temperature")
+    settings = {n: getattr(options, n) for n in names if getattr(options, n) is not None}
+    return chat(options.url, options.api_key, settings)
+
+
+def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "key", "draw a key for a server's --keys-file", _key)
+    parser.add_argument("name", help="of the key, in logs and metrics")
+
+
+def _key(options: argparse.Namespace) -> None:
+    import json
+
+    from tilewise.server.keys import hash_of, new_key
+
+    key = new_key()
+    print(f"# The key, which is kept nowhere: {key}")
+    print(f'[keys.{json.dumps(options.name)}]\nhash = "{hash_of(key)}"')
+
+
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "bench", "measure this machine, beside its peers", _bench)
     parser.add_argument(
@@ -256,6 +339,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "waste",
             "machine",
             "live",
+            "serve",
         ),
         help="what to measure",
     )

@@ -142,6 +142,11 @@ class AsyncLLM:
         """Return what the engine decided of late, see `Engine.trace`."""
         return self.llm.engine.trace(since)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and nothing is forgotten, while requests hold some."""
+        reset = self.llm.loop.post(lambda: self.llm.engine.scheduler.reset_prefix_cache())
+        return await asyncio.wrap_future(reset)
+
     async def aclose(self) -> None:
         """Take no more requests, end those of this object and wait until they hold nothing."""
         self._is_closed = True

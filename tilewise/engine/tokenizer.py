@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +34,19 @@ class Tokenizer:
         self._library = library
         names = [_token_text(config.get(key)) for key in _SPECIAL_KEYS]
         library.add_special_tokens([n for n in names if n and library.token_to_id(n) is not None])
-        self.special_ids = frozenset(
-            i for i, token in library.get_added_tokens_decoder().items() if token.special
-        )
+        added = library.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added = frozenset(added)
+        self._piece_bytes: Callable[[str], bytes] | None = None
         self.bos_token_id = self._id_of(config.get("bos_token"))
         self.eos_token_id = self._id_of(config.get("eos_token"))
         self._adds_bos = config.get("add_bos_token") is True and self.bos_token_id is not None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with the special tokens that the model puts around it.
+
+        Args:
+            adds_special_tokens: False leaves these out, as for a chat, whose template has them.
 
         Raises:
             RequestError: the text holds half a surrogate pair, which no encoding has.
@@ -53,8 +58,8 @@ class Tokenizer:
                 f"prompt must be valid Unicode, got {text[error.start]!a} at character "
                 f"{error.start}"
             ) from None
-        ids: list[int] = self._library.encode(text).ids
-        if self._adds_bos and ids[:1] != [self.bos_token_id]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=adds_special_tokens).ids
+        if adds_special_tokens and self._adds_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
             ids.insert(0, self.bos_token_id)
         return ids
@@ -64,6 +69,20 @@ class Tokenizer:
         text: str = self._library.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token adds to a text, which may be a part of a character.
+
+        Special tokens are as they are written; ids that no token has are empty.
+        """
+        if self._piece_bytes is None:
+            self._piece_bytes = _piece_decoder(self._library)
+        text: str | None = self._library.id_to_token(token_id)
+        if text is None:
+            return b""
+        if token_id in self._added:
+            return text.encode()
+        return self._piece_bytes(text)
+
     def detokenizer(self, prompt_token_ids: list[int]) -> Detokenizer:
         """Return a fresh incremental decoder for the tokens that follow a prompt."""
         return Detokenizer(self.decode, self.special_ids, prompt_token_ids)
@@ -72,6 +91,31 @@ class Tokenizer:
         text = _token_text(token)
         found: int | None = None if text is None else self._library.token_to_id(text)
         return found
+
+
+def _piece_decoder(library: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """Return how an entry of the vocabulary is written in bytes, by the library's decoder."""
+    state = library.decoder.__getstate__() if library.decoder is not None else b""
+    if b"ByteLevel" in (state if isinstance(state, bytes) else str(state).encode()):
+        # GPT-2's alphabet: printable bytes stand for themselves, the others for 256, 257 ...
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        alphabet = {chr(byte): byte for byte in printable}
+        others = (byte for byte in range(256) if byte not in set(printable))
+        alphabet.update({chr(256 + i): byte for i, byte in enumerate(others)})
+
+        def byte_level(piece: str) -> bytes:
+            if all(char in alphabet for char in piece):
+                return bytes(alphabet[char] for char in piece)
+            return piece.encode()
+
+        return byte_level
+
+    def sentence_piece(piece: str) -> bytes:
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("\u2581", " ").encode()
+
+    return sentence_piece
 
 
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")

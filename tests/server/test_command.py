@@ -1,0 +1,229 @@
+"""`tilewise serve` as a process: its start, its refusals, its end; `tilewise chat` beside it."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.server.serving import serving, wait_for
+from tilewise.cli import main
+from tilewise.server.keys import hash_of, read_keys
+from tilewise.server.options import FLAGS, resolve
+from tilewise.server.terminal import chat
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def serve(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tilewise", "serve", "--port", "0", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+def url_of(process, lines):
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(r"serving \S+ at (\S+)", line):
+            threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
+            return found.group(1)
+    raise AssertionError("".join(lines))
+
+
+def post(url, body, key=None):
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    )
+
+
+@pytest.mark.timeout(600)
+def test_it_says_what_it_does_serves_and_ends_at_sigterm_when_requests_have(tmp_path):
+    lines = []
+    with serve("--shutdown-timeout", "20", TILEWISE_API_KEY="a-long-secret-key") as process:
+        url = url_of(process, lines)
+        start = "".join(lines)
+        for step in ("libraries imported", "model loaded", "ready", "after the start"):
+            assert step in start
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            post(url, {"prompt": "x"})
+        body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with post(url, body, "a-long-secret-key") as stream:
+            first = stream.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = stream.read()
+        assert b'"finish_reason":"length"' in rest
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert first.startswith(b"data: ")
+        assert process.wait(30) == 0
+    wait_for(lambda: "shutting down" in "".join(lines))
+    assert "a-long-secret-key" not in "".join(lines)
+
+
+@pytest.mark.timeout(600)
+def test_a_second_sigterm_ends_it_now(tmp_path):
+    lines = []
+    with serve("--shutdown-timeout", "60", "--max-num-seqs", "4") as process:
+        url = url_of(process, lines)
+        host = url.removeprefix("http://")
+        assert urllib.request.urlopen(f"{url}/pause", b"").status == 200
+        waiting = http.client.HTTPConnection(host)
+        waiting.request("POST", "/v1/completions", json.dumps({"prompt": "x"}))
+        metrics = f"{url}/metrics"
+        wait_for(
+            lambda: b'in_flight{model_name="story"} 1' in urllib.request.urlopen(metrics).read()
+        )
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None  # a request is there
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 1
+        waiting.close()
+
+
+def refused(capsys, *arguments):
+    try:
+        code = main(["serve", *arguments])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(capsys, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert "Address already in use" in refused(capsys, "--port", port)
+    assert "--allow-open" in refused(capsys, "--host", "0.0.0.0")
+    assert "must be in 0 ... 65535" in refused(capsys, "--port", "70000")
+    assert "8 characters" in refused(capsys, "--api-key", "short")
+    assert "--keys-file must be a file" in refused(capsys, "--keys-file", str(tmp_path / "no"))
+    assert "--ssl-certfile must be given" in refused(capsys, "--ssl-keyfile", "k")
+    assert "--tool-call-parser must be" in refused(capsys, "--tool-call-parser", "gpt")
+    nothing = str(tmp_path)
+    assert "config.json" in refused(capsys, nothing, "--port", "0")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("--max-modl-len", "--max-model-len"),
+        ("--gpu-mem-utilization=0.5", "--gpu-memory-utilization"),
+        ("--enable-prefix-cacheing", "--enable-prefix-caching"),
+        ("--max-model", "--max-model-len"),
+    ],
+)
+def test_an_unknown_flag_is_named_with_the_nearest_known_one(capsys, wrong, right):
+    err = refused(capsys, wrong, "3")
+    assert f"{wrong.split('=')[0]} is not an option of serve; did you mean {right}?" in err
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tilewise.server.command", None)
+    monkeypatch.delitem(sys.modules, "tilewise.server.command")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    for name in [n for n in sys.modules if n.startswith("tilewise.server.run")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "pip install 'tilewise[serve]'" in refused(capsys)
+
+
+def test_flags_win_over_variables_and_these_over_a_file(tmp_path):
+    path = tmp_path / "serve.toml"
+    path.write_text(
+        'port = 1\nhost = "::1"\nmax-model-len = 64\nserved_model_name = ["a", "b"]\n'
+        "enable-prefix-caching = false\n"
+    )
+    environment = {"TILEWISE_PORT": "2", "TILEWISE_HOST": "127.0.0.2", "TILEWISE_ALLOW_OPEN": "1"}
+    found = resolve({"port": 3, "config": str(path)}, environment)
+    assert (found["port"], found["host"], found["max_model_len"]) == (3, "127.0.0.2", 64)
+    assert found["served_model_name"] == ["a", "b"]
+    assert found["allow_open"] is True
+    assert found["enable_prefix_caching"] is False
+    assert {flag.name for flag in FLAGS} == set(found)
+    for text, message in (
+        ("prt = 1", "did you mean --port"),
+        ('port = "x"', "port in .* must be int, got 'x'"),
+        ("port = true", "must be int, got True"),
+        ("port", "must be a file of TOML"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            resolve({"config": str(path)}, {})
+    with pytest.raises(ValueError, match="TILEWISE_PORT must be int, got 'x'"):
+        resolve({}, {"TILEWISE_PORT": "x"})
+    with pytest.raises(ValueError, match="TILEWISE_ALLOW_OPEN must be 1 or 0"):
+        resolve({}, {"TILEWISE_ALLOW_OPEN": "maybe"})
+
+
+def test_a_drawn_key_is_shown_once_and_held_as_its_hash(capsys, tmp_path):
+    assert main(["key", "alice"]) == 0
+    out = capsys.readouterr().out
+    key = re.search(r"tw-\S+", out).group()
+    path = tmp_path / "keys.toml"
+    path.write_text(out.replace(key, "..."))
+    [(digest, caller)] = read_keys(path).items()
+    assert digest == hash_of(key)
+    assert caller.name == "alice"
+    assert not caller.admin
+
+
+def talk(url, *lines, key=None):
+    left, out = list(lines), io.StringIO()
+
+    def read(_):
+        if not left:
+            raise EOFError
+        return left.pop(0)
+
+    assert chat(url, key, {"max_tokens": 5}, read=read, out=out) == 0
+    return out.getvalue()
+
+
+def test_a_conversation_streams_remembers_resets_and_saves(tmp_path):
+    with serving() as running:
+        path = tmp_path / "saved.json"
+        text = talk(running.url, "Hello", "More", f"/save {path}", "/reset", "New", "/exit", "no")
+        assert text.count("5 tokens") == 3
+        assert "prompt tokens cached]" in text
+        roles = [message["role"] for message in json.loads(path.read_text())]
+        assert roles == ["user", "assistant"] * 2
+        prompts = [len(seen["request"].prompt_token_ids) for seen in running.engine.seen]
+        assert prompts[1] > prompts[0]
+        assert prompts[2] < prompts[1]
+        assert "/reset" in talk(running.url, "/what")
+
+
+def test_a_conversation_with_no_server_or_no_key_says_so():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert "must be a server, got" in talk(gone, "Hello")
+    with serving(keys={hash_of("secret-key"): read_caller()}) as running:
+        assert "authorization must be Bearer" in talk(running.url, "Hello")
+        assert "5 tokens" in talk(f"{running.url}/v1", "Hello", key="secret-key")
+
+
+def read_caller():
+    from tilewise.server.keys import Caller
+
+    return Caller("somebody")

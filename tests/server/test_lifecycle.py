@@ -1,0 +1,378 @@
+"""What becomes of requests whose client leaves, stalls or abuses HTTP, and when a server ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from shutil import which
+
+import httpx
+import pytest
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.serving import serving, wait_for
+from tilewise.server.command import _tls
+from tilewise.server.limits import RequestLimits
+from tilewise.server.run import ServerOptions
+
+BODY = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
+
+
+def connect(running, receive_buffer=None):
+    sock = socket.socket()
+    if receive_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.connect((running.host, running.port))
+    sock.settimeout(20)
+    return sock
+
+
+def post(sock, body, path="/v1/completions", extra=""):
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n{extra}\r\n"
+    sock.sendall(head.encode() + content)
+
+
+def read_all(sock):
+    data = b""
+    try:
+        while part := sock.recv(65536):
+            data += part
+    except ConnectionError:
+        pass
+    return data
+
+
+def settled(running):
+    wait_for(lambda: not running.engine.live and not running.bridge.jobs)
+    wait_for(lambda: not running.tasks())
+    assert running.bridge.queue.num_live == 0
+    assert running.bridge.queue.num_waiting == 0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_ends_its_work_at_once(is_stream):
+    with serving(FakeEngine(step_s=0.01)) as running:
+        sock = connect(running)
+        post(sock, {**BODY, "stream": is_stream})
+        wait_for(lambda: running.engine.live)
+        if is_stream:
+            sock.recv(100)
+        [request_id] = running.engine.live
+        sock.close()
+        left = time.monotonic()
+        wait_for(lambda: not running.engine.live)
+        assert time.monotonic() - left < 1.0
+        assert running.engine.aborted == [request_id]
+        settled(running)
+
+
+def test_a_client_that_leaves_ends_all_prompts_of_its_request():
+    with serving(FakeEngine(step_s=0.01)) as running:
+        sock = connect(running)
+        post(sock, {**BODY, "prompt": ["a", "b", "c"], "n": 2})
+        wait_for(lambda: len(running.engine.live) == 3)
+        sock.close()
+        wait_for(lambda: len(running.engine.aborted) == 3)
+        settled(running)
+
+
+def test_a_client_that_leaves_the_queue_frees_its_place():
+    with serving() as running:
+        running.engine.is_held = True
+        sock = connect(running)
+        post(sock, BODY)
+        wait_for(lambda: running.bridge.queue.num_waiting == 1)
+        sock.close()
+        settled(running)
+
+
+def test_a_slow_reader_is_dropped_with_the_reason_in_the_log(caplog):
+    caplog.set_level(logging.INFO, "tilewise.server")
+    engine = FakeEngine(max_model_len=20_000)
+    options = {"slow_reader_s": 0.3}
+    with serving(engine, bridge_options=options, send_buffer=4096) as running:
+        sock = connect(running, receive_buffer=4096)
+        post(sock, {**BODY, "max_tokens": 15_000, "stream": True, "return_token_ids": True})
+        wait_for(lambda: "has read nothing" in caplog.text, 30)
+        settled(running)
+        text = httpx.get(f"{running.url}/metrics").text
+        assert 'tilewise:dropped_streams_total{model_name="story",reason="slow_reader"} 1.0' in text
+        connections = running.server.server_state.connections
+        assert not [c for c in connections if c.client == sock.getsockname()]
+        sock.close()
+
+
+def test_headers_that_never_end_are_waited_for_only_so_long():
+    with serving(options=ServerOptions(header_timeout_s=1.0, shutdown_timeout_s=1)) as running:
+        silent, slow, again = (connect(running) for _ in range(3))
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ")
+        again.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while b'{"status":"ok"}' not in answer:
+            answer += again.recv(1000)
+        again.sendall(b"GET /he")  # half a request after a whole one
+        for sock in (silent, slow, again):
+            assert read_all(sock) == b""
+            sock.close()
+        assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_a_body_that_never_ends_is_waited_for_only_so_long():
+    with serving(body_timeout_s=0.2) as running:
+        sock = connect(running)
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        assert b" 408 " in sock.recv(10_000)
+        sock.close()
+        settled(running)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # without a host
+        b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"X: " + b"a" * 100_000,
+    ],
+)
+def test_what_is_not_http_is_refused_and_the_connection_closed(running_plain, raw):
+    sock = connect(running_plain)
+    sock.sendall(raw)
+    answer = read_all(sock)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+    sock.close()
+    assert httpx.get(f"{running_plain.url}/health").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def running_plain():
+    limits = RequestLimits(max_body_bytes=2000, max_header_bytes=1000, max_timeout_s=0.2)
+    with serving(limits=limits) as server:
+        yield server
+
+
+def test_pipelined_requests_are_answered_in_order(running_plain):
+    sock = connect(running_plain)
+    one = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    last = b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    sock.sendall(one * 5 + last)
+    answer = read_all(sock)
+    assert answer.count(b"HTTP/1.1 200 OK") == 6
+    assert answer.rindex(b'"version"') < answer.index(b'"ready"')
+    sock.close()
+
+
+def test_a_body_over_the_limit_is_413_with_the_numbers(running_plain):
+    url = f"{running_plain.url}/v1/completions"
+    answer = httpx.post(url, content=b"x" * 2001)
+    assert answer.status_code == 413
+    assert "2,000 bytes, got 2,001" in answer.json()["error"]["message"]
+    chunked = httpx.post(url, content=iter([b"x" * 1500, b"x" * 1500]))  # without a length
+    assert chunked.status_code == 413
+
+
+def test_headers_over_the_limit_are_431(running_plain):
+    answer = httpx.get(f"{running_plain.url}/health", headers={"x-long": "a" * 1000})
+    assert answer.status_code == 431
+    assert answer.json()["error"]["code"] == "request_header_fields_too_large"
+
+
+def test_a_deadline_in_the_queue_is_504_and_later_a_finish_reason():
+    limits = RequestLimits(max_timeout_s=60)
+    with serving(FakeEngine(step_s=0.01), limits=limits) as running:
+        url = f"{running.url}/v1/completions"
+        some = httpx.post(url, json={**BODY, "timeout": 1.0}).json()
+        assert some["choices"][0]["finish_reason"] == "deadline"
+        assert 0 < some["usage"]["completion_tokens"] < 900
+        running.engine.is_held = True
+        for is_stream in (False, True):
+            late = httpx.post(url, json={**BODY, "timeout": 0.1, "stream": is_stream})
+            assert late.status_code == 504
+            assert late.json()["error"]["type"] == "timeout_error"
+        running.engine.is_held = False
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_engine_that_fails_tells_its_requests(at):
+    with serving() as running:
+        running.engine.fails_at = at
+        url = f"{running.url}/v1/completions"
+        whole = httpx.post(url, json=BODY)
+        assert whole.status_code == 500
+        assert "logits must be finite" in whole.json()["error"]["message"]
+        stream = httpx.post(url, json={**BODY, "stream": True})
+        assert stream.status_code == (500 if at == 0 else 200)
+        assert '"code":"engine_error"' in stream.text
+        assert "[DONE]" not in stream.text
+        running.engine.fails_at = None
+        assert httpx.post(url, json={**BODY, "max_tokens": 2}).status_code == 200
+        settled(running)
+
+
+def test_health_is_bad_when_work_is_there_and_no_step_ends():
+    with serving(bridge_options={"stall_s": 0.2}) as running:
+        assert httpx.get(f"{running.url}/health").status_code == 200  # idle is healthy
+        time.sleep(0.3)
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        running.engine.is_held = True
+        sock = connect(running)
+        post(sock, BODY)
+        wait_for(lambda: running.engine.live)
+        running.bridge._last_output = -1e9
+        running.engine.last_step_time = -1e9
+        time.sleep(0.3)
+        answer = httpx.get(f"{running.url}/health")
+        assert answer.status_code == 503
+        assert "no step has ended" in answer.json()["reason"]
+        running.engine.is_held = False
+        wait_for(lambda: httpx.get(f"{running.url}/health").status_code == 200)
+        sock.close()
+        running.engine.is_alive = False
+        assert running.bridge.trouble() == "the engine's thread has ended"
+
+
+def test_a_server_that_ends_lets_running_requests_end_and_takes_no_more():
+    options = ServerOptions(shutdown_timeout_s=10)
+    with serving(FakeEngine(step_s=0.01), options=options) as running:
+        found = {}
+        url = f"{running.url}/v1/completions"
+
+        def ask():
+            found["answer"] = httpx.post(url, json={**BODY, "max_tokens": 60}, timeout=30)
+
+        with httpx.Client() as other:
+            other.get(f"{running.url}/health")  # its connection is open already
+            asking = threading.Thread(target=ask)
+            asking.start()
+            wait_for(lambda: running.engine.live)
+            running.event_loop.call_soon_threadsafe(running.server.stop)
+            wait_for(lambda: running.bridge.is_draining)
+            refused = other.post(url, json=BODY)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert other.get(f"{running.url}/ready").status_code == 503
+            assert other.get(f"{running.url}/health").status_code == 200
+        asking.join(20)
+        assert found["answer"].json()["choices"][0]["finish_reason"] == "length"
+        running._thread.join(20)
+        assert not running._thread.is_alive()
+
+
+def test_requests_that_outlast_the_shutdown_are_told_so():
+    options = ServerOptions(shutdown_timeout_s=0.2)
+    with serving(FakeEngine(step_s=0.01), options=options) as running:
+        socks = [connect(running) for _ in range(2)]
+        for sock, is_stream in zip(socks, (False, True), strict=True):
+            post(sock, {**BODY, "stream": is_stream})
+        wait_for(lambda: len(running.engine.live) == 2)
+        time.sleep(0.1)
+        running.event_loop.call_soon_threadsafe(running.server.stop)
+        whole, stream = (read_all(sock) for sock in socks)
+        assert b" 503 " in whole.split(b"\r\n")[0]
+        assert b"shutting down" in whole
+        assert b" 200 " in stream.split(b"\r\n")[0]
+        assert b"shutting down" in stream
+        assert len(running.engine.aborted) == 2
+        for sock in socks:
+            sock.close()
+
+
+def test_an_engine_that_has_ended_ends_the_server_with_an_exit_code():
+    with serving() as running:
+        running.engine.is_held = True
+        sock = connect(running)
+        post(sock, BODY)
+        wait_for(lambda: running.engine.live)
+        running.engine.is_alive = False
+        assert b" 503 " in read_all(sock).split(b"\r\n")[0]
+        running._thread.join(20)
+        assert not running._thread.is_alive()
+        assert running.server.exit_code == 1
+        sock.close()
+
+
+@pytest.mark.skipif(which("openssl") is None, reason="openssl makes the certificate")
+def test_tls_serves_and_plain_http_is_refused(tmp_path):
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    tls = _tls({"ssl_keyfile": key, "ssl_certfile": certificate})
+    with serving(options=ServerOptions(tls=tls, shutdown_timeout_s=1)) as running:
+        url = running.url.replace("http://", "https://")
+        trusted = ssl.create_default_context(cafile=certificate)
+        answer = httpx.post(
+            f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, verify=trusted
+        )
+        assert answer.status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")  # a certificate that nobody signed
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{running.url}/health")
+    with pytest.raises(ValueError, match="must be a certificate and its key"):
+        _tls({"ssl_keyfile": certificate, "ssl_certfile": certificate})
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_clients_that_leave_stall_and_abort_leave_nothing_behind(count):
+    draw = random.Random(17)
+    engine = FakeEngine(step_s=0.002)
+    with serving(engine, bridge_options={"slow_reader_s": 0.5}) as running:
+
+        def client(i):
+            kind = draw.choice(["leave", "half", "whole", "stream", "stall", "wrong", "early"])
+            sock = connect(running, 4096 if kind == "stall" else None)
+            try:
+                if kind == "half":
+                    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
+                elif kind == "wrong":
+                    post(sock, {"prompt": "x", "n": "no"})
+                    sock.recv(1000)
+                elif kind == "early":
+                    content = b"Content-Length: 500\r\n\r\n{"
+                    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + content)
+                else:
+                    tokens = 12 if kind in ("whole", "stream") else 400
+                    body = {**BODY, "max_tokens": tokens, "stream": kind != "whole"}
+                    post(sock, body, extra="Connection: close\r\n")
+                    if kind in ("whole", "stream"):
+                        data = read_all(sock)
+                        assert b" 200 " in data.split(b"\r\n")[0]
+                    elif kind == "stall":
+                        time.sleep(draw.random() * 0.5)
+                    else:
+                        time.sleep(draw.random() * 0.05)
+            finally:
+                sock.close()
+
+        failures = []
+
+        def guarded(i):
+            try:
+                client(i)
+            except Exception as error:
+                failures.append(error)
+
+        for start in range(0, count, 40):
+            threads = [
+                threading.Thread(target=guarded, args=(i,)) for i in range(start, start + 40)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+        assert not failures
+        settled(running)
+        assert httpx.get(f"{running.url}/health").status_code == 200

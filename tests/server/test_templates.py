@@ -1,0 +1,165 @@
+"""Chat templates: what they are given, and that none takes the server's time, memory or secrets."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tilewise.server.chat import ChatTemplate, messages_of, read_template, tool_names
+from tilewise.server.errors import ApiError
+from tilewise.server.protocol import ChatRequest
+from tilewise.server.templates import TemplateError, Templates
+
+CHATML = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def templates():
+    made = Templates(max_seconds=1.5, max_memory=400 * 2**20, max_output=10_000)
+    yield made
+    made.close()
+
+
+def request(*contents, **more):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
+    return ChatRequest(messages=messages, **more)
+
+
+def test_a_template_writes_messages_tools_and_special_tokens(templates):
+    text = templates.render(
+        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}|{% endfor %}{{ tools | tojson }}",
+        {"bos_token": "<s>", "messages": [{"content": "a<b>&"}], "tools": [{"é": "<x>"}]},
+    )
+    assert text == '<s>a<b>&|[{"é": "<x>"}]'  # nothing is escaped as in a page
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1.5 s"),
+        ("{{ 'a' * 2000000000 }}", "400 MiB"),
+        ("{{ 'a'.ljust(2000000000) }}", "400 MiB"),
+        ("{% for i in range(99999) %}{{ i }}{% endfor %}", "10,000 characters"),
+        ("{{ range(10000000) | list }}", "OverflowError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{% include '/etc/passwd' %}", "TypeError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recurse"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ nothing.at.all }}", "UndefinedError"),
+    ],
+)
+def test_a_template_that_does_wrong_is_an_error_and_the_next_one_works(
+    templates, template, message
+):
+    began = time.monotonic()
+    with pytest.raises(TemplateError, match=message):
+        templates.render(template, {"messages": [1]})
+    assert time.monotonic() - began < 10
+    assert templates.render("{{ messages[0] }}", {"messages": ["fine"]}) == "fine"
+
+
+def test_long_chats_go_there_and_back(templates):
+    text = "x" * 9000
+    assert templates.render("{{ a[:9000] }}", {"a": text * 200}) == text  # more than a pipe holds
+
+
+def test_a_requests_own_template_needs_permission(templates):
+    asked = request("Hello", chat_template="{{ messages[0].content }}!")
+    with pytest.raises(ApiError, match="chat_template is not served here: start the server with"):
+        ChatTemplate(CHATML, renderer=templates).render(asked)
+    allowed = ChatTemplate(CHATML, allows_others=True, renderer=templates)
+    assert allowed.render(asked) == "Hello!"
+    with pytest.raises(ApiError, match="this one has none"):
+        ChatTemplate(None, renderer=templates).render(request("Hello"))
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "bos_token"])
+def test_arguments_of_a_template_may_not_replace_messages(templates, name):
+    template = ChatTemplate(CHATML, {"bos_token": "<s>"}, renderer=templates)
+    with pytest.raises(ApiError, match=f"must not hold {name}"):
+        template.render(request("Hello", chat_template_kwargs={name: True}))
+    source = ChatTemplate("{{ thinks }}", renderer=templates)
+    assert source.render(request("Hello", chat_template_kwargs={"thinks": 3})) == "3"
+
+
+def test_a_final_message_is_continued(templates):
+    template = ChatTemplate(CHATML, renderer=templates)
+    text = template.render(request("Hello", "I am", continue_final_message=True))
+    assert text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nI am"
+    with pytest.raises(ApiError, match="must follow an assistant's message"):
+        template.render(request("Hello", continue_final_message=True))
+
+
+def test_messages_become_what_templates_read():
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    made = messages_of(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
+            {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None},
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+            {"role": "assistant", "content": "so", "reasoning": "hm"},
+        ]
+    )
+    assert made[0] == {"role": "user", "content": "a\nb"}
+    assert made[1]["content"] == ""
+    assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert made[3]["reasoning_content"] == "hm"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "king", "content": "x"}, "messages[0].role"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": "x", "colour": 1}, "messages[0].colour"),
+        ({"role": "assistant"}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_a_wrong_message_is_named(message, param):
+    with pytest.raises(ApiError) as caught:
+        messages_of([message])
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+def test_tools_are_functions_with_names_of_their_own():
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert tool_names([tool]) == {"f": {"type": "object"}}
+    assert tool_names(None) == {}
+    for wrong in ([tool, tool], [{"type": "web"}], [{"type": "function"}]):
+        with pytest.raises(ApiError, match="tools"):
+            tool_names(wrong)
+
+
+def test_a_template_is_found_where_checkpoints_have_it(tmp_path):
+    def config(**content):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+
+    assert read_template(tmp_path, None) == (None, {})
+    config(chat_template="{{ 1 }}", bos_token={"content": "<s>"}, eos_token="</s>")
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert read_template(tmp_path, None) == ("{{ 1 }}", tokens)
+    config(chat_template=[{"name": "default", "template": "{{ 2 }}"}, {"name": "rag"}])
+    assert read_template(tmp_path, None)[0] == "{{ 2 }}"
+    (tmp_path / "chat_template.jinja").write_text("{{ 3 }}")
+    assert read_template(tmp_path, None)[0] == "{{ 3 }}"
+    assert read_template(tmp_path, "{{ 4 }}")[0] == "{{ 4 }}"
+    with pytest.raises(ValueError, match="must be a file or a template"):
+        read_template(tmp_path, "nowhere")

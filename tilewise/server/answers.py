@@ -1,0 +1,354 @@
+"""From outputs of the engine to the JSON of OpenAI's API, whole or as deltas of a stream.
+
+A stream is written once a step: whatever is new of a choice becomes one event. What is the same in
+every event is encoded once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from tilewise.engine.outputs import CompletionOutput, RequestOutput
+from tilewise.engine.tokenizer import Tokenizer
+
+__all__ = [
+    "DONE",
+    "CompletionAnswer",
+    "Delta",
+    "Deltas",
+    "chat_logprobs",
+    "completion_logprobs",
+    "event",
+    "usage_of",
+]
+
+LEAST = -9999.0  # JSON has no infinity; OpenAI writes this for it
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: Any) -> bytes:
+    """Return one event of a stream."""
+    return b"data: %b\n\n" % json.dumps(content, separators=(",", ":")).encode()
+
+
+def usage_of(
+    outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return how many tokens the prompts had, how many of them were cached, how many were made."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.num_cached_tokens for output in outputs)
+        },
+    }
+    if reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one choice.
+
+    Attributes:
+        choice: its number in the answer.
+        text: may be empty, when tokens are told that have no text yet.
+        token_ids: new ones.
+        logprobs: of these, None unless asked for.
+        offset: characters of the choice's text before this.
+        finish_reason: in the last delta of a choice.
+        stop_reason: see CompletionOutput.
+        is_first: no delta of the choice came before.
+    """
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
+    offset: int
+    finish_reason: str | None
+    stop_reason: int | str | None
+    is_first: bool
+
+
+class Deltas:
+    """Tells what is new in outputs that hold everything so far.
+
+    Args:
+        samples: choices of each prompt.
+        tells_tokens: tokens are news although their text is not certain yet.
+    """
+
+    def __init__(self, samples: int, tells_tokens: bool) -> None:
+        self._samples = samples
+        self._tells_tokens = tells_tokens
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._ended: set[int] = set()
+
+    def of(self, prompt: int, output: RequestOutput) -> Iterator[Delta]:
+        """Yield what is new of the choices of a prompt."""
+        for completion in output.outputs:
+            choice = prompt * self._samples + completion.index
+            if choice in self._ended:
+                continue
+            chars, tokens = self._seen.get(choice, (0, 0))
+            text, reason = completion.text[chars:], completion.finish_reason
+            has_tokens = self._tells_tokens and len(completion.token_ids) > tokens
+            if not text and reason is None and not has_tokens:
+                continue
+            logprobs = completion.logprobs
+            yield Delta(
+                choice,
+                text,
+                completion.token_ids[tokens:],
+                None if logprobs is None else logprobs[tokens:],
+                chars,
+                reason,
+                completion.stop_reason,
+                choice not in self._seen,
+            )
+            self._seen[choice] = (chars + len(text), len(completion.token_ids))
+            if reason is not None:
+                self._ended.add(choice)
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[dict[int, float] | None],
+    count: int,
+    tokenizer: Tokenizer | None,
+    offset: int,
+) -> dict[str, Any]:
+    """Return log-probabilities in the shape of /v1/completions.
+
+    Args:
+        token_ids: the tokens drawn.
+        entries: of each, {token: log-probability}; None for a token that nothing precedes.
+        count: how many best ones to tell.
+        offset: characters before the first token.
+    """
+    tokens, offsets, own, best = [], [], [], []
+    for token, entry in zip(token_ids, entries, strict=True):
+        text = token_text(token, tokenizer)
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        own.append(None if entry is None else max(entry[token], LEAST))
+        best.append(
+            None
+            if entry is None
+            else {token_text(i, tokenizer): p for i, p in _best(entry, token, count)}
+        )
+    return {
+        "tokens": tokens,
+        "token_logprobs": own,
+        "top_logprobs": best if count else None,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[dict[int, float]],
+    count: int,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """Return log-probabilities in the shape of /v1/chat/completions."""
+    content = []
+    for token, entry in zip(token_ids, entries, strict=True):
+        best = [_chat_token(i, p, tokenizer) for i, p in _best(entry, token, count)]
+        content.append({**_chat_token(token, entry[token], tokenizer), "top_logprobs": best})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: int, logprob: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    data = token_text(token, tokenizer) if tokenizer is None else tokenizer.token_bytes(token)
+    raw = data.encode() if isinstance(data, str) else data
+    return {
+        "token": token_text(token, tokenizer),
+        "logprob": max(logprob, LEAST),
+        "bytes": list(raw),
+    }
+
+
+def _best(entry: dict[int, float], token: int, count: int) -> list[tuple[int, float]]:
+    """Return the `count` best; the engine's entry may hold the token drawn beyond them."""
+    ranked = sorted(entry.items(), key=lambda pair: -pair[1])[:count]
+    return [(i, max(p, LEAST)) for i, p in ranked]
+
+
+def token_text(token: int, tokenizer: Tokenizer | None) -> str:
+    """Return a token as text; bytes that are no whole character as "bytes:\\\\xe2", like OpenAI."""
+    if tokenizer is None:
+        return f"token_id:{token}"
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class CompletionAnswer:
+    """Answers of /v1/completions.
+
+    Args:
+        answer_id: "cmpl-...".
+        model: as the client knows it.
+        tokenizer: for log-probabilities.
+        samples: choices of each prompt.
+        logprobs: how many best ones to tell; None is none at all.
+        echoes: texts of the prompts where the answer begins with them.
+        tells_ids: whether token ids are told.
+        tells_prompt_logprobs: whether a choice has those of its prompt.
+    """
+
+    kind = "text_completion"
+
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        samples: int,
+        logprobs: int | None,
+        echoes: Sequence[str] | None,
+        tells_ids: bool,
+        tells_prompt_logprobs: bool = False,
+    ) -> None:
+        self._head: dict[str, Any] = {
+            "id": answer_id,
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._prefix = json.dumps(self._head, separators=(",", ":"))[:-1]
+        self._tokenizer = tokenizer
+        self._samples = samples
+        self._logprobs = logprobs
+        self._echoes = echoes
+        self._tells_ids = tells_ids
+        self._tells_prompt_logprobs = tells_prompt_logprobs
+        self._deltas = Deltas(samples, tells_ids or logprobs is not None)
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the answer when everything has ended."""
+        choices = [
+            self._choice(prompt, output, completion)
+            for prompt, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        return {**self._head, "choices": choices, "usage": usage_of(outputs)}
+
+    def events(self, prompt: int, output: RequestOutput, usage: dict[str, Any] | None) -> bytes:
+        """Return the events for what is new of a prompt's choices, empty when nothing is.
+
+        Args:
+            usage: told in every event, where the client asked for that.
+        """
+        parts = []
+        for delta in self._deltas.of(prompt, output):
+            text = delta.text
+            echo = self._echo(prompt)
+            if delta.is_first:
+                text = echo + text
+            more = self._extras(delta, prompt, output, usage)
+            reason = "null" if delta.finish_reason is None else quoted(delta.finish_reason)
+            logprobs = "null"
+            if self._logprobs is not None:
+                logprobs = json.dumps(self._entries(delta, prompt, output, len(echo)))
+            parts.append(
+                f'data: {self._prefix},"choices":[{{"index":{delta.choice},"text":{quoted(text)},'
+                f'"logprobs":{logprobs},"finish_reason":{reason}{more}\n\n'
+            )
+        return "".join(parts).encode()
+
+    def last(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the event with the usage alone."""
+        return event({**self._head, "choices": [], "usage": usage_of(outputs)})
+
+    def _extras(
+        self, delta: Delta, prompt: int, output: RequestOutput, usage: dict[str, Any] | None
+    ) -> str:
+        more = ""
+        if delta.finish_reason is not None:
+            more += f',"stop_reason":{json.dumps(delta.stop_reason)}'
+        if self._tells_ids:
+            more += f',"token_ids":{json.dumps(delta.token_ids)}'
+            if delta.is_first:
+                more += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
+        if self._tells_prompt_logprobs and delta.is_first:
+            more += f',"prompt_logprobs":{json.dumps(self._of_prompt(output))}'
+        more += "}]"
+        if usage is not None:
+            more += f',"usage":{json.dumps(usage)}'
+        return more + "}"
+
+    def _echo(self, prompt: int) -> str:
+        return "" if self._echoes is None else self._echoes[prompt]
+
+    def _entries(
+        self, delta: Delta, prompt: int, output: RequestOutput, echoed: int
+    ) -> dict[str, Any]:
+        assert self._logprobs is not None
+        ids: list[int] = list(delta.token_ids)
+        entries: list[dict[int, float] | None] = list(delta.logprobs or [])
+        offset = delta.offset + echoed
+        if delta.is_first and self._echoes is not None:
+            ids, entries = self._with_prompt(output, ids, entries)
+            offset = 0
+        return completion_logprobs(ids, entries, self._logprobs, self._tokenizer, offset)
+
+    def _with_prompt(
+        self, output: RequestOutput, ids: list[int], entries: list[dict[int, float] | None]
+    ) -> tuple[list[int], list[dict[int, float] | None]]:
+        told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
+        return [*output.prompt_token_ids, *ids], [*told, *entries]
+
+    def _of_prompt(self, output: RequestOutput) -> list[dict[str, Any] | None]:
+        """Return the prompt's log-probabilities as vLLM does, by token id."""
+        told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
+        return [
+            None
+            if entry is None
+            else {
+                str(i): {"logprob": max(p, LEAST), "decoded_token": token_text(i, self._tokenizer)}
+                for i, p in entry.items()
+            }
+            for entry in told
+        ]
+
+    def _choice(
+        self, prompt: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        echo = self._echo(prompt)
+        choice: dict[str, Any] = {
+            "index": prompt * self._samples + completion.index,
+            "text": echo + completion.text,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self._logprobs is not None:
+            ids: list[int] = list(completion.token_ids)
+            entries: list[dict[int, float] | None] = list(completion.logprobs or [])
+            if self._echoes is not None:
+                ids, entries = self._with_prompt(output, ids, entries)
+            choice["logprobs"] = completion_logprobs(
+                ids, entries, self._logprobs, self._tokenizer, 0
+            )
+        if self._tells_prompt_logprobs:
+            choice["prompt_logprobs"] = self._of_prompt(output)
+        if self._tells_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice

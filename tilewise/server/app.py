@@ -1,0 +1,382 @@
+"""The routes: from a body to a job, and from its outputs to an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+import fastapi
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+import tilewise
+from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.request import SamplingParams
+from tilewise.server.answers import DONE, CompletionAnswer, usage_of
+from tilewise.server.bridge import Bridge, Job, Prompt
+from tilewise.server.chat import ChatTemplate
+from tilewise.server.chat_job import ChatJob
+from tilewise.server.errors import ApiError, unserved
+from tilewise.server.front import Front, caller_of
+from tilewise.server.keys import KeyRing
+from tilewise.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+    prompts_of,
+    sampling_of,
+    shown,
+)
+from tilewise.server.reply import Reply, read_body
+from tilewise.server.structured import structured_of
+
+__all__ = ["Service", "build_app"]
+
+M = TypeVar("M", bound=BaseModel)
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's API has it; a chat's is the context
+
+
+@dataclass(slots=True)
+class Service:
+    """What the routes serve.
+
+    Attributes:
+        bridge: to the engine.
+        names: of the model, as clients may ask for it; the first is told.
+        template: of chats.
+        keys: who may ask.
+        defaults: of fields that requests leave out, from the model's generation_config.json.
+        tool_parser: how the model writes calls of tools; None where it cannot.
+        thinks: the model writes reasoning between <think> and </think>.
+        body_timeout_s: for a body to arrive.
+    """
+
+    bridge: Bridge
+    names: Sequence[str]
+    template: ChatTemplate
+    keys: KeyRing = field(default_factory=lambda: KeyRing({}))
+    defaults: dict[str, Any] = field(default_factory=dict)
+    tool_parser: str | None = None
+    thinks: bool = False
+    body_timeout_s: float = 30.0
+    started: float = field(default_factory=time.time)
+
+    async def read(self, request: Request, kind: type[M]) -> M:
+        """Return the body of a request.
+
+        Raises:
+            ApiError: it is too long, late, wrong, or of another model.
+        """
+        limit = self.bridge.limits.max_body_bytes
+        body = parse(kind, await read_body(request, limit, self.body_timeout_s))
+        self.check_model(getattr(body, "model", None))
+        return body
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse a model that is not this one.
+
+        Raises:
+            ApiError: 404.
+        """
+        if model is not None and model not in self.names:
+            raise ApiError(
+                404, f"model must be one of {', '.join(self.names)}, got {model[:80]}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    async def prompt(
+        self, given: str | list[int], truncate: int | None, adds_special_tokens: bool = True
+    ) -> Prompt:
+        """Return a prompt as ids, its last `truncate` tokens where that is asked for."""
+        if isinstance(given, str):
+            ids = await self.bridge.encode(given, adds_special_tokens=adds_special_tokens)
+            text: str | None = given
+        else:
+            ids, text = given, None
+        if truncate is not None and len(ids) > truncate:
+            ids, text = ids[-truncate:], None
+        return Prompt(text, ids)
+
+
+def options_of(request: GenerationRequest) -> dict[str, Any]:
+    """Return what a request asks of the queue and the engine beside sampling."""
+    return {
+        "user": request.user or "",
+        "cache_salt": request.cache_salt,
+        "priority": request.priority or 0,
+        "timeout": request.timeout,
+    }
+
+
+def refuse_if_late(outputs: Sequence[RequestOutput]) -> None:
+    """Raise 504 for a request whose deadline passed before it had a token."""
+    for output in outputs:
+        for completion in output.outputs:
+            if completion.finish_reason == "deadline" and not completion.token_ids:
+                raise ApiError(504, "the deadline has passed before the first token")
+
+
+def _completions(service: Service, request: CompletionRequest) -> Reply:
+    bridge, limits = service.bridge, service.bridge.limits
+    given = prompts_of(request.prompt, limits.max_prompts)
+    limits.check(request, len(given))
+    more: dict[str, Any] = {"logprobs": request.logprobs}
+    served = {f.name for f in fields(SamplingParams)}
+    if request.echo and request.logprobs is not None:
+        if "prompt_logprobs" not in served:
+            raise unserved("echo", "together with logprobs")
+        more["prompt_logprobs"] = request.logprobs
+    more["structured"] = structured_of(request)
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    sampling = sampling_of(request, defaults=service.defaults, max_tokens=max_tokens, **more)
+    wants_special = request.add_special_tokens is not False
+
+    async def prepare(job: Job) -> tuple[list[Prompt], CompletionAnswer]:
+        prompts = [
+            await service.prompt(one, request.truncate_prompt_tokens, wants_special)
+            for one in given
+        ]
+        echoes = None
+        if request.echo:
+            echoes = [_text_of(service, prompt) for prompt in prompts]
+        answer = CompletionAnswer(
+            job.job_id,
+            service.names[0] if request.model is None else request.model,
+            bridge.llm.tokenizer,
+            samples=sampling.n,
+            logprobs=request.logprobs,
+            echoes=echoes,
+            tells_ids=bool(request.return_token_ids),
+            tells_prompt_logprobs=request.prompt_logprobs is not None,
+        )
+        return prompts, answer
+
+    async def whole(job: Job) -> dict[str, Any]:
+        prompts, answer = await prepare(job)
+        async with contextlib.aclosing(
+            bridge.run(job, prompts, sampling, **options_of(request))
+        ) as outputs:
+            async for _ in outputs:
+                pass
+        last = [job.outputs[i] for i in range(len(prompts))]
+        refuse_if_late(last)
+        return answer.whole(last)
+
+    async def stream(job: Job) -> AsyncGenerator[bytes, None]:
+        prompts, answer = await prepare(job)
+        options = request.stream_options
+        is_told = options is not None and options.continuous_usage_stats
+        async with contextlib.aclosing(
+            bridge.run(job, prompts, sampling, **options_of(request))
+        ) as outputs:
+            async for place, output in outputs:
+                refuse_if_late([output])
+                usage = usage_of(list(job.outputs.values())) if is_told else None
+                chunk = answer.events(place, output, usage)
+                if chunk:
+                    yield chunk
+        if options is not None and options.include_usage:
+            yield answer.last(list(job.outputs.values()))
+        yield DONE
+
+    if request.stream:
+        return Reply(bridge, "cmpl", request.request_id, stream=stream)
+    return Reply(bridge, "cmpl", request.request_id, whole=whole)
+
+
+def _text_of(service: Service, prompt: Prompt) -> str:
+    tokenizer = service.bridge.llm.tokenizer
+    if prompt.text is not None:
+        return prompt.text
+    return "" if tokenizer is None else tokenizer.decode(prompt.ids)
+
+
+async def _tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+    bridge = service.bridge
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(
+            400, "prompt or messages must be given, and not both", param="prompt",
+            code="invalid_value",
+        )  # fmt: skip
+    if request.prompt is not None:
+        text, adds = request.prompt, request.add_special_tokens is not False
+    else:
+        text = await bridge.in_thread(lambda: service.template.render(request))
+        adds = bool(request.add_special_tokens)
+    ids = await bridge.encode(text, adds_special_tokens=adds)
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": bridge.max_model_len,
+        "tokens": ids,
+    }
+    if request.return_token_strs:
+        tokenizer = bridge.llm.tokenizer
+        assert tokenizer is not None  # it has just encoded
+        answer["token_strs"] = [
+            tokenizer.token_bytes(i).decode("utf-8", "backslashreplace") for i in ids
+        ]
+    return answer
+
+
+def _detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
+    tokenizer = service.bridge.llm.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "tokens must be of a model with tokenizer.json")
+    vocab_size = service.bridge.llm.config.vocab_size
+    for i, token in enumerate(request.tokens):
+        if not 0 <= token < vocab_size:
+            raise ApiError(
+                400, f"tokens[{i}] must be in 0 ... {vocab_size - 1}, got {token}",
+                param=f"tokens[{i}]", code="invalid_value",
+            )  # fmt: skip
+    return {"prompt": tokenizer.decode(request.tokens)}
+
+
+Handler = Callable[[Service, Request], Awaitable[Any]]
+
+
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}-{{model}}")
+    # Definitions stand in the body itself: FastAPI collects only those of its own parsing.
+    text = _without_refs(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": text}}}}
+
+
+def _without_refs(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, dict):
+        if "$ref" in node:
+            return _without_refs(definitions[node["$ref"].rsplit("-", 1)[-1]], definitions)
+        return {k: _without_refs(v, definitions) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_without_refs(part, definitions) for part in node]
+    return node
+
+
+def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> Any:
+    """Return the ASGI application.
+
+    Args:
+        routers: further routes.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.bridge.aclose()
+        service.template.renderer.close()
+
+    app = FastAPI(
+        title="tilewise",
+        version=tilewise.__version__,
+        lifespan=lifespan,
+        # The pages of these load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+    )
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return JSONResponse(error.body, error.status, error.headers)
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        told = ApiError(error.status_code, str(error.detail))
+        return JSONResponse(told.body, told.status, dict(error.headers or {}))
+
+    async def on_wrong_query(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        problem = error.errors()[0]
+        name = str(problem["loc"][-1])
+        rule = problem["msg"].removeprefix("Input should be ")
+        told = ApiError(
+            400, f"{name} must be {rule}, got {shown(problem['input'])}", param=name,
+            code="invalid_value",
+        )  # fmt: skip
+        return JSONResponse(told.body, told.status)
+
+    app.add_exception_handler(RequestValidationError, on_wrong_query)
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return _completions(service, await service.read(request, CompletionRequest))
+
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        return ChatJob(service, await service.read(request, ChatRequest)).reply()
+
+    @app.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        return JSONResponse(await _tokenize(service, await service.read(request, TokenizeRequest)))
+
+    @app.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        return JSONResponse(_detokenize(service, await service.read(request, DetokenizeRequest)))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(service, n) for n in service.names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return JSONResponse(_model(service, name))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": tilewise.__version__})
+
+    @app.get("/health")
+    async def health() -> Response:
+        trouble = service.bridge.trouble()
+        if trouble is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unhealthy", "reason": trouble}, 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        trouble = service.bridge.trouble()
+        if service.bridge.is_draining:
+            trouble = "the server is shutting down"
+        if trouble is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reason": trouble}, 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(
+            service.bridge.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    @app.get("/v1/usage")
+    async def usage(request: Request) -> Response:
+        caller = caller_of(request.scope)
+        ledger = service.bridge.ledger
+        data = ledger.all if caller.admin else [ledger.of(caller.name)]
+        return JSONResponse({"object": "list", "data": data})
+
+    for router in routers:
+        app.include_router(router)
+    return Front(app, service.keys, service.bridge.limits.max_header_bytes)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "tilewise",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.bridge.max_model_len,
+    }

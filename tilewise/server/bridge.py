@@ -1,0 +1,554 @@
+"""Between HTTP and the engine: one `Job` for each request, from its acceptance to its end.
+
+The bridge turns text into ids beside the event loop, enters the queue, runs the engine's
+generator, and stops it when the client leaves, reads too slowly, or the server shuts down. It
+knows neither HTTP nor the shape of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.tokenizer import Tokenizer
+from tilewise.errors import RequestError
+from tilewise.server.errors import ApiError, ClientLeft
+from tilewise.server.keys import Caller
+from tilewise.server.limits import Queue, RequestLimits, Ticket
+from tilewise.server.metrics import Metrics
+from tilewise.server.usage import Ledger
+
+__all__ = ["AsyncEngine", "Bridge", "Job", "Loop", "Prompt"]
+
+T = TypeVar("T")
+LOG = logging.getLogger("tilewise.server")
+# Characters of a text that the event loop tokenises itself: 0.2 ms of work, less than the way to
+# a thread and back costs on a busy machine.
+SHORT_TEXT = 512
+SWEEP_S = 0.25  # seconds between two looks at who reads too slowly
+
+
+class AsyncEngine(Protocol):
+    """What the server needs of `tilewise.engine.async_llm.AsyncLLM`."""
+
+    tokenizer: Tokenizer | None
+    config: Any
+
+    @property
+    def limits(self) -> Any:
+        """What can be served, see `tilewise.engine.admission.Limits`."""
+        ...
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield outputs that hold everything so far, until one is finished."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request."""
+        ...
+
+    def stats(self) -> Any:
+        """Return counts, see `EngineStats`."""
+        ...
+
+    async def aclose(self) -> None:
+        """End everything."""
+        ...
+
+
+class Loop(Protocol):
+    """What the server needs of `tilewise.engine.loop.EngineLoop`."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken."""
+        ...
+
+    @property
+    def last_step_time(self) -> float | None:
+        """When the last step ended, of time.monotonic()."""
+        ...
+
+    def pause(self) -> None:
+        """Let no further step begin."""
+        ...
+
+    def resume(self) -> None:
+        """Undo pause()."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the engine takes it; text is None when ids were given."""
+
+    text: str | None
+    ids: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request of a client.
+
+    Attributes:
+        job_id: also the engine's request id, followed by -1, -2 ... where it has more prompts.
+        caller: for whom.
+        task: that runs it.
+        arrived: seconds of time.perf_counter.
+        stopped: why it was stopped from outside; None if it was not.
+        sending_since: when the write began that has not ended; None between writes.
+    """
+
+    job_id: str
+    caller: Caller
+    task: asyncio.Task[Any]
+    arrived: float
+    stopped: ApiError | None = None
+    is_over: bool = False
+    sending_since: float | None = None
+    engine_ids: list[str] = field(default_factory=list)
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    first_token: float | None = None
+    last_token: float = 0.0
+
+    def stop(self, error: ApiError) -> None:
+        """End it with this error, unless it has ended."""
+        if self.stopped is None and not self.is_over:
+            self.stopped = error
+            self.task.cancel()
+
+
+class Bridge:
+    """See the module.
+
+    Args:
+        llm: the engine.
+        loop: the thread that runs it.
+        queue: bounds of what waits.
+        limits: sizes of one request.
+        metrics: where to count.
+        slow_reader_s: seconds that one write may wait for its client; it is dropped then.
+        stall_s: seconds without a step, with work there, after which the engine is unhealthy.
+        num_threads: that tokenise long texts and render templates.
+        max_pending: tasks that wait for these threads; more are refused with 503.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncEngine,
+        loop: Loop,
+        *,
+        queue: Queue,
+        limits: RequestLimits,
+        metrics: Metrics,
+        slow_reader_s: float = 10.0,
+        stall_s: float = 30.0,
+        num_threads: int = 2,
+        max_pending: int = 256,
+    ) -> None:
+        self.llm = llm
+        self.loop = loop
+        self.queue = queue
+        self.limits = limits
+        self.metrics = metrics
+        self.ledger = Ledger()
+        self.jobs: dict[str, Job] = {}
+        self.is_draining = False
+        self.is_paused = False
+        self._slow_reader_s = slow_reader_s
+        self._stall_s = stall_s
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tilewise-text")
+        self._pending = 0
+        self._max_pending = max_pending
+        self._sweeper: asyncio.Task[None] | None = None
+        self._last_output = time.monotonic()
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a sequence."""
+        return int(self.llm.limits.max_model_len)
+
+    def trouble(self) -> str | None:
+        """Return why the engine is unhealthy, None if it is not."""
+        if not self.loop.is_alive:
+            return "the engine's thread has ended"
+        if self.is_paused or not any(job.engine_ids for job in self.jobs.values()):
+            return None
+        told = self.loop.last_step_time
+        last = self._last_output if told is None else max(told, self._last_output)
+        # Work that came just now has had no step yet: it counts from its arrival.
+        oldest = min(job.arrived for job in self.jobs.values() if job.engine_ids)
+        silent = min(time.monotonic() - last, time.perf_counter() - oldest)
+        if silent > self._stall_s:
+            return f"requests are there and no step has ended for {silent:.0f} s"
+        return None
+
+    @contextlib.asynccontextmanager
+    async def job(
+        self,
+        kind: str,
+        caller: Caller,
+        asked_id: str | None,
+        receive: Callable[[], Awaitable[Any]],
+    ) -> AsyncIterator[Job]:
+        """Run the block as one job, which ends with the client.
+
+        Args:
+            kind: what its id begins with.
+            asked_id: what follows; None draws it.
+            receive: of ASGI; the body has been read.
+
+        Raises:
+            ApiError: 503 while draining, 400 for an id that is in use, or what stopped the job.
+        """
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", retry_after_s=30)
+        job_id = f"{kind}-{asked_id or uuid.uuid4().hex}"
+        if job_id in self.jobs:
+            raise ApiError(
+                400, f"request_id must be of no request that runs, got {asked_id}",
+                param="request_id", code="invalid_value",
+            )  # fmt: skip
+        task = asyncio.current_task()
+        assert task is not None
+        job = Job(job_id, caller, task, time.perf_counter())
+        self.jobs[job_id] = job
+        self.metrics.http.inc()
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+        listener = asyncio.get_running_loop().create_task(_listen(receive, job))
+        failure: BaseException | None = None
+        try:
+            yield job
+        except asyncio.CancelledError as error:
+            failure = job.stopped or error
+            if job.stopped is None:
+                raise
+            task.uncancel()
+            raise job.stopped from None
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            job.is_over = True
+            listener.cancel()
+            del self.jobs[job_id]
+            self.metrics.http.dec()
+            self._account(job, failure)
+
+    async def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Raises:
+            ApiError: 400, the model has no tokenizer or the text is not Unicode.
+        """
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "prompt must be token ids for a model without tokenizer.json")
+
+        def encoded() -> list[int]:
+            return tokenizer.encode(text, adds_special_tokens=adds_special_tokens)
+
+        try:
+            return encoded() if len(text) <= SHORT_TEXT else await self.in_thread(encoded)
+        except RequestError as error:
+            raise ApiError(400, str(error), param="prompt", code="invalid_value") from None
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` beside the event loop.
+
+        Raises:
+            ApiError: 503, too much waits for the threads already.
+        """
+        if self._pending >= self._max_pending:
+            raise ApiError(
+                503, f"texts that wait to be tokenised must be at most {self._max_pending}, got "
+                f"{self._pending + 1}", code="queue_full", retry_after_s=1,
+            )  # fmt: skip
+        self._pending += 1
+        running = asyncio.get_running_loop()
+        future = self._pool.submit(work)
+
+        def one_less() -> None:
+            self._pending -= 1
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop ended before the thread did
+                running.call_soon_threadsafe(one_less)
+
+        future.add_done_callback(ended)
+        return await asyncio.wrap_future(future)
+
+    def check_length(self, caller: Caller, ids: Sequence[int]) -> None:
+        """Refuse a prompt that can never be served.
+
+        Raises:
+            ApiError: 400, with the numbers.
+        """
+        bounds = [
+            (self.max_model_len - 1, f"so that 1 more fits the context of {self.max_model_len:,}"),
+            (self.limits.max_prompt_tokens, "as this server takes"),
+            (caller.max_prompt_tokens, "as this key may ask"),
+        ]
+        for bound, why in bounds:
+            if bound is not None and len(ids) > bound:
+                raise ApiError(
+                    400, f"prompt must be at most {bound:,} tokens, {why}, got {len(ids):,}",
+                    param="prompt", code="context_length_exceeded",
+                )  # fmt: skip
+        if not ids:
+            raise ApiError(
+                400, "prompt must hold at least 1 token, got 0", param="prompt",
+                code="invalid_value",
+            )  # fmt: skip
+
+    async def run(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        user: str = "",
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield outputs of the prompts, each with its prompt's number, until all have finished.
+
+        Raises:
+            ApiError: why it was refused, or what ended it.
+        """
+        caller = job.caller
+        for prompt in prompts:
+            self.check_length(caller, prompt.ids)
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        ticket = self.queue.enter(caller, tokens, len(prompts))
+        self.metrics.params_n.observe(sampling.n)
+        if sampling.max_tokens is not None:
+            self.metrics.params_max_tokens.observe(sampling.max_tokens)
+        keywords: dict[str, Any] = {
+            "user": caller.name or user,
+            "cache_salt": caller.salt(cache_salt),
+            # A key's requests may give way to one another, but not push others back.
+            "priority": priority if not caller.name else caller.priority + max(0, priority),
+            "deadline_s": self.limits.deadline_s(timeout),
+        }
+        job.engine_ids = [
+            job.job_id if i == 0 else f"{job.job_id}-{i}" for i in range(len(prompts))
+        ]
+        outputs = [
+            self.llm.generate(_as_given(prompt), sampling, request_id=request_id, **keywords)
+            for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
+        ]
+        merged = _one(outputs[0]) if len(outputs) == 1 else _merged(outputs)
+        try:
+            async with contextlib.aclosing(merged):
+                async for place, output in merged:
+                    self._observe(job, ticket, place, output)
+                    yield place, output
+        except RequestError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
+        except (ApiError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            LOG.error("request %s failed: %s: %s", job.job_id, type(error).__name__, error)
+            message = f"the request failed in the engine: {error}"
+            raise ApiError(500, message, code="engine_error") from error
+        finally:
+            made = sum(len(c.token_ids) for o in job.outputs.values() for c in o.outputs)
+            self.queue.spend(caller, made)
+            self.queue.end(ticket)
+
+    async def send(self, job: Job, write: Callable[[Any], Awaitable[None]], message: Any) -> None:
+        """Write to the client; one that reads too slowly ends the job."""
+        job.sending_since = time.monotonic()
+        await write(message)
+        job.sending_since = None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing more, let everything end, then end what is left with 503."""
+        self.is_draining = True
+        end = time.monotonic() + timeout_s
+        while self.jobs and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for job in list(self.jobs.values()):
+            job.stop(ApiError(503, "the server is shutting down", retry_after_s=30))
+        for _ in range(100):
+            if not self.jobs:
+                break
+            await asyncio.sleep(0.01)
+
+    async def aclose(self) -> None:
+        """Let go of threads and tasks; the engine is not closed."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _observe(self, job: Job, ticket: Ticket, place: int, output: RequestOutput) -> None:
+        self._last_output = time.monotonic()
+        now, metrics = time.perf_counter(), self.metrics
+        has_tokens = any(c.token_ids for c in output.outputs)
+        if has_tokens and job.first_token is None:
+            job.first_token = now
+            metrics.first.observe(now - job.arrived)
+            self.queue.begin(ticket)
+        elif has_tokens:
+            metrics.next.observe(now - job.last_token)
+        job.last_token = now
+        job.outputs[place] = output
+
+    def _account(self, job: Job, failure: BaseException | None) -> None:
+        """Count and log one job that has ended."""
+        now, metrics, name = time.perf_counter(), self.metrics, job.caller.name
+        outputs = list(job.outputs.values())
+        prompt = sum(len(o.prompt_token_ids) for o in outputs)
+        cached = sum(o.num_cached_tokens for o in outputs)
+        made = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+        preempted = sum(getattr(o, "num_preemptions", 0) for o in outputs)
+        reasons = [c.finish_reason or "abort" for o in outputs for c in o.outputs]
+        error = failure if isinstance(failure, ApiError) else None
+        is_refused = error is not None and not job.engine_ids
+        self.ledger.add(
+            name, prompt=prompt, cached=cached, generated=made, preempted=preempted,
+            refused=int(is_refused),
+        )  # fmt: skip
+        if is_refused and error is not None:
+            metrics.count(metrics.rejections, name, error.code)
+        for counter, amount in (
+            (metrics.prompt_tokens, prompt),
+            (metrics.cached_tokens, cached),
+            (metrics.generation_tokens, made),
+        ):
+            if amount:
+                metrics.count(counter, name, by=amount)
+        for reason in reasons:
+            metrics.count(metrics.success, reason)
+        seconds = now - job.arrived
+        if outputs:
+            metrics.whole.observe(seconds)
+            metrics.request_prompt.observe(prompt)
+            metrics.request_generation.observe(made)
+            if job.first_token is not None and made > len(reasons):
+                per_token = (now - job.first_token) / max(1, made - len(reasons))
+                metrics.per_token.observe(per_token)
+        why = error.code if error else ",".join(sorted(set(reasons))) or "none"
+        if isinstance(error, ClientLeft):
+            metrics.count(metrics.dropped, "client_left")
+        line = {
+            "request": job.job_id,
+            "key": name or None,
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "tokens": made,
+            "preemptions": preempted,
+            "first_token_s": None
+            if job.first_token is None
+            else round(job.first_token - job.arrived, 4),
+            "seconds": round(seconds, 4),
+            "reason": why,
+        }
+        LOG.info("%s", json.dumps(line))
+
+    async def _sweep(self) -> None:
+        """Drop whoever has not read for too long."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for job in list(self.jobs.values()):
+                since = job.sending_since
+                if since is not None and now - since > self._slow_reader_s:
+                    LOG.warning(
+                        "request %s dropped: its client has read nothing for %.1f s",
+                        job.job_id,
+                        now - since,
+                    )
+                    self.metrics.count(self.metrics.dropped, "slow_reader")
+                    job.stop(ApiError(408, "the client reads too slowly", code="slow_reader"))
+
+
+def _as_given(prompt: Prompt) -> dict[str, Any]:
+    given: dict[str, Any] = {"prompt_token_ids": prompt.ids}
+    if prompt.text is not None:
+        given["prompt"] = prompt.text
+    return given
+
+
+async def _listen(receive: Callable[[], Awaitable[Any]], job: Job) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            job.stop(ClientLeft())
+            return
+
+
+async def _one(
+    outputs: AsyncIterator[RequestOutput],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    try:
+        async for output in outputs:
+            yield 0, output
+    finally:
+        await _close(outputs)
+
+
+async def _merged(
+    outputs: Sequence[AsyncIterator[RequestOutput]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield from several at once; of each only the newest output is kept for a slow reader."""
+    newest: dict[int, RequestOutput] = {}
+    news = asyncio.Event()
+
+    async def pump(place: int, source: AsyncIterator[RequestOutput]) -> None:
+        try:
+            async for output in source:
+                newest[place] = output
+                news.set()
+        finally:
+            await _close(source)
+            news.set()
+
+    loop = asyncio.get_running_loop()
+    pumps = [loop.create_task(pump(place, source)) for place, source in enumerate(outputs)]
+    try:
+        while True:
+            is_over = all(task.done() for task in pumps)
+            news.clear()
+            for task in pumps:
+                if task.done() and task.exception() is not None:
+                    raise task.exception()  # type: ignore[misc]
+            for place in list(newest):
+                yield place, newest.pop(place)
+            if is_over:
+                return
+            await news.wait()
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _close(outputs: Any) -> None:
+    close = getattr(outputs, "aclose", None)
+    if close is not None:
+        await close()

@@ -1,0 +1,238 @@
+"""Answers of /v1/chat/completions: text, reasoning and calls of tools, whole or as a stream."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from tilewise.engine.outputs import CompletionOutput, RequestOutput
+from tilewise.engine.tokenizer import Tokenizer
+from tilewise.server.answers import Delta, Deltas, chat_logprobs, event, usage_of
+from tilewise.server.tools import Parser, Part
+
+__all__ = ["ChatAnswer", "Message"]
+
+
+class Message:
+    """The parts of one choice, added up.
+
+    Attributes:
+        content: the text beside reasoning and calls.
+        reasoning: the text of the reasoning.
+        calls: (name, arguments) of each call.
+    """
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[tuple[str, str]] = []
+
+    def add(self, parts: Iterable[Part]) -> None:
+        """Add what a parser made of more text."""
+        for part in parts:
+            if part.kind == "content":
+                self.content += part.text
+            elif part.kind == "reasoning":
+                self.reasoning += part.text
+            else:
+                while len(self.calls) <= part.index:
+                    self.calls.append(("", ""))
+                name, arguments = self.calls[part.index]
+                self.calls[part.index] = (part.name or name, arguments + part.text)
+
+
+class ChatAnswer:
+    """See the module.
+
+    Args:
+        answer_id: "chatcmpl-...".
+        model: as the client knows it.
+        tokenizer: for log-probabilities.
+        new_parser: returns a parser for the text of one choice.
+        logprobs: how many best ones to tell; None is none at all.
+        echo: text that the answer begins with, that of a message that is continued.
+        tells_ids: whether token ids are told.
+        tells_reasoning: False leaves reasoning out.
+        most_calls: further calls of tools are dropped; None keeps all.
+    """
+
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        new_parser: Callable[[], Parser],
+        *,
+        logprobs: int | None = None,
+        echo: str = "",
+        tells_ids: bool = False,
+        tells_reasoning: bool = True,
+        most_calls: int | None = None,
+    ) -> None:
+        self._id = answer_id
+        self._head: dict[str, Any] = {
+            "id": answer_id,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._prefix = json.dumps(self._head, separators=(",", ":"))[:-1]
+        self._tokenizer = tokenizer
+        self._new_parser = new_parser
+        self._logprobs = logprobs
+        self._echo = echo
+        self._tells_ids = tells_ids
+        self._tells_reasoning = tells_reasoning
+        self._most_calls = most_calls
+        self._deltas = Deltas(1, tells_ids or logprobs is not None)
+        self._parsers: dict[int, Parser] = {}
+        self._has_calls: set[int] = set()
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the answer when everything has ended."""
+        choices = [self._choice(output, completion) for completion in output.outputs]
+        head = {**self._head, "object": "chat.completion"}
+        answer: dict[str, Any] = {**head, "choices": choices, "usage": usage_of([output])}
+        if self._tells_ids:
+            answer["prompt_token_ids"] = output.prompt_token_ids
+        return answer
+
+    def parts(self, delta: Delta) -> list[Part]:
+        """Return what the parser of a choice makes of its new text."""
+        parser = self._parsers.get(delta.choice)
+        if parser is None:
+            parser = self._parsers[delta.choice] = self._new_parser()
+        parts = parser.push(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            parts = [*parts, *parser.finish()]
+        kept = [part for part in parts if self._keeps(part)]
+        if any(part.kind == "call" for part in kept):
+            self._has_calls.add(delta.choice)
+        return kept
+
+    def deltas(self, output: RequestOutput) -> Iterable[Delta]:
+        """Yield what is new of each choice."""
+        return self._deltas.of(0, output)
+
+    def reason(self, delta: Delta) -> str | None:
+        """Return the finish_reason of a delta: one that called a tool says so."""
+        if delta.finish_reason == "stop" and delta.choice in self._has_calls:
+            return "tool_calls"
+        return delta.finish_reason
+
+    def call_id(self, choice: int, index: int) -> str:
+        """Return the id of a call: of nine characters, which Mistral's templates insist on."""
+        return hashlib.sha256(f"{self._id}/{choice}/{index}".encode()).hexdigest()[:9]
+
+    def events(self, output: RequestOutput, usage: dict[str, Any] | None) -> bytes:
+        """Return the events for what is new, empty when nothing is."""
+        lines: list[str] = []
+        for delta in self.deltas(output):
+            bodies = [self._body(delta.choice, part) for part in self.parts(delta)]
+            if delta.is_first:
+                opening = f'"role":"assistant","content":{quoted(self._echo)}'
+                lines.append(self._line(delta.choice, opening, "null", "", usage, output))
+            reason = self.reason(delta)
+            if not bodies and (reason is not None or self._logprobs is not None or self._tells_ids):
+                bodies = [""]
+            for place, body in enumerate(bodies):
+                is_last = place == len(bodies) - 1
+                ending = "null" if reason is None or not is_last else quoted(reason)
+                more = self._extras(delta, output) if is_last else ""
+                lines.append(self._line(delta.choice, body, ending, more, usage, output))
+        return "".join(lines).encode()
+
+    def last(self, output: RequestOutput) -> bytes:
+        """Return the event with the usage alone."""
+        return event({**self._head, "choices": [], "usage": usage_of([output])})
+
+    def _keeps(self, part: Part) -> bool:
+        if part.kind == "reasoning":
+            return self._tells_reasoning
+        return part.kind != "call" or self._most_calls is None or part.index < self._most_calls
+
+    def _body(self, choice: int, part: Part) -> str:
+        if part.kind == "content":
+            return f'"content":{quoted(part.text)}'
+        if part.kind == "reasoning":
+            text = quoted(part.text)
+            return f'"reasoning":{text},"reasoning_content":{text}'
+        call: dict[str, Any] = {"index": part.index}
+        if part.name is not None:
+            call.update(id=self.call_id(choice, part.index), type="function")
+            call["function"] = {"name": part.name, "arguments": part.text}
+        else:
+            call["function"] = {"arguments": part.text}
+        return f'"tool_calls":[{json.dumps(call)}]'
+
+    def _extras(self, delta: Delta, output: RequestOutput) -> str:
+        more = ""
+        if self._logprobs is not None and delta.logprobs is not None:
+            told = chat_logprobs(delta.token_ids, delta.logprobs, self._logprobs, self._tokenizer)
+            more += f',"logprobs":{json.dumps(told)}'
+        if delta.finish_reason is not None:
+            more += f',"stop_reason":{json.dumps(delta.stop_reason)}'
+        if self._tells_ids:
+            more += f',"token_ids":{json.dumps(delta.token_ids)}'
+            if delta.is_first:
+                more += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
+        return more
+
+    def _line(
+        self,
+        choice: int,
+        body: str,
+        reason: str,
+        more: str,
+        usage: dict[str, Any] | None,
+        output: RequestOutput,
+    ) -> str:
+        told = "" if usage is None else f',"usage":{json.dumps(usage)}'
+        logprobs = "" if '"logprobs":' in more[:13] else ',"logprobs":null'
+        return (
+            f'data: {self._prefix},"choices":[{{"index":{choice},"delta":{{{body}}}{logprobs}'
+            f',"finish_reason":{reason}{more}}}]{told}}}\n\n'
+        )
+
+    def _choice(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        message, parser = Message(), self._new_parser()
+        parts = (
+            [*parser.push(completion.text), *parser.finish()]
+            if completion.text
+            else (parser.finish())
+        )
+        message.add(part for part in parts if self._keeps(part))
+        reason = completion.finish_reason
+        body: dict[str, Any] = {"role": "assistant"}
+        content = self._echo + message.content
+        body["content"] = content if content or not message.calls else None
+        if message.reasoning:
+            body["reasoning"] = body["reasoning_content"] = message.reasoning
+        if message.calls:
+            body["tool_calls"] = [
+                {
+                    "id": self.call_id(completion.index, i),
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for i, (name, arguments) in enumerate(message.calls)
+            ]
+            reason = "tool_calls" if reason == "stop" else reason
+        choice: dict[str, Any] = {
+            "index": completion.index,
+            "message": body,
+            "logprobs": None,
+            "finish_reason": reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self._logprobs is not None:
+            choice["logprobs"] = chat_logprobs(
+                completion.token_ids, completion.logprobs or [], self._logprobs, self._tokenizer
+            )
+        if self._tells_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice

@@ -1,0 +1,220 @@
+"""A chat as a job: its prompt by the template, its tools, its parsers, its answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.request import SamplingParams
+from tilewise.server.answers import DONE, usage_of
+from tilewise.server.bridge import Job, Prompt
+from tilewise.server.chat import tool_names
+from tilewise.server.chat_answer import ChatAnswer
+from tilewise.server.errors import ApiError, unserved
+from tilewise.server.protocol import ChatRequest, sampling_of, shown
+from tilewise.server.reply import Reply
+from tilewise.server.structured import make_structured, structured_of
+from tilewise.server.tools import (
+    TOOL_PARSERS,
+    ArrayParser,
+    NamedParser,
+    Parser,
+    PlainParser,
+    ThinkParser,
+)
+
+if TYPE_CHECKING:
+    from tilewise.server.app import Service
+
+__all__ = ["ChatJob"]
+
+
+class ChatJob:
+    """See the module; everything that can be refused without the prompt is refused here.
+
+    Args:
+        service: what is served.
+        request: the body.
+
+    Raises:
+        ApiError: 400.
+    """
+
+    def __init__(self, service: Service, request: ChatRequest) -> None:
+        self._service = service
+        self._bridge = service.bridge
+        self._bridge.limits.check(request)
+        self._logprobs = _logprobs(request)
+        if request.max_tokens is not None and request.max_completion_tokens is not None:
+            raise _wrong("max_completion_tokens", "stand without max_tokens", "both")
+        self._inner, structured = self._tools(request)
+        self.request = request
+        if request.tool_choice == "none":  # then the model should not even know of them
+            self.request = request.model_copy(update={"tools": None})
+        max_tokens = (
+            request.max_completion_tokens if request.max_tokens is None else request.max_tokens
+        )
+        if structured is None:
+            structured = structured_of(request)
+        self.sampling = sampling_of(
+            request,
+            defaults=service.defaults,
+            max_tokens=max_tokens,
+            logprobs=self._logprobs,
+            structured=structured,
+            **self._shown_special(request),
+        )
+
+    def reply(self) -> Reply:
+        """Return the answer, to be run."""
+        request = self.request
+        if request.stream:
+            return Reply(self._bridge, "chatcmpl", request.request_id, stream=self._stream)
+        return Reply(self._bridge, "chatcmpl", request.request_id, whole=self._whole)
+
+    async def prompt(self) -> tuple[str, Prompt]:
+        """Return the chat as text, and as the engine takes it."""
+        request = self.request
+        text = await self._bridge.in_thread(lambda: self._service.template.render(request))
+        adds = bool(request.add_special_tokens)  # the template writes these itself
+        return text, await self._service.prompt(text, request.truncate_prompt_tokens, adds)
+
+    def new_parser(self, text: str) -> Callable[[], Parser]:
+        """Return what makes a parser for each choice of a prompt."""
+        if not self._service.thinks:
+            return self._inner
+        is_open = text.rstrip().endswith("<think>")
+        return lambda: ThinkParser(self._inner(), is_open)
+
+    async def outputs(self, job: Job, prompt: Prompt) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the engine's outputs."""
+        request = self.request
+        async with contextlib.aclosing(
+            self._bridge.run(
+                job,
+                [prompt],
+                self.sampling,
+                user=request.user or "",
+                cache_salt=request.cache_salt,
+                priority=request.priority or 0,
+                timeout=request.timeout,
+            )
+        ) as outputs:
+            async for _, output in outputs:
+                for completion in output.outputs:
+                    if completion.finish_reason == "deadline" and not completion.token_ids:
+                        raise ApiError(504, "the deadline has passed before the first token")
+                yield output
+
+    async def _prepare(self, job: Job) -> tuple[Prompt, ChatAnswer]:
+        request = self.request
+        text, prompt = await self.prompt()
+        echo = ""
+        if request.echo:
+            last = request.messages[-1]
+            if last.get("role") == "assistant" and isinstance(last.get("content"), str):
+                echo = last["content"]
+        answer = ChatAnswer(
+            job.job_id,
+            self._service.names[0] if request.model is None else request.model,
+            self._bridge.llm.tokenizer,
+            self.new_parser(text),
+            logprobs=self._logprobs,
+            echo=echo,
+            tells_ids=bool(request.return_token_ids),
+            tells_reasoning=request.include_reasoning,
+            most_calls=1 if request.parallel_tool_calls is False else None,
+        )
+        return prompt, answer
+
+    async def _whole(self, job: Job) -> dict[str, Any]:
+        prompt, answer = await self._prepare(job)
+        async with contextlib.aclosing(self.outputs(job, prompt)) as outputs:
+            async for _ in outputs:
+                pass
+        return answer.whole(job.outputs[0])
+
+    async def _stream(self, job: Job) -> AsyncGenerator[bytes, None]:
+        prompt, answer = await self._prepare(job)
+        options = self.request.stream_options
+        is_told = options is not None and options.continuous_usage_stats
+        async with contextlib.aclosing(self.outputs(job, prompt)) as outputs:
+            async for output in outputs:
+                chunk = answer.events(output, usage_of([output]) if is_told else None)
+                if chunk:
+                    yield chunk
+        if options is not None and options.include_usage:
+            yield answer.last(job.outputs[0])
+        yield DONE
+
+    def _tools(self, request: ChatRequest) -> tuple[Callable[[], Parser], Any]:
+        """Return what makes the parser of calls, and the constraint on the text that it needs."""
+        names = tool_names(request.tools)
+        choice = request.tool_choice
+        if choice is None:
+            choice = "auto" if names else "none"
+        if choice == "none":
+            return PlainParser, None
+        if not names:
+            raise _wrong("tools", "be given with tool_choice", request.tools)
+        if choice == "auto":
+            parser = self._service.tool_parser
+            if parser is None:
+                raise unserved(
+                    "tools",
+                    "the server does not know how this model calls them (--tool-call-parser)",
+                )
+            return (lambda: TOOL_PARSERS[parser](names)), None
+        if choice == "required":
+            each = [
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "parameters": schema},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+                for name, schema in names.items()
+            ]
+            most = {"maxItems": 1} if request.parallel_tool_calls is False else {}
+            schema = {"type": "array", "minItems": 1, "items": {"anyOf": each}, **most}
+            return (lambda: ArrayParser(names)), make_structured("tool_choice", {"json": schema})
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else choice.get("name")
+            if name not in names:
+                raise _wrong("tool_choice", f"name one of {', '.join(names)}", name)
+            assert isinstance(name, str)
+            constraint = make_structured("tool_choice", {"json": names[name]})
+            return (lambda: NamedParser(name)), constraint
+        raise _wrong("tool_choice", "be none, auto, required or a function", choice)
+
+    def _shown_special(self, request: ChatRequest) -> dict[str, Any]:
+        """Have the engine show special tokens where the marks of calls are such tokens."""
+        served = {f.name for f in fields(SamplingParams)}
+        is_needed = request.tools and request.tool_choice != "none"
+        marked = ("mistral", "llama3_json")
+        if (
+            is_needed
+            and request.skip_special_tokens is None
+            and self._service.tool_parser in marked
+            and "skip_special_tokens" in served
+        ):
+            return {"skip_special_tokens": False}
+        return {}
+
+
+def _logprobs(request: ChatRequest) -> int | None:
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise _wrong("top_logprobs", "stand with logprobs: true", request.top_logprobs)
+        return None
+    return request.top_logprobs or 0
+
+
+def _wrong(param: str, rule: str, value: object) -> ApiError:
+    return ApiError(
+        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
+    )

@@ -1,0 +1,274 @@
+"""What `tilewise serve` does once its options are known: check, load, listen, serve."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import ipaddress
+import json
+import logging
+import ssl
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewise.server.app import Service, build_app
+from tilewise.server.bridge import Bridge
+from tilewise.server.chat import ChatTemplate, read_template
+from tilewise.server.keys import Caller, KeyRing, hash_of, read_keys
+from tilewise.server.limits import Queue, RequestLimits
+from tilewise.server.messages import messages_router
+from tilewise.server.metrics import Metrics
+from tilewise.server.options import FLAGS, resolve
+from tilewise.server.responses import responses_router
+from tilewise.server.routes import admin_router
+from tilewise.server.run import Server, ServerOptions, bind, run
+from tilewise.server.tools import TOOL_PARSERS
+
+__all__ = ["serve"]
+
+LOG = logging.getLogger("tilewise.server")
+_LEVELS = ("debug", "info", "warning", "error")
+# Fields of generation_config.json that requests may leave out, by our names.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class _Steps:
+    """Tells on standard error what the start does and how long each step took."""
+
+    def __init__(self) -> None:
+        self.begun = self._last = time.perf_counter()
+
+    def done(self, what: str) -> None:
+        """Say that a step has ended."""
+        now = time.perf_counter()
+        print(f"tilewise: {what} in {now - self._last:.2f} s", file=sys.stderr, flush=True)
+        self._last = now
+
+
+def serve(model: str, given: Mapping[str, Any]) -> int:
+    """Serve a model until told to end.
+
+    Args:
+        model: see LLM.
+        given: options by name, see `options.FLAGS`; what is not there is of the environment, the
+            file, or the default.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: an option is wrong, the port is in use, the model does not fit.
+    """
+    steps = _Steps()
+    options = resolve(given)
+    _check(options)
+    keys = _keys(options)
+    host = options["host"]
+    if not keys and not options["allow_open"] and not _is_loopback(host):
+        raise ValueError(
+            "--host must be of this machine alone unless --api-key, --keys-file or --allow-open "
+            f"is given, got {host}"
+        )
+    tls = _tls(options)
+    sock = bind(host, options["port"])
+    try:
+        service = _service(model, options, keys, steps)
+    except BaseException:
+        sock.close()
+        raise
+    llm = service.bridge.llm
+    address, port = sock.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    url = f"{'https' if tls else 'http'}://{shown}:{port}"
+
+    def started() -> None:
+        steps.done("ready")
+        total = time.perf_counter() - steps.begun
+        access = f"{len(keys)} keys" if keys else "no key needed"
+        print(
+            f"tilewise: serving {service.names[0]} at {url} ({access}), {total:.2f} s after the "
+            "start",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    server = Server(
+        build_app(
+            service,
+            [admin_router(service), messages_router(service), responses_router(service)],
+        ),
+        service.bridge,
+        ServerOptions(shutdown_timeout_s=options["shutdown_timeout"], tls=tls),
+        on_started=started,
+    )
+    # What lives now lives on: a collection that walks it again and again stops all streams.
+    gc.collect()
+    gc.freeze()
+    try:
+        return run(server, sock)
+    finally:
+        llm.llm.close(options["shutdown_timeout"])  # type: ignore[attr-defined]
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    choices = {
+        "log_level": _LEVELS,
+        "tool_call_parser": ("auto", "none", *TOOL_PARSERS),
+        "reasoning_parser": ("auto", "none", "think"),
+        "generation_config": ("auto", "none"),
+    }
+    for name, allowed in choices.items():
+        if options[name] not in allowed:
+            asked = "--" + name.replace("_", "-")
+            raise ValueError(f"{asked} must be one of {', '.join(allowed)}, got {options[name]}")
+    if not 0 <= options["port"] < 65536:
+        raise ValueError(f"--port must be in 0 ... 65535, got {options['port']}")
+    for flag in FLAGS:
+        value = options[flag.name]
+        if flag.group == "limits" and value is not None and value < 1:
+            raise ValueError(f"{flag.flag} must be at least 1, got {value}")
+        if flag.kind is float and value is not None and not value >= 0:
+            raise ValueError(f"{flag.flag} must be at least 0, got {value}")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=options["log_level"].upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+    )
+    if options["log_level"] == "info":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the steps are told already
+
+
+def _keys(options: Mapping[str, Any]) -> dict[str, Caller]:
+    callers: dict[str, Caller] = {}
+    if options["keys_file"] is not None:
+        path = Path(options["keys_file"])
+        if not path.is_file():
+            raise ValueError(f"--keys-file must be a file, got {path}")
+        callers.update(read_keys(path))
+    if options["api_key"] is not None:
+        if len(options["api_key"]) < 8:
+            raise ValueError("--api-key must be at least 8 characters, so that it is not guessed")
+        callers[hash_of(options["api_key"])] = Caller(name="api-key", admin=True)
+    return callers
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
+    key, certificate = options["ssl_keyfile"], options["ssl_certfile"]
+    if key is None and certificate is None:
+        return None
+    if certificate is None:
+        raise ValueError("--ssl-certfile must be given with --ssl-keyfile")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(
+            f"--ssl-certfile and --ssl-keyfile must be a certificate and its key, got {error}"
+        ) from None
+    return context
+
+
+def _service(
+    model: str, options: Mapping[str, Any], keys: dict[str, Caller], steps: _Steps
+) -> Service:
+    from tilewise.engine.async_llm import AsyncLLM
+    from tilewise.engine.llm import LLM
+    from tilewise.engine.settings import model_directory
+
+    steps.done("libraries imported")
+    known = inspect.signature(LLM.__init__).parameters
+    settings: dict[str, Any] = {}
+    for flag in FLAGS:
+        value = options[flag.name]
+        if flag.argument is None or value is None:
+            continue
+        if flag.argument not in known:
+            raise ValueError(f"{flag.flag} is not an option of this version's engine")
+        settings[flag.argument] = value
+    weights = {caller.name: caller.weight for caller in keys.values() if caller.weight != 1}
+    if weights and options["scheduling_policy"] == "fair" and "user_weights" in known:
+        settings["user_weights"] = weights
+    directory = model_directory(model)
+    source, tokens = read_template(directory, options["chat_template"])
+    llm = LLM(model, **settings)
+    sizes = llm.engine.scheduler.limits
+    steps.done(
+        f"model loaded, kernels compiled, a cache of {sizes.num_blocks * sizes.block_size:,} "
+        f"tokens made on {next(llm.model.parameters()).device}"
+    )
+    engine = AsyncLLM(llm)
+    names = options["served_model_name"] or [directory.name if model == str(directory) else model]
+    bridge = Bridge(
+        engine,
+        llm.loop,
+        queue=Queue(
+            max_requests=options["max_num_queued_reqs"],
+            max_tokens=options["max_num_queued_tokens"],
+            max_key_requests=options["max_key_queued_reqs"],
+            max_key_tokens=options["max_key_queued_tokens"],
+        ),
+        limits=RequestLimits(
+            max_body_bytes=options["max_body_bytes"],
+            max_samples=options["max_samples"],
+            max_prompt_tokens=options["max_prompt_tokens"],
+            max_timeout_s=options["request_timeout"],
+        ),
+        metrics=Metrics(names[0], engine.stats),
+        slow_reader_s=options["slow_reader_s"],
+        stall_s=options["stall_s"],
+    )
+    template = ChatTemplate(source, tokens, allows_others=options["trust_request_chat_template"])
+    if source is not None or template.allows_others:
+        template.renderer.start()
+        steps.done("chat template's process started")
+    parser, thinks = options["tool_call_parser"], options["reasoning_parser"]
+    text = source or ""
+    return Service(
+        bridge,
+        names,
+        template,
+        keys=KeyRing(keys),
+        defaults=_defaults(directory) if options["generation_config"] == "auto" else {},
+        tool_parser=_parser_of(text)
+        if parser == "auto"
+        else (None if parser == "none" else parser),
+        thinks="<think>" in text or "</think>" in text if thinks == "auto" else thinks == "think",
+    )
+
+
+def _parser_of(template: str) -> str | None:
+    """Return how a model writes calls, by the marks in its template."""
+    for mark, parser in (
+        ("<tool_call>", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|python_tag|>", "llama3_json"),
+    ):
+        if mark in template:
+            return parser
+    return None
+
+
+def _defaults(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must hold JSON, got {error}") from None
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {name: config[name] for name in _DEFAULTS if config.get(name) is not None}

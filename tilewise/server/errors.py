@@ -1,0 +1,91 @@
+"""What a client is told when its request is not served, in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+__all__ = ["ApiError", "ClientLeft", "unserved"]
+
+# OpenAI's names; whatever is not here is the server's own fault.
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer with a status of 400 or above.
+
+    Args:
+        status: of HTTP.
+        message: one sentence, "name must <rule>, got <value>" where a field is at fault.
+        param: the field at fault, as a path such as "messages[0].content"; None for no field.
+        code: a word for programs; None is that of the status.
+        retry_after_s: seconds after which it is worth to ask again; None says nothing.
+        kind: the error's type; None is that of the status.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        kind: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or HTTPStatus(status).name.lower()
+        self.retry_after_s = retry_after_s
+        self.kind = kind or _TYPES.get(status, "server_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients read."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(self.retry_after_s)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+class ClientLeft(ApiError):
+    """The client has closed its connection: nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "the client has closed the connection", code="client_closed_request")
+
+
+def unserved(param: str, what: str = "") -> ApiError:
+    """Return the refusal of a field or a value that this server does not serve."""
+    because = f": {what}" if what else ""
+    return ApiError(
+        400, f"{param} is not served here{because}", param=param, code="unsupported_parameter"
+    )

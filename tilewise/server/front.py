@@ -1,0 +1,95 @@
+"""What every request passes first: an id, a limit on its headers, and its key. Plain ASGI.
+
+With keys set every route but /health and /ready needs one; a route that is not there needs one,
+too, so that a client without a key does not learn which are.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from tilewise.server.errors import ApiError
+from tilewise.server.keys import ANYBODY, Caller, KeyRing
+
+__all__ = ["Front", "caller_of"]
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = frozenset({"/health", "/ready"})
+_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+
+
+class Front:
+    """See the module.
+
+    Args:
+        app: what follows.
+        keys: who may ask; empty is everybody.
+        max_header_bytes: of names and values together; 431 above.
+    """
+
+    def __init__(self, app: App, keys: KeyRing, max_header_bytes: int) -> None:
+        self._app = app
+        self._keys = keys
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        asked = next((value for name, value in headers if name == b"x-request-id"), b"")
+        request_id = asked if _ID.fullmatch(asked) else uuid.uuid4().hex.encode()
+        extra = [(b"x-request-id", request_id), (b"x-content-type-options", b"nosniff")]
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        try:
+            size = sum(len(name) + len(value) for name, value in headers)
+            if size > self._max_header_bytes:
+                raise ApiError(
+                    431, f"headers must be at most {self._max_header_bytes:,} bytes, got {size:,}"
+                )
+            scope.setdefault("state", {})["caller"] = self._caller(scope["path"], headers)
+        except ApiError as error:
+            answer = JSONResponse(error.body, error.status, error.headers)
+            await answer(scope, receive, send_with_id)
+            return
+        await self._app(scope, receive, send_with_id)
+
+    def _caller(self, path: str, headers: list[tuple[bytes, bytes]]) -> Caller:
+        if not len(self._keys):
+            return ANYBODY
+        found = None
+        for name, value in headers:
+            if name == b"authorization" and value[:7].lower() == b"bearer ":
+                found = value[7:].strip()
+            elif name == b"x-api-key":  # Anthropic's clients
+                found = value
+        caller = None if found is None else self._keys.find(found.decode("latin-1"))
+        if caller is not None:
+            return caller
+        if path in OPEN:
+            return Caller()
+        why = "no key was given" if found is None else "it is none of those that this server knows"
+        raise ApiError(
+            401, f"authorization must be Bearer and a key: {why}", code="invalid_api_key"
+        )
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Return for whom a request is."""
+    caller: Caller = scope["state"]["caller"]
+    return caller

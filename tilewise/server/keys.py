@@ -1,0 +1,164 @@
+"""Who may ask: keys by name, held as hashes, compared in constant time.
+
+A key is drawn at random and long, so that SHA-256 without a salt or many rounds keeps it.
+
+A keys file is TOML, a table for each key:
+
+    [keys.alice]
+    hash = "sha256:2bb80d53..."     # `tilewise key alice` prints this and the key
+    priority = 0                    # lower runs earlier
+    weight = 1.0                    # share of tokens under --scheduling-policy fair
+    tokens_per_minute = 100000
+    max_requests = 16               # at once
+    max_prompt_tokens = 8000
+    group = "team"                  # keys of a group share prefixes
+    admin = false
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ANYBODY", "Caller", "KeyRing", "hash_of", "new_key", "read_keys"]
+
+PREFIX = "sha256:"
+MIN_KEY = 8  # characters of a key given by the operator: fewer can be guessed
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """For whom a request is.
+
+    Attributes:
+        name: in logs, metrics and the engine's shares; "" where no keys are set.
+        priority: lower runs earlier; a request of the key may only add to it.
+        weight: share of tokens where the engine is fair.
+        tokens_per_minute: prompt and generated; None is no limit.
+        max_requests: at once; None is no limit.
+        max_prompt_tokens: of one prompt; None is the server's.
+        group: callers of one group share prefixes; None shares with nobody.
+        admin: may use the administration routes and see everybody's requests.
+    """
+
+    name: str = ""
+    priority: int = 0
+    weight: float = 1.0
+    tokens_per_minute: int | None = None
+    max_requests: int | None = None
+    max_prompt_tokens: int | None = None
+    group: str | None = None
+    admin: bool = False
+
+    def salt(self, asked: str | None) -> str:
+        """Return the namespace of the prefix cache for a request of this caller.
+
+        The lengths keep two callers' salts apart whatever they are called and ask for.
+        """
+        kind, owner = ("group", self.group) if self.group is not None else ("key", self.name)
+        if not owner and not asked:
+            return ""
+        return f"{kind}:{len(owner)}:{owner}:{asked or ''}"
+
+
+ANYBODY = Caller(admin=True)  # where no keys are set, whoever reaches the server may do everything
+
+
+def hash_of(key: str) -> str:
+    """Return what a keys file holds of a key."""
+    return PREFIX + hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_key() -> str:
+    """Draw a key of 256 random bits."""
+    return f"tw-{secrets.token_urlsafe(32)}"
+
+
+class KeyRing:
+    """Finds the caller of a key.
+
+    Args:
+        callers: by hash, as hash_of() returns it.
+    """
+
+    def __init__(self, callers: dict[str, Caller]) -> None:
+        self._callers = [(bytes.fromhex(h.removeprefix(PREFIX)), c) for h, c in callers.items()]
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    @property
+    def callers(self) -> list[Caller]:
+        """Everybody who has a key."""
+        return [caller for _, caller in self._callers]
+
+    def find(self, key: str) -> Caller | None:
+        """Return whose key this is; None if nobody's. Takes as long whichever key it is."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        found: Caller | None = None
+        for known, caller in self._callers:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+
+def read_keys(path: Path) -> dict[str, Caller]:
+    """Read a keys file.
+
+    Returns:
+        Callers by hash.
+
+    Raises:
+        ValueError: it is not TOML, an entry is unknown or of another type, two keys are the same.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"keys file {path} must be TOML, got {error}") from None
+    tables = content.pop("keys", None)
+    if content or not isinstance(tables, dict) or not tables:
+        raise ValueError(f"keys file {path} must hold tables [keys.NAME] and nothing else")
+    callers: dict[str, Caller] = {}
+    for name, table in tables.items():
+        digest, caller = _caller(path, name, table)
+        if digest in callers:
+            raise ValueError(f"keys file {path} must hold each key once, got {name!r} again")
+        callers[digest] = caller
+    return callers
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "priority": (int,),
+    "weight": (int, float),
+    "tokens_per_minute": (int,),
+    "max_requests": (int,),
+    "max_prompt_tokens": (int,),
+    "group": (str,),
+    "admin": (bool,),
+}
+
+
+def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
+    if not isinstance(table, dict):
+        raise ValueError(f"keys file {path} must hold a table for {name!r}")
+    digest = table.pop("hash", None)
+    digits = digest.removeprefix(PREFIX) if isinstance(digest, str) else ""
+    if len(digits) != 64 or any(c not in "0123456789abcdef" for c in digits):
+        # Not repeated: somebody may have put the key itself here.
+        raise ValueError(f"hash of key {name!r} must be sha256: and 64 hexadecimal digits")
+    for entry, value in table.items():
+        if entry not in _KINDS:
+            known = ", ".join(f.name for f in fields(Caller) if f.name != "name")
+            raise ValueError(f"entries of key {name!r} must be hash, {known}, got {entry!r}")
+        is_bool = isinstance(value, bool)
+        if not isinstance(value, _KINDS[entry]) or (is_bool and bool not in _KINDS[entry]):
+            wanted = " or ".join(kind.__name__ for kind in _KINDS[entry])
+            raise ValueError(f"{entry} of key {name!r} must be {wanted}, got {value!r}")
+        if isinstance(value, int | float) and entry not in ("priority", "admin") and value <= 0:
+            raise ValueError(f"{entry} of key {name!r} must be above 0, got {value!r}")
+    return PREFIX + digits, Caller(name=name, **table)

@@ -1,0 +1,281 @@
+"""How much a request, a key and all of them together may ask for.
+
+What is over a limit is refused at once, with the limit and the value; what is over a bound of the
+queue is told when to come back, from the rate at which the queue has moved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewise.server.errors import ApiError
+from tilewise.server.keys import Caller
+from tilewise.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+
+__all__ = ["Queue", "RequestLimits", "Ticket"]
+
+# Seconds of departures that tell how fast the queue moves: long enough to hold several prompts of
+# a slow machine, short enough to follow a change of load.
+RATE_WINDOW_S = 30.0
+LONGEST_RETRY_S = 600
+MINUTE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The sizes of one request.
+
+    Attributes:
+        max_body_bytes: of a body; 413 above.
+        max_header_bytes: of all headers; 431 above.
+        max_messages: of a chat.
+        max_prompts: of one completion request.
+        max_samples: prompts times n.
+        max_tools: of a chat.
+        max_schema_bytes: of a JSON schema, a grammar, a list of choices, a tool's parameters.
+        max_pattern: characters of a regular expression.
+        max_bias: entries of logit_bias.
+        max_prompt_tokens: of a prompt; None is the model's context.
+        max_timeout_s: the longest that a request may run; None is for ever.
+    """
+
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 16 * 2**10
+    max_messages: int = 4096
+    max_prompts: int = 1024
+    max_samples: int = 1024
+    max_tools: int = 128
+    max_schema_bytes: int = 64 * 2**10
+    max_pattern: int = 4096
+    max_bias: int = 1024
+    max_prompt_tokens: int | None = None
+    max_timeout_s: float | None = None
+
+    def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
+        """Refuse what is too large before any work is done for it.
+
+        Raises:
+            ApiError: 400, with the limit and the value.
+        """
+        n = request.n or 1
+        counts: list[tuple[str, str, int, int]] = [
+            ("n", "samples with those of all prompts", n * num_prompts, self.max_samples),
+            ("logit_bias", "entries", len(request.logit_bias or ()), self.max_bias),
+        ]
+        if isinstance(request, ChatRequest):
+            counts += [
+                ("messages", "messages", len(request.messages), self.max_messages),
+                ("tools", "tools", len(request.tools or ()), self.max_tools),
+                ("tools", "bytes of JSON", _size(request.tools), self.max_schema_bytes),
+            ]
+        elif isinstance(request, CompletionRequest):
+            counts.append(("prompt", "prompts", num_prompts, self.max_prompts))
+        structured = request.structured_outputs or {}
+        counts += [
+            ("response_format", "bytes of JSON", _size(request.response_format),
+             self.max_schema_bytes),
+            ("structured_outputs", "bytes of JSON", _size(structured), self.max_schema_bytes),
+            ("structured_outputs.regex", "characters", len(str(structured.get("regex") or "")),
+             self.max_pattern),
+        ]  # fmt: skip
+        for name, unit, count, limit in counts:
+            if count > limit:
+                raise ApiError(
+                    400, f"{name} must be at most {limit:,} {unit}, got {count:,}", param=name,
+                    code="too_many",
+                )  # fmt: skip
+
+    def deadline_s(self, timeout: float | None) -> float | None:
+        """Return the seconds that a request may take: what it asks for, at most the limit."""
+        if timeout is None or self.max_timeout_s is None:
+            return self.max_timeout_s if timeout is None else timeout
+        return min(timeout, self.max_timeout_s)
+
+
+def _size(value: Any) -> int:
+    return len(json.dumps(value)) if value else 0
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request's place in the queue, from its acceptance to its end."""
+
+    caller: Caller
+    tokens: int
+    requests: int
+    has_begun: bool = False
+    has_ended: bool = False
+
+
+@dataclass(slots=True)
+class _Load:
+    """What one caller, or all of them, have in the server now."""
+
+    waiting: int = 0
+    waiting_tokens: int = 0
+    live: int = 0
+    departures: deque[tuple[float, int, int]] = field(default_factory=deque)
+    spent: deque[tuple[float, int]] = field(default_factory=deque)
+    spent_tokens: int = 0
+
+
+class Queue:
+    """Bounds how many requests and prompt tokens wait, for each key and in all.
+
+    A request waits from its acceptance until its first token.
+
+    Args:
+        max_requests: that wait in all; more get 503.
+        max_tokens: prompt tokens that wait in all; more get 503.
+        max_key_requests: that wait for one key; more get 429.
+        max_key_tokens: prompt tokens that wait for one key; more get 429.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int = 2048,
+        max_tokens: int = 16 * 2**20,
+        max_key_requests: int = 1024,
+        max_key_tokens: int = 8 * 2**20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bounds = (max_requests, max_tokens)
+        self._key_bounds = (max_key_requests, max_key_tokens)
+        self._clock = clock
+        self._all = _Load()
+        self._keys: dict[str, _Load] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a first token, now."""
+        return self._all.waiting
+
+    @property
+    def num_live(self) -> int:
+        """Requests accepted and not ended, now."""
+        return self._all.live
+
+    def enter(self, caller: Caller, tokens: int, requests: int = 1) -> Ticket:
+        """Accept requests of `tokens` prompt tokens together.
+
+        Raises:
+            ApiError: 429, the key has too much in the queue, at once or in this minute; 503, all
+                keys together have.
+        """
+        load = self._keys.setdefault(caller.name, _Load())
+        now = self._clock()
+        self._check_key(caller, load, tokens, requests, now)
+        self._check_bounds("its queue", 429, self._key_bounds, load, tokens, requests, now)
+        self._check_bounds("the queue", 503, self._bounds, self._all, tokens, requests, now)
+        for one in (load, self._all):
+            one.waiting += requests
+            one.waiting_tokens += tokens
+            one.live += requests
+        self.spend(caller, tokens)
+        return Ticket(caller, tokens, requests)
+
+    def begin(self, ticket: Ticket) -> None:
+        """Its first token is there."""
+        if not ticket.has_begun:
+            ticket.has_begun = True
+            self._leave(ticket, is_served=True)
+
+    def end(self, ticket: Ticket) -> None:
+        """It has ended, whether it had begun or not."""
+        if ticket.has_ended:
+            return
+        ticket.has_ended = True
+        if not ticket.has_begun:
+            ticket.has_begun = True
+            self._leave(ticket, is_served=False)
+        for load in (self._keys[ticket.caller.name], self._all):
+            load.live -= ticket.requests
+
+    def spend(self, caller: Caller, tokens: int) -> None:
+        """Count tokens, of a prompt or generated, against a key's tokens a minute."""
+        if caller.tokens_per_minute is not None:
+            load = self._keys.setdefault(caller.name, _Load())
+            load.spent.append((self._clock(), tokens))
+            load.spent_tokens += tokens
+
+    def _leave(self, ticket: Ticket, is_served: bool) -> None:
+        now = self._clock()
+        for load in (self._keys[ticket.caller.name], self._all):
+            load.waiting -= ticket.requests
+            load.waiting_tokens -= ticket.tokens
+            if is_served:
+                load.departures.append((now, ticket.requests, ticket.tokens))
+
+    def _check_key(
+        self, caller: Caller, load: _Load, tokens: int, requests: int, now: float
+    ) -> None:
+        if caller.max_requests is not None and load.live + requests > caller.max_requests:
+            raise ApiError(
+                429, f"requests of this key must be at most {caller.max_requests} at once, got "
+                f"{load.live + requests}", code="rate_limit_exceeded",
+                retry_after_s=self._retry(load, requests, 0, now),
+            )  # fmt: skip
+        limit = caller.tokens_per_minute
+        if limit is None:
+            return
+        while load.spent and load.spent[0][0] <= now - MINUTE_S:
+            load.spent_tokens -= load.spent.popleft()[1]
+        if tokens > limit:
+            raise ApiError(
+                400, f"prompt must be at most the {limit:,} tokens a minute of this key, got "
+                f"{tokens:,}", param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        if load.spent_tokens + tokens > limit:
+            excess, wait = load.spent_tokens + tokens - limit, MINUTE_S
+            for then, count in load.spent:
+                excess -= count
+                if excess <= 0:
+                    wait = then + MINUTE_S - now
+                    break
+            raise ApiError(
+                429, f"tokens of this key must be at most {limit:,} a minute, got "
+                f"{load.spent_tokens + tokens:,}", code="rate_limit_exceeded",
+                retry_after_s=max(1, math.ceil(wait)),
+            )  # fmt: skip
+
+    def _check_bounds(
+        self, whose: str, status: int, bounds: tuple[int, int], load: _Load, tokens: int,
+        requests: int, now: float,
+    ) -> None:  # fmt: skip
+        names = ("requests", "prompt tokens")
+        found = (load.waiting + requests, load.waiting_tokens + tokens)
+        for name, bound, value in zip(names, bounds, found, strict=True):
+            if value > bound and load.waiting == 0:  # alone, it would never be let in
+                raise ApiError(
+                    400, f"{name} of a request must be at most the {bound:,} that {whose} holds, "
+                    f"got {value:,}", code="too_many",
+                )  # fmt: skip
+        for name, bound, value in zip(names, bounds, found, strict=True):
+            if value > bound:
+                excess = (max(0, found[0] - bounds[0]), max(0, found[1] - bounds[1]))
+                raise ApiError(
+                    status, f"{name} in {whose} must be at most {bound:,}, got {value:,}",
+                    code="queue_full" if status == 503 else "rate_limit_exceeded",
+                    retry_after_s=self._retry(load, *excess, now),
+                )  # fmt: skip
+
+    def _retry(self, load: _Load, requests: int, tokens: int, now: float) -> int:
+        """Return seconds until so much will have left, at the rate of the last half minute."""
+        while load.departures and load.departures[0][0] < now - RATE_WINDOW_S:
+            load.departures.popleft()
+        if not load.departures:
+            return 1 if load.waiting == 0 else int(RATE_WINDOW_S)
+        since = max(1e-3, now - load.departures[0][0])
+        rates = [sum(d[i] for d in load.departures) / since for i in (1, 2)]
+        waits = [
+            amount / rate for amount, rate in zip((requests, tokens), rates, strict=True) if rate
+        ]
+        return min(LONGEST_RETRY_S, max(1, math.ceil(max(waits, default=1))))

@@ -1,0 +1,368 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat, over the same job.
+
+A request is turned into a chat's, and the chat's parts into content blocks: text, thinking and
+tool_use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from tilewise.engine.outputs import RequestOutput
+from tilewise.server.answers import usage_of
+from tilewise.server.bridge import Job
+from tilewise.server.chat_answer import ChatAnswer
+from tilewise.server.chat_job import ChatJob
+from tilewise.server.errors import ApiError, unserved
+from tilewise.server.protocol import ChatRequest, shown
+from tilewise.server.reply import Reply
+from tilewise.server.tools import Part
+
+if TYPE_CHECKING:
+    from tilewise.server.app import Service
+
+__all__ = ["messages_router"]
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class CountRequest(_Body):
+    """The body of /v1/messages/count_tokens."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def messages_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        try:
+            return _MessagesJob(service, await service.read(request, MessagesRequest)).reply()
+        except ApiError as error:
+            return JSONResponse(_error(error), error.status, error.headers)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        try:
+            body = await service.read(request, CountRequest)
+            _, prompt = await ChatJob(service, _chat_of(body)).prompt()
+        except ApiError as error:
+            return JSONResponse(_error(error), error.status, error.headers)
+        return JSONResponse({"input_tokens": len(prompt.ids)})
+
+    return router
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _chat_of(request: CountRequest) -> ChatRequest:
+    """Return the chat that a request means.
+
+    Raises:
+        ApiError: 400, something in it is not served.
+    """
+    fields: dict[str, Any] = {"model": request.model, "messages": _messages(request)}
+    if request.tools:
+        fields["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
+    choice = request.tool_choice or {}
+    kind = choice.get("type", "auto")
+    if kind == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind in ("auto", "any", "none"):
+        if request.tool_choice is not None:
+            fields["tool_choice"] = {"any": "required"}.get(kind, kind)
+    else:
+        raise _wrong("tool_choice.type", "be auto, any, tool or none", kind)
+    if choice.get("disable_parallel_tool_use"):
+        fields["parallel_tool_calls"] = False
+    thinks = (request.thinking or {}).get("type")
+    if thinks not in (None, "enabled", "disabled", "adaptive"):
+        raise _wrong("thinking.type", "be enabled or disabled", thinks)
+    if thinks is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": thinks != "disabled"}
+    if isinstance(request, MessagesRequest):
+        fields |= {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "stop": request.stop_sequences,
+            "user": str((request.metadata or {}).get("user_id") or "")[:256] or None,
+        }
+    last = request.messages[-1] if request.messages else {}
+    if last.get("role") == "assistant":  # an answer that is begun already
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    return ChatRequest(**fields)
+
+
+def _messages(request: CountRequest) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    if request.system:
+        made.append({"role": "system", "content": _text("system", request.system)})
+    for i, message in enumerate(request.messages):
+        where = f"messages[{i}]"
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant") or set(message) - {"role", "content"}:
+            raise _wrong(where, "have a role, user or assistant, and content", sorted(message))
+        if isinstance(content, str):
+            made.append({"role": role, "content": content})
+        elif isinstance(content, list):
+            made += _blocks(f"{where}.content", role, content)
+        else:
+            raise _wrong(f"{where}.content", "be a text or blocks", content)
+    return made
+
+
+def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages that blocks are: results of tools are messages of their own."""
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for i, block in enumerate(blocks):
+        at = f"{where}[{i}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            texts.append(_text(at, [block]))
+        elif kind == "thinking" and role == "assistant":
+            reasoning.append(str(block.get("thinking", "")))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            content = block.get("content") or ""
+            results.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": block.get("tool_use_id"),
+                    "content": _text(f"{at}.content", content),
+                }
+            )
+        else:
+            raise unserved(f"{at}.type", f"got {shown(kind)}")
+    message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if reasoning:
+        message["reasoning"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    is_said = bool(texts or calls or not results)
+    return [*results, message] if is_said else results
+
+
+def _text(where: str, content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    for i, block in enumerate(content):
+        if not isinstance(block, dict) or block.get("type") != "text":
+            kind = block.get("type") if isinstance(block, dict) else block
+            raise unserved(f"{where}[{i}].type", f"must be text, got {shown(kind)}")
+        if not isinstance(block.get("text"), str):
+            raise _wrong(f"{where}[{i}].text", "be a text", block.get("text"))
+    return "\n".join(block["text"] for block in content)
+
+
+def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise unserved(f"tools[{place}].type", f"got {shown(tool['type'])}")
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description", ""),
+        "parameters": tool.get("input_schema") or {"type": "object"},
+    }
+    return {"type": "function", "function": function}
+
+
+def _wrong(param: str, rule: str, value: object) -> ApiError:
+    return ApiError(
+        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
+    )
+
+
+class _MessagesJob:
+    """One request of /v1/messages."""
+
+    def __init__(self, service: Service, request: MessagesRequest) -> None:
+        self._service = service
+        self._request = request
+        self._chat = ChatJob(service, _chat_of(request))
+
+    def reply(self) -> Reply:
+        """Return the answer, to be run."""
+        kinds: dict[str, Any] = (
+            {"stream": self._stream} if self._request.stream else {"whole": self._whole}
+        )
+        return Reply(
+            self._service.bridge, "msg", None, wrap=_error,
+            failed=lambda error: _event("error", _error(error)), **kinds,
+        )  # fmt: skip
+
+    def _answer(self, job: Job, text: str) -> ChatAnswer:
+        return ChatAnswer(
+            job.job_id, self._request.model, None, self._chat.new_parser(text),
+            most_calls=1 if self._chat.request.parallel_tool_calls is False else None,
+        )  # fmt: skip
+
+    def _head(self, job: Job, prompt_tokens: int, cached: int) -> dict[str, Any]:
+        return {
+            "id": job.job_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": prompt_tokens - cached,
+                "cache_read_input_tokens": cached,
+                "output_tokens": 0,
+            },
+        }
+
+    async def _whole(self, job: Job) -> dict[str, Any]:
+        """Add up the events of a stream: there is one way to make an answer."""
+        message: dict[str, Any] = {}
+        blocks: list[dict[str, Any]] = []
+        async for name, event in self._events(job):
+            if name == "message_start":
+                message = event["message"]
+            elif name == "content_block_start":
+                blocks.append({**event["content_block"]})
+            elif name == "content_block_delta":
+                for field, text in event["delta"].items():
+                    if field == "partial_json":
+                        blocks[-1]["partial"] = blocks[-1].get("partial", "") + text
+                    elif field != "type":
+                        blocks[-1][field] += text
+            elif name == "message_delta":
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+        for block in blocks:
+            if block["type"] == "tool_use":
+                block["input"] = _object(block.pop("partial", ""))
+        message["content"] = blocks
+        return message
+
+    async def _stream(self, job: Job) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self._events(job)) as events:
+            async for name, event in events:
+                yield _event(name, event)
+
+    async def _events(self, job: Job) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+        text, prompt = await self._chat.prompt()
+        answer = self._answer(job, text)
+        writer = _Blocks(answer)
+        is_told = False
+        output: RequestOutput | None = None
+        async with contextlib.aclosing(self._chat.outputs(job, prompt)) as outputs:
+            async for output in outputs:
+                if not is_told:
+                    is_told = True
+                    head = self._head(job, len(output.prompt_token_ids), output.num_cached_tokens)
+                    yield "message_start", {"message": head}
+                for delta in answer.deltas(output):
+                    for part in answer.parts(delta):
+                        for event in writer.of(part):
+                            yield event
+                    if delta.finish_reason is None:
+                        continue
+                    for event in writer.end():
+                        yield event
+                    reason = answer.reason(delta) or "stop"
+                    is_string = isinstance(delta.stop_reason, str)
+                    told = "stop_sequence" if is_string else _REASONS.get(reason, reason)
+                    stop = delta.stop_reason if is_string else None
+                    usage = {"output_tokens": usage_of([output])["completion_tokens"]}
+                    told_delta = {"stop_reason": told, "stop_sequence": stop}
+                    yield "message_delta", {"delta": told_delta, "usage": usage}
+        yield "message_stop", {}
+
+
+class _Blocks:
+    """Turns parts into the events of content blocks, one block at a time."""
+
+    def __init__(self, answer: ChatAnswer) -> None:
+        self._answer = answer
+        self._count = 0
+        self._open: tuple[str, int] | None = None
+
+    def of(self, part: Part) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events of a part."""
+        events: list[tuple[str, dict[str, Any]]] = []
+        kind = (part.kind, part.index)
+        if self._open != kind:
+            events += self.end()
+            self._open = kind
+            block: dict[str, Any]
+            if part.kind == "call":
+                call_id = "toolu_" + self._answer.call_id(0, part.index)
+                block = {"type": "tool_use", "id": call_id, "name": part.name, "input": {}}
+            elif part.kind == "reasoning":
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+            else:
+                block = {"type": "text", "text": ""}
+            start = {"index": self._count, "content_block": block}
+            events.append(("content_block_start", start))
+        delta = {
+            "call": {"type": "input_json_delta", "partial_json": part.text},
+            "reasoning": {"type": "thinking_delta", "thinking": part.text},
+            "content": {"type": "text_delta", "text": part.text},
+        }[part.kind]
+        events.append(("content_block_delta", {"index": self._count, "delta": delta}))
+        return events
+
+    def end(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the event that ends the block, if one is open."""
+        if self._open is None:
+            return []
+        self._open = None
+        self._count += 1
+        return [("content_block_stop", {"index": self._count - 1})]
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except ValueError:  # the model was cut off in the midst of it
+        return {"partial_json": text}
+
+
+def _event(name: str, content: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **content})}\n\n".encode()

@@ -1,0 +1,208 @@
+"""The options of `tilewise serve`: flags, TILEWISE_* variables, a file; the first of these wins.
+
+Names are those that vLLM's users know. This file imports nothing heavy: the command line reads it
+before it knows what it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FLAGS", "Flag", "add_flags", "nearest", "resolve"]
+
+PREFIX = "TILEWISE_"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option.
+
+    Attributes:
+        name: as in a file and, in capitals, a variable; the flag has - for _.
+        kind: of its value; bool is a pair of flags, list takes several values.
+        default: None is what the engine takes.
+        text: one line of help.
+        group: under which the help has it.
+        metavar: of its value in the help.
+        argument: the argument of LLM that it is; None for the server's own.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    text: str
+    group: str
+    metavar: str | None = None
+    argument: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """The long option."""
+        return "--" + self.name.replace("_", "-")
+
+
+def _engine(
+    name: str, kind: type, text: str, metavar: str | None = None, argument: str | None = None
+) -> Flag:
+    return Flag(name, kind, None, text, "the engine", metavar, argument or name)
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("host", str, "127.0.0.1", "address to listen on", "the server", "ADDRESS"),
+    Flag("port", int, 8000, "port to listen on; 0 is any that is free", "the server", "N"),
+    Flag("served_model_name", list, None, "names of the model for clients", "the server", "NAME"),
+    Flag("shutdown_timeout", float, 30.0, "seconds for requests to end at SIGTERM", "the server",
+         "S"),
+    Flag("stall_s", float, 30.0, "seconds without a step until /health is bad", "the server", "S"),
+    Flag("slow_reader_s", float, 10.0, "seconds that a write may wait for its client",
+         "the server", "S"),
+    Flag("request_timeout", float, None, "seconds that a request may take at most", "the server",
+         "S"),
+    Flag("log_level", str, "info", "debug, info, warning or error", "the server", "LEVEL"),
+    Flag("api_key", str, None, "key that every request needs", "who may ask", "KEY"),
+    Flag("keys_file", str, None, "TOML with a table for each key", "who may ask", "FILE"),
+    Flag("allow_open", bool, False, "listen on a public address without a key", "who may ask"),
+    Flag("ssl_keyfile", str, None, "private key for HTTPS", "who may ask", "FILE"),
+    Flag("ssl_certfile", str, None, "certificate for HTTPS", "who may ask", "FILE"),
+    Flag("chat_template", str, None, "file with a Jinja template for chats", "chats", "FILE"),
+    Flag("trust_request_chat_template", bool, False, "run templates that requests bring", "chats"),
+    Flag("tool_call_parser", str, "auto", "hermes, qwen, llama3_json, mistral, none; auto is by "
+         "the template", "chats", "NAME"),
+    Flag("reasoning_parser", str, "auto", "think, none; auto is by the template", "chats", "NAME"),
+    Flag("generation_config", str, "auto", "auto: fields left out are those of the model's "
+         "generation_config.json; none: OpenAI's defaults", "chats", "NAME"),
+    _engine("device", str, "cpu, cuda, cuda:1 ...", "NAME"),
+    _engine("dtype", str, "of the parameters, e.g. bfloat16", "DTYPE"),
+    _engine("kv_cache_dtype", str, "of the cache, e.g. bfloat16, int8, fp8_e4m3", "DTYPE"),
+    _engine("weight_dtype", str, "how weights are held: auto, int8", "DTYPE"),
+    _engine("max_model_len", int, "tokens of prompt and text together", "N"),
+    _engine("max_num_seqs", int, "sequences that run at once", "N"),
+    _engine("max_num_batched_tokens", int, "tokens of one step", "N"),
+    _engine("gpu_memory_utilization", float, "share of a GPU's memory", "SHARE"),
+    _engine("block_size", int, "tokens per cache block", "N"),
+    _engine("num_blocks", int, "cache blocks", "N"),
+    _engine("seed", int, "from which requests without a seed draw theirs", "N"),
+    _engine("enable_prefix_caching", bool, "compute common beginnings once"),
+    _engine("graphs", str, "CUDA graphs: auto, lazy, off", "MODE"),
+    _engine("scheduling_policy", str, "who runs first: fcfs, priority, fair", "NAME"),
+    _engine("preemption", str, "auto, recompute, swap", "NAME"),
+    _engine("victim", str, "who is preempted: newest, cheapest", "NAME"),
+    _engine("swap_space", float, "main memory for caches that have no room", "GIB",
+            "swap_space_gib"),
+    _engine("offload_dir", str, "where cold caches are kept as files", "FOLDER"),
+    _engine("offload_gib", float, "of that folder at most", "GIB"),
+    _engine("long_prefill_token_threshold", int, "tokens of one prompt in one step", "N"),
+    Flag("max_body_bytes", int, 8 * 2**20, "of a request", "limits", "N"),
+    Flag("max_prompt_tokens", int, None, "of a prompt (default: the context)", "limits", "N"),
+    Flag("max_samples", int, 1024, "prompts of a request times n", "limits", "N"),
+    Flag("max_num_queued_reqs", int, 2048, "requests that wait, in all", "limits", "N"),
+    Flag("max_num_queued_tokens", int, 16 * 2**20, "prompt tokens that wait, in all", "limits",
+         "N"),
+    Flag("max_key_queued_reqs", int, 1024, "requests that wait for one key", "limits", "N"),
+    Flag("max_key_queued_tokens", int, 8 * 2**20, "prompt tokens that wait for one key", "limits",
+         "N"),
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser; what is not given there stays out of its result."""
+    groups: dict[str, Any] = {}
+    for flag in FLAGS:
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        default = "" if flag.default in (None, False) else f" (default: {flag.default})"
+        settings: dict[str, Any] = {
+            "default": argparse.SUPPRESS,
+            "help": (flag.text + default).replace("%", "%%"),
+        }
+        if flag.kind is bool:
+            settings["action"] = argparse.BooleanOptionalAction
+        else:
+            settings["type"] = str if flag.kind is list else flag.kind
+            settings["metavar"] = flag.metavar
+            if flag.kind is list:
+                settings["nargs"] = "+"
+        groups[flag.group].add_argument(flag.flag, **settings)
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS,
+        help="TOML or JSON with these options by name",
+    )  # fmt: skip
+
+
+def nearest(unknown: Sequence[str]) -> str:
+    """Say which option is not known, and which known one is like it."""
+    asked = unknown[0].split("=", 1)[0]
+    names = [flag.flag for flag in FLAGS] + ["--config", "--debug", "--help"]
+    names += [f"--no-{flag.name.replace('_', '-')}" for flag in FLAGS if flag.kind is bool]
+    like = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {like[0]}?" if like else ""
+    return f"{asked} is not an option of serve{hint}"
+
+
+def resolve(
+    given: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Return every option's value: that given, of the environment, of the file, or its default.
+
+    Raises:
+        ValueError: a variable or an entry of the file is not of its type, or not known.
+    """
+    by_name = {flag.name: flag for flag in FLAGS}
+    values = {flag.name: flag.default for flag in FLAGS}
+    config = given.get("config", environment.get(f"{PREFIX}CONFIG"))
+    if config is not None:
+        for name, value in _read(Path(config)).items():
+            known = name.replace("-", "_")
+            if known not in by_name:
+                raise ValueError(f"{config}: {nearest(['--' + name])}")
+            values[known] = _typed(by_name[known], value, f"{name} in {config}")
+    for name, flag in by_name.items():
+        text = environment.get(PREFIX + name.upper())
+        if text is not None:
+            values[name] = _parsed(flag, text)
+    values.update({name: value for name, value in given.items() if name in by_name})
+    return values
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config must be a file of TOML or JSON, got {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config must hold one table, got {path}")
+    return content
+
+
+def _typed(flag: Flag, value: Any, where: str) -> Any:
+    wanted: tuple[type, ...] = (int, float) if flag.kind is float else (flag.kind,)
+    is_bool = isinstance(value, bool) and flag.kind is not bool
+    if flag.kind is list and isinstance(value, str):
+        return [value]
+    if is_bool or not isinstance(value, wanted):
+        raise ValueError(f"{where} must be {flag.kind.__name__}, got {value!r}")
+    return value
+
+
+def _parsed(flag: Flag, text: str) -> Any:
+    where = PREFIX + flag.name.upper()
+    if flag.kind is bool:
+        known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.lower() not in known:
+            raise ValueError(f"{where} must be 1 or 0, got {text!r}")
+        return known[text.lower()]
+    if flag.kind is list:
+        return text.split()
+    try:
+        return flag.kind(text)
+    except ValueError:
+        raise ValueError(f"{where} must be {flag.kind.__name__}, got {text!r}") from None

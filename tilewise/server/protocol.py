@@ -1,0 +1,341 @@
+"""The bodies of requests, as OpenAI's and vLLM's clients send them, and what they mean.
+
+Every field is named here. A field that is not is refused by its name, and so is one that this
+server knows but does not serve, unless its value asks for nothing (`presence_penalty: 0`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tilewise.engine.request import SamplingParams
+from tilewise.server.errors import ApiError, unserved
+
+__all__ = [
+    "REQUEST_ID",
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "StreamOptions",
+    "TokenizeRequest",
+    "parse",
+    "prompts_of",
+    "sampling_of",
+    "shown",
+]
+
+M = TypeVar("M", bound=BaseModel)
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,64}$"
+MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+
+# Fields of SamplingParams that have the same name and meaning in a request, with the values that
+# ask for nothing: these are passed over where SamplingParams has not the field.
+SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "temperature": (),
+    "top_p": (),
+    "top_k": (),
+    "min_p": (),
+    "seed": (),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "prompt_logprobs": (),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+}
+# Fields of the API that are not served, and the values that ask for nothing. null is one always.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "safety_identifier": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": (),
+    "documents": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """What a stream tells beside text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationRequest(_Body):
+    """What requests for a completion and for a chat have in common; defaults are OpenAI's."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    echo: bool = False
+    user: str | None = Field(default=None, max_length=256)
+    priority: int | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    add_special_tokens: bool | None = None
+    timeout: float | None = Field(default=None, gt=0)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: Any = Field(
+        default=None,
+        description="a text, token ids, or a list of either",
+    )
+    logprobs: int | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+
+
+class TokenizeRequest(_Body):
+    """The body of /tokenize: a text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse(kind: type[M], body: bytes) -> M:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: 400: it is not JSON, a field is wrong or unknown; the message names it.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False)
+    unknown = [p for p in problems if p["type"] == "extra_forbidden"]
+    asked = [p for p in unknown if not _asks_for_nothing(p)]
+    wrong = [p for p in problems if p["type"] != "extra_forbidden"]
+    if wrong or asked:
+        raise _refusal((wrong or asked)[0])
+    # Only fields are left that ask for nothing: leave these out.
+    content = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
+    for problem in unknown:
+        content.pop(str(problem["loc"][0]))
+    return kind.model_validate(content)
+
+
+def _asks_for_nothing(problem: Any) -> bool:
+    loc = problem["loc"]
+    if len(loc) != 1 or loc[0] not in _NEUTRAL:
+        return False
+    value = problem["input"]
+    return value is None or any(value == neutral for neutral in _NEUTRAL[loc[0]])
+
+
+def _refusal(problem: Any) -> ApiError:
+    kind, where = problem["type"], _path(problem["loc"])
+    if kind == "json_invalid":
+        return ApiError(400, f"body must be JSON, got {problem['msg']}", code="invalid_json")
+    if kind == "extra_forbidden":
+        if problem["loc"][0] in _NEUTRAL:
+            return unserved(where)
+        return ApiError(400, f"{where} is not a known field", param=where, code="unknown_parameter")
+    if kind == "missing":
+        message = f"{where} must be given"
+        return ApiError(400, message, param=where, code="missing_required_parameter")
+    rule = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    got = shown(problem["input"])
+    return ApiError(
+        400, f"{where or 'body'} must be {rule}, got {got}", param=where or None,
+        code="invalid_value",
+    )  # fmt: skip
+
+
+def _path(loc: tuple[Any, ...]) -> str:
+    """Return ("messages", 0, "role") as messages[0].role, without the names of a union's types."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in ("str", "list[str]", "list[int]", "dict[str,any]"):
+            path += f".{part}" if path else str(part)
+    return path
+
+
+def shown(value: object) -> str:
+    """Return a value as an error repeats it: short, and without line breaks."""
+    text = ascii(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def prompts_of(prompt: object, max_prompts: int) -> list[str | list[int]]:
+    """Return the prompts of a completion: each a text or token ids.
+
+    Raises:
+        ApiError: 400: it is none of: a text, ids, a list of texts, a list of lists of ids.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        wanted = "a text, token ids or a list of these that is not empty"
+        raise ApiError(
+            400, f"prompt must be {wanted}, got {shown(prompt)}", param="prompt",
+            code="invalid_value",
+        )  # fmt: skip
+    if all(type(part) is int for part in prompt):
+        return [prompt]
+    if len(prompt) > max_prompts:
+        raise ApiError(
+            400, f"prompt must be at most {max_prompts} prompts, got {len(prompt)}",
+            param="prompt", code="too_many",
+        )  # fmt: skip
+    for i, part in enumerate(prompt):
+        is_ids = isinstance(part, list) and part and all(type(token) is int for token in part)
+        if not isinstance(part, str) and not is_ids:
+            raise ApiError(
+                400, f"prompt[{i}] must be a text or token ids, got {shown(part)}",
+                param=f"prompt[{i}]", code="invalid_value",
+            )  # fmt: skip
+    return prompt
+
+
+def sampling_of(
+    request: GenerationRequest, *, defaults: dict[str, Any], max_tokens: int | None, **more: Any
+) -> SamplingParams:
+    """Return what a request asks of the engine.
+
+    Args:
+        defaults: for fields that the request leaves out, as of the model's generation_config.json.
+        max_tokens: what max_tokens means here, its default included.
+        more: further fields of SamplingParams.
+
+    Raises:
+        ApiError: 400: a value is out of its range, or its field is not served.
+    """
+    served = {field.name for field in fields(SamplingParams)}
+    asked: dict[str, Any] = {k: v for k, v in defaults.items() if k in served}
+    asked["max_tokens"] = max_tokens
+    for name, neutral in SAMPLING_FIELDS.items():
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if name in served:
+            asked[name] = _biases(value) if name == "logit_bias" else value
+        elif not any(value == nothing for nothing in neutral):
+            raise unserved(name)
+    for name, value in more.items():
+        if value is None:
+            continue
+        if name not in served:
+            raise unserved(name)
+        asked[name] = value
+    try:
+        return SamplingParams(**asked)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        name = message.split(" ", 1)[0]
+        param = name if name in type(request).model_fields else None
+        raise ApiError(400, message, param=param, code="invalid_value") from None
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for token, bias in given.items():
+        if not token.isascii() or not token.isdecimal() or len(token) > 10:
+            raise ApiError(
+                400, f"logit_bias must have token ids as names, got {shown(token)}",
+                param="logit_bias", code="invalid_value",
+            )  # fmt: skip
+        biases[int(token)] = bias
+    return biases

@@ -1,0 +1,358 @@
+"""/v1/responses: OpenAI's newer form of a chat, over the same job. Nothing is stored.
+
+Its parts become items: reasoning, a message, function calls. The events of a stream and a whole
+answer come from one generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from tilewise.engine.outputs import RequestOutput
+from tilewise.server.bridge import Job
+from tilewise.server.chat_answer import ChatAnswer
+from tilewise.server.chat_job import ChatJob
+from tilewise.server.errors import ApiError, unserved
+from tilewise.server.protocol import REQUEST_ID, ChatRequest, shown
+from tilewise.server.reply import Reply
+from tilewise.server.tools import Part
+
+if TYPE_CHECKING:
+    from tilewise.server.app import Service
+
+__all__ = ["responses_router"]
+
+Event = tuple[str, dict[str, Any]]
+
+
+class ResponsesRequest(BaseModel):
+    """The body of /v1/responses."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    stream: bool = False
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    user: str | None = Field(default=None, max_length=256)
+    cache_salt: str | None = Field(default=None, max_length=256)
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    priority: int | None = None
+    timeout: float | None = Field(default=None, gt=0)
+    # The server keeps no answers: what asks for that is refused, what forbids it is taken.
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    truncation: str | None = None
+    include: list[str] | None = None
+
+
+def responses_router(service: Service) -> APIRouter:
+    """Return the route."""
+    router = APIRouter()
+
+    @router.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return _ResponsesJob(service, await service.read(request, ResponsesRequest)).reply()
+
+    return router
+
+
+def _wrong(param: str, rule: str, value: object) -> ApiError:
+    return ApiError(
+        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
+    )
+
+
+def _chat_of(request: ResponsesRequest) -> ChatRequest:
+    for name, neutral in (
+        ("background", (None, False)),
+        ("previous_response_id", (None,)),
+        ("conversation", (None,)),
+        ("truncation", (None, "disabled")),
+        ("include", (None, [])),
+        ("top_logprobs", (None, 0)),
+    ):
+        if getattr(request, name) not in neutral:
+            raise unserved(name)
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        messages.append({"role": "user", "content": request.input})
+    else:
+        for i, item in enumerate(request.input):
+            _add_item(messages, f"input[{i}]", item)
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "messages": messages,
+        "max_tokens": request.max_output_tokens,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "response_format": _format(request.text),
+        "reasoning_effort": (request.reasoning or {}).get("effort"),
+        "tool_choice": request.tool_choice,
+    }
+    for name in ("temperature", "top_p", "user", "cache_salt", "request_id", "priority", "timeout"):
+        fields[name] = getattr(request, name)
+    if request.tools:
+        fields["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
+    return ChatRequest(**fields)
+
+
+def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) -> None:
+    """Add an item of the input to the messages."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        messages.append(
+            {"role": "system" if role == "developer" else role, "content": item.get("content")}
+        )
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        last = messages[-1] if messages else {}
+        if last.get("role") == "assistant":
+            last.setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        output = item.get("output")
+        content = output if isinstance(output, str | list) else json.dumps(output)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind != "reasoning":  # models are not shown what they thought before
+        raise unserved(f"{where}.type", f"got {shown(kind)}")
+
+
+def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    form = (text or {}).get("format")
+    if not isinstance(form, dict):
+        return None
+    if form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": form}
+    return form
+
+
+def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise unserved(f"tools[{place}].type", f"must be function, got {shown(tool.get('type'))}")
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description") or "",
+        "parameters": tool.get("parameters") or {"type": "object"},
+    }
+    return {"type": "function", "function": function}
+
+
+class _ResponsesJob:
+    """One request."""
+
+    def __init__(self, service: Service, request: ResponsesRequest) -> None:
+        self._service = service
+        self._request = request
+        self._chat = ChatJob(service, _chat_of(request))
+
+    def reply(self) -> Reply:
+        """Return the answer, to be run."""
+        bridge, asked = self._service.bridge, self._request.request_id
+        if self._request.stream:
+            return Reply(bridge, "resp", asked, stream=self._stream, failed=_failure)
+        return Reply(bridge, "resp", asked, whole=self._whole)
+
+    async def _whole(self, job: Job) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        async with contextlib.aclosing(self._events(job)) as events:
+            async for _, event in events:
+                found = event.get("response", found)
+        return found
+
+    async def _stream(self, job: Job) -> AsyncGenerator[bytes, None]:
+        number = 0
+        async with contextlib.aclosing(self._events(job)) as events:
+            async for name, event in events:
+                content = {"type": name, "sequence_number": number, **event}
+                yield f"event: {name}\ndata: {json.dumps(content)}\n\n".encode()
+                number += 1
+
+    def _response(self, job: Job, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        request = self._request
+        return {
+            "id": job.job_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": status,
+            "model": request.model or self._service.names[0],
+            "output": items,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "tools": request.tools or [],
+            "tool_choice": request.tool_choice or "auto",
+            "store": False,
+            "usage": None,
+        }
+
+    async def _events(self, job: Job) -> AsyncGenerator[Event, None]:
+        text, prompt = await self._chat.prompt()
+        answer = ChatAnswer(
+            job.job_id, "", None, self._chat.new_parser(text),
+            most_calls=1 if self._request.parallel_tool_calls is False else None,
+        )  # fmt: skip
+        items = _Items(job.job_id, answer)
+        output: RequestOutput | None = None
+        reason: str | None = None
+        async with contextlib.aclosing(self._chat.outputs(job, prompt)) as outputs:
+            async for output in outputs:
+                if reason is None and not items.is_begun:
+                    items.is_begun = True
+                    begun = self._response(job, "in_progress", [])
+                    yield "response.created", {"response": begun}
+                    yield "response.in_progress", {"response": begun}
+                for delta in answer.deltas(output):
+                    for part in answer.parts(delta):
+                        for event in items.of(part):
+                            yield event
+                    reason = delta.finish_reason or reason
+        for event in items.end("incomplete" if reason == "length" else "completed"):
+            yield event
+        assert output is not None
+        status, name = "completed", "response.completed"
+        response = self._response(job, status, items.done)
+        if reason in ("length", "deadline", "abort"):
+            why = {"length": "max_output_tokens"}.get(reason, reason)
+            response |= {"status": "incomplete", "incomplete_details": {"reason": why}}
+            name = "response.incomplete"
+        made = sum(len(c.token_ids) for c in output.outputs)
+        prompt_tokens = len(output.prompt_token_ids)
+        response["usage"] = {
+            "input_tokens": prompt_tokens,
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt_tokens + made,
+        }
+        yield name, {"response": response}
+
+
+def _failure(error: ApiError) -> bytes:
+    content = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return f"event: error\ndata: {json.dumps(content)}\n\n".encode()
+
+
+class _Items:
+    """Turns parts into the events of output items, one item at a time.
+
+    Attributes:
+        done: items that have ended.
+        is_begun: the answer's first event is out.
+    """
+
+    def __init__(self, job_id: str, answer: ChatAnswer) -> None:
+        self._job_id = job_id
+        self._answer = answer
+        self._open: tuple[str, int] | None = None
+        self._item: dict[str, Any] = {}
+        self._text = ""
+        self.done: list[dict[str, Any]] = []
+        self.is_begun = False
+
+    def of(self, part: Part) -> Iterator[Event]:
+        """Yield the events of a part."""
+        kind = (part.kind, part.index)
+        if self._open != kind:
+            yield from self.end("completed")
+            self._open, self._text = kind, ""
+            self._item = self._new(part)
+            yield "response.output_item.added", {**self._where(False), "item": dict(self._item)}
+            if part.kind == "content":
+                yield (
+                    "response.content_part.added",
+                    {**self._where(), "content_index": 0, "part": _part("")},
+                )
+        self._text += part.text
+        if part.kind == "content":
+            more = {"content_index": 0, "delta": part.text, "logprobs": []}
+            yield "response.output_text.delta", {**self._where(), **more}
+        elif part.kind == "reasoning":
+            more = {"content_index": 0, "delta": part.text}
+            yield "response.reasoning_text.delta", {**self._where(), **more}
+        else:
+            yield (
+                "response.function_call_arguments.delta",
+                {**self._where(), "delta": part.text},
+            )
+
+    def end(self, status: str) -> Iterator[Event]:
+        """Yield the events that end the item, if one is open."""
+        if self._open is None:
+            return
+        kind, text, where = self._open[0], self._text, self._where()
+        if kind == "content":
+            more = {"content_index": 0, "text": text, "logprobs": []}
+            yield "response.output_text.done", {**where, **more}
+            yield (
+                "response.content_part.done",
+                {**where, "content_index": 0, "part": _part(text)},
+            )
+            self._item["content"] = [_part(text)]
+        elif kind == "reasoning":
+            yield "response.reasoning_text.done", {**where, "content_index": 0, "text": text}
+            self._item["content"] = [{"type": "reasoning_text", "text": text}]
+        else:
+            more = {"arguments": text, "name": self._item["name"]}
+            yield "response.function_call_arguments.done", {**where, **more}
+            self._item["arguments"] = text
+        self._item["status"] = status
+        yield "response.output_item.done", {**self._where(False), "item": self._item}
+        self.done.append(self._item)
+        self._open = None
+
+    def _where(self, has_id: bool = True) -> dict[str, Any]:
+        place: dict[str, Any] = {"output_index": len(self.done)}
+        return {"item_id": self._item["id"], **place} if has_id else place
+
+    def _new(self, part: Part) -> dict[str, Any]:
+        number = f"{self._job_id.removeprefix('resp-')}_{len(self.done)}"
+        if part.kind == "call":
+            return {
+                "id": f"fc_{number}",
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": f"call_{self._answer.call_id(0, part.index)}",
+                "name": part.name,
+                "arguments": "",
+            }
+        if part.kind == "reasoning":
+            return {
+                "id": f"rs_{number}", "type": "reasoning", "status": "in_progress", "summary": [],
+                "content": [],
+            }  # fmt: skip
+        return {
+            "id": f"msg_{number}", "type": "message", "status": "in_progress",
+            "role": "assistant", "content": [],
+        }  # fmt: skip
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

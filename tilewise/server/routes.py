@@ -1,0 +1,134 @@
+"""Routes for whoever runs the server, and what a request is waiting for.
+
+Administration needs a key with `admin = true` where keys are set; a trace shows everybody's
+requests, so it needs one, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+
+from tilewise.server.errors import ApiError
+from tilewise.server.front import caller_of
+from tilewise.server.keys import Caller
+
+if TYPE_CHECKING:
+    from tilewise.server.app import Service
+
+__all__ = ["admin_router"]
+
+MOST_EVENTS = 10_000  # of one answer
+
+
+class AbortRequest(BaseModel):
+    """The body of /abort: ids as answers have them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    request_ids: list[str] | None = None
+    all: bool = False
+
+
+def admin_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+    bridge = service.bridge
+
+    @router.post("/pause")
+    async def pause(request: Request) -> Response:
+        _admin(request)
+        bridge.is_paused = True
+        await asyncio.to_thread(bridge.loop.pause)
+        return JSONResponse({"paused": True})
+
+    @router.post("/resume")
+    async def resume(request: Request) -> Response:
+        _admin(request)
+        await asyncio.to_thread(bridge.loop.resume)
+        bridge.is_paused = False
+        return JSONResponse({"paused": False})
+
+    @router.post("/abort")
+    async def abort(request: Request) -> Response:
+        _admin(request)
+        body = await service.read(request, AbortRequest)
+        if body.all == (body.request_ids is not None):
+            raise ApiError(
+                400, "request_ids or all must be given, and not both", param="request_ids",
+                code="invalid_value",
+            )  # fmt: skip
+        jobs = list(bridge.jobs) if body.all else body.request_ids or []
+        ended = [job_id for job_id in jobs if job_id in bridge.jobs]
+        for job_id in ended:
+            for engine_id in bridge.jobs[job_id].engine_ids:
+                await bridge.llm.abort(engine_id)
+        return JSONResponse({"aborted": ended})
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        _admin(request)
+        reset = _method(bridge.llm, "reset_prefix_cache")
+        if not await reset():
+            raise ApiError(409, "the prefix cache must be held by no request to be reset")
+        return JSONResponse({"reset": True})
+
+    @router.get("/v1/explain/{request_id}")
+    async def explain(request: Request, request_id: str) -> Response:
+        caller = caller_of(request.scope)
+        job = bridge.jobs.get(request_id)
+        # Another key's request is not there, so that nothing tells that it is.
+        if job is None or not (caller.admin or job.caller.name == caller.name):
+            raise ApiError(404, f"request must be one that runs, got {request_id[:80]}")
+        explain = _method(bridge.llm, "explain")
+        told = []
+        for engine_id in job.engine_ids:
+            try:
+                # A step holds the engine's lock, for which the event loop must not wait.
+                told.append(await asyncio.to_thread(explain, engine_id))
+            except KeyError:  # this prompt of several has ended
+                told.append({"request_id": engine_id, "state": "not in the engine"})
+        return JSONResponse({"id": request_id, "prompts": told})
+
+    @router.get("/v1/trace")
+    async def trace(request: Request, since: int = 0, limit: int = 1000) -> Response:
+        _admin(request)
+        if not 1 <= limit <= MOST_EVENTS:
+            raise ApiError(
+                400, f"limit must be in 1 ... {MOST_EVENTS}, got {limit}", param="limit",
+                code="invalid_value",
+            )  # fmt: skip
+        told = _method(bridge.llm, "trace")
+
+        def body() -> str:
+            events = told(max(0, since))[:limit]
+            following = events[-1]["number"] + 1 if events else since
+            return json.dumps({"object": "list", "data": events, "next": following})
+
+        # Thousands of events as JSON take longer than streams should wait.
+        return Response(await asyncio.to_thread(body), media_type="application/json")
+
+    return router
+
+
+def _admin(request: Request) -> Caller:
+    caller = caller_of(request.scope)
+    if not caller.admin:
+        raise ApiError(403, "the key must have admin = true for this", code="admin_key_needed")
+    return caller
+
+
+def _method(engine: Any, name: str) -> Any:
+    """Return a method that not every engine has.
+
+    Raises:
+        ApiError: 501.
+    """
+    method = getattr(engine, name, None)
+    if method is None:
+        raise ApiError(501, f"{name} is not served by this engine", code="not_implemented")
+    return method

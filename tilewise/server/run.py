@@ -1,0 +1,254 @@
+"""Sockets and signals: the application on uvicorn, from its start to its last request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tilewise.server.bridge import Bridge
+from tilewise.server.errors import ApiError
+
+__all__ = ["Server", "ServerOptions", "bind", "run"]
+
+LOG = logging.getLogger("tilewise.server")
+# Connections that wait to be accepted: a burst of clients, all of which connect at once.
+BACKLOG = 2048
+# Bytes of a request's line and headers that are read before it is refused; the application refuses
+# fewer, with 431.
+MOST_HEADER_BYTES = 64 * 2**10
+KEEP_ALIVE_S = 30
+WATCH_S = 0.25  # seconds between two looks at whether the engine lives
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How to listen.
+
+    Attributes:
+        shutdown_timeout_s: for running requests to end when the server shall.
+        header_timeout_s: for a request's headers to arrive.
+        tls: None is plain HTTP.
+    """
+
+    shutdown_timeout_s: float = 30.0
+    header_timeout_s: float = 10.0
+    tls: ssl.SSLContext | None = None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that nobody can reach yet; port 0 is any that is free.
+
+    Raises:
+        ValueError: the port is in use or not allowed, or the address is not this machine's.
+    """
+    found = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        # Else a port stays in use for a minute after a server that had clients.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        if found is not None:
+            found.close()
+        raise ValueError(
+            f"--host and --port must be an address that is free, got {host} and {port}: "
+            f"{error.strerror or error}"
+        ) from None
+    found.setblocking(False)
+    return found
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, with a limit on the time that headers may take and errors in OpenAI's shape.
+
+    uvicorn times a connection between two requests, but not one that begins a request and goes no
+    further, of which a client may open as many as the machine has descriptors.
+    """
+
+    header_timeout_s = 10.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        # The application cuts the connection of a client that does not read: to close it would be
+        # to wait for that client.
+        self.app_state = {**self.app_state, "cut": transport.abort}
+        self._late: asyncio.TimerHandle | None = None
+        self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._late is None and self.timeout_keep_alive_task is None:
+            self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, and end the connection."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # an answer is under way on this connection
+            return
+        body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        parts: list[Any] = [
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
+        for part in parts:
+            self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
+
+    def _await_headers(self) -> None:
+        self._late = self.loop.call_later(self.header_timeout_s, self._refuse_late)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _refuse_late(self) -> None:
+        self._late = None
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """Serves an application until it is told to end.
+
+    The first SIGTERM or SIGINT lets running requests end within a time, a second one ends at once.
+
+    Args:
+        app: the ASGI application.
+        bridge: whose requests end first.
+        options: see ServerOptions.
+        on_started: called with nothing when connections are accepted.
+        handles_signals: False where the process is somebody else's.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        bridge: Bridge,
+        options: ServerOptions,
+        *,
+        on_started: Callable[[], None] | None = None,
+        handles_signals: bool = True,
+    ) -> None:
+        protocol = type("_TimedProtocol", (_Protocol,), {})
+        protocol.header_timeout_s = options.header_timeout_s  # type: ignore[attr-defined]
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,  # the bridge has let requests end before
+            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            backlog=BACKLOG,
+        )
+        config.load()
+        config.ssl = options.tls
+        super().__init__(config)
+        self._bridge = bridge
+        self._options = options
+        self._on_started = on_started
+        self._handles_signals = handles_signals
+        self._drain: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.exit_code = 0
+
+    def stop(self) -> None:
+        """Begin to end; called on the event loop's thread."""
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._end())
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        await super().startup(sockets)
+        if self._handles_signals:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._signalled, number)
+        self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
+        if self._on_started is not None:
+            self._on_started()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: startup() has handlers of its own."""
+        yield
+
+    def _signalled(self, number: int) -> None:
+        if self._drain is not None:
+            LOG.warning("a second signal: ending now")
+            logging.shutdown()
+            # Not sys.exit: threads of the engine would be waited for.
+            os._exit(128 + number if number != signal.SIGTERM else 1)
+        LOG.info(
+            "shutting down; running requests have %g s to end", self._options.shutdown_timeout_s
+        )
+        self.stop()
+
+    async def _watch_engine(self) -> None:
+        """End with an exit code of 1 when the engine has ended, so that a supervisor starts anew.
+
+        The engine goes on by itself after a failure that it can get over.
+        """
+        while self._bridge.loop.is_alive:
+            await asyncio.sleep(WATCH_S)
+        LOG.error("the engine has ended: the server ends, too")
+        self.exit_code = 1
+        await self._bridge.drain(0.0)
+        self.should_exit = True
+
+    async def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._bridge.drain(self._options.shutdown_timeout_s)
+        self.should_exit = True
+
+
+def run(server: Server, sock: socket.socket) -> int:
+    """Serve on a socket until told to end; return the exit code."""
+    if sys.platform != "win32":
+        _raise_descriptor_limit()
+    asyncio.run(server.serve([sock]))
+    return server.exit_code
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many connections as the system does, not the 1,024 of a shell's default."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

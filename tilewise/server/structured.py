@@ -1,0 +1,73 @@
+"""What a request asks of the form of its text: response_format, structured_outputs, tool_choice."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from tilewise.engine import request as engine_request
+from tilewise.engine.request import SamplingParams
+from tilewise.server.errors import ApiError, unserved
+from tilewise.server.protocol import GenerationRequest, shown
+
+__all__ = ["make_structured", "structured_of"]
+
+_KINDS = ("json", "regex", "choice", "grammar")
+
+
+def structured_of(request: GenerationRequest) -> Any:
+    """Return the StructuredOutputs of a request, None if it asks for none.
+
+    Raises:
+        ApiError: 400, it is wrong, or more than one is asked for.
+    """
+    asked: list[tuple[str, dict[str, Any]]] = []
+    form = request.response_format
+    if form is not None:
+        kind = form.get("type")
+        if kind == "json_object":
+            asked.append(("response_format", {"json": {"type": "object"}}))
+        elif kind == "json_schema":
+            named = form.get("json_schema")
+            schema = named.get("schema") if isinstance(named, dict) else None
+            if not isinstance(schema, dict | bool):
+                raise _wrong("response_format.json_schema.schema", "be a JSON schema", schema)
+            asked.append(("response_format", {"json": schema}))
+        elif kind != "text":
+            raise _wrong("response_format.type", "be text, json_object or json_schema", kind)
+    outputs = request.structured_outputs
+    if outputs is not None:
+        given = {name: value for name, value in outputs.items() if value is not None}
+        for name in given:
+            if name not in _KINDS:
+                raise unserved(f"structured_outputs.{name}")
+        if len(given) != 1:
+            raise _wrong("structured_outputs", f"hold one of {', '.join(_KINDS)}", sorted(given))
+        asked.append(("structured_outputs", given))
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise _wrong("structured_outputs", "stand without response_format", "both")
+    param, constraint = asked[0]
+    return make_structured(param, constraint)
+
+
+def make_structured(param: str, constraint: dict[str, Any]) -> Any:
+    """Return StructuredOutputs of one constraint.
+
+    Raises:
+        ApiError: 400, the engine does not serve it, or refuses it.
+    """
+    kind = getattr(engine_request, "StructuredOutputs", None)
+    if kind is None or "structured" not in {f.name for f in fields(SamplingParams)}:
+        raise unserved(param)
+    try:
+        return kind(**constraint)
+    except (TypeError, ValueError) as error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+
+
+def _wrong(param: str, rule: str, value: object) -> ApiError:
+    return ApiError(
+        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
+    )
