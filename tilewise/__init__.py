@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tilewise.engine.request import SamplingParams
     from tilewise.masks import BlockMask
     from tilewise.ops.activation import silu_mul
+    from tilewise.ops.adjust_logits import adjust_logits
     from tilewise.ops.attention import attention, attention_varlen
     from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
     from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
@@ -59,6 +60,7 @@ __all__ = [
     "TilewiseError",
     "UnsupportedError",
     "add_rms_norm",
+    "adjust_logits",
     "apply_rope",
     "attention",
     "attention_fp8",
@@ -98,6 +100,7 @@ _LAZY = {
     "SamplingParams": "tilewise.engine.request",
     "SharedPrefixes": "tilewise.ops",
     "add_rms_norm": "tilewise.ops",
+    "adjust_logits": "tilewise.ops",
     "apply_rope": "tilewise.ops",
     "attention": "tilewise.ops",
     "attention_fp8": "tilewise.ops",

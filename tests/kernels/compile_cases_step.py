@@ -1,4 +1,4 @@
-"""What test_compile.py compiles of the kernels between products: norms, activations, sampling."""
+"""What test_compile.py compiles of the kernels between products: norms, activations, sampling, adjusting."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ def launch_sampling(vocab: int) -> None:
     sampling.sample_tokens(logits, None, None, None, None, None, None)
     for count in (0, 20):
         sampling.token_logprobs(logits, stream, count)
+
+
+def launch_adjust(vocab: int) -> None:
+    """Call the adjustment of logits with every part that may be left out, and without."""
+    from tilewise.kernels.triton import adjust_logits
+
+    logits, rows = meta(8, vocab, dtype=torch.float32), meta(3, dtype=torch.int64)
+    mask, which = meta(2, -(-vocab // 32), dtype=torch.int32), meta(3, dtype=torch.int32)
+    counts, penalties = meta(4, vocab, dtype=torch.int32), meta(3, 3, dtype=torch.float32)
+    biases = rows, rows, meta(3, dtype=torch.float32)
+    nothing = (None,) * 3
+    adjust_logits.launch(logits, rows, mask, which, *biases, counts, which, penalties)
+    adjust_logits.launch(logits, rows, mask, which, *nothing, *nothing)
+    adjust_logits.launch(logits, rows, None, None, *nothing, counts, which, penalties)
 
 
 def launch_linear(outputs: int, channels: int) -> None:
@@ -67,6 +81,13 @@ def step_cases() -> Iterator[Case]:
                 f"sm_{arch}-sampling-{vocab}",
                 arch,
                 lambda vocab=vocab: launch_sampling(vocab),  # type: ignore[misc]
+                products=False,
+                slow=arch != 90 or vocab != 151_936,
+            )
+            yield Case(
+                f"sm_{arch}-adjust_logits-{vocab}",
+                arch,
+                lambda vocab=vocab: launch_adjust(vocab),  # type: ignore[misc]
                 products=False,
                 slow=arch != 90 or vocab != 151_936,
             )
