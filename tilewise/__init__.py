@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
+    from tilewise.engine.sampling_options import StructuredOutputs
     from tilewise.masks import BlockMask
     from tilewise.ops.activation import silu_mul
     from tilewise.ops.adjust_logits import adjust_logits
@@ -57,6 +58,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SharedPrefixes",
+    "StructuredOutputs",
     "TilewiseError",
     "UnsupportedError",
     "add_rms_norm",
@@ -99,6 +101,7 @@ _LAZY = {
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
     "SharedPrefixes": "tilewise.ops",
+    "StructuredOutputs": "tilewise.engine.sampling_options",
     "add_rms_norm": "tilewise.ops",
     "adjust_logits": "tilewise.ops",
     "apply_rope": "tilewise.ops",

@@ -1,4 +1,4 @@
-"""What test_compile.py compiles of the kernels between products: norms, activations, sampling, adjusting."""
+"""What test_compile.py compiles of the kernels between products: norms, activations, sampling."""
 
 from __future__ import annotations
 

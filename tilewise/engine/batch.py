@@ -8,16 +8,46 @@ What is made for every token is no frozen dataclass, which takes three times as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise.engine.request import NO_TOKEN, FinishReason, SamplingParams
+from tilewise.engine.sampling_options import Matcher
 
-__all__ = ["BROKEN", "PENDING", "Batch", "SampledToken", "ScheduledSequence", "TokenEvent"]
+__all__ = [
+    "BROKEN",
+    "PENDING",
+    "Asked",
+    "Batch",
+    "SampledToken",
+    "ScheduledSequence",
+    "ScoredToken",
+    "TokenEvent",
+]
 
 # Stands for a token that an unfinished step draws: the runner knows it, the host does not yet.
 PENDING = -1
+
+
+class Asked(NamedTuple):
+    """What a runner must know of a sequence whose logits are changed, or whose prompt is scored.
+
+    Attributes:
+        adjusts: its logits are changed before they are drawn from.
+        token_ids: all that is known, prompt and generated. It is the sequence's own list, not a
+            copy: a runner reads it in submit() and not later.
+        num_prompt_tokens: how many of them are the prompt.
+        end_ids: tokens that end it.
+        bad_word_ids, new_matcher: see `Request`.
+    """
+
+    adjusts: bool
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    new_matcher: Callable[[], Matcher] | None = None
 
 
 class ScheduledSequence(NamedTuple):
@@ -34,6 +64,7 @@ class ScheduledSequence(NamedTuple):
         num_generated: tokens that each sample has drawn before; the random counter.
         first_new_block: block_ids before this index are what the last batch with this sequence
             said; 0 for a sequence that came since, or came back.
+        asked: None for a sequence with nothing but temperature and truncation.
     """
 
     seq_id: int
@@ -45,6 +76,7 @@ class ScheduledSequence(NamedTuple):
     seeds: tuple[int, ...] = ()
     num_generated: int = 0
     first_new_block: int = 0
+    asked: Asked | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +96,36 @@ class Batch:
     left: tuple[int, ...] = ()
 
     @property
+    def asks(self) -> bool:
+        """Whether any sequence is more to its runner than temperature and truncation."""
+        return any(s.asked is not None for s in self.sequences)
+
+    @property
     def num_tokens(self) -> int:
         """Rows of the step, T."""
         return sum(len(s.token_ids) for s in self.sequences)
 
 
-class SampledToken(NamedTuple):
-    """A drawn token; the log-probabilities are of the model's distribution before truncation.
+# A token of a prompt, its log-probability, and the most likely tokens in its place with theirs.
+ScoredToken = tuple[int, float, tuple[tuple[int, float], ...]]
 
-    The token_id NO_TOKEN says that the logits were NaN or infinite, and that nothing was drawn.
+
+class SampledToken(NamedTuple):
+    """A drawn token; the log-probabilities are of the model's own distribution.
+
+    That is before whatever was asked of its logits, and before temperature and truncation. The
+    token_id NO_TOKEN says that nothing was drawn: the logits were NaN or infinite, or `error`.
+
+    Attributes:
+        prompt_logprobs: with a sequence's first token, if they were asked for.
+        error: what failed in place of a draw, such as a grammar.
     """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    error: Exception | None = None
 
 
 # What a runner returns for each sample of a row of logits that is not finite.

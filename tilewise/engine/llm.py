@@ -16,6 +16,7 @@ from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
+from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.report import Progress, terminal
@@ -198,6 +199,7 @@ class LLM:
         self._end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
         )
+        self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._lock = threading.RLock()  # around whatever changes the engine
         self._arrived: deque[Generation] = deque()  # for the next step to add to the engine
         self._live: dict[str, Generation] = {}  # in the engine
@@ -309,9 +311,8 @@ class LLM:
 
     def _generation(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
         text, ids = token_ids(prompt, self.tokenizer)
-        if sampling.stop_strings and self.tokenizer is None:
-            raise RequestError("stop must be None for a model without tokenizer, got strings")
-        request = Request(f"request-{next(self._request_numbers)}", ids, sampling, self._end_ids)
+        name, options = f"request-{next(self._request_numbers)}", self._options.prepare(sampling)
+        request = Request(name, ids, sampling, self._end_ids, **options)
         self.engine.scheduler.limits.check(request)
         if max(ids) >= self.config.vocab_size:
             raise RequestError(

@@ -94,7 +94,9 @@ class StructuredOutputs:
                 schema = json.loads(self.json) if isinstance(self.json, str) else self.json
                 return json.dumps(schema)
             except (TypeError, ValueError, RecursionError) as error:
-                raise ValueError(f"json must be a JSON schema, got one that fails: {error}") from None
+                raise ValueError(
+                    f"json must be a JSON schema, got one that fails: {error}"
+                ) from None
         if self.choice is not None:
             return json.dumps(list(self.choice), ensure_ascii=False)
         return self.regex or self.grammar or ""

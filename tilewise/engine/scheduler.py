@@ -20,7 +20,9 @@ draws were known. What they cannot change is known: a sequence that reaches its 
 not scheduled again, one that forks with them waits for them. What they can change, an end token, is
 found when the next step runs already; what that one computes for the sequence is dropped. So are
 the results for a sequence that lost its blocks meanwhile: it is computed again, and its random
-numbers are counted, so nothing has happened. Blocks that are let go of are free when the steps that
+numbers are counted, so nothing has happened. A sequence whose next logits depend on tokens that the
+host must know (`Request.needs_tokens`) waits for each of them, beside others that need not. Blocks
+that are let go of are free when the steps that
 were unfinished then have finished (`BlockTables`): whoever lacks one waits for that first, and
 preempts only if it was not enough.
 
@@ -47,6 +49,7 @@ from typing import NamedTuple
 from tilewise.engine.admission import Limits
 from tilewise.engine.batch import (
     PENDING,
+    Asked,
     Batch,
     SampledToken,
     ScheduledSequence,
@@ -213,7 +216,7 @@ class Scheduler:
                 self._append(seq, drawn[0], events)
                 continue
             if drawn[0].token_id == NO_TOKEN:  # they are all of one row of logits
-                events += self._fail_not_finite(seq)
+                events += self._fail_undrawn(seq, drawn[0])
                 continue
             family = self._fork(seq, run.seeds[1:])
             for sample, token in zip(family, drawn, strict=True):
@@ -422,6 +425,8 @@ class Scheduler:
             is_decoding = known - start == 1 - seq.num_pending and known > seq.num_prompt_tokens
             if is_decoding:  # the usual case, without a call
                 n = 1 if known + seq.num_pending < seq.max_len else 0
+                if n and seq.num_pending and seq.request.needs_tokens:
+                    n = 0
             else:
                 n = self._chunk_unless_written(seq, budget)
                 start = seq.num_scheduled_tokens
@@ -475,7 +480,7 @@ class Scheduler:
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens += gained
         content = tables.next_content(seq)
-        if is_still and self._writer_of.get(content, seq) is not seq:
+        if is_still and self._writer_of.get(content, seq) is not seq and not seq.scores_prompt:
             return 0
         n = self._chunk(seq, budget)
         end = seq.num_scheduled_tokens + n
@@ -489,7 +494,7 @@ class Scheduler:
         if seq.num_pending:
             forks = known == seq.num_prompt_tokens and seq.request.sampling.n > 1
             known += seq.num_pending
-            if forks or known >= seq.max_len:
+            if forks or known >= seq.max_len or seq.request.needs_tokens:
                 return 0
         lacking = known - seq.num_scheduled_tokens
         if lacking == 1:
@@ -520,9 +525,15 @@ class Scheduler:
                 seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
         blocks, told = seq.block_ids, seq.num_told_blocks
         seq.num_told_blocks = len(blocks)
+        request, asked = seq.request, None
+        if request.adjusts or request.sampling.prompt_logprobs is not None:
+            asked = Asked(
+                request.adjusts, seq.token_ids, seq.num_prompt_tokens, request.end_ids,
+                request.bad_word_ids, request.new_matcher,
+            )  # fmt: skip
         return ScheduledSequence(
-            seq.seq_id, token_ids, start, blocks, len(seeds), seq.request.sampling, seeds,
-            num_generated, told,
+            seq.seq_id, token_ids, start, blocks, len(seeds), request.sampling, seeds,
+            num_generated, told, asked,
         )  # fmt: skip
 
     def _fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
@@ -533,8 +544,16 @@ class Scheduler:
             self.tables.fork(parent, child)
         return [parent, *children]
 
-    def _fail_not_finite(self, seq: Sequence) -> list[TokenEvent]:
-        error = FloatingPointError("logits must be finite, got NaN or infinity from the model")
+    def _fail_undrawn(self, seq: Sequence, token: SampledToken) -> list[TokenEvent]:
+        """Fail the request of a token that could not be drawn."""
+        error = token.error
+        if error is None and seq.request.adjusts:
+            error = FloatingPointError(
+                "logits must be finite for one token at least, got none: they are NaN or infinite, "
+                "or what the request allows leaves no token"
+            )
+        if error is None:
+            error = FloatingPointError("logits must be finite, got NaN or infinity from the model")
         return self.fail(seq.request.request_id, error)
 
     def _append(self, seq: Sequence, token: SampledToken, events: list[TokenEvent]) -> None:
@@ -543,7 +562,7 @@ class Scheduler:
         if token.token_id in request.end_ids or len(seq.token_ids) >= seq.max_len:
             if token.token_id == NO_TOKEN:
                 seq.token_ids.pop()
-                events += self._fail_not_finite(seq)
+                events += self._fail_undrawn(seq, token)
                 return
             reason, stop_reason = self._why_finished(seq, token.token_id)
             self._finish(seq, reason, stop_reason)

@@ -2,8 +2,8 @@
 
 what     biases added to single tokens, tokens forbidden by a bit mask, and penalties for tokens
          that a text has already
-grid     `_bias_kernel` (tiles of TILE biases,), then `_adjust_kernel` (rows * chunks of TILE tokens,)
-program  TILE biases, no two of one token of a row; or a chunk of a row
+grid     `_bias_kernel` (tiles of biases,), then `_adjust_kernel` (rows * chunks of TILE tokens,)
+program  TILE_BIASES biases, no two of one token of a row; or a chunk of a row
 traffic  the rows that change twice, their counts once, a bit a token of the mask
 numerics float32, each operation rounded, in the order that `ops.adjust_logits` gives
 """
