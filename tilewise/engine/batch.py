@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.engine.request import NO_TOKEN, FinishReason, SamplingParams
+from tilewise.engine.request import NO_TOKEN, FinishReason, Request, SamplingParams
 from tilewise.engine.sampling_options import Matcher
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "ScheduledSequence",
     "ScoredToken",
     "TokenEvent",
+    "why_undrawn",
 ]
 
 # Stands for a token that an unfinished step draws: the runner knows it, the host does not yet.
@@ -48,6 +49,20 @@ class Asked(NamedTuple):
     end_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     new_matcher: Callable[[], Matcher] | None = None
+
+    @classmethod
+    def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
+        """Return what is to be known of a sequence of `request`, None if it asks for nothing."""
+        if not request.adjusts and request.sampling.prompt_logprobs is None:
+            return None
+        return cls(
+            request.adjusts,
+            token_ids,
+            num_prompt_tokens,
+            request.end_ids,
+            request.bad_word_ids,
+            request.new_matcher,
+        )
 
 
 class ScheduledSequence(NamedTuple):
@@ -126,6 +141,18 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: tuple[ScoredToken, ...] | None = None
     error: Exception | None = None
+
+
+def why_undrawn(token: SampledToken, request: Request) -> Exception:
+    """Return the error of a request whose token is NO_TOKEN."""
+    if token.error is not None:
+        return token.error
+    if request.adjusts:
+        return FloatingPointError(
+            "logits must be finite for one token at least, got none: they are NaN or infinite, or "
+            "what the request allows leaves no token"
+        )
+    return FloatingPointError("logits must be finite, got NaN or infinity from the model")
 
 
 # What a runner returns for each sample of a row of logits that is not finite.

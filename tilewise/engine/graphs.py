@@ -111,8 +111,9 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
         batches.append((Batch((sequence,), copies, left=tuple(range(first))), False))
         for i, options in enumerate(ADJUSTED, start=1):
             sampling = SamplingParams(prompt_logprobs=1, **options)
-            adjusted = _sequence(first + i, 2, 0, size)._replace(
-                sampling=sampling, asked=Asked(True, (0, 0), 2)
+            length = min(2, max_num_batched_tokens)
+            adjusted = _sequence(first + i, length, 0, size)._replace(
+                sampling=sampling, asked=Asked(True, (0,) * length, length)
             )
             batches.append((Batch((adjusted,), left=(first + i - 1,)), False))
     return batches

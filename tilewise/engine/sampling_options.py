@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tilewise.engine.request import SamplingParams
 
 __all__ = ["Matcher", "StructuredBackend", "StructuredOutputs", "check_options"]

@@ -54,6 +54,7 @@ from tilewise.engine.batch import (
     SampledToken,
     ScheduledSequence,
     TokenEvent,
+    why_undrawn,
 )
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
@@ -525,12 +526,8 @@ class Scheduler:
                 seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
         blocks, told = seq.block_ids, seq.num_told_blocks
         seq.num_told_blocks = len(blocks)
-        request, asked = seq.request, None
-        if request.adjusts or request.sampling.prompt_logprobs is not None:
-            asked = Asked(
-                request.adjusts, seq.token_ids, seq.num_prompt_tokens, request.end_ids,
-                request.bad_word_ids, request.new_matcher,
-            )  # fmt: skip
+        request = seq.request
+        asked = Asked.of(request, seq.token_ids, seq.num_prompt_tokens)
         return ScheduledSequence(
             seq.seq_id, token_ids, start, blocks, len(seeds), request.sampling, seeds,
             num_generated, told, asked,
@@ -546,14 +543,7 @@ class Scheduler:
 
     def _fail_undrawn(self, seq: Sequence, token: SampledToken) -> list[TokenEvent]:
         """Fail the request of a token that could not be drawn."""
-        error = token.error
-        if error is None and seq.request.adjusts:
-            error = FloatingPointError(
-                "logits must be finite for one token at least, got none: they are NaN or infinite, "
-                "or what the request allows leaves no token"
-            )
-        if error is None:
-            error = FloatingPointError("logits must be finite, got NaN or infinity from the model")
+        error = why_undrawn(token, seq.request)
         return self.fail(seq.request.request_id, error)
 
     def _append(self, seq: Sequence, token: SampledToken, events: list[TokenEvent]) -> None:
