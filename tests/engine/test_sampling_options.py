@@ -624,3 +624,42 @@ def test_a_request_without_what_its_options_need_is_refused():
         Request("a", [1], SamplingParams(bad_words=["x"]))
     with pytest.raises(ValueError, match="new_matcher must be given"):
         Request("a", [1], SamplingParams(structured=StructuredOutputs(regex="a")))
+
+
+def test_the_story_model_tells_what_transformers_tells_under_the_same_rules():
+    from transformers import AutoModelForCausalLM
+
+    from tilewise.engine.settings import model_directory
+
+    llm = LLM("story", dtype="float32", num_blocks=64, max_num_seqs=4)
+    model = AutoModelForCausalLM.from_pretrained(model_directory("story"), dtype=torch.float32)
+    prompt = llm.tokenizer.encode("Once upon a time, there was a little rabbit")
+    words = [" little", " rabbit", " happy"]
+    bad_ids = [list(ids) for ids in llm._options._bad_word_ids(words)]
+    ends = list(llm._end_ids)
+    options = [
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+        ({"bad_words": words}, {"bad_words_ids": bad_ids}),
+        (
+            {"repetition_penalty": 1.1, "bad_words": words, "min_tokens": 40},
+            {"repetition_penalty": 1.1, "bad_words_ids": bad_ids, "min_new_tokens": 40},
+        ),
+    ]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=48, **{"ignore_eos": False} | ours)
+        for ours, _ in options
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt}] * 3, params)
+    for output, (_, theirs) in zip(outputs, options, strict=True):
+        wanted = transformers_tokens(model, prompt, max_new_tokens=48, eos_token_id=ends, **theirs)
+        assert output.outputs[0].token_ids == wanted
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}},
+              "required": ["name"], "additionalProperties": False}  # fmt: skip
+    sampling = SamplingParams(
+        seed=1, max_tokens=200, structured=StructuredOutputs(json=schema), bad_words=["\n"]
+    )
+    for output in llm.generate(["The rabbit's name is"] * 4, sampling):
+        if output.outputs[0].finish_reason == "stop":
+            assert set(json.loads(output.outputs[0].text)) == {"name"}
+        else:
+            assert output.outputs[0].finish_reason == "length"

@@ -79,17 +79,21 @@ class Adjuster:
         self._states: dict[int, _State] = {}
         self._free = list(range(0 if self.counts is None else len(self.counts)))
 
-    def follow(self, batch: Batch) -> bool:
+    def follow(self, batch: Batch, asks: bool) -> bool:
         """Forget who left; say whether a row of this batch is to be changed before it is drawn.
 
         Every batch of a runner passes here, in order.
+
+        Args:
+            batch: the step.
+            asks: what `batch.asks` says.
         """
         if self._states:
             for seq_id in batch.left:
                 state = self._states.pop(seq_id, None)
                 if state is not None and state.slot >= 0:
                     self._free.append(state.slot)
-        return batch.asks and any(
+        return asks and any(
             run.asked is not None and run.asked.adjusts and run.num_samples > 0
             for run in batch.sequences
         )

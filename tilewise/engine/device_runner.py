@@ -106,9 +106,13 @@ class DeviceRunner:
 
     def reset(self) -> None:
         """Forget all sequences."""
+        self._forget_rows()
+        self.scores.reset()
+
+    def _forget_rows(self) -> None:
+        """Forget what the device knows; sequences tell it anew when they run."""
         self.rows.reset()
         self.adjuster.reset()
-        self.scores.reset()
         # A step that failed midway may have moved the device's count on.
         self.results.place.fill_((self._place - 1) % RING)
 
@@ -116,8 +120,9 @@ class DeviceRunner:
     def submit(self, batch: Batch) -> _Handle:
         """Begin a step."""
         try:
-            adjusts = self.adjuster.follow(batch)
-            chunks, whole = self.scores.follow(batch)
+            asks = batch.asks
+            adjusts = self.adjuster.follow(batch, asks)
+            chunks, whole = self.scores.follow(batch, asks)
             if all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences):
                 handle = self._decode(batch, adjusts)
             else:
@@ -125,7 +130,7 @@ class DeviceRunner:
             handle.whole = whole
             return handle
         except BaseException:
-            self.reset()  # rows may have been told what did not happen
+            self._forget_rows()  # they may have been told what did not happen
             raise
 
     def _decode(self, batch: Batch, adjusts: bool) -> _Handle:

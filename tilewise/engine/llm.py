@@ -223,7 +223,9 @@ class LLM:
             One output per prompt, in the order given.
 
         Raises:
-            FloatingPointError: the model gave logits that are NaN or infinite.
+            FloatingPointError: the model gave logits that are NaN or infinite, or the options of a
+                prompt together allow no token.
+            ImportError: structured text is asked for, and llguidance is not installed.
             RequestError: a prompt can never be served; no work has been done. The message has its
                 place in the list.
             TypeError: prompts or sampling_params are something else.

@@ -63,7 +63,7 @@ class Options:
         assert self.tokenizer is not None
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            for text in (word.lstrip(), " " + word.lstrip()):
+            for text in (word.lstrip(" "), " " + word.lstrip(" ")):
                 ids = self.tokenizer.encode_plain(text)
                 if ids:
                     found[tuple(ids)] = None

@@ -51,10 +51,14 @@ class PromptScores:
         """Forget all sequences."""
         self._scores: dict[int, list[ScoredToken]] = {}
 
-    def follow(self, batch: Batch) -> tuple[list[Chunk], dict[int, list[ScoredToken]]]:
+    def follow(self, batch: Batch, asks: bool) -> tuple[list[Chunk], dict[int, list[ScoredToken]]]:
         """Forget who left; return what this step scores and what it hands over.
 
-        Every batch of a runner passes here, in order.
+        Every batch of a runner passes here, in order, and may pass again if its step fails.
+
+        Args:
+            batch: the step.
+            asks: what `batch.asks` says.
 
         Returns:
             Chunks, and by place among the sequences the scores that go with a first token; they are
@@ -64,7 +68,7 @@ class PromptScores:
             for seq_id in batch.left:
                 self._scores.pop(seq_id, None)
         chunks, whole, row = list[Chunk](), dict[int, list[ScoredToken]](), 0
-        if not batch.asks:
+        if not asks:
             return chunks, whole
         for place, run in enumerate(batch.sequences):
             first, row = row, row + len(run.token_ids)
@@ -78,7 +82,7 @@ class PromptScores:
                 targets = tuple(asked.token_ids[after : after + last - first])
                 chunks.append(Chunk(first, last, targets, count, scores))
             if run.num_samples > 0:
-                whole[place] = self._scores.pop(run.seq_id)
+                whole[place] = scores
         return chunks, whole
 
 

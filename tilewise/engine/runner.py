@@ -178,8 +178,9 @@ class ModelRunner:
         return Finished(samples)
 
     def _compute(self, batch: Batch) -> Samples:
-        adjusts = self._adjuster.follow(batch)
-        chunks, whole = self._scores.follow(batch)
+        asks = batch.asks
+        adjusts = self._adjuster.follow(batch, asks)
+        chunks, whole = self._scores.follow(batch, asks)
         inputs = build_inputs(
             batch,
             self.block_size,

@@ -158,7 +158,7 @@ def check_options(params: SamplingParams) -> None:
         _check_allowed(params.allowed_token_ids)
     if params.bad_words is not None:
         _check_texts("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
-        if not all(word.strip() for word in params.bad_words):
+        if not all(word.lstrip(" ") for word in params.bad_words):
             raise ValueError("bad_words must not hold an empty word")
     if params.logits_processors is not None:
         _check_processors(params.logits_processors)
