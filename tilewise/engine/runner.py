@@ -24,7 +24,7 @@ from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import PENDING, Batch, SampledToken
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.prompt_scores import PromptScores, finish, hand_over, score
-from tilewise.engine.sampler import sample
+from tilewise.engine.sampler import few_threads, sample
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks
 
@@ -203,7 +203,8 @@ class ModelRunner:
         rows = [sum(draws[:i]) for i in range(len(draws))]
         has_logprobs = any(s.sampling.logprobs is not None for s in batch.sequences)
         untouched = logits.clone() if has_logprobs else None
-        errors = self._adjuster.adjust(logits, batch.sequences, rows)
+        with few_threads(logits):
+            errors = self._adjuster.adjust(logits, batch.sequences, rows)
         samples = self.sampler(logits, batch, untouched)
         put_errors(samples, errors)
         return samples

@@ -7,7 +7,8 @@ a token of probability 0 is never drawn, and no neighbour can move a boundary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from tilewise.engine.batch import BROKEN, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.philox import uniforms
 from tilewise.engine.request import SamplingParams
 
-__all__ = ["sample", "truncate"]
+__all__ = ["few_threads", "sample", "truncate"]
 
 # Probability 1 as an integer weight. 2**48 leaves 15 bits of int64 above it for rounding, and
 # nothing that float64 holds above 3.6e-15 is lost.
@@ -51,12 +52,20 @@ def sample(
         One list per sequence of `batch`, of num_samples tokens (empty for 0). They are BROKEN where
         the row of logits has no finite maximum (NaN or infinity); no other row notices.
     """
+    with few_threads(logits):
+        return _sample(logits, batch, untouched)
+
+
+@contextmanager
+def few_threads(logits: Tensor) -> Iterator[None]:
+    """Let one thread of a CPU do what there is to do with few logits."""
     threads = torch.get_num_threads()
     if logits.device.type != "cpu" or logits.numel() > ONE_THREAD or threads == 1:
-        return _sample(logits, batch, untouched)
+        yield
+        return
     torch.set_num_threads(1)
     try:
-        return _sample(logits, batch, untouched)
+        yield
     finally:
         torch.set_num_threads(threads)
 
