@@ -383,6 +383,13 @@ def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing
 def test_a_request_that_allows_no_token_says_so(checkpoint):
     for runner in RUNNERS:
         llm = engine_of(checkpoint[0], runner)
+        prompt, letter = [30] * 20, llm.tokenizer.encode("q")
+        llm.generate(as_ids([prompt]), PLAIN)
+        with pytest.raises(ValueError, match="must leave a token to draw, got none after 0 tokens"):
+            llm.generate(as_ids([prompt]), asking(allowed_token_ids=letter, bad_words=["q"]))
+        assert_idle(llm)
+        [output] = llm.generate(as_ids([prompt]), PLAIN)
+        assert output.num_cached_tokens > 0  # nothing was wrong with what it computed
         with pytest.raises(FloatingPointError, match="leaves no token"):
             llm.generate(
                 as_ids(prompts(1)), asking(allowed_token_ids=[5], logits_processors=[_forbid_5])

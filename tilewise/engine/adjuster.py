@@ -235,6 +235,11 @@ class Adjuster:
             words = np.full(step.num_words, ALL_ALLOWED) if words is None else words.copy()
             _clear_bits(words, forbidden)
         if words is not None:
+            if not words.any():
+                raise ValueError(
+                    "what a request allows must leave a token to draw, got none after "
+                    f"{len(known) - asked.num_prompt_tokens} tokens"
+                )
             step.masks.append(words)
         step.rows.append(row)
         step.mask_of.append(-1 if words is None else len(step.masks) - 1)

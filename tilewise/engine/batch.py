@@ -149,8 +149,8 @@ def why_undrawn(token: SampledToken, request: Request) -> Exception:
         return token.error
     if request.adjusts:
         return FloatingPointError(
-            "logits must be finite for one token at least, got none: they are NaN or infinite, or "
-            "what the request allows leaves no token"
+            "logits must be finite for one token at least, got none: the model's are NaN or "
+            "infinite, or a logits processor leaves no token"
         )
     return FloatingPointError("logits must be finite, got NaN or infinity from the model")
 

@@ -64,9 +64,9 @@ class SamplingParams:
         include_stop_str_in_output: the text keeps the stop string, or stop token, that ended it.
         skip_special_tokens: special tokens have no text.
 
-    The order is vLLM's: logits_processors, logit_bias, then what may not be drawn
-    (allowed_token_ids, bad_words, min_tokens, structured), repetition, frequency and presence
-    penalty, temperature, top_k, top_p, min_p.
+    The order is vLLM's, but for functions of the caller, which come first: logits_processors,
+    logit_bias, then what may not be drawn (allowed_token_ids, bad_words, min_tokens, structured),
+    repetition, frequency and presence penalty, temperature, top_k, top_p, min_p.
 
     Raises:
         TypeError: a value is not of its type; the message names it.

@@ -297,12 +297,15 @@ class Scheduler:
             self._finish(seq, FinishReason.ABORT, None)
         return bool(unfinished)
 
-    def fail(self, request_id: str, error: Exception) -> list[TokenEvent]:
+    def fail(
+        self, request_id: str, error: Exception, *, is_damaged: bool = True
+    ) -> list[TokenEvent]:
         """End all samples of a request whose numbers cannot be trusted; nobody else is touched.
 
         What it has computed leaves the prefix cache, so that no other attempt meets it. So does
         what it had found there, and all that follows it: which block the damage began in, nobody
-        knows, and a chunk that samples nothing does not show it.
+        knows, and a chunk that samples nothing does not show it. All stays where nothing of it is
+        in doubt (`is_damaged` False), as when a grammar has failed.
 
         Returns:
             One event without a token for each unfinished sample, those included that would have
@@ -312,7 +315,8 @@ class Scheduler:
         unfinished = [s for s in family if s.finish_reason is None]
         if not unfinished:
             return []
-        self.tables.forget(family, self.roster.running)
+        if is_damaged:
+            self.tables.forget(family, self.roster.running)
         first = family[0]
         indices = [s.index for s in unfinished]
         if len(family) < first.request.sampling.n:
@@ -544,7 +548,7 @@ class Scheduler:
     def _fail_undrawn(self, seq: Sequence, token: SampledToken) -> list[TokenEvent]:
         """Fail the request of a token that could not be drawn."""
         error = why_undrawn(token, seq.request)
-        return self.fail(seq.request.request_id, error)
+        return self.fail(seq.request.request_id, error, is_damaged=token.error is None)
 
     def _append(self, seq: Sequence, token: SampledToken, events: list[TokenEvent]) -> None:
         seq.token_ids.append(token.token_id)
