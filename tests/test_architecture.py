@@ -133,6 +133,7 @@ def test_every_op_has_an_oracle_a_kernel_for_each_backend_and_a_test():
         "merge",
         "norm",
         "activation",
+        "adjust_logits",
     ):
         assert (PACKAGE / "ops" / "_reference" / f"{op}.py").exists()
         for backend in ("cpu", "triton"):

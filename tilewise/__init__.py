@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
+    from tilewise.engine.sampling_options import StructuredOutputs
     from tilewise.masks import BlockMask
     from tilewise.ops.activation import silu_mul
+    from tilewise.ops.adjust_logits import adjust_logits
     from tilewise.ops.attention import attention, attention_varlen
     from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
     from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
@@ -62,9 +64,11 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SharedPrefixes",
+    "StructuredOutputs",
     "TilewiseError",
     "UnsupportedError",
     "add_rms_norm",
+    "adjust_logits",
     "apply_rope",
     "attention",
     "attention_fp8",
@@ -104,7 +108,9 @@ _LAZY = {
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
     "SharedPrefixes": "tilewise.ops",
+    "StructuredOutputs": "tilewise.engine.sampling_options",
     "add_rms_norm": "tilewise.ops",
+    "adjust_logits": "tilewise.ops",
     "apply_rope": "tilewise.ops",
     "attention": "tilewise.ops",
     "attention_fp8": "tilewise.ops",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,27 @@ def mixed_requests(seed=1):
     return requests
 
 
+def asking_requests(seed=1):
+    """The same, every second one with options that change its logits."""
+    requests, draw = mixed_requests(seed), random.Random(seed)
+    for request in requests[::2]:
+        options = draw.sample(
+            [
+                {"frequency_penalty": 1.1, "presence_penalty": 0.3},
+                {"repetition_penalty": 1.4},
+                {"allowed_token_ids": list(range(3, 200))},
+                {"logit_bias": {11: 5.0, 40: -5.0}},
+                {"logits_processors": [lambda prompt, output, logits: logits * 0.9]},
+                {"prompt_logprobs": 1, "logprobs": 1},
+            ],
+            3,
+        )
+        for option in options:
+            request.sampling = replace(request.sampling, **option)
+        request.__post_init__()
+    return requests
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
@@ -103,14 +125,15 @@ def directory(tmp_path_factory):
     return path
 
 
+@pytest.mark.parametrize("requests", [mixed_requests, asking_requests])
 @pytest.mark.parametrize("num_blocks", [400, 40])
-def test_overlap_changes_no_token(directory, num_blocks):
+def test_overlap_changes_no_token(directory, num_blocks, requests):
     """On a CPU, where the step is computed op by op; with 40 blocks sequences are preempted."""
     found = []
     for overlap in (False, True):
         runner = make_runner(directory, "cpu", num_blocks=num_blocks)
         engine = Engine(new_scheduler(runner), runner, overlap=overlap)
-        found.append(run(engine, mixed_requests()))
+        found.append(run(engine, requests()))
         assert (engine.stats().scheduler.num_preemptions > 0) == (num_blocks == 40)
     assert found[0] == found[1]
 
@@ -182,8 +205,8 @@ def test_a_captured_step_is_the_step_bit_for_bit(directory, dtype):
         seen: list[torch.Tensor] = []
         compute = runner._decode
 
-        def decode(batch, compute=compute, runner=runner, seen=seen):
-            handle = compute(batch)
+        def decode(batch, adjusts, compute=compute, runner=runner, seen=seen):
+            handle = compute(batch, adjusts)
             step = runner.steps[next(b for b in runner.buckets if b >= runner.rows.num_rows)]
             seen.append(step.logits[: runner.rows.num_rows].clone())
             return handle
@@ -223,24 +246,71 @@ def test_neither_graphs_nor_overlap_change_a_token(tmp_path, case, dtype):
         assert found["auto", True] == [greedy_tokens(reference, p, 20) for p in given]
 
 
+def test_sequences_that_change_their_logits_overlap_unless_the_host_must_know(directory):
+    runner = make_runner(directory, "cpu")
+    engine = Engine(new_scheduler(runner), runner, overlap=True)
+    steps = []
+    submit = runner.submit
+
+    def noting(batch):
+        steps.append({run.seq_id for run in batch.sequences})
+        return submit(batch)
+
+    runner.submit = noting
+    options = ({}, {"presence_penalty": 1.0}, {"logits_processors": [lambda p, o, x: x]})
+    for i, option in enumerate(options):
+        sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, **option)
+        engine.add_request(Request(str(i), [5, 6, 7], sampling))
+    while engine.has_unfinished():
+        engine.step()
+    first = steps[1:19]
+    assert all({0, 1} <= step for step in first)
+    assert [2 in step for step in first] == [False, True] * 9
+    assert sum(2 in step for step in steps) == 20
+
+
 @pytest.mark.gpu
-def test_drawn_tokens_are_the_same_with_graphs_and_without(directory):
+@pytest.mark.parametrize("requests", [mixed_requests, asking_requests])
+def test_drawn_tokens_are_the_same_with_graphs_and_without(directory, requests):
     found = []
     for captures, overlap in ((False, False), (True, False), (True, True)):
         runner = make_runner(directory, "cuda", block_size=16, num_blocks=60, dtype="float32")
         runner.captures = captures
         engine = Engine(new_scheduler(runner), runner, overlap=overlap)
-        found.append(run(engine, mixed_requests()))
+        found.append(run(engine, requests()))
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.gpu
-def test_a_decode_step_waits_for_nothing(directory):
+def test_a_step_in_two_halves_is_the_whole_step_bit_for_bit(directory):
+    """Neighbours that ask for nothing keep their logits, captured in halves or in one."""
+    plain = Request("plain", prompts(1)[0], replace(GREEDY, logprobs=5))
+    asking = replace(GREEDY, presence_penalty=0.0, logit_bias={3: 1.0})
+    found = []
+    for other in (GREEDY, asking):
+        runner = make_runner(directory, "cuda", block_size=16, dtype="bfloat16")
+        prepare(runner, max_num_batched_tokens=64, is_lazy=False)
+        engine = Engine(new_scheduler(runner), runner, overlap=True)
+        engine.add_request(plain)
+        engine.add_request(Request("other", prompts(1, seed=5)[0], other))
+        events = []
+        while engine.has_unfinished():
+            events += [e.token for e in engine.step() if e.request_id == "plain"]
+        found.append(events)
+        assert engine.stats().num_compilations == 0
+        assert any(s.is_model_captured for s in runner.steps.values()) == (other is asking)
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", [{}, {"presence_penalty": 0.5, "logit_bias": {5: 1.0}}])
+def test_a_decode_step_waits_for_nothing(directory, option):
+    params = replace(GREEDY, **option)
     runner = make_runner(directory, "cuda", block_size=16)
     prepare(runner, max_num_batched_tokens=64, is_lazy=False)
     engine = Engine(new_scheduler(runner), runner, overlap=True)
     for i, prompt in enumerate(prompts(6)):
-        engine.add_request(Request(str(i), prompt, GREEDY))
+        engine.add_request(Request(str(i), prompt, params))
     for _ in range(4):
         engine.step()
     submit = runner.submit
@@ -260,7 +330,7 @@ def test_a_decode_step_waits_for_nothing(directory):
     for _ in range(10):
         engine.step()
     for i, prompt in enumerate(prompts(3, seed=9)):  # and neither does a step with prompts
-        engine.add_request(Request(f"new {i}", prompt, GREEDY))
+        engine.add_request(Request(f"new {i}", prompt, params))
     while engine.has_unfinished():
         engine.step()
 

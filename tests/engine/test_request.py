@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tilewise.engine.request import FinishReason, Request, SamplingParams, Sequence
+from tilewise.engine.sampling_options import StructuredOutputs
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,41 @@ from tilewise.engine.request import FinishReason, Request, SamplingParams, Seque
         ({"stop": "a" * 1025}, "stop must be of at most 1024 characters, got one of 1025"),
         ({"stop": ["a", "b" * 1025]}, "stop must be of at most 1024 characters, got one of 1025"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids must be at most 1024 ids, got 1025"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs must be in 0 ... 20, got 21"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be in [-2, 2], got 2.1"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty must be in [-2, 2], got -2.1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be in [-2, 2], got nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be finite and above 0, got 0"),
+        (
+            {"repetition_penalty": float("inf")},
+            "repetition_penalty must be finite and above 0, got inf",
+        ),
+        (
+            {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+            "logit_bias must be of at most 1024 tokens, got 1025",
+        ),
+        ({"logit_bias": {3: 100.5}}, "logit_bias must be in [-100, 100], got 100.5 for token 3"),
+        (
+            {"logit_bias": {3: float("nan")}},
+            "logit_bias must be in [-100, 100], got nan for token 3",
+        ),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be 1 ... 131072 ids, got 0"),
+        (
+            {"allowed_token_ids": range(131_073)},
+            "allowed_token_ids must be 1 ... 131072 ids, got 131073",
+        ),
+        ({"bad_words": ["a"] * 257}, "bad_words must be at most 256 texts, got 257"),
+        (
+            {"bad_words": ["a" * 1025]},
+            "bad_words must be of at most 1024 characters, got one of 1025",
+        ),
+        ({"bad_words": ["a", " "]}, "bad_words must not hold an empty word"),
+        ({"min_tokens": -1}, "min_tokens must be in 0 ... max_tokens (16), got -1"),
+        ({"min_tokens": 17}, "min_tokens must be in 0 ... max_tokens (16), got 17"),
+        (
+            {"logits_processors": [abs] * 17},
+            "logits_processors must be at most 16 functions, got 17",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(values: dict, message: str):
@@ -57,6 +93,28 @@ def test_values_out_of_range_are_refused_by_name(values: dict, message: str):
         ({"stop": ["a", 5]}, "stop must be a str or a list of them, got ['a', 5]"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers, got 5"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of integers, got ['a']"),
+        ({"prompt_logprobs": 1.0}, "prompt_logprobs must be an integer or None, got 1.0"),
+        ({"presence_penalty": "1"}, "presence_penalty must be a number, got '1'"),
+        ({"repetition_penalty": None}, "repetition_penalty must be a number, got None"),
+        ({"min_tokens": None}, "min_tokens must be an integer, got None"),
+        ({"logit_bias": [1]}, "logit_bias must be a dict, got list"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias must have integers as keys, got '3'"),
+        ({"logit_bias": {3: "1"}}, "logit_bias must have numbers as values, got '1'"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of integers, got 5"),
+        (
+            {"allowed_token_ids": ["a"]},
+            "allowed_token_ids must be a list of integers, got one that is 'a'",
+        ),
+        ({"bad_words": "word"}, "bad_words must be a list of str, got 'word'"),
+        ({"bad_words": [1]}, "bad_words must be a list of str, got [1]"),
+        (
+            {"logits_processors": abs},
+            "logits_processors must be a list, got builtin_function_or_method",
+        ),
+        ({"logits_processors": [1]}, "logits_processors must be functions, got 1"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output must be a bool, got 1"),
+        ({"skip_special_tokens": None}, "skip_special_tokens must be a bool, got None"),
+        ({"structured": {"regex": "a"}}, "structured must be StructuredOutputs, got dict"),
     ],
 )
 def test_values_of_the_wrong_type_are_refused_by_name(values: dict, message: str):
@@ -73,6 +131,10 @@ def test_numbers_of_numpy_are_numbers():
 def test_the_edges_of_each_range_are_accepted():
     SamplingParams(n=1024, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=1, logprobs=20)
     SamplingParams(stop=["a" * 1024] * 64, stop_token_ids=list(range(1024)))
+    SamplingParams(presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=1e-3)
+    SamplingParams(logit_bias=dict.fromkeys(range(1024), -100), allowed_token_ids=range(131_072))
+    SamplingParams(bad_words=["a" * 1024] * 256, min_tokens=16, logits_processors=[abs] * 16)
+    SamplingParams(max_tokens=None, min_tokens=10**9, prompt_logprobs=20)
     SamplingParams(n=1, temperature=0, top_p=1e-9, top_k=0, min_p=0.0, max_tokens=None, logprobs=0)
 
 
@@ -107,3 +169,65 @@ def test_sequences_are_compared_by_identity():
 def test_finish_reasons_read_as_the_words_of_the_api():
     assert [str(r) for r in FinishReason] == ["stop", "length", "abort", "error", "deadline"]
     assert FinishReason.STOP == "stop"
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({}, ValueError, "structured must have one of json, regex, choice, grammar, got none"),
+        (
+            {"json": {}, "regex": "a"},
+            ValueError,
+            "structured must have one of json, regex, choice, grammar, got json, regex",
+        ),
+        ({"regex": 5}, TypeError, "regex must be a str, got 5"),
+        ({"grammar": ["a"]}, TypeError, "grammar must be a str, got ['a']"),
+        ({"json": 5}, TypeError, "json must be a str or a dict, got int"),
+        ({"regex": ""}, ValueError, "regex must have 1 ... 65536 characters, got 0"),
+        ({"regex": "a" * 65537}, ValueError, "regex must have 1 ... 65536 characters, got 65537"),
+        ({"choice": []}, ValueError, "choice must hold at least 1 text, got 0"),
+        ({"choice": ["a"] * 1025}, ValueError, "choice must be at most 1024 texts, got 1025"),
+        ({"choice": [5]}, TypeError, "choice must be a list of str, got [5]"),
+    ],
+)
+def test_descriptions_of_a_text_are_checked(values, error, message):
+    with pytest.raises(error) as caught:
+        StructuredOutputs(**values)
+    assert str(caught.value) == message
+
+
+def test_a_schema_that_is_no_json_is_refused():
+    for schema in ("{", {"a": object()}):
+        with pytest.raises(ValueError, match="json must be a JSON schema, got one that fails"):
+            StructuredOutputs(json=schema)
+    assert StructuredOutputs(json='{"type":  "object"}').description == '{"type": "object"}'
+
+
+@pytest.mark.parametrize(
+    ("options", "adjusts", "needs_tokens"),
+    [
+        ({}, False, False),
+        ({"logprobs": 3, "prompt_logprobs": 3, "stop": "a"}, False, False),
+        ({"presence_penalty": 0.1}, True, False),
+        ({"repetition_penalty": 1.1}, True, False),
+        ({"logit_bias": {1: 1.0}}, True, False),
+        ({"allowed_token_ids": [1]}, True, False),
+        ({"min_tokens": 1}, True, False),
+        ({"logits_processors": [abs]}, True, True),
+    ],
+)
+def test_a_request_says_what_its_logits_need(options, adjusts, needs_tokens):
+    request = Request("a", [1], SamplingParams(**options))
+    assert (request.adjusts, request.needs_tokens) == (adjusts, needs_tokens)
+
+
+def test_bad_words_of_one_token_need_no_other_token():
+    sampling = SamplingParams(bad_words=["x"])
+    assert not Request("a", [1], sampling, bad_word_ids=((5,), (6,))).needs_tokens
+    assert Request("a", [1], sampling, bad_word_ids=((5,), (6, 7))).needs_tokens
+
+
+def test_a_structured_text_ends_with_the_models_end_token_always():
+    sampling = SamplingParams(ignore_eos=True, structured=StructuredOutputs(regex="a"))
+    request = Request("a", [1], sampling, (2,), new_matcher=lambda: None)
+    assert 2 in request.end_ids

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tilewise.engine.text import MAX_WINDOW, Detokenizer, StopMatcher, TextStream
+from tilewise.engine.text import MAX_WINDOW, Detokenizer, StopAutomaton, StopMatcher, TextStream
 
 SAMPLES = ["Hello, wörld! naïve café", "日本語の文章です。", "emoji 😀👍🏽 and ⅓", "a  b\n\n c\t"]
 
@@ -180,11 +180,12 @@ def naive_stop(text, stops):
 @settings(max_examples=1000)
 @given(
     text=st.text("ab", max_size=30),
-    stops=st.lists(st.text("ab", min_size=1, max_size=9), max_size=3),
+    stops=st.lists(st.text("ab", min_size=1, max_size=9), max_size=6),
     cuts=st.lists(st.integers(0, 30), max_size=10),
+    includes_stop=st.booleans(),
 )
-def test_stop_strings_are_found_however_the_text_is_cut(text, stops, cuts):
-    matcher, shown, stop = StopMatcher(stops), "", None
+def test_stop_strings_are_found_however_the_text_is_cut(text, stops, cuts, includes_stop):
+    matcher, shown, stop = StopMatcher(stops, includes_stop=includes_stop), "", None
     edges = sorted({0, len(text), *(c for c in cuts if c < len(text))})
     for start, end in itertools.pairwise(edges):
         delta, stop = matcher.push(text[start:end])
@@ -197,7 +198,38 @@ def test_stop_strings_are_found_however_the_text_is_cut(text, stops, cuts):
         assert held == "" or any(s.startswith(held) for s in stops)
     if stop is None:
         shown += matcher.flush()
-    assert (shown, stop) == naive_stop(text, stops)
+    wanted, found = naive_stop(text, stops)
+    assert (shown, stop) == (wanted + (found or "") * includes_stop, found)
+
+
+def test_a_text_costs_its_length_however_many_stop_strings_there_are():
+    steps = []
+    for count in (1, 64):
+        automaton = StopAutomaton(["a" * 500 + chr(200 + i) for i in range(count)])
+        looked_up = 0
+
+        class Counting(dict):
+            def __contains__(self, char):
+                nonlocal looked_up
+                looked_up += 1
+                return super().__contains__(char)
+
+        automaton.next_of = [Counting(chars) for chars in automaton.next_of]
+        matcher = StopMatcher(automaton)
+        text = ("a" * 499 + "b") * 40
+        shown = "".join(matcher.push(char)[0] for char in text) + matcher.flush()
+        assert shown == text
+        assert looked_up <= 2 * len(text)
+        steps.append(looked_up)
+    assert steps[0] == steps[1]
+
+
+def test_samples_share_an_automaton_and_match_by_themselves():
+    automaton = StopAutomaton(["xyz"])
+    one, other = StopMatcher(automaton), StopMatcher(automaton)
+    assert one.push("axy") == ("a", None)
+    assert other.push("z") == ("z", None)
+    assert one.push("z") == ("", "xyz")
 
 
 def test_a_stop_string_that_begins_within_itself_is_found():
@@ -234,3 +266,15 @@ def test_finishing_releases_what_was_held_back():
     assert [stream.push(i) for i in ids_of("axy")] == ["a", "", ""]
     assert stream.finish() == "xy"
     assert (stream.text, stream.stop) == ("axy", None)
+
+
+def test_the_first_tokens_end_no_text():
+    stream = TextStream(Detokenizer(BYTE_LEVEL.decode), ["x"], min_tokens=2)
+    assert [stream.push(i) for i in ids_of("xxax")] == ["x", "x", "a", ""]
+    assert (stream.text, stream.stop) == ("xxa", "x")
+
+
+def test_the_stop_string_is_part_of_the_text_when_asked_for():
+    stream = TextStream(Detokenizer(BYTE_LEVEL.decode), ["xyz"], includes_stop=True)
+    assert [stream.push(i) for i in ids_of("axyz")] == ["a", "", "", "xyz"]
+    assert (stream.text, stream.stop) == ("axyz", "xyz")

@@ -33,6 +33,20 @@ def launch_sampling(vocab: int) -> None:
         sampling.token_logprobs(logits, stream, count)
 
 
+def launch_adjust(vocab: int) -> None:
+    """Call the adjustment of logits with every part that may be left out, and without."""
+    from tilewise.kernels.triton import adjust_logits
+
+    logits, rows = meta(8, vocab, dtype=torch.float32), meta(3, dtype=torch.int64)
+    mask, which = meta(2, -(-vocab // 32), dtype=torch.int32), meta(3, dtype=torch.int32)
+    counts, penalties = meta(4, vocab, dtype=torch.int32), meta(3, 3, dtype=torch.float32)
+    biases = rows, rows, meta(3, dtype=torch.float32)
+    nothing = (None,) * 3
+    adjust_logits.launch(logits, rows, mask, which, *biases, counts, which, penalties)
+    adjust_logits.launch(logits, rows, mask, which, *nothing, *nothing)
+    adjust_logits.launch(logits, rows, None, None, *nothing, counts, which, penalties)
+
+
 def launch_linear(outputs: int, channels: int) -> None:
     """Call the product of few rows on the tile that its table gives."""
     from tilewise.kernels.triton import linear
@@ -97,6 +111,13 @@ def step_cases() -> Iterator[Case]:
                 f"sm_{arch}-sampling-{vocab}",
                 arch,
                 lambda vocab=vocab: launch_sampling(vocab),  # type: ignore[misc]
+                products=False,
+                slow=arch != 90 or vocab != 151_936,
+            )
+            yield Case(
+                f"sm_{arch}-adjust_logits-{vocab}",
+                arch,
+                lambda vocab=vocab: launch_adjust(vocab),  # type: ignore[misc]
                 products=False,
                 slow=arch != 90 or vocab != 151_936,
             )

@@ -8,16 +8,61 @@ What is made for every token is no frozen dataclass, which takes three times as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tilewise.engine.request import NO_TOKEN, FinishReason, SamplingParams
+from tilewise.engine.request import NO_TOKEN, FinishReason, Request, SamplingParams
+from tilewise.engine.sampling_options import Matcher
 
-__all__ = ["BROKEN", "PENDING", "Batch", "SampledToken", "ScheduledSequence", "TokenEvent"]
+__all__ = [
+    "BROKEN",
+    "PENDING",
+    "Asked",
+    "Batch",
+    "SampledToken",
+    "ScheduledSequence",
+    "ScoredToken",
+    "TokenEvent",
+    "why_undrawn",
+]
 
 # Stands for a token that an unfinished step draws: the runner knows it, the host does not yet.
 PENDING = -1
+
+
+class Asked(NamedTuple):
+    """What a runner must know of a sequence whose logits are changed, or whose prompt is scored.
+
+    Attributes:
+        adjusts: its logits are changed before they are drawn from.
+        token_ids: all that is known, prompt and generated. It is the sequence's own list, not a
+            copy: a runner reads it in submit() and not later.
+        num_prompt_tokens: how many of them are the prompt.
+        end_ids: tokens that end it.
+        bad_word_ids, new_matcher: see `Request`.
+    """
+
+    adjusts: bool
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    new_matcher: Callable[[], Matcher] | None = None
+
+    @classmethod
+    def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
+        """Return what is to be known of a sequence of `request`, None if it asks for nothing."""
+        if not request.adjusts and request.sampling.prompt_logprobs is None:
+            return None
+        return cls(
+            request.adjusts,
+            token_ids,
+            num_prompt_tokens,
+            request.end_ids,
+            request.bad_word_ids,
+            request.new_matcher,
+        )
 
 
 class ScheduledSequence(NamedTuple):
@@ -34,6 +79,7 @@ class ScheduledSequence(NamedTuple):
         num_generated: tokens that each sample has drawn before; the random counter.
         first_new_block: block_ids before this index are what the last batch with this sequence
             said; 0 for a sequence that came since, or came back.
+        asked: None for a sequence with nothing but temperature and truncation.
     """
 
     seq_id: int
@@ -45,6 +91,7 @@ class ScheduledSequence(NamedTuple):
     seeds: tuple[int, ...] = ()
     num_generated: int = 0
     first_new_block: int = 0
+    asked: Asked | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +111,11 @@ class Batch:
     left: tuple[int, ...] = ()
 
     @property
+    def asks(self) -> bool:
+        """Whether any sequence is more to its runner than temperature and truncation."""
+        return any(s.asked is not None for s in self.sequences)
+
+    @property
     def num_tokens(self) -> int:
         """Rows of the step, T."""
         return sum(len(s.token_ids) for s in self.sequences)
@@ -75,15 +127,38 @@ class Batch:
         return replace(self, sequences=tuple(sequences), block_copies=copies, left=())
 
 
-class SampledToken(NamedTuple):
-    """A drawn token; the log-probabilities are of the model's distribution before truncation.
+# A token of a prompt, its log-probability, and the most likely tokens in its place with theirs.
+ScoredToken = tuple[int, float, tuple[tuple[int, float], ...]]
 
-    The token_id NO_TOKEN says that the logits were NaN or infinite, and that nothing was drawn.
+
+class SampledToken(NamedTuple):
+    """A drawn token; the log-probabilities are of the model's own distribution.
+
+    That is before whatever was asked of its logits, and before temperature and truncation. The
+    token_id NO_TOKEN says that nothing was drawn: the logits were NaN or infinite, or `error`.
+
+    Attributes:
+        prompt_logprobs: with a sequence's first token, if they were asked for.
+        error: what failed in place of a draw, such as a grammar.
     """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    error: Exception | None = None
+
+
+def why_undrawn(token: SampledToken, request: Request) -> Exception:
+    """Return the error of a request whose token is NO_TOKEN."""
+    if token.error is not None:
+        return token.error
+    if request.adjusts:
+        return FloatingPointError(
+            "logits must be finite for one token at least, got none: the model's are NaN or "
+            "infinite, or a logits processor leaves no token"
+        )
+    return FloatingPointError("logits must be finite, got NaN or infinity from the model")
 
 
 # What a runner returns for each sample of a row of logits that is not finite.

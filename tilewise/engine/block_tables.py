@@ -232,7 +232,7 @@ class BlockTables:
         """
         prefix, blocks, size = self.prefix, seq.block_ids, self.block_size
         first, before = seq.num_registered_blocks, seq.num_computed_tokens
-        if prefix is None or seq.is_doubtful:
+        if prefix is None or seq.is_doubtful or seq.scores_prompt:
             return 0
         found = prefix.match(seq.token_ids, seq.request.salt, blocks[:first])
         if len(found) == first:
@@ -350,10 +350,11 @@ class BlockTables:
     def _match(self, seq: Sequence) -> list[int]:
         """Return the cached blocks that a sequence begins with.
 
-        The first in the queue asks in every step: what it found before is not looked up again.
+        The first in the queue asks in every step: what it found before is not looked up again. One
+        whose prompt is scored needs the rows of all of it, and finds nothing.
         """
         prefix, last = self.prefix, self._matched
-        if prefix is None:
+        if prefix is None or seq.scores_prompt:
             return []
         known: list[int] = []
         stamps: list[int] = []

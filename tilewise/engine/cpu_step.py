@@ -166,7 +166,22 @@ class CompiledRunner(ModelRunner):
                     first = place + 1
             program.run(batch, tables, num_threads, first, end)
         self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / num_rows)
+        self._last = batch, tables
         return program.buffers["logits"][:num_sampled, : self._llama.config.vocab_size]
+
+    @torch.inference_mode()
+    def logits_of(self, rows: Tensor) -> Tensor:
+        """Return the logits (n, V) float32 of rows (n,) int64 of the step that `forward` ran last.
+
+        They lie where those of the last call do.
+        """
+        batch, tables = self._last
+        program, end = self.program, len(self.program)
+        program.reserve(len(rows), ("final", "logits"))
+        most = threads_for(len(rows) * self._num_weights, torch.get_num_threads())
+        sampled = batch._replace(sampled=rows.numpy())
+        program.run(sampled, tables, most, end - 2, end)  # the last norm and the head
+        return program.buffers["logits"][: len(rows), : self._llama.config.vocab_size]
 
     def warm_up(self) -> None:
         """Run the shortest prompt and the shortest decode, so that no request waits for kernels.

@@ -5,10 +5,14 @@ it reads the rows of the batch, runs the model and the sampler, and leaves the r
 needs them. So it can be repeated without a word between, and captured in a CUDA graph, it is
 replayed in one call. It runs a fixed number of rows, a bucket; those that are not active have no
 keys and write to no slot.
+
+Where a row's logits are to be changed before it is drawn from, the step runs in two halves: the
+model, which has a graph of its own, and the sampler, op by op.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,6 +83,9 @@ class DecodeStep:
         self.bucket = bucket
         self.logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph_logits: Tensor | None = None
+        self._model_graph: torch.cuda.CUDAGraph | None = None
+        self._hidden: Tensor | None = None  # what the graph of the model leaves
         device = batch.device
         # On a GPU a few rows wait more for launches than for memory.
         self._fused: FusedLayers | None = None
@@ -100,6 +107,11 @@ class DecodeStep:
         """Whether a graph is replayed."""
         return self._graph is not None
 
+    @property
+    def is_model_captured(self) -> bool:
+        """Whether `run_model` replays a graph."""
+        return self._model_graph is not None
+
     @torch.inference_mode()
     def run(self) -> None:
         """Do the step, by its graph if there is one."""
@@ -107,31 +119,64 @@ class DecodeStep:
             self._compute()
         else:
             self._graph.replay()
+            self.logits = self._graph_logits
 
     @torch.inference_mode()
+    def run_model(self) -> Tensor:
+        """Do the step up to its logits (bucket, V), which may then be changed; `sample` follows."""
+        if self._model_graph is None:
+            self._hidden = self._compute_hidden()
+        else:
+            self._model_graph.replay()
+        assert self._hidden is not None
+        self.logits = self.model.compute_logits(self._hidden)
+        return self.logits
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Draw from the logits that `run_model` left, and move the rows on."""
+        assert self.logits is not None
+        self._sample(self.logits)
+
     def capture(self, pool: Any) -> None:
         """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
 
         What the step does for the first time (kernels that are compiled, plans, tables of angles,
         workspaces of cuBLAS) it does before, twice.
         """
+        self._graph = self._captured(self._compute, pool)
+        self._graph_logits = self.logits
+
+    def capture_model(self, pool: Any) -> None:
+        """Capture the step up to the head as a graph of its own, for `run_model`; likewise."""
+
+        def compute() -> None:
+            self._hidden = self._compute_hidden()
+
+        self._model_graph = self._captured(compute, pool)
+
+    @torch.inference_mode()
+    def _captured(self, compute: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream(self.batch.device)
         stream.wait_stream(torch.cuda.current_stream(self.batch.device))
         with torch.cuda.stream(stream):
-            self._compute()
-            self._compute()
+            compute()
+            compute()
         torch.cuda.current_stream(self.batch.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            self._compute()
-        self._graph = graph
+            compute()
+        return graph
 
     def _compute(self) -> None:
+        self.logits = self.model.compute_logits(self._compute_hidden())
+        self._sample(self.logits)
+
+    def _compute_hidden(self) -> Tensor:
         rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket
-        token, position, active = rows.token[:size], rows.position[:size], rows.active[:size]
         begin_decode(
-            position,
-            active,
+            rows.position[:size],
+            rows.active[:size],
             rows.fresh[:size],
             ctx.block_table,
             results.place,
@@ -143,13 +188,15 @@ class DecodeStep:
         )
         for plan in ctx.plans.values():
             plan.update(ctx.seqlens_k, ctx.cu_seqlens_q)
-        if self._fused is None:
-            hidden = self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
-        else:
-            hidden = self._fused(token, self._positions, ctx=ctx)
-        self.logits = self.model.compute_logits(hidden)
+        token = rows.token[:size]
+        if self._fused is not None:
+            return self._fused(token, self._positions, ctx=ctx)
+        return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+
+    def _sample(self, logits: Tensor) -> None:
+        rows, results, size = self.batch, self.results, self.bucket
         drawn, is_finite = ops.sample_tokens(
-            self.logits,
+            logits,
             temperature=rows.temperature[:size],
             top_k=rows.top_k[:size],
             top_p=rows.top_p[:size],
@@ -158,6 +205,6 @@ class DecodeStep:
             counters=rows.counter[:size],
         )
         finish_decode(
-            drawn, is_finite, token, position, rows.counter[:size], active, results.place,
-            results.values,
+            drawn, is_finite, rows.token[:size], rows.position[:size], rows.counter[:size],
+            rows.active[:size], results.place, results.values,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,19 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.adjuster import Adjuster, put_errors
+from tilewise.engine.batch import (
+    BROKEN,
+    PENDING,
+    Batch,
+    SampledToken,
+    ScheduledSequence,
+    ScoredToken,
+)
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
+from tilewise.engine.prompt_scores import Chunk, PromptScores, finish, hand_over, score
 from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples, is_device_lost
 from tilewise.nn.context import AttentionContext
@@ -68,6 +77,8 @@ class DeviceRunner:
         max_blocks = math.ceil(max_model_len / self.block_size)
         self.rows = DeviceBatch(max_num_seqs, max_blocks, self.block_size, self.device)
         self.results = Results(max_num_seqs, self.device)
+        self.adjuster = Adjuster(self.device)
+        self.scores = PromptScores()
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
         self.captures = False
@@ -95,7 +106,13 @@ class DeviceRunner:
 
     def reset(self) -> None:
         """Forget all sequences."""
+        self._forget_rows()
+        self.scores.reset()
+
+    def _forget_rows(self) -> None:
+        """Forget what the device knows; sequences tell it anew when they run."""
         self.rows.reset()
+        self.adjuster.reset()
         # A step that failed midway may have moved the device's count on.
         self.results.place.fill_((self._place - 1) % RING)
 
@@ -107,38 +124,58 @@ class DeviceRunner:
     def submit(self, batch: Batch) -> _Handle:
         """Begin a step."""
         try:
+            asks = batch.asks
+            adjusts = self.adjuster.follow(batch, asks)
+            chunks, whole = self.scores.follow(batch, asks)
             if all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences):
-                return self._decode(batch)
-            return self._run(batch)
+                handle = self._decode(batch, adjusts)
+            else:
+                handle = self._run(batch, adjusts, chunks)
+            handle.whole = whole
+            return handle
         except BaseException:
-            self.reset()  # rows may have been told what did not happen
+            self._forget_rows()  # they may have been told what did not happen
             raise
 
-    def _decode(self, batch: Batch) -> _Handle:
+    def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
         changes = self.rows.take(batch, decodes=True)
-        step = self._prepared(next(b for b in self.buckets if b >= self.rows.num_rows))
+        bucket = next(b for b in self.buckets if b >= self.rows.num_rows)
+        step = self._prepared(bucket, adjusts)
         self._copy_blocks(batch)
         self.rows.send(changes)
-        step.run()
+        asking = self._asking(batch.sequences, changes.rows)
+        errors: dict[int, Exception] = {}
+        raw = None
+        if adjusts:
+            logits = step.run_model()
+            raw = None if asking is None else logits.index_select(0, asking.rows)
+            errors = self.adjuster.adjust(
+                logits, batch.sequences, changes.rows, tokens=self.rows.token,
+                token_rows=changes.rows,
+            )  # fmt: skip
+            step.sample()
+        else:
+            step.run()
         place, self._place = self._place, (self._place + 1) % RING
         logprobs = None
-        if any(s.sampling.logprobs is not None for s in batch.sequences):
+        if asking is not None:
             assert step.logits is not None
-            tokens = self.results.values[place, :, 0]
-            logprobs = self._logprobs(batch.sequences, changes.rows, step.logits, tokens)
+            tokens = self.results.values[place, :, 0].index_select(0, asking.rows)
+            raw = step.logits.index_select(0, asking.rows) if raw is None else raw
+            logprobs = asking.found_in(raw, tokens)
         end, pinned = self.rows.num_rows, self._pinned[place]
         target = pinned[:end]
         event = self._read([(target, self.results.values[place, :end])], logprobs)
-        return _Handle(batch, changes.rows, target, logprobs, event)
+        return _Handle(batch, changes.rows, target, logprobs, event, errors)
 
-    def _prepared(self, bucket: int) -> DecodeStep:
+    def _prepared(self, bucket: int, adjusts: bool) -> DecodeStep:
         step = self.step_of(bucket)
-        if self.captures and not step.is_captured:
-            self.capture(bucket)
+        if self.captures and not (step.is_model_captured if adjusts else step.is_captured):
+            self.capture(bucket, of_model=adjusts)
         return step
 
-    def capture(self, bucket: int) -> None:
-        """Capture the decode step of so many rows."""
+    def capture(self, bucket: int, *, of_model: bool = False) -> None:
+        """Capture the decode step of so many rows, or the part of it before the logits."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         rows, place = self.rows, self.results.place
@@ -146,11 +183,12 @@ class DeviceRunner:
             state = [x.clone() for x in (rows.active, rows.fresh, place)]
             rows.active.zero_()
             rows.fresh.fill_(-1)
-            self.step_of(bucket).capture(self._pool)
+            step = self.step_of(bucket)
+            (step.capture_model if of_model else step.capture)(self._pool)
             for x, value in zip((rows.active, rows.fresh, place), state, strict=True):
                 x.copy_(value)
 
-    def _run(self, batch: Batch) -> _Handle:
+    def _run(self, batch: Batch, adjusts: bool, chunks: list[Chunk]) -> _Handle:
         """Compute a step of which some sequences run more than one token, or draw not one."""
         rows, sequences = self.rows, batch.sequences
         changes = rows.take(batch, decodes=False)
@@ -198,23 +236,43 @@ class DeviceRunner:
             shared=shared,
         )
         hidden = self.model(ids_, positions_, ctx=ctx, kv=self.storage.layers)
+        scored = None
+        if chunks:
+            scored = _Scored(chunks, self._scored(chunks, hidden))
         if not drawing:
             nothing = torch.empty((0, 2), dtype=torch.int64)
-            return _Handle(batch, [], nothing, None, self._read([], None))
+            return _Handle(batch, [], nothing, None, self._read([], None, scored), scored=scored)
         if len(logits_rows) < len(hidden):
             hidden = hidden.index_select(0, logits_rows)
         logits = self.model.compute_logits(hidden)
+        samplers = [s for s in sequences for _ in range(s.num_samples)]
+        repeated = [i for i, count in enumerate(counts.tolist()) for _ in range(count)]
+        asking, raw = self._asking(samplers, repeated), None
+        if asking is not None:
+            raw = logits.index_select(0, asking.rows)
+        errors: dict[int, Exception] = {}
+        if adjusts:
+            place_of = {i: row for row, i in enumerate(drawing)}
+            errors = self.adjuster.adjust(
+                logits, sequences, [place_of.get(i, -1) for i in range(len(sequences))],
+                tokens=rows.token, token_rows=changes.rows,
+            )  # fmt: skip
         pairs = self._sample(logits, words.view(4, -1), seeds_, counters_, repeats, counts)
         rows.store_tokens(drawing_, pairs[:, 0].index_select(0, firsts_))
         logprobs = None
-        if any(s.sampling.logprobs is not None for s in sequences):
-            samplers = [s for s in sequences for _ in range(s.num_samples)]
-            repeated = logits if len(repeats) == len(logits) else logits.index_select(0, repeats)
-            logprobs = self._logprobs(samplers, range(len(samplers)), repeated, pairs[:, 0])
+        if asking is not None and raw is not None:
+            logprobs = asking.found_in(raw, pairs[:, 0].index_select(0, asking.samples))
         is_cuda = self.device.type == "cuda"
         target = torch.empty(pairs.shape, dtype=torch.int64, pin_memory=is_cuda)
-        event = self._read([(target, pairs)], logprobs)
-        return _Handle(batch, None, target, logprobs, event)
+        event = self._read([(target, pairs)], logprobs, scored)
+        return _Handle(batch, None, target, logprobs, event, errors, scored)
+
+    def _scored(self, chunks: list[Chunk], hidden: Tensor) -> list[Logprobs]:
+        def logits_of(rows: Tensor) -> Tensor:
+            return self.model.compute_logits(hidden.index_select(0, rows))
+
+        vocab = self.model.compute_logits(hidden[:1]).shape[1]
+        return score(chunks, logits_of, vocab, self.device)
 
     def _sample(
         self, logits: Tensor, words: Tensor, seeds: Tensor, counters: Tensor, repeats: Tensor,
@@ -234,32 +292,29 @@ class DeviceRunner:
             parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _logprobs(
-        self, samplers: Sequence[ScheduledSequence], rows: Sequence[int], logits: Tensor,
-        tokens: Tensor,
-    ) -> _Logprobs:  # fmt: skip
-        """Compute the log-probabilities that some of the samples ask for."""
+    def _asking(self, samplers: Sequence[ScheduledSequence], rows: Sequence[int]) -> _Asking | None:
+        """Return which of the samples, drawn from `rows`, ask for log-probabilities."""
         asking = [i for i, s in enumerate(samplers) if s.sampling.logprobs is not None]
-        most = min(MOST_LOGPROBS, logits.shape[1])  # one number, so that one kernel is compiled
-        place = np.array([rows[i] for i in asking], np.int64)
-        index = torch.from_numpy(place)
+        if not asking:
+            return None
+        both = torch.from_numpy(np.array([asking, [rows[i] for i in asking]], np.int64))
         if self.device.type == "cuda":
-            index = index.pin_memory().to(self.device, non_blocking=True)
-        found = ops.token_logprobs(
-            logits.index_select(0, index), tokens.index_select(0, index), most
-        )
-        return _Logprobs(asking, found)
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        return _Asking(asking, both[0], both[1])
 
     def _read(
-        self, copies: list[tuple[Tensor, Tensor]], logprobs: _Logprobs | None
+        self,
+        copies: list[tuple[Tensor, Tensor]],
+        logprobs: _Logprobs | None,
+        scored: _Scored | None = None,
     ) -> torch.cuda.Event | None:
         """Copy results to the host beside what the device does next; return what to wait for."""
-        if logprobs is not None:
-            is_cuda = self.device.type == "cuda"
-            logprobs.host = [
-                torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in logprobs.found
-            ]
-            copies = [*copies, *zip(logprobs.host, logprobs.found, strict=True)]
+        is_cuda = self.device.type == "cuda"
+        for more in (logprobs, scored):
+            if more is not None:
+                found = more.tensors
+                more.host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in found]
+                copies = [*copies, *zip(more.host, found, strict=True)]
         if self._reading is None:
             for target, source in copies:
                 target.copy_(source)
@@ -285,11 +340,24 @@ class DeviceRunner:
         copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
 
 
+class _Asking(NamedTuple):
+    """Samples that ask for log-probabilities: their numbers, here and there, and their rows."""
+
+    places: list[int]
+    samples: Tensor
+    rows: Tensor
+
+    def found_in(self, logits: Tensor, tokens: Tensor) -> _Logprobs:
+        """Compute them, of the model's logits and the token of each of these samples."""
+        most = min(MOST_LOGPROBS, logits.shape[1])  # one number, so that one kernel is compiled
+        return _Logprobs(self.places, ops.token_logprobs(logits, tokens, most))
+
+
 class _Logprobs:
     """Log-probabilities of the samples `asking`, on the device and, once read, on the host."""
 
     def __init__(self, asking: list[int], found: Logprobs) -> None:
-        self.asking, self.found = asking, found
+        self.asking, self.tensors = asking, list(found)
         self.host: list[Tensor] = []
 
     def attach(self, samplers: Sequence[ScheduledSequence], tokens: list[SampledToken]) -> None:
@@ -301,6 +369,19 @@ class _Logprobs:
             tokens[i] = SampledToken(tokens[i].token_id, value, alternatives)
 
 
+class _Scored:
+    """Log-probabilities of prompts, on the device and, once read, on the host."""
+
+    def __init__(self, chunks: list[Chunk], parts: list[Logprobs]) -> None:
+        self.chunks, self.tensors = chunks, [x for part in parts for x in part]
+        self.host: list[Tensor] = []
+
+    def finish(self) -> None:
+        """Add them to the scores of their sequences."""
+        columns = iter(self.host)
+        finish(self.chunks, list(zip(columns, columns, columns, strict=True)))
+
+
 class _Handle:
     """A submitted step.
 
@@ -308,6 +389,11 @@ class _Handle:
         batch: what was submitted.
         rows: where the token of each sequence lies in `pairs`; None if they lie in order.
         pairs: (n, 2) on the host, valid after the event.
+        errors: by place in the batch, why nothing may be drawn there.
+        scored: prompts of which a chunk was scored.
+
+    Attributes:
+        whole: by place in the batch, the scores of prompts that go with a first token.
     """
 
     def __init__(
@@ -317,14 +403,28 @@ class _Handle:
         pairs: Tensor,
         logprobs: _Logprobs | None,
         event: torch.cuda.Event | None,
+        errors: dict[int, Exception] | None = None,
+        scored: _Scored | None = None,
     ) -> None:
         self._batch, self._rows, self._pairs = batch, rows, pairs
         self._logprobs, self._event = logprobs, event
+        self._errors, self._scored = errors, scored
+        self.whole: dict[int, list[ScoredToken]] = {}
 
     def result(self) -> Samples:
         """Wait for the step and return its tokens."""
         if self._event is not None:
             self._event.synchronize()
+        if self._scored is not None:
+            self._scored.finish()
+        samples = self._tokens()
+        if self._errors:
+            put_errors(samples, self._errors)
+        if self.whole:
+            hand_over(samples, self.whole)
+        return samples
+
+    def _tokens(self) -> Samples:
         sequences = self._batch.sequences
         if not len(self._pairs):
             return [[] for _ in sequences]

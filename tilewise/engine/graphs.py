@@ -10,10 +10,11 @@ the largest needed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.batch import Asked, Batch, ScheduledSequence
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
@@ -33,6 +34,13 @@ WARM_UP = (
 )  # fmt: skip
 # New tokens of steps whose sequences share the 16 blocks before them.
 SHARED = ((1, 2), (1, 1, 3), (16, 16, 16, 16), (61, 64), (12, 500), (1, 1, 1000))
+
+# What `ops.adjust_logits` has kernels for: biases, masks, penalties, and the last two together.
+ADJUSTED: tuple[dict[str, Any], ...] = (
+    {"allowed_token_ids": [0], "logit_bias": {0: 1.0}},
+    {"presence_penalty": 1.0},
+    {"allowed_token_ids": [0], "presence_penalty": 1.0},
+)
 
 
 def prepare(
@@ -77,7 +85,7 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
     """Return the steps of WARM_UP and SHARED that the limits allow, and whether they are of SHARED.
 
     Those of too many tokens are cut short. One step more copies blocks and draws two samples with
-    their log-probabilities.
+    their log-probabilities; three change logits in every way that is a kernel of its own.
     """
     rows, size = runner.rows, runner.block_size
     longest = min(rows.max_blocks, runner.storage.num_blocks) * size
@@ -101,6 +109,13 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
         )
         copies = ((0, 1),)
         batches.append((Batch((sequence,), copies, left=tuple(range(first))), False))
+        for i, options in enumerate(ADJUSTED, start=1):
+            sampling = SamplingParams(prompt_logprobs=1, **options)
+            length = min(2, max_num_batched_tokens)
+            adjusted = _sequence(first + i, length, 0, size)._replace(
+                sampling=sampling, asked=Asked(True, (0,) * length, length)
+            )
+            batches.append((Batch((adjusted,), left=(first + i - 1,)), False))
     return batches
 
 

@@ -17,6 +17,7 @@ from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.loop import EngineLoop
+from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
@@ -209,6 +210,7 @@ class LLM:
         self._end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
         )
+        self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._request_numbers = itertools.count()
         self._maker, self._num_threads = threading.get_ident(), num_threads
         self.loop = EngineLoop(make_engine, new_scheduler=new_scheduler)
@@ -258,7 +260,9 @@ class LLM:
             One output per prompt, in the order given.
 
         Raises:
-            FloatingPointError: the model gave logits that are NaN or infinite.
+            FloatingPointError: the model gave logits that are NaN or infinite, or the options of a
+                prompt together allow no token.
+            ImportError: structured text is asked for, and llguidance is not installed.
             RequestError: a prompt can never be served; no work has been done. The message has its
                 place in the list.
             TypeError: prompts or sampling_params are something else.
@@ -400,11 +404,10 @@ class LLM:
         """Return a request that may be submitted, checked; `asked` is of `Request`."""
         check_terms(request_id=request_id, **asked)
         text, ids = token_ids(prompt, self.tokenizer)
-        if sampling.stop_strings and self.tokenizer is None:
-            raise RequestError("stop must be None for a model without tokenizer, got strings")
         if request_id is None:
             request_id = f"request-{next(self._request_numbers)}"
-        request = Request(request_id, ids, sampling, self._end_ids, **asked)
+        options = self._options.prepare(sampling)
+        request = Request(request_id, ids, sampling, self._end_ids, **asked, **options)
         self.engine.scheduler.limits.check(request)
         if max(ids) >= self.config.vocab_size:
             raise RequestError(

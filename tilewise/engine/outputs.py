@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
-from tilewise.engine.text import TextStream
+from tilewise.engine.text import Detokenizer, StopAutomaton, TextStream
 from tilewise.engine.tokenizer import Tokenizer
 
 __all__ = ["CompletionOutput", "Generation", "RequestMetrics", "RequestOutput"]
@@ -22,8 +22,9 @@ class CompletionOutput:
 
     Attributes:
         index: which of the n samples.
-        text: without special tokens, the token that ended it or a stop string; there when the
-            sample has ended, empty if the model directory has no tokenizer.
+        text: without special tokens, the token that ended it or a stop string, unless they are
+            asked for; there when the sample has ended, empty if the model directory has no
+            tokenizer.
         token_ids: every token drawn, the one that ended it included.
         logprobs: per token, {token id: log-probability} of the token and of the best ones asked
             for, best first; None unless SamplingParams.logprobs is given.
@@ -58,6 +59,8 @@ class RequestOutput:
         prompt: the text, None when token ids were given.
         num_cached_tokens: prompt tokens that the prefix cache had.
         finished: whether every sample has ended.
+        prompt_logprobs: per prompt token, as `CompletionOutput.logprobs`; the first one has None.
+            Without SamplingParams.prompt_logprobs, and until the first token is drawn, None.
     """
 
     request_id: str
@@ -67,6 +70,7 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     finished: bool = False
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 class Generation:
@@ -88,7 +92,8 @@ class Generation:
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
         self.request = request
-        samples, stops = range(request.sampling.n), request.sampling.stop_strings
+        sampling = request.sampling
+        samples = range(sampling.n)
         self.output = RequestOutput(
             request_id=request.request_id,
             prompt=prompt,
@@ -103,9 +108,22 @@ class Generation:
         self._unread: deque[str] = deque()
         self._streams: list[TextStream] | None = None
         if tokenizer is not None:
+            stops = StopAutomaton(sampling.stop_strings)
             self._streams = [
-                TextStream(tokenizer.detokenizer(request.prompt_token_ids), stops) for _ in samples
+                TextStream(
+                    self._detokenizer(tokenizer),
+                    stops,
+                    includes_stop=sampling.include_stop_str_in_output,
+                    min_tokens=sampling.min_tokens,
+                )
+                for _ in samples
             ]
+
+    def _detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        prompt = self.request.prompt_token_ids
+        if self.request.sampling.skip_special_tokens:
+            return tokenizer.detokenizer(prompt)
+        return tokenizer.detokenizer(prompt, skip_special_tokens=False)
 
     def take(self, event: TokenEvent) -> None:
         """Add one token, or the error that has ended a sample instead.
@@ -125,6 +143,9 @@ class Generation:
         if event.token is not None:  # else the sample has ended by its deadline
             completion.token_ids.append(event.token.token_id)
             self._add_logprobs(completion, event.token)
+            if event.token.prompt_logprobs is not None:
+                scores = event.token.prompt_logprobs
+                self.output.prompt_logprobs = [None, *({**dict(t), i: p} for i, p, t in scores)]
             metrics.first_token_time = metrics.first_token_time or now
         if event.finish_reason is not None:
             completion.finish_reason = event.finish_reason.value
@@ -200,8 +221,9 @@ class Generation:
         if self._streams is None:
             return
         stream = self._streams[event.index]
-        # A token that ends a text is not text.
-        if event.token is not None and event.finish_reason is not FinishReason.STOP:
+        # A token that ends a text is not text, unless it is asked for.
+        keeps = self.request.sampling.include_stop_str_in_output
+        if event.token is not None and (event.finish_reason is not FinishReason.STOP or keeps):
             self._unread.append(stream.push(event.token.token_id))
         if event.finish_reason is not None:
             self._unread.append(stream.finish())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
+
+from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_options
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
@@ -42,7 +45,28 @@ class SamplingParams:
             of the output.
         stop_token_ids: at most 1024 token ids that end the text, beside the model's own end token.
         ignore_eos: keep going past the model's end token.
-        logprobs: report the log-probability of each token and of this many best ones.
+        logprobs: report the log-probability of each token and of this many best ones, of the
+            model's own distribution: before everything below, and before temperature.
+        prompt_logprobs: the same for each token of the prompt but the first.
+        repetition_penalty: above 0; divides the positive logits of tokens that prompt or output
+            have, and multiplies the others; 1 is none.
+        frequency_penalty: in [-2, 2]; taken from a token's logit for each time the output has it.
+        presence_penalty: in [-2, 2]; taken once if the output has the token.
+        logit_bias: {token id: bias in [-100, 100]} of at most 1024 tokens, added to their logits.
+        allowed_token_ids: the only tokens that may be drawn, at most 131,072.
+        bad_words: at most 256 texts of at most 1024 characters; the token that would complete one
+            of them in the output is not drawn. A word is looked for with and without a space
+            before it.
+        min_tokens: no end token is drawn, and no stop string looked for, before so many tokens.
+        logits_processors: at most 16 functions (prompt ids, output ids, logits of one row (V,)
+            float32) -> logits (V,), called in order on the engine's thread before all of the above.
+        structured: the text follows a JSON schema, a regular expression, a choice or a grammar.
+        include_stop_str_in_output: the text keeps the stop string, or stop token, that ended it.
+        skip_special_tokens: special tokens have no text.
+
+    The order is vLLM's, but for functions of the caller, which come first: logits_processors,
+    logit_bias, then what may not be drawn (allowed_token_ids, bad_words, min_tokens, structured),
+    repetition, frequency and presence penalty, temperature, top_k, top_p, min_p.
 
     Raises:
         TypeError: a value is not of its type; the message names it.
@@ -60,9 +84,22 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = None
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logits_processors: list[Callable[..., Any]] | tuple[Callable[..., Any], ...] | None = None
+    structured: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
+        check_options(self)
         longest = max(map(len, self.stop_strings), default=0)
         rules: list[tuple[bool, str]] = [
             (1 <= self.n <= MAX_N, f"n must be in 1 ... {MAX_N}, got {self.n}"),
@@ -82,6 +119,10 @@ class SamplingParams:
                 f"logprobs must be in 0 ... {MOST_LOGPROBS}, got {self.logprobs}",
             ),
             (
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_LOGPROBS,
+                f"prompt_logprobs must be in 0 ... {MOST_LOGPROBS}, got {self.prompt_logprobs}",
+            ),
+            (
                 self.n == 1 or self.temperature > 0,
                 f"n must be 1 when temperature is 0 (greedy), got {self.n}",
             ),
@@ -97,13 +138,16 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         """Refuse what would fail, or quietly mean something else, deep inside a step."""
-        for name in ("n", "top_k", "max_tokens", "seed", "logprobs"):
+        maybe = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+        for name in ("n", "top_k", "min_tokens", *maybe):
             value = getattr(self, name)
-            may_be_none = name in ("max_tokens", "seed", "logprobs")
+            may_be_none = name in maybe
             if not (_is_integer(value) or (value is None and may_be_none)):
                 kind = "an integer or None" if may_be_none else "an integer"
                 raise TypeError(f"{name} must be {kind}, got {value!r}")
-        for name in ("temperature", "top_p", "min_p"):
+        numbers = ("temperature", "top_p", "min_p")
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in (*numbers, *penalties):
             value = getattr(self, name)
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -127,6 +171,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether each token is the argmax."""
         return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a logit depends on which tokens the text has."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -154,8 +203,16 @@ class Request:
         deadline_s: seconds from its arrival until it must have ended; None is for ever.
         max_queue_s: seconds from its arrival until it must have begun to run; None is for ever.
         eos_token_ids: the model's own end tokens.
+        bad_word_ids: the token ids of sampling.bad_words, in every form that is looked for.
+        new_matcher: makes the state of sampling.structured before the first token.
         stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
+            A structured text always ends with the model's.
+        adjusts: something of sampling changes logits before they are drawn from.
+        needs_tokens: what it changes depends on all tokens before, as the host knows them.
+
+    Raises:
+        ValueError: sampling has bad_words or structured, and what is made of them is missing.
     """
 
     request_id: str
@@ -167,13 +224,35 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     max_queue_s: float | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    new_matcher: Callable[[], Matcher] | None = None
     stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
+    adjusts: bool = field(init=False, repr=False)
+    needs_tokens: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.sampling.stop_token_ids or ())
-        ends = () if self.sampling.ignore_eos else self.eos_token_ids
+        sampling = self.sampling
+        is_structured = sampling.structured is not None
+        ends = () if sampling.ignore_eos and not is_structured else self.eos_token_ids
         self.end_ids = self.stop_ids.union(ends, (NO_TOKEN,))
+        if sampling.bad_words and not self.bad_word_ids:
+            raise ValueError("bad_word_ids must be given for sampling.bad_words, got none")
+        if is_structured and self.new_matcher is None:
+            raise ValueError("new_matcher must be given for sampling.structured, got None")
+        has_long_words = any(len(word) > 1 for word in self.bad_word_ids)
+        self.needs_tokens = bool(
+            has_long_words or self.new_matcher is not None or sampling.logits_processors
+        )
+        self.adjusts = bool(
+            self.needs_tokens
+            or self.bad_word_ids
+            or sampling.has_penalties
+            or sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.min_tokens
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -227,6 +306,12 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of its prompt are wanted and not all computed yet."""
+        wanted = self.request.sampling.prompt_logprobs
+        return wanted is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

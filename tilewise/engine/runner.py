@@ -20,9 +20,11 @@ from torch import Tensor
 
 from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
+from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import PENDING, Batch, SampledToken
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
-from tilewise.engine.sampler import sample
+from tilewise.engine.prompt_scores import PromptScores, finish, hand_over, score
+from tilewise.engine.sampler import few_threads, sample
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks
 
@@ -38,7 +40,8 @@ __all__ = [
 ]
 
 Samples = list[list[SampledToken]]
-Sampler = Callable[[Tensor, Batch], Samples]
+# Logits, batch and, where the logits were changed, the model's own: those of log-probabilities.
+Sampler = Callable[..., Samples]
 
 # Multiplications for which another CPU thread is worth waking, 0.8 ms of bfloat16 on a core of an
 # EPYC 9004 (2026-11). Threads meet after each of some forty products in a step; with less to do in
@@ -176,9 +179,12 @@ class ModelRunner:
         self.sampler = sampler
         self._drawn: dict[int, int] = {}  # by seq_id, in the last step
         self._tables = HostTables()
+        self._scores = PromptScores()
+        self._hidden: Tensor | None = None  # of the step that runs, (T, E)
         self.storage = storage
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
+        self._adjuster = Adjuster(self.device)
         self.sharing_tokens: int | None = None
         if self.device.type == "cuda":
             layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
@@ -192,14 +198,10 @@ class ModelRunner:
     def submit(self, batch: Batch) -> Finished:
         """Compute a step."""
         batch = self._known(batch)
-        inputs = build_inputs(
-            batch,
-            self.block_size,
-            self.device,
-            tables=self._tables,
-            sharing_tokens=self.sharing_tokens,
-        )
-        samples = self.sampler(self.forward(inputs), batch)
+        try:
+            samples = self._compute(batch)
+        finally:
+            self._hidden = None
         self._drawn = {  # of a row that is not finite any token will do
             s.seq_id: max(drawn[0].token_id, 0)
             for s, drawn in zip(batch.sequences, samples, strict=True)
@@ -207,9 +209,43 @@ class ModelRunner:
         }
         return Finished(samples)
 
+    def _compute(self, batch: Batch) -> Samples:
+        asks = batch.asks
+        adjusts = self._adjuster.follow(batch, asks)
+        chunks, whole = self._scores.follow(batch, asks)
+        inputs = build_inputs(
+            batch,
+            self.block_size,
+            self.device,
+            tables=self._tables,
+            sharing_tokens=self.sharing_tokens,
+        )
+        logits = self.forward(inputs)
+        draw = self._adjust_and_sample if adjusts else self.sampler
+        samples: Samples = draw(logits, batch)
+        if chunks:
+            finish(chunks, score(chunks, self.logits_of, logits.shape[1], self.device))
+        hand_over(samples, whole)
+        return samples
+
+    @torch.inference_mode()
+    def _adjust_and_sample(self, logits: Tensor, batch: Batch) -> Samples:
+        """Draw from logits that some sequences want changed; they are changed in place."""
+        draws = [s.num_samples > 0 for s in batch.sequences]
+        rows = [sum(draws[:i]) for i in range(len(draws))]
+        has_logprobs = any(s.sampling.logprobs is not None for s in batch.sequences)
+        untouched = logits.clone() if has_logprobs else None
+        with few_threads(logits):
+            errors = self._adjuster.adjust(logits, batch.sequences, rows)
+        samples = self.sampler(logits, batch, untouched)
+        put_errors(samples, errors)
+        return samples
+
     def reset(self) -> None:
         """Forget all sequences."""
         self._drawn, self._tables = {}, HostTables()
+        self._adjuster.reset()
+        self._scores.reset()
 
     def is_lost(self) -> bool:
         """Whether the device can compute no more."""
@@ -242,9 +278,19 @@ class ModelRunner:
         if len(inputs.block_copies) > 0:
             self.copy(inputs.block_copies)
         hidden = self.model(inputs.ids, inputs.positions, ctx=inputs.ctx, kv=kv)  # (T, E)
+        self._hidden = hidden
         if len(inputs.logits_rows) < len(hidden):
             hidden = hidden.index_select(0, inputs.logits_rows)
         return self.model.compute_logits(hidden)
+
+    @torch.inference_mode()
+    def logits_of(self, rows: Tensor) -> Tensor:
+        """Return the logits (n, V) float32 of rows (n,) int64 of the step that `forward` ran last.
+
+        They may lie where those of the last call do.
+        """
+        assert self._hidden is not None
+        return self.model.compute_logits(self._hidden.index_select(0, rows))
 
     def copy(self, block_pairs: Tensor) -> None:
         """Copy blocks (C, 2), source and destination, in all layers."""

@@ -7,7 +7,8 @@ a token of probability 0 is never drawn, and no neighbour can move a boundary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from tilewise.engine.batch import BROKEN, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.philox import uniforms
 from tilewise.engine.request import SamplingParams
 
-__all__ = ["sample", "truncate"]
+__all__ = ["few_threads", "sample", "truncate"]
 
 # Probability 1 as an integer weight. 2**48 leaves 15 bits of int64 above it for rounding, and
 # nothing that float64 holds above 3.6e-15 is lost.
@@ -36,29 +37,41 @@ ONE_THREAD = 2**20
 CANDIDATES = 1024
 
 
-def sample(logits: Tensor, batch: Batch) -> list[list[SampledToken]]:
+def sample(
+    logits: Tensor, batch: Batch, untouched: Tensor | None = None
+) -> list[list[SampledToken]]:
     """Draw the tokens that `batch` asks for.
 
     Args:
         logits: (R, V) float32, one row per sequence with num_samples > 0, in their order.
         batch: num_samples, seeds and num_generated of its sequences say what to draw.
+        untouched: the model's logits, of which log-probabilities are told, where `logits` are
+            changed ones.
 
     Returns:
         One list per sequence of `batch`, of num_samples tokens (empty for 0). They are BROKEN where
         the row of logits has no finite maximum (NaN or infinity); no other row notices.
     """
+    with few_threads(logits):
+        return _sample(logits, batch, untouched)
+
+
+@contextmanager
+def few_threads(logits: Tensor) -> Iterator[None]:
+    """Let one thread of a CPU do what there is to do with few logits."""
     threads = torch.get_num_threads()
     if logits.device.type != "cpu" or logits.numel() > ONE_THREAD or threads == 1:
-        return _sample(logits, batch)
+        yield
+        return
     torch.set_num_threads(1)
     try:
-        return _sample(logits, batch)
+        yield
     finally:
         torch.set_num_threads(threads)
 
 
 @torch.inference_mode()
-def _sample(logits: Tensor, batch: Batch) -> list[list[SampledToken]]:
+def _sample(logits: Tensor, batch: Batch, untouched: Tensor | None) -> list[list[SampledToken]]:
     rows = [s for s in batch.sequences if s.num_samples > 0]
     if not rows:
         return [[] for _ in batch.sequences]
@@ -69,16 +82,20 @@ def _sample(logits: Tensor, batch: Batch) -> list[list[SampledToken]]:
         tokens = iter(_most_likely(logits.numpy(), rows))
         return [next(tokens) if s.num_samples > 0 else [] for s in batch.sequences]
     best, argmax = logits.max(dim=-1)  # the first of equal ones; NaN when the row has one
-    is_finite = best.isfinite()
+    is_finite, raw = best.isfinite(), logits if untouched is None else untouched
     if bool(is_finite.all()):
-        drawn = iter(_with_logprobs(logits, rows, _draw(logits, rows, argmax)))
+        drawn = iter(_with_logprobs(raw, rows, _draw(logits, rows, argmax)))
     else:
-        drawn = iter(_of_finite_rows(logits, rows, argmax, is_finite))
+        drawn = iter(_of_finite_rows(logits, raw, rows, argmax, is_finite))
     return [next(drawn) if s.num_samples > 0 else [] for s in batch.sequences]
 
 
 def _of_finite_rows(
-    logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor, is_finite: Tensor
+    logits: Tensor,
+    raw: Tensor,
+    rows: Sequence[ScheduledSequence],
+    argmax: Tensor,
+    is_finite: Tensor,
 ) -> list[list[SampledToken]]:
     """Draw from the rows that are finite; the others' tokens are BROKEN."""
     samples = [[BROKEN] * s.num_samples for s in rows]
@@ -87,7 +104,8 @@ def _of_finite_rows(
     if kept:
         some, chosen = logits.index_select(0, index), [rows[i] for i in kept]
         drawn = _draw(some, chosen, argmax.index_select(0, index))
-        for i, tokens in zip(kept, _with_logprobs(some, chosen, drawn), strict=True):
+        own = raw.index_select(0, index)
+        for i, tokens in zip(kept, _with_logprobs(own, chosen, drawn), strict=True):
             samples[i] = tokens
     return samples
 

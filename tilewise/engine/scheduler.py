@@ -20,7 +20,9 @@ draws were known. What they cannot change is known: a sequence that reaches its 
 not scheduled again, one that forks with them waits for them. What they can change, an end token, is
 found when the next step runs already; what that one computes for the sequence is dropped. So are
 the results for a sequence that lost its blocks meanwhile: it is computed again, and its random
-numbers are counted, so nothing has happened. Blocks that are let go of are free when the steps that
+numbers are counted, so nothing has happened. A sequence whose next logits depend on tokens that the
+host must know (`Request.needs_tokens`) waits for each of them, beside others that need not. Blocks
+that are let go of are free when the steps that
 were unfinished then have finished (`BlockTables`): whoever lacks one waits for that first, and
 preempts only if it was not enough.
 
@@ -47,10 +49,12 @@ from typing import NamedTuple
 from tilewise.engine.admission import Limits
 from tilewise.engine.batch import (
     PENDING,
+    Asked,
     Batch,
     SampledToken,
     ScheduledSequence,
     TokenEvent,
+    why_undrawn,
 )
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
@@ -216,7 +220,7 @@ class Scheduler:
                 self._append(seq, drawn[0], events)
                 continue
             if drawn[0].token_id == NO_TOKEN:  # they are all of one row of logits
-                events += self._fail_not_finite(seq)
+                events += self._fail_undrawn(seq, drawn[0])
                 continue
             family = self._fork(seq, run.seeds[1:])
             for sample, token in zip(family, drawn, strict=True):
@@ -296,12 +300,15 @@ class Scheduler:
             self._finish(seq, FinishReason.ABORT, None)
         return bool(unfinished)
 
-    def fail(self, request_id: str, error: Exception) -> list[TokenEvent]:
+    def fail(
+        self, request_id: str, error: Exception, *, is_damaged: bool = True
+    ) -> list[TokenEvent]:
         """End all samples of a request whose numbers cannot be trusted; nobody else is touched.
 
         What it has computed leaves the prefix cache, so that no other attempt meets it. So does
         what it had found there, and all that follows it: which block the damage began in, nobody
-        knows, and a chunk that samples nothing does not show it.
+        knows, and a chunk that samples nothing does not show it. All stays where nothing of it is
+        in doubt (`is_damaged` False), as when a grammar has failed.
 
         Returns:
             One event without a token for each unfinished sample, those included that would have
@@ -311,7 +318,8 @@ class Scheduler:
         unfinished = [s for s in family if s.finish_reason is None]
         if not unfinished:
             return []
-        self.tables.forget(family, self.roster.running)
+        if is_damaged:
+            self.tables.forget(family, self.roster.running)
         first = family[0]
         indices = [s.index for s in unfinished]
         if len(family) < first.request.sampling.n:
@@ -426,6 +434,8 @@ class Scheduler:
             is_decoding = known - start == 1 - seq.num_pending and known > seq.num_prompt_tokens
             if is_decoding:  # the usual case, without a call
                 n = 1 if known + seq.num_pending < seq.max_len else 0
+                if n and seq.num_pending and seq.request.needs_tokens:
+                    n = 0
             else:
                 n = self._chunk_unless_written(seq, budget)
                 start = seq.num_scheduled_tokens
@@ -480,7 +490,7 @@ class Scheduler:
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens += gained
         content = tables.next_content(seq)
-        if is_still and self._writer_of.get(content, seq) is not seq:
+        if is_still and self._writer_of.get(content, seq) is not seq and not seq.scores_prompt:
             return 0
         n = self._chunk(seq, budget)
         end = seq.num_scheduled_tokens + n
@@ -494,7 +504,7 @@ class Scheduler:
         if seq.num_pending:
             forks = known == seq.num_prompt_tokens and seq.request.sampling.n > 1
             known += seq.num_pending
-            if forks or known >= seq.max_len:
+            if forks or known >= seq.max_len or seq.request.needs_tokens:
                 return 0
         lacking = known - seq.num_scheduled_tokens
         if lacking == 1:
@@ -525,9 +535,11 @@ class Scheduler:
                 seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
         blocks, told = seq.block_ids, seq.num_told_blocks
         seq.num_told_blocks = len(blocks)
+        request = seq.request
+        asked = Asked.of(request, seq.token_ids, seq.num_prompt_tokens)
         return ScheduledSequence(
-            seq.seq_id, token_ids, start, blocks, len(seeds), seq.request.sampling, seeds,
-            num_generated, told,
+            seq.seq_id, token_ids, start, blocks, len(seeds), request.sampling, seeds,
+            num_generated, told, asked,
         )  # fmt: skip
 
     def _fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
@@ -539,9 +551,10 @@ class Scheduler:
             self.trace.note("fork", parent.seq_id, child.seq_id, child.index)
         return [parent, *children]
 
-    def _fail_not_finite(self, seq: Sequence) -> list[TokenEvent]:
-        error = FloatingPointError("logits must be finite, got NaN or infinity from the model")
-        return self.fail(seq.request.request_id, error)
+    def _fail_undrawn(self, seq: Sequence, token: SampledToken) -> list[TokenEvent]:
+        """Fail the request of a token that could not be drawn."""
+        error = why_undrawn(token, seq.request)
+        return self.fail(seq.request.request_id, error, is_damaged=token.error is None)
 
     def _append(self, seq: Sequence, token: SampledToken, events: list[TokenEvent]) -> None:
         seq.token_ids.append(token.token_id)
@@ -549,7 +562,7 @@ class Scheduler:
         if token.token_id in request.end_ids or len(seq.token_ids) >= seq.max_len:
             if token.token_id == NO_TOKEN:
                 seq.token_ids.pop()
-                events += self._fail_not_finite(seq)
+                events += self._fail_undrawn(seq, token)
                 return
             reason, stop_reason = self._why_finished(seq, token.token_id)
             self._finish(seq, reason, stop_reason)

@@ -7,9 +7,10 @@ few before it, and what could still change or still become a stop string is held
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
-__all__ = ["Detokenizer", "StopMatcher", "TextStream"]
+__all__ = ["Detokenizer", "StopAutomaton", "StopMatcher", "TextStream"]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are not UTF-8
 # An unfinished character is at most 3 bytes, which a decoder shows as at most 3 replacements.
@@ -106,28 +107,85 @@ def _unfinished(text: str) -> int:
     return min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_UNFINISHED)
 
 
-class StopMatcher:
-    """Passes text on until a stop string is whole, and never any part of it.
+class StopAutomaton:
+    """All stop strings of a request as one automaton, which its samples share.
 
-    The string that is complete first wins, the longest of several that end together. Each string
-    is matched by the automaton of Knuth, Morris and Pratt (1977), so every character is looked at
-    once and the cut of the text into deltas makes no difference.
+    A state is the longest end of the text that begins a stop string. From one character to the next
+    it grows by one, or falls back to shorter ends; falls are paid for by growth, so that a text
+    costs its length, however many stop strings there are.
+
+    Source: Aho and Corasick, "Efficient string matching", CACM 1975.
+
+    Attributes:
+        next_of: for each state, the states that a character leads to.
+        fallback: for each state, the longest proper end of it that is a state.
+        depth: characters of each state.
+        stop: the longest stop string that each state ends with, None without.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, _failure_table(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # how much of each stop the text ends with
+        self.next_of: list[dict[str, int]] = [{}]
+        self.fallback, self.depth = [0], [0]
+        self.stop: list[str | None] = [None]
+        for stop in stops:
+            state = 0
+            for char in stop:
+                state = self.next_of[state].setdefault(char, len(self.next_of))
+                if state == len(self.next_of):
+                    self.next_of.append({})
+                    self.fallback.append(0)
+                    self.depth.append(0)
+                    self.stop.append(None)
+            self.stop[state] = stop
+        waiting = deque([0])
+        while waiting:  # shorter states first: a fallback is known before it is needed
+            state = waiting.popleft()
+            for char, longer in self.next_of[state].items():
+                self.depth[longer] = self.depth[state] + 1
+                if state:
+                    self.fallback[longer] = self.step(self.fallback[state], char)
+                self.stop[longer] = self.stop[longer] or self.stop[self.fallback[longer]]
+                waiting.append(longer)
+
+    def step(self, state: int, char: str) -> int:
+        """Return the state after one more character."""
+        while state and char not in self.next_of[state]:
+            state = self.fallback[state]
+        return self.next_of[state].get(char, 0)
+
+
+class StopMatcher:
+    """Passes text on until a stop string is whole, and never any part of it.
+
+    The string that is complete first wins, the longest of several that end together. Every
+    character is looked at once, and the cut of the text into deltas makes no difference.
+
+    Args:
+        stops: the strings, or an automaton of them.
+        includes_stop: the stop string that ends the text is passed on with it.
+    """
+
+    def __init__(
+        self, stops: Sequence[str] | StopAutomaton, *, includes_stop: bool = False
+    ) -> None:
+        self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
+        self._includes_stop = includes_stop
+        self._state = 0
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Take more text; return the part that may be shown and the stop string it ran into."""
-        pending = self._held + text
+        pending, automaton, state = self._held + text, self._automaton, self._state
+        if len(automaton.next_of) == 1:
+            return pending, None
         for end, char in enumerate(text, start=len(self._held) + 1):
-            stop = self._advance(char)
+            state = automaton.step(state, char)
+            stop = automaton.stop[state]
             if stop is not None:
                 self._held = ""
-                return pending[: end - len(stop)], stop
-        shown = len(pending) - max(self._matched, default=0)
+                return pending[: end - (0 if self._includes_stop else len(stop))], stop
+        self._state = state
+        shown = len(pending) - automaton.depth[state]
         self._held = pending[shown:]
         return pending[:shown], None
 
@@ -136,42 +194,32 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, char: str) -> str | None:
-        found: str | None = None
-        for i, (stop, failure) in enumerate(self._stops):
-            matched = self._matched[i]
-            while matched and stop[matched] != char:
-                matched = failure[matched - 1]
-            matched += stop[matched] == char
-            self._matched[i] = matched
-            if matched == len(stop) and (found is None or len(stop) > len(found)):
-                found = stop
-        return found
-
-
-def _failure_table(stop: str) -> list[int]:
-    """For each prefix of `stop`, the length of its longest proper prefix that is also its end."""
-    table = [0] * len(stop)
-    matched = 0
-    for i in range(1, len(stop)):
-        while matched and stop[matched] != stop[i]:
-            matched = table[matched - 1]
-        matched += stop[matched] == stop[i]
-        table[i] = matched
-    return table
-
 
 class TextStream:
     """The text of one sample: a Detokenizer followed by a StopMatcher.
+
+    Args:
+        detokenizer: of this sample.
+        stops: strings that end the text, or an automaton of them.
+        includes_stop: the text keeps the string that ended it.
+        min_tokens: in the text of so many first tokens nothing is looked for.
 
     Attributes:
         text: everything returned so far.
         stop: the stop string that ended it, None before.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] | StopAutomaton = (),
+        *,
+        includes_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, includes_stop=includes_stop)
+        self._num_free = min_tokens
         self._parts: list[str] = []
         self.stop: str | None = None
 
@@ -184,7 +232,12 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Take one token and return the text that it makes certain."""
-        return self._pass(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        if self._num_free > 0:
+            self._num_free -= 1
+            self._parts.append(text)
+            return text
+        return self._pass(text)
 
     def finish(self) -> str:
         """Say that no token follows and return the text that was held back."""

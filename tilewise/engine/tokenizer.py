@@ -51,17 +51,21 @@ class Tokenizer:
         Raises:
             RequestError: the text holds half a surrogate pair, which no encoding has.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt must be valid Unicode, got {text[error.start]!a} at character "
-                f"{error.start}"
-            ) from None
+        _check_unicode("prompt", text)
         ids: list[int] = self._library.encode(text, add_special_tokens=adds_special_tokens).ids
         if adds_special_tokens and self._adds_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
             ids.insert(0, self.bos_token_id)
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the token ids of `text` and no special token beside them.
+
+        Raises:
+            RequestError: the text holds half a surrogate pair, which no encoding has.
+        """
+        _check_unicode("bad_words", text)
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
@@ -83,9 +87,23 @@ class Tokenizer:
             return text.encode()
         return self._piece_bytes(text)
 
-    def detokenizer(self, prompt_token_ids: list[int]) -> Detokenizer:
+    def decode_whole(self, token_ids: list[int]) -> str:
+        """Return the text of `token_ids`, special tokens by their names."""
+        text: str = self._library.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
         """Return a fresh incremental decoder for the tokens that follow a prompt."""
-        return Detokenizer(self.decode, self.special_ids, prompt_token_ids)
+        if skip_special_tokens:
+            return Detokenizer(self.decode, self.special_ids, prompt_token_ids)
+        return Detokenizer(self.decode_whole, frozenset(), prompt_token_ids)
+
+    def to_json(self) -> str:
+        """Return the tokenizer as the `tokenizers` library writes it."""
+        text: str = self._library.to_str()
+        return text
 
     def _id_of(self, token: object) -> int | None:
         text = _token_text(token)
@@ -148,6 +166,15 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise CheckpointError(f"tokenizer of {directory} must be readable, got {error}") from error
     return None
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} must be valid Unicode, got {text[error.start]!a} at character {error.start}"
+        ) from None
 
 
 def _token_text(token: object) -> str | None:

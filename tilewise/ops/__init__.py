@@ -1,6 +1,7 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
 from tilewise.ops.activation import silu_mul
+from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention import attention, attention_varlen
 from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
 from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
@@ -28,6 +29,7 @@ __all__ = [
     "Precompiled",
     "SharedPrefixes",
     "add_rms_norm",
+    "adjust_logits",
     "apply_rope",
     "attention",
     "attention_fp8",

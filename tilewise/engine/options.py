@@ -1,0 +1,87 @@
+"""What the engine needs of SamplingParams, for one model: ids checked, words encoded, grammars."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.sampling_options import Matcher, StructuredOutputs
+from tilewise.engine.structured import GrammarMatcher, Grammars
+from tilewise.engine.tokenizer import Tokenizer
+from tilewise.errors import RequestError
+
+__all__ = ["Options"]
+
+
+class Options:
+    """Prepares the options of requests, on the threads of those who make them.
+
+    Args:
+        tokenizer: None if the model's directory holds none.
+        vocab_size: columns of the logits.
+        end_ids: the model's own end tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, end_ids: Sequence[int]
+    ) -> None:
+        self.tokenizer, self.vocab_size, self.end_ids = tokenizer, vocab_size, tuple(end_ids)
+        self._grammars: Grammars | None = None
+        self._lock = threading.Lock()
+
+    def prepare(self, sampling: SamplingParams) -> dict[str, Any]:
+        """Return the arguments of `Request` that follow from `sampling`.
+
+        Raises:
+            ImportError: it asks for structured text, and llguidance is not installed.
+            RequestError: an option does not suit the model; the message names it.
+        """
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
+        self._check_ids("logit_bias", sampling.logit_bias or ())
+        for name in ("stop_strings", "bad_words", "structured"):
+            if getattr(sampling, name) and self.tokenizer is None:
+                name = "stop" if name == "stop_strings" else name
+                raise RequestError(f"{name} must be None for a model without tokenizer, got one")
+        found: dict[str, Any] = {}
+        if sampling.bad_words:
+            found["bad_word_ids"] = self._bad_word_ids(sampling.bad_words)
+        if sampling.structured is not None:
+            found["new_matcher"] = self._start_of(sampling.structured)
+        return found
+
+    def _check_ids(self, name: str, ids: Any) -> None:
+        worst = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if worst is not None:
+            raise RequestError(
+                f"{name} must be of tokens in 0 ... {self.vocab_size - 1}, got {worst}"
+            )
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word, as a text begins and after a space."""
+        assert self.tokenizer is not None
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+                ids = self.tokenizer.encode_plain(text)
+                if ids:
+                    found[tuple(ids)] = None
+        if not found:
+            raise RequestError(f"bad_words must have tokens, got {list(words)!r}")
+        return tuple(found)
+
+    def _start_of(self, outputs: StructuredOutputs) -> Any:
+        """Compile a description; return what makes a matcher at its beginning."""
+        assert self.tokenizer is not None
+        if not self.end_ids:
+            raise RequestError("structured must be None for a model without end token, got one")
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer.to_json(), self.vocab_size, self.end_ids)
+        start: GrammarMatcher = self._grammars.compile(outputs)
+
+        def new_matcher() -> Matcher:
+            return start.copy()
+
+        return new_matcher

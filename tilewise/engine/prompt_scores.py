@@ -1,0 +1,134 @@
+"""Log-probabilities of a prompt's own tokens, collected over its chunks.
+
+The row of position p says how likely the token at p + 1 was. A chunk scores what its rows predict
+of the prompt; the step that draws a sequence's first token hands over all of it. The scheduler lets
+such a sequence find nothing in the prefix cache, so that every position of it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.engine.batch import Batch, SampledToken, ScoredToken
+from tilewise.engine.request import MOST_LOGPROBS
+
+__all__ = ["Chunk", "PromptScores", "finish", "hand_over", "score"]
+
+# Logits that are scored at a time: 64 MiB of float32 on a CPU, 256 MiB on a GPU.
+MAX_SCORED = {"cpu": 2**24, "cuda": 2**26}
+Triple = tuple[Tensor, Tensor, Tensor]  # of `ops.token_logprobs`
+
+
+class Chunk(NamedTuple):
+    """The part of one prompt that a step scores.
+
+    Attributes:
+        first, last: rows of the step, the last one not included.
+        targets: the token that each of them predicts.
+        num_best: likeliest tokens wanted beside it.
+        scores: of its sequence so far; `finish` adds to it.
+    """
+
+    first: int
+    last: int
+    targets: tuple[int, ...]
+    num_best: int
+    scores: list[ScoredToken]
+
+
+class PromptScores:
+    """Follows the sequences of a runner whose prompts are scored."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._scores: dict[int, list[ScoredToken]] = {}
+
+    def follow(self, batch: Batch, asks: bool) -> tuple[list[Chunk], dict[int, list[ScoredToken]]]:
+        """Forget who left; return what this step scores and what it hands over.
+
+        Every batch of a runner passes here, in order, and may pass again if its step fails.
+
+        Args:
+            batch: the step.
+            asks: what `batch.asks` says.
+
+        Returns:
+            Chunks, and by place among the sequences the scores that go with a first token; they are
+            whole when all chunks up to this step's are finished.
+        """
+        if self._scores:
+            for seq_id in batch.left:
+                self._scores.pop(seq_id, None)
+        chunks, whole, row = list[Chunk](), dict[int, list[ScoredToken]](), 0
+        if not asks:
+            return chunks, whole
+        for place, run in enumerate(batch.sequences):
+            first, row = row, row + len(run.token_ids)
+            count, asked = run.sampling.prompt_logprobs, run.asked
+            if count is None or asked is None or run.num_generated > 0:
+                continue  # later its prompt is computed again, but was scored before
+            scores = self._scores.setdefault(run.seq_id, [])
+            last = min(row, first + asked.num_prompt_tokens - 1 - run.start)
+            if first < last:
+                after = run.start + 1
+                targets = tuple(asked.token_ids[after : after + last - first])
+                chunks.append(Chunk(first, last, targets, count, scores))
+            if run.num_samples > 0:
+                whole[place] = scores
+        return chunks, whole
+
+
+def score(chunks: Sequence[Chunk], logits_of: Callable[[Tensor], Tensor], vocab: int,
+          device: torch.device) -> list[Triple]:  # fmt: skip
+    """Compute the log-probabilities of chunks, some rows at a time.
+
+    Args:
+        chunks: see `PromptScores.follow`.
+        logits_of: gives the logits (n, V) float32 of rows (n,) int64 of the step, valid until it is
+            called again.
+        vocab: V.
+        device: of the step.
+
+    Returns:
+        Own log-probabilities, ids and values of the most likely, of all rows of all chunks, in
+        parts.
+    """
+    rows = torch.tensor([r for c in chunks for r in range(c.first, c.last)], dtype=torch.int64)
+    targets = torch.tensor([t for c in chunks for t in c.targets], dtype=torch.int64)
+    if device.type == "cuda":
+        rows, targets = (x.pin_memory().to(device, non_blocking=True) for x in (rows, targets))
+    most, step = min(MOST_LOGPROBS, vocab), max(MAX_SCORED[device.type] // vocab, 1)
+    parts = []
+    for first in range(0, len(rows), step):
+        some = slice(first, first + step)
+        parts.append(ops.token_logprobs(logits_of(rows[some]), targets[some], most))
+    return parts
+
+
+def finish(chunks: Sequence[Chunk], parts: Sequence[Triple]) -> None:
+    """Add what `score` found, on the host by now, to the scores of its sequences."""
+    columns = [x.tolist() for part in parts for x in part]
+    own = [value for column in columns[0::3] for value in column]
+    ids = [row for column in columns[1::3] for row in column]
+    values = [row for column in columns[2::3] for row in column]
+    at = 0
+    for chunk in chunks:
+        for token in chunk.targets:
+            best = tuple(zip(ids[at][: chunk.num_best], values[at][: chunk.num_best], strict=True))
+            chunk.scores.append((token, own[at], best))
+            at += 1
+
+
+def hand_over(samples: list[list[SampledToken]], whole: dict[int, list[ScoredToken]]) -> None:
+    """Put the scores of prompts into the first tokens drawn after them."""
+    for place, scores in whole.items():
+        first = samples[place][0]
+        samples[place][0] = first._replace(prompt_logprobs=tuple(scores))

@@ -1,0 +1,223 @@
+"""What SamplingParams asks of logits beside temperature and truncation: rules and bounds. No torch.
+
+Each option is checked by itself here, where its request is made. What depends on the model, such as
+the size of its vocabulary, `engine.options` checks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tilewise.engine.request import SamplingParams
+
+__all__ = ["Matcher", "StructuredBackend", "StructuredOutputs", "check_options"]
+
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 1 << 17
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 1024
+MAX_PROCESSORS = 16
+MAX_PENALTY, MAX_BIAS = 2.0, 100.0  # the OpenAI API's
+# Characters of a schema, an expression or a grammar, and of all choices together.
+MAX_GRAMMAR_LENGTH = 1 << 16
+MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What a text must be, by one of four descriptions; names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as text or as a dict; {} is any JSON.
+        regex: a regular expression for the whole text, without look-around and back references.
+        choice: at most 1024 texts, of which it is one.
+        grammar: a context-free grammar in Lark's syntax (start rule `start`) or llama.cpp's GBNF
+            (start rule `root`).
+
+    A description has at most 65,536 characters.
+
+    Raises:
+        TypeError: a value is not of its type; the message names it.
+        ValueError: not exactly one is given, or it is empty or too long.
+
+    Example:
+        >>> params = SamplingParams(structured=StructuredOutputs(choice=["yes", "no"]))
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        names = ("json", "regex", "choice", "grammar")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = ", ".join(given) or "none"
+            raise ValueError(f"structured must have one of json, regex, choice, grammar, got {got}")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name} must be a str, got {value!r}")
+        if self.json is not None and not isinstance(self.json, (str, Mapping)):
+            raise TypeError(f"json must be a str or a dict, got {type(self.json).__name__}")
+        if self.choice is not None:
+            _check_texts("choice", self.choice, MAX_CHOICES, MAX_GRAMMAR_LENGTH)
+        length = len(self.description)
+        if not 0 < length <= MAX_GRAMMAR_LENGTH:
+            raise ValueError(
+                f"{self.kind} must have 1 ... {MAX_GRAMMAR_LENGTH} characters, got {length}"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which of the four descriptions is given."""
+        names = ("json", "regex", "choice", "grammar")
+        return next(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def description(self) -> str:
+        """The description as one text, equal for equal ones: a schema or choices as JSON.
+
+        Raises:
+            ValueError: json is a text that is not JSON, or holds what JSON has no word for.
+        """
+        if self.json is not None:
+            try:
+                schema = json.loads(self.json) if isinstance(self.json, str) else self.json
+                return json.dumps(schema)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"json must be a JSON schema, got one that fails: {error}"
+                ) from None
+        if self.choice is not None:
+            return json.dumps(list(self.choice), ensure_ascii=False)
+        return self.regex or self.grammar or ""
+
+
+class Matcher(Protocol):
+    """The state of one sample's grammar. A method that raises ends its request."""
+
+    def accept(self, token_id: int) -> None:
+        """Go on by one token, which the last mask allowed."""
+        ...
+
+    def fill_mask(self, words: NDArray[np.int32]) -> None:
+        """Write which tokens may come next: bit t % 32 of word t // 32 for token t."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        ...
+
+
+class StructuredBackend(Protocol):
+    """A library of grammars; with the three methods of its matchers, all that is asked of it."""
+
+    def compile(self, outputs: StructuredOutputs) -> Matcher:
+        """Return a matcher at its beginning, in bounded time and memory.
+
+        Raises:
+            RequestError: the description is wrong or too much.
+        """
+        ...
+
+
+def check_options(params: SamplingParams) -> None:
+    """Refuse options of the wrong type or out of range; the types of numbers are checked before.
+
+    Raises:
+        TypeError: a value is not of its type; the message names it.
+        ValueError: a value is outside its range; the message names it.
+    """
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if not -MAX_PENALTY <= value <= MAX_PENALTY:
+            raise ValueError(f"{name} must be in [-2, 2], got {value}")
+    if not 0 < params.repetition_penalty < float("inf"):
+        raise ValueError(
+            f"repetition_penalty must be finite and above 0, got {params.repetition_penalty}"
+        )
+    if params.min_tokens < 0 or params.min_tokens > (params.max_tokens or params.min_tokens):
+        raise ValueError(
+            f"min_tokens must be in 0 ... max_tokens ({params.max_tokens}), got {params.min_tokens}"
+        )
+    for name in ("include_stop_str_in_output", "skip_special_tokens"):
+        if not isinstance(getattr(params, name), bool):
+            raise TypeError(f"{name} must be a bool, got {getattr(params, name)!r}")
+    if params.logit_bias is not None:
+        _check_biases(params.logit_bias)
+    if params.allowed_token_ids is not None:
+        _check_allowed(params.allowed_token_ids)
+    if params.bad_words is not None:
+        _check_texts("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+        if not all(word.lstrip(" ") for word in params.bad_words):
+            raise ValueError("bad_words must not hold an empty word")
+    if params.logits_processors is not None:
+        _check_processors(params.logits_processors)
+    if params.structured is not None and not isinstance(params.structured, StructuredOutputs):
+        raise TypeError(
+            f"structured must be StructuredOutputs, got {type(params.structured).__name__}"
+        )
+
+
+def _check_biases(biases: object) -> None:
+    if not isinstance(biases, Mapping):
+        raise TypeError(f"logit_bias must be a dict, got {type(biases).__name__}")
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias must be of at most {MAX_BIASES} tokens, got {len(biases)}")
+    for token, bias in biases.items():
+        if not _is_integer(token):
+            raise TypeError(f"logit_bias must have integers as keys, got {token!r}")
+        if not isinstance(bias, Real) or isinstance(bias, bool):
+            raise TypeError(f"logit_bias must have numbers as values, got {bias!r}")
+        if not -MAX_BIAS <= float(bias) <= MAX_BIAS:
+            raise ValueError(f"logit_bias must be in [-100, 100], got {bias} for token {token}")
+
+
+def _check_allowed(ids: object) -> None:
+    if not isinstance(ids, (list, tuple, set, frozenset, range)):
+        raise TypeError(f"allowed_token_ids must be a list of integers, got {ids!r}")
+    if not 1 <= len(ids) <= MAX_ALLOWED_IDS:
+        raise ValueError(f"allowed_token_ids must be 1 ... {MAX_ALLOWED_IDS} ids, got {len(ids)}")
+    for i in ids:
+        if not _is_integer(i):
+            raise TypeError(f"allowed_token_ids must be a list of integers, got one that is {i!r}")
+
+
+def _check_processors(processors: object) -> None:
+    if not isinstance(processors, (list, tuple)):
+        raise TypeError(f"logits_processors must be a list, got {type(processors).__name__}")
+    if len(processors) > MAX_PROCESSORS:
+        raise ValueError(
+            f"logits_processors must be at most {MAX_PROCESSORS} functions, got {len(processors)}"
+        )
+    for processor in processors:
+        if not callable(processor):
+            raise TypeError(f"logits_processors must be functions, got {processor!r}")
+
+
+def _check_texts(name: str, texts: object, most: int, longest: int) -> None:
+    if isinstance(texts, Sized) and not isinstance(texts, str) and len(texts) > most:
+        raise ValueError(f"{name} must be at most {most} texts, got {len(texts)}")
+    if not isinstance(texts, (list, tuple, set, frozenset)) or not all(
+        isinstance(text, str) for text in texts
+    ):
+        raise TypeError(f"{name} must be a list of str, got {texts!r}")
+    found: Iterable[str] = texts
+    length = max(map(len, found), default=0)
+    if length > longest:
+        raise ValueError(f"{name} must be of at most {longest} characters, got one of {length}")
+    if name == "choice" and not texts:
+        raise ValueError("choice must hold at least 1 text, got 0")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

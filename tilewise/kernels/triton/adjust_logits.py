@@ -1,0 +1,97 @@
+"""Rows of logits changed in place by what a request asks for.
+
+what     biases added to single tokens, tokens forbidden by a bit mask, and penalties for tokens
+         that a text has already
+grid     `_bias_kernel` (tiles of biases,), then `_adjust_kernel` (rows * chunks of TILE tokens,)
+program  TILE_BIASES biases, no two of one token of a row; or a chunk of a row
+traffic  the rows that change twice, their counts once, a bit a token of the mask
+numerics float32, each operation rounded, in the order that `ops.adjust_logits` gives
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.spec import ElementSpec
+
+TILE = 1024
+TILE_BIASES = 128
+
+
+@triton.jit(do_not_specialize=["number"])
+def _bias_kernel(logits_ptr, row_ptr, id_ptr, bias_ptr, number, stride, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < number
+    row = tl.load(row_ptr + at, mask=inside, other=0)
+    token = tl.load(id_ptr + at, mask=inside, other=0)
+    place = logits_ptr + row * stride + token
+    logit = tl.load(place, mask=inside, other=0.0)
+    tl.store(place, logit + tl.load(bias_ptr + at, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _adjust_kernel(
+    logits_ptr, row_ptr, mask_ptr, mask_of_ptr, counts_ptr, counts_of_ptr, penalty_ptr,
+    stride, counts_stride, words, vocab, chunks,
+    HAS_MASK: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    index, chunk = program // chunks, program % chunks
+    token = chunk * TILE + tl.arange(0, TILE)
+    inside = token < vocab
+    place = logits_ptr + tl.load(row_ptr + index) * stride + token
+    logit = tl.load(place, mask=inside, other=0.0)
+    if HAS_MASK:
+        which = tl.load(mask_of_ptr + index).to(tl.int64)
+        word = tl.load(mask_ptr + which * words + token // 32, mask=inside & (which >= 0), other=-1)
+        logit = tl.where((word >> (token % 32)) & 1 == 0, float("-inf"), logit)
+    if HAS_COUNTS:
+        which = tl.load(counts_of_ptr + index).to(tl.int64)
+        count = tl.load(
+            counts_ptr + which * counts_stride + token, mask=inside & (which >= 0), other=0
+        )
+        repetition = tl.load(penalty_ptr + 3 * index)
+        frequency = tl.load(penalty_ptr + 3 * index + 1)
+        presence = tl.load(penalty_ptr + 3 * index + 2)
+        repeated = tl.where(logit > 0.0, tl.div_rn(logit, repetition), logit * repetition)
+        logit = tl.where(count != 0, repeated, logit)
+        penalised = logit - frequency * (count >> 1).to(tl.float32) - presence
+        logit = tl.where(count > 1, penalised, logit)
+    tl.store(place, logit, mask=inside)
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """Say why this kernel cannot run a call, or return None when it can."""
+    if spec.device_type != "cuda" and not device.interpreting():
+        return f"needs a CUDA device, got {spec.device_type}"
+    return None
+
+
+def launch(
+    logits: Tensor, rows: Tensor, mask: Tensor | None, mask_of: Tensor | None,
+    bias_rows: Tensor | None, bias_ids: Tensor | None, bias: Tensor | None,
+    counts: Tensor | None, counts_of: Tensor | None, penalties: Tensor | None,
+) -> None:  # fmt: skip
+    """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
+    vocab = logits.shape[1]
+    if bias is not None and len(bias):
+        _bias_kernel[(triton.cdiv(len(bias), TILE_BIASES),)](
+            logits, bias_rows, bias_ids, bias, len(bias), logits.stride(0), TILE=TILE_BIASES,
+            num_warps=4,
+        )  # fmt: skip
+    if len(rows) == 0 or (mask is None and counts is None):
+        return
+    chunks = triton.cdiv(vocab, TILE)
+
+    def given(x: Tensor | None) -> Tensor:
+        return rows if x is None else x
+
+    _adjust_kernel[(len(rows) * chunks,)](
+        logits, rows, given(mask), given(mask_of), given(counts), given(counts_of),
+        given(penalties), logits.stride(0), 0 if counts is None else counts.stride(0),
+        triton.cdiv(vocab, 32), vocab, chunks, HAS_MASK=mask is not None,
+        HAS_COUNTS=counts is not None, TILE=TILE, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

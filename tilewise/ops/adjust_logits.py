@@ -1,0 +1,141 @@
+"""adjust_logits(): what requests ask of their logits before a token is drawn, in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import ElementSpec
+from tilewise.ops import _checks, _dispatch
+from tilewise.ops._library import register
+
+__all__ = ["adjust_logits", "words_of"]
+
+
+def adjust_logits(
+    logits: Tensor,
+    rows: Tensor,
+    *,
+    mask: Tensor | None = None,
+    mask_of: Tensor | None = None,
+    bias_rows: Tensor | None = None,
+    bias_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    counts: Tensor | None = None,
+    counts_of: Tensor | None = None,
+    penalties: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Change some rows of logits in place; the others are neither read nor written.
+
+    In this order, each operation rounded to float32:
+
+    1. logits[bias_rows[e], bias_ids[e]] += bias[e];
+    2. a token whose bit of the mask is 0 becomes -inf;
+    3. a token that the prompt or the output has (a count other than 0) is divided by the
+       repetition penalty where its logit is positive, else multiplied by it;
+    4. a token that the output has loses count * frequency penalty, then the presence penalty.
+
+    Args:
+        logits: (R, V) float32, last dim contiguous.
+        rows: int64 (A,), distinct rows of logits.
+        mask: int32 (M, ceil(V / 32)), contiguous; bit t % 32 of word t // 32 allows token t.
+        mask_of: int32 (A,), which mask a row has; -1 is none. Given with mask.
+        bias_rows, bias_ids: int64 (E,), a row and a token each, no pair twice.
+        bias: float32 (E,). The three are given together.
+        counts: int32 (S, V), last dim contiguous: 2 * times generated + (1 in the prompt).
+        counts_of: int32 (A,), which counts a row has; -1 is none. Given with counts.
+        penalties: float32 (A, 3), contiguous: repetition (above 0), frequency, presence. Given with
+            counts.
+        backend: "cpu", "triton" or "reference"; None chooses.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
+            cannot; the message names it. Values are not looked at.
+
+    Source: Keskar et al., 2019, "CTRL", for the repetition penalty; the OpenAI API for the others.
+
+    Example:
+        >>> logits, rows = torch.zeros(2, 64), torch.tensor([1])
+        >>> only = torch.tensor([[0b1000, 0]], dtype=torch.int32)
+        >>> adjust_logits(logits, rows, mask=only, mask_of=torch.zeros(1, dtype=torch.int32))
+        >>> logits[1].argmax()  # 3
+    """
+    _checks.check_same_dtype("logits", logits, torch.float32)
+    _checks.check_dims("logits", logits, "(R, V)")
+    _checks.check_last_dim_contiguous("logits", logits)
+    _checks.check_same_dtype("rows", rows, torch.int64)
+    _checks.check_dims("rows", rows, "(A)")
+    number, vocab = len(rows), logits.shape[1]
+    groups = (
+        (("mask", mask, torch.int32), ("mask_of", mask_of, torch.int32)),
+        (
+            ("bias_rows", bias_rows, torch.int64),
+            ("bias_ids", bias_ids, torch.int64),
+            ("bias", bias, torch.float32),
+        ),
+        (
+            ("counts", counts, torch.int32),
+            ("counts_of", counts_of, torch.int32),
+            ("penalties", penalties, torch.float32),
+        ),
+    )
+    for group in groups:
+        given = [name for name, x, _ in group if x is not None]
+        if 0 < len(given) < len(group):
+            missing = next(name for name, x, _ in group if x is None)
+            raise ValueError(f"{missing} must be given with {given[0]}, got None")
+        for name, x, dtype in group:
+            if x is not None:
+                _checks.check_same_dtype(name, x, dtype)
+                _checks.check_device(name, x, logits.device)
+                _checks.check_last_dim_contiguous(name, x)
+    _checks.check_device("rows", rows, logits.device)
+    if mask is not None and mask_of is not None:
+        _checks.check_shape("mask", mask, (len(mask), words_of(vocab)))
+        _checks.check_shape("mask_of", mask_of, (number,))
+        if not mask.is_contiguous():
+            raise ValueError(f"mask must be contiguous, got strides {tuple(mask.stride())}")
+    if bias_rows is not None and bias_ids is not None and bias is not None:
+        _checks.check_dims("bias", bias, "(E)")
+        _checks.check_shape("bias_rows", bias_rows, bias.shape)
+        _checks.check_shape("bias_ids", bias_ids, bias.shape)
+    if counts is not None and counts_of is not None and penalties is not None:
+        _checks.check_shape("counts", counts, (len(counts), vocab))
+        _checks.check_shape("counts_of", counts_of, (number,))
+        _checks.check_shape("penalties", penalties, (number, 3))
+        if not penalties.is_contiguous():
+            raise ValueError(
+                f"penalties must be contiguous, got strides {tuple(penalties.stride())}"
+            )
+    _dispatch.check_backend_name(backend)
+    _adjust_logits(
+        logits, rows, mask, mask_of, bias_rows, bias_ids, bias, counts, counts_of, penalties,
+        backend,
+    )  # fmt: skip
+
+
+def words_of(vocab: int) -> int:
+    """Return how many words of 32 bits hold one bit for each of `vocab` tokens."""
+    return -(-vocab // 32)
+
+
+def _kernel(logits: Tensor, rows: Tensor, *arguments: object) -> None:
+    *tensors, backend = arguments
+    assert backend is None or isinstance(backend, str)
+    spec = ElementSpec(logits.device.type, logits.dtype)
+    name = _dispatch.choose("adjust_logits", spec, backend)
+    _dispatch.kernel_module("adjust_logits", name).launch(logits, rows, *tensors)
+
+
+def _fake(logits: Tensor, *_: object) -> None:
+    return None
+
+
+_adjust_logits = register(
+    "adjust_logits(Tensor(a!) logits, Tensor rows, Tensor? mask, Tensor? mask_of, "
+    "Tensor? bias_rows, Tensor? bias_ids, Tensor? bias, Tensor? counts, Tensor? counts_of, "
+    "Tensor? penalties, str? backend) -> ()",
+    _kernel,
+    _fake,
+)

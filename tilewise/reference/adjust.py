@@ -1,0 +1,73 @@
+"""Logits after biases, masks and penalties, token by token, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["adjust_logits", "penalised"]
+
+
+def penalised(
+    logit: float, *, in_prompt: bool, count: int, repetition: float, frequency: float,
+    presence: float,
+) -> float:  # fmt: skip
+    """Return the logit of a token after penalties.
+
+    A token of the prompt or the output is first divided by `repetition` where its logit is
+    positive and multiplied by it elsewhere (Keskar et al., 2019); one that was generated `count`
+    times then loses count * frequency, and presence once (the OpenAI API).
+    """
+    if in_prompt or count:
+        logit = logit / repetition if logit > 0 else logit * repetition
+    return logit - count * frequency - (count > 0) * presence
+
+
+def adjust_logits(
+    logits: Tensor,
+    rows: Tensor,
+    mask: Tensor | None = None,
+    mask_of: Tensor | None = None,
+    bias_rows: Tensor | None = None,
+    bias_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    counts: Tensor | None = None,
+    counts_of: Tensor | None = None,
+    penalties: Tensor | None = None,
+) -> Tensor:
+    """Return logits (R, V) in float64 with what `ops.adjust_logits` does to `rows`."""
+    after = logits.double().clone()
+    if bias_rows is not None:
+        assert bias_ids is not None
+        assert bias is not None
+        for row, token, value in zip(
+            bias_rows.tolist(), bias_ids.tolist(), bias.tolist(), strict=True
+        ):
+            after[row, token] += value
+    for index, row in enumerate(rows.tolist()):
+        values = after[row].tolist()
+        words = [] if mask is None or mask_of is None else mask[int(mask_of[index])].tolist()
+        if mask_of is not None and int(mask_of[index]) >= 0:
+            values = [
+                x if words[token // 32] >> (token % 32) & 1 else -math.inf
+                for token, x in enumerate(values)
+            ]
+        if counts is not None and counts_of is not None and int(counts_of[index]) >= 0:
+            assert penalties is not None
+            repetition, frequency, presence = penalties[index].tolist()
+            seen = counts[int(counts_of[index])].tolist()
+            values = [
+                penalised(
+                    x,
+                    in_prompt=bool(word & 1),
+                    count=word >> 1,
+                    repetition=repetition,
+                    frequency=frequency,
+                    presence=presence,
+                )
+                for x, word in zip(values, seen, strict=True)
+            ]
+        after[row] = torch.tensor(values, dtype=torch.float64)
+    return after
