@@ -5,6 +5,7 @@
         ├── UnsupportedError        also NotImplementedError: a backend cannot run this call
         ├── CacheFullError          also RuntimeError: no free KV block
         ├── RequestError            also ValueError: a request can never be served (HTTP 400)
+        │   └── QueueFullError      it could be, but too many wait already (HTTP 503)
         └── CheckpointError         also ValueError: a model directory is incomplete or wrong
 
 A wrong shape or range is a plain ValueError and a wrong dtype a plain TypeError, as in torch. Every
@@ -16,6 +17,7 @@ from __future__ import annotations
 __all__ = [
     "CacheFullError",
     "CheckpointError",
+    "QueueFullError",
     "RequestError",
     "TilewiseError",
     "UnsupportedError",
@@ -36,6 +38,10 @@ class CacheFullError(TilewiseError, RuntimeError):
 
 class RequestError(TilewiseError, ValueError):
     """A request is malformed or can never fit; the message names the limit."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests or tokens wait already; the message has the numbers. Try again later."""
 
 
 class CheckpointError(TilewiseError, ValueError):
