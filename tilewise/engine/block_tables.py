@@ -332,6 +332,8 @@ class BlockTables:
             return
         for i in range(seq.num_registered_blocks, num_full):
             parent = blocks[i - 1] if i else seq.request.salt
+            if self.allocator.is_cached(blocks[i]):
+                continue  # another sample has told of it, with which it came from main memory
             tokens = seq.token_ids[i * size : (i + 1) * size]
             kept = self.prefix.register(blocks[i], parent, tokens)
             if kept != blocks[i]:

@@ -25,6 +25,7 @@ from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, Schedule
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
+from tilewise.engine.host_cache import HostCache
 from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples
 from tilewise.nn.context import AttentionContext
@@ -49,6 +50,7 @@ class DeviceRunner:
 
     Attributes:
         steps: the decode steps by their number of rows.
+        host: main memory for blocks; may be set before the first step.
         captures: a decode step is captured as a CUDA graph when it first runs.
         compilations: kernels that were compiled since the runner was ready.
     """
@@ -58,6 +60,7 @@ class DeviceRunner:
     ) -> None:
         self.model = model
         self.storage = storage
+        self.host: HostCache | None = None
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
         self.compilations = Compilations()
@@ -103,6 +106,8 @@ class DeviceRunner:
     def submit(self, batch: Batch) -> _Handle:
         """Begin a step."""
         try:
+            if self.host is not None:
+                self.host.move(batch)
             if all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences):
                 return self._decode(batch)
             return self._run(batch)

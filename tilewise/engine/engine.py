@@ -72,12 +72,18 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False) -> None:
         self.runner = runner
         self.overlap = overlap
+        self._link_blocks = 0.0  # moved a second, once it is measured
         self._use(scheduler)
         self._unfinished: deque[tuple[Batch, StepHandle]] = deque()
         self._tokens = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._expired: list[TokenEvent] = []  # until a step returns them
 
     def _use(self, scheduler: Scheduler) -> None:
+        if self.runner.host is not None:
+            if not self._link_blocks:
+                self._link_blocks = self.runner.host.measure()
+            scheduler.preemption.rates.link_blocks = self._link_blocks
         self.scheduler = scheduler
         scheduler.max_in_flight = 2 if self.overlap else 1
 
@@ -101,6 +107,8 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Finish one batch and return what it did; empty when no token was drawn.
 
+        Requests whose time is over end first, by events with finish_reason "deadline".
+
         A request whose logits are not finite ends by events with finish_reason "error" that carry
         the error; nobody else notices. When the model or the sampler raises, the requests of the
         batch are aborted before the error goes on; the others are untouched and the next step is
@@ -110,7 +118,7 @@ class Engine:
         try:
             self._submit()
             if not self._unfinished:
-                return []
+                return self._take_expired()
             batch, handle = self._unfinished.popleft()
             try:
                 samples = handle.result()
@@ -121,11 +129,16 @@ class Engine:
         finally:
             self._let_end()
         self._record(batch, time.perf_counter() - started)
-        return events
+        return self._take_expired() + events if self._expired else events
+
+    def _take_expired(self) -> list[TokenEvent]:
+        expired, self._expired = self._expired, []
+        return expired
 
     def _submit(self) -> None:
         """Begin as many steps as may be unfinished."""
         while len(self._unfinished) < self.scheduler.max_in_flight:
+            self._expired += self.scheduler.expire()
             batch = self.scheduler.schedule()
             if batch is None:
                 return
@@ -191,3 +204,6 @@ class Engine:
         kind = "decode" if decodes else "prefill"
         self._tokens[kind] += batch.num_tokens
         self._seconds[kind] += seconds
+        if kind == "prefill" and self.runner.host is not None:
+            rate = self._tokens[kind] / self._seconds[kind] if self._seconds[kind] else 0.0
+            self.scheduler.preemption.rates.prefill_tokens = rate

@@ -105,8 +105,11 @@ class Generation:
         event's is not: the caller then ends the sample in the engine.
         """
         if event.token is None:
-            assert event.error is not None
-            self.fail(event.error)
+            if event.error is None:
+                assert event.finish_reason is not None
+                self._end(event.finish_reason)
+            else:
+                self.fail(event.error)
             return
         completion = self.output.outputs[event.index]
         completion.token_ids.append(event.token.token_id)

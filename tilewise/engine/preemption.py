@@ -27,7 +27,7 @@ from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import Sequence
 from tilewise.engine.roster import Roster
 
-__all__ = ["PREEMPTIONS", "VICTIMS", "Preemption", "Rates"]
+__all__ = ["PREEMPTIONS", "VICTIMS", "Preemption", "Rates", "check_preemption"]
 
 PREEMPTIONS = ("auto", "recompute", "swap")
 VICTIMS = ("newest", "cheapest")
@@ -44,6 +44,16 @@ class Rates:
 
     prefill_tokens: float = 0.0
     link_blocks: float = 0.0
+
+
+def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:
+    """Raise ValueError if an argument is none of those, or there is no main memory to swap to."""
+    if preemption not in PREEMPTIONS:
+        raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}, got {preemption!r}")
+    if victim not in VICTIMS:
+        raise ValueError(f"victim must be one of {', '.join(VICTIMS)}, got {victim!r}")
+    if preemption == "swap" and not has_swap_space:
+        raise ValueError("preemption must be auto or recompute without swap space, got 'swap'")
 
 
 class Preemption:
@@ -68,14 +78,7 @@ class Preemption:
     def __init__(
         self, roster: Roster, tables: BlockTables, preemption: str = "auto", victim: str = "newest"
     ) -> None:
-        if preemption not in PREEMPTIONS:
-            raise ValueError(
-                f"preemption must be one of {', '.join(PREEMPTIONS)}, got {preemption!r}"
-            )
-        if victim not in VICTIMS:
-            raise ValueError(f"victim must be one of {', '.join(VICTIMS)}, got {victim!r}")
-        if preemption == "swap" and tables.swap is None:
-            raise ValueError("preemption must not be swap without swap space, got 'swap'")
+        check_preemption(preemption, victim, has_swap_space=tables.swap is not None)
         self.roster, self.tables = roster, tables
         self.preemption, self.victim = preemption, victim
         self.rates = Rates()

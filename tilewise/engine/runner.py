@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import PENDING, Batch, SampledToken
+from tilewise.engine.host_cache import HostCache
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.sampler import sample
 from tilewise.nn.context import AttentionContext
@@ -63,9 +64,11 @@ class Runner(Protocol):
 
     Attributes:
         storage: the paged cache.
+        host: main memory for blocks of it; None if batches move none.
     """
 
     storage: KVStorage
+    host: HostCache | None
 
     @property
     def num_compilations(self) -> int:
@@ -127,6 +130,7 @@ class ModelRunner:
     Attributes:
         block_size: tokens per cache block.
         device: of the model and the cache.
+        host: main memory for blocks; may be set before the first step.
         sharing_tokens: what `build_inputs` takes. None on a CPU, where a sequence's bits do not
             depend on its neighbours, as they would on whom it shares a prefix with.
     """
@@ -144,6 +148,7 @@ class ModelRunner:
         self.sampler = sampler
         self._drawn: dict[int, int] = {}  # by seq_id, in the last step
         self._tables = HostTables()
+        self.host: HostCache | None = None
         self.storage = storage
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
@@ -159,6 +164,8 @@ class ModelRunner:
 
     def submit(self, batch: Batch) -> Finished:
         """Compute a step."""
+        if self.host is not None:
+            self.host.move(batch)
         batch = self._known(batch)
         inputs = build_inputs(
             batch,

@@ -79,7 +79,6 @@ from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
 
-
 Content = tuple[int | str, tuple[int, ...]]  # of a block, after the block before it or the salt
 
 
@@ -208,18 +207,19 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
-        self._writer_of.clear()
         runs, budget, lacked_blocks = self._schedule_running()
         if not lacked_blocks:
             runs += self._admit_waiting(budget, bool(runs))
+        if not runs and self.roster.running and not self._steps:
+            runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
         if not runs:
             assert self._steps or not self.roster.requests, "an unfinished request runs"
             return None
-        swap_out, swap_in = self.tables.begin_step()
+        moved = self.tables.begin_step()
         copies = self.tables.take_copies()
         sequences = tuple(self._describe(s, n) for s, n in runs)
         self.tables.note_peak(self.roster.running)
-        batch = Batch(sequences, copies, self.preemption.take_left(), swap_out, swap_in)
+        batch = Batch(sequences, copies, self.preemption.take_left(), *moved)
         self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
         return batch
 
@@ -426,6 +426,7 @@ class Scheduler:
     def _schedule_running(self) -> tuple[list[tuple[Sequence, int]], int, bool]:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""
         runs: list[tuple[Sequence, int]] = []
+        self._writer_of.clear()
         running, extend = self.roster.running, self.tables.extend
         budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
         lacked_blocks = False
@@ -488,9 +489,9 @@ class Scheduler:
                 continue
             for sample in group:
                 n = self._chunk_unless_written(sample, budget) if budget else 0
-                if n:
+                if n and tables.extend(sample, sample.num_scheduled_tokens + n):
                     runs.append((sample, n))
-                budget -= n
+                    budget -= n
         return runs
 
     def _chunk_unless_written(self, seq: Sequence, budget: int) -> int:
