@@ -116,6 +116,7 @@ class FairOrder(Order):
         self._queues: dict[str, deque[Sequence]] = {}  # who was never admitted, by user
         self._floor = 0.0  # the counter of the user that left the queue last, then
         self._num_admitted = 0
+        self._last_admitted: dict[str, int] = {}  # of users that have a counter
 
     def rank(self, request: Request, arrival: int) -> Rank:
         """Return a rank behind all who have been admitted."""
@@ -144,20 +145,29 @@ class FairOrder(Order):
     def admitted_rank(self, seq: Sequence) -> Rank:
         """Return the rank behind all who have been admitted before."""
         self._num_admitted += 1
+        self._last_admitted[seq.request.user] = self._num_admitted
         return (0, self._num_admitted, 0)
 
     def first(self, waiting: list[Sequence]) -> Sequence:
-        """Return the first that lost its place, or that of the user who was served least."""
+        """Return the first that lost its place, or that of the user who was served least.
+
+        Of users who were served alike it is the one who has waited longest for an admission: one
+        that has just come stands before one that had all until then.
+        """
         if waiting[0].rank[0] == 0:
             return waiting[0]
         heads = (queue[0] for queue in self._queues.values())
-        return min(heads, key=lambda s: (self.counters[s.request.user], s.rank))
+        return min(heads, key=self._turn)
+
+    def _turn(self, seq: Sequence) -> tuple[float, int, Rank]:
+        user = seq.request.user
+        return self.counters[user], self._last_admitted.get(user, 0), seq.rank
 
     def place(self, seq: Sequence, waiting: list[Sequence]) -> int:
         """Return how many come before, if no counter changed until then."""
 
-        def key(s: Sequence) -> tuple[float, Rank]:
-            return (-math.inf if s.rank[0] == 0 else self.counters[s.request.user], s.rank)
+        def key(s: Sequence) -> tuple[float, int, Rank]:
+            return (-math.inf, 0, s.rank) if s.rank[0] == 0 else self._turn(s)
 
         mine = key(seq)
         return sum(key(s) < mine for s in waiting)
@@ -171,6 +181,8 @@ class FairOrder(Order):
     def _drop_idle(self, floor: float) -> None:
         """Forget users without requests in the queue whom returning would lift anyway."""
         self.counters = {u: c for u, c in self.counters.items() if u in self._queues or c > floor}
+        kept = self._last_admitted.items()
+        self._last_admitted = {u: n for u, n in kept if u in self.counters}
 
 
 def order_of(policy: str, user_weights: Mapping[str, float] | None = None) -> Order:
