@@ -179,7 +179,8 @@ class VirtualModel:
         if not self.unfinished:
             runs = {run.seq_id for run in batch.sequences}
             first = self.scheduler.roster.running[0]
-            if self.host or self.scheduler.order.name != "fcfs":
+            ordered = self.scheduler.order.name == "fcfs"
+            if self.host or not ordered or self.scheduler.preemption.victim != "newest":
                 assert first.seq_id in runs or first.num_told_blocks == 0, "the first always runs"
             else:
                 assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
@@ -252,7 +253,7 @@ class VirtualStore:
         """Fill a slot; a torn file leaves it spoilt."""
         self.model.host[slot] = [None] * self.model.block_size
         kept, values = self.files[content.digest]
-        if kept != content or self.chance() < 0.1:
+        if kept != content or self.chance() < 0.3:
             return False
         self.model.host[slot] = list(values)
         self.num_hits += 1
