@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.engine.simulator import check_idle
+from tests.engine.test_engine import CacheReader
 from tests.engine.test_scheduler import ask, make, step
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import SampledToken
+from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import FinishReason, Request
+from tilewise.engine.runner import ModelRunner
 from tilewise.engine.scheduler import Scheduler
 from tilewise.errors import QueueFullError, RequestError
 
@@ -129,6 +135,28 @@ def test_its_output_says_deadline():
     assert [c.finish_reason for c in generation.output.outputs] == ["deadline"] * 2
     assert [len(c.token_ids) for c in generation.output.outputs] == [1, 1]
     assert generation.error is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_computes_nothing_for_who_is_late_and_says_so(overlap):
+    clock = Clock()
+    scheduler = make(num_blocks=8, block_size=4, max_num_seqs=1, clock=clock)
+    storage = KVStorage(CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32)), 8)
+    model = CacheReader()
+    engine = Engine(scheduler, ModelRunner(model, storage), overlap=overlap)
+    engine.add_request(timed("a", 4, deadline=3.0, temperature=0.0, max_tokens=20))
+    engine.add_request(timed("b", 4, queue=1.0, temperature=0.0, max_tokens=20))
+    engine.step()
+    clock.now = 101.0
+    assert [e.request_id for e in engine.step() if e.token is None] == ["b"]
+    clock.now = 103.0
+    steps = model.steps
+    late = []
+    while engine.has_unfinished():
+        late += engine.step()
+    assert [e.request_id for e in late if e.finish_reason is FinishReason.DEADLINE] == ["a"]
+    assert model.steps == steps
+    check_idle(scheduler)
 
 
 def test_a_full_queue_refuses_with_the_numbers_and_takes_more_when_it_moves():

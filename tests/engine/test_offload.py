@@ -96,3 +96,14 @@ def test_llm_refuses_before_it_reads_weights(directory):
     ):
         with pytest.raises(ValueError, match=message):
             LLM(directory, device="cpu", num_blocks=10, **settings)
+
+
+def test_a_reset_forgets_files_too(directory, tmp_path):
+    settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path}
+    llm, _ = answers(directory, **settings)
+    llm.engine.scheduler.tables.swap.store.flush()
+    assert list(tmp_path.iterdir())
+    assert llm.reset_prefix_cache()
+    assert not list(tmp_path.iterdir())
+    assert llm.engine.stats().scheduler.swap_blocks_cold == 0
+    assert [o.num_cached_tokens for o in llm.generate(PROMPTS[:2], PARAMS[:2])] == [0, 0]

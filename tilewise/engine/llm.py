@@ -361,6 +361,15 @@ class LLM:
             )
         return Generation(request, text, self.tokenizer)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, in main memory and files, too, as after a change of weights.
+
+        Returns:
+            False if a request runs; nothing is forgotten then.
+        """
+        with self._lock:
+            return self.engine.scheduler.reset_prefix_cache()
+
     def _step(self) -> None:
         """Run one step for everything that is live, or wait a moment for another thread's."""
         if not self._lock.acquire(timeout=PATIENCE):
