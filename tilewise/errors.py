@@ -5,6 +5,7 @@
         ├── UnsupportedError        also NotImplementedError: a backend cannot run this call
         ├── CacheFullError          also RuntimeError: no free KV block
         ├── RequestError            also ValueError: a request can never be served (HTTP 400)
+        │   └── QueueFullError      it could be, but too many wait already (HTTP 503)
         ├── EngineClosedError       also RuntimeError: the engine takes no request any more
         │   └── DeviceLostError     its device computes nothing any more
         └── CheckpointError         also ValueError: a model directory is incomplete or wrong
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "DeviceLostError",
     "EngineClosedError",
+    "QueueFullError",
     "RequestError",
     "TilewiseError",
     "UnsupportedError",
@@ -48,6 +50,10 @@ class EngineClosedError(TilewiseError, RuntimeError):
 
 class DeviceLostError(EngineClosedError):
     """The engine's device computes nothing any more; the cause is what it raised first."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests or tokens wait already; the message has the numbers. Try again later."""
 
 
 class CheckpointError(TilewiseError, ValueError):

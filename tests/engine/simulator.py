@@ -8,13 +8,16 @@ fingerprint and the sample's random stream.
 It is the most unpunctual of devices: what a step is to write it spoils when the step is submitted,
 and what a step is to read it reads when its result is asked for, which may be after the next step
 has been submitted. A block that was given away while an unfinished step still used it shows.
+Only what a step moves to main memory is read in turn, before that step and later ones write.
 """
 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable
 
+from tilewise.cache.contents import Content
 from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.scheduler import Scheduler
@@ -40,6 +43,9 @@ class VirtualModel:
         self.slots: list[list[int | None]] = [
             [None] * self.block_size for _ in range(scheduler.limits.num_blocks)
         ]
+        swap = scheduler.tables.swap
+        num_slots = 0 if swap is None else swap.allocator.num_blocks
+        self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(num_slots)]
         self.tables: dict[int, list[int]] = {}  # as a device knows them, from what batches tell
         self.drawn: dict[int, int] = {}
         self.unfinished: list[Step] = []
@@ -69,6 +75,7 @@ class VirtualModel:
             assert table == list(run.block_ids), "what changed is told"
             self.tables[run.seq_id] = table
             step.runs.append((known, table[: -(-end // self.block_size)]))
+            step.salts[run.seq_id] = seq.request.salt
         written: set[tuple[int, int]] = set()
         for run, (_, table) in zip(batch.sequences, step.runs, strict=True):
             for position in range(run.start, run.start + len(run.token_ids)):
@@ -77,11 +84,18 @@ class VirtualModel:
                 assert self.scheduler.tables.allocator.ref_count(block) == 1, "exclusive writer"
                 assert slot not in written, "one writer per slot"
                 written.add(slot)
-        for block, place in written:
-            self.slots[block][place] = None
-        for _, destination in batch.block_copies:
-            self.slots[destination] = [None] * self.block_size
         self.unfinished.append(step)
+        self._check_transfers(batch)
+        still_read = {block for s in self.unfinished for block, _ in s.batch.swap_out}
+        for block, place in written:
+            if block not in still_read:
+                self.slots[block][place] = None
+        overwritten = [block for _, block in (*batch.swap_in, *batch.block_copies)]
+        for block in overwritten:
+            if block not in still_read:
+                self.slots[block] = [None] * self.block_size
+        for _, slot in batch.swap_out:
+            self.host[slot] = [None] * self.block_size
 
     def result(self, batch: Batch) -> list[list[SampledToken]]:
         """Compute the oldest unfinished step."""
@@ -89,12 +103,17 @@ class VirtualModel:
         assert step.batch is batch
         for seq_id in batch.left:
             self.drawn.pop(seq_id, None)
+        for block, slot in batch.swap_out:
+            self.host[slot] = list(self.slots[block])
+        for slot, block in batch.swap_in:
+            self.slots[block] = list(self.host[slot])
         self._copy(batch)
         prefixes = []
         for run, (known, table) in zip(batch.sequences, step.runs, strict=True):
             if run.token_ids == (PENDING,):
                 known = [*known, self.drawn.get(run.seq_id, 0)]
-            prefixes.append(fingerprints(known))
+            salt = step.salts[run.seq_id]
+            prefixes.append(fingerprints(known, salt))
             for position in range(run.start, len(known)):
                 place = position % self.block_size
                 value = prefixes[-1][position]
@@ -115,22 +134,56 @@ class VirtualModel:
 
     def drop(self, batch: Batch) -> None:
         """Let a step fail: what a later one computes for its sequences is worth nothing."""
-        self.unfinished = [step for step in self.unfinished if step.batch is not batch]
-        for step in self.unfinished:
+        place = next(i for i, step in enumerate(self.unfinished) if step.batch is batch)
+        del self.unfinished[place]
+        blocks = {block for _, block in batch.swap_in}
+        slots = {slot for _, slot in batch.swap_out}
+        for step in self.unfinished[place:]:
             step.spoilt |= {run.seq_id for run in batch.sequences}
+            slots |= {slot for block, slot in step.batch.swap_out if block in blocks}
+            blocks |= {block for slot, block in step.batch.swap_in if slot in slots}
+            for run, (_, table) in zip(step.batch.sequences, step.runs, strict=True):
+                if not blocks.isdisjoint(table):
+                    step.spoilt.add(run.seq_id)
 
     def damaged(self, blocks: list[int]) -> set[int]:
         """Return the numbers of the damaged slots in these blocks."""
         return {value for b in blocks for value in self.slots[b] if value is not None and value < 0}
 
+    def damaged_slots(self) -> set[int]:
+        """Return the numbers of the damaged places of prefixes in main memory."""
+        swap = self.scheduler.tables.swap
+        cold = () if swap is None else swap._node_at
+        return {value for s in cold for value in self.host[s] if value is not None and value < 0}
+
+    def _check_transfers(self, batch: Batch) -> None:
+        """What moves has one target each, and nothing that is read is written meanwhile."""
+        outs, ins = [s for _, s in batch.swap_out], [b for _, b in batch.swap_in]
+        assert len(set(outs)) == len(outs), "one transfer per slot"
+        assert len(set(ins)) == len(ins), "one transfer per block"
+        before = self.unfinished[:-1]
+        busy = {slot for step in before for slot, _ in step.batch.swap_in}
+        busy |= {slot for step in before for _, slot in step.batch.swap_out}
+        assert not busy & set(outs), "a slot on its way is not written"
+        if batch.swap_out or batch.swap_in:
+            pool = self.scheduler.tables.swap.allocator
+            moving = {*outs, *(slot for slot, _ in batch.swap_in)}
+            assert all(pool.ref_count(slot) for slot in moving), "a slot on its way is pinned"
+
     def _check_limits(self, batch: Batch) -> None:
         limits = self.scheduler.limits
         assert 1 <= batch.num_tokens <= limits.max_num_batched_tokens
         assert len(batch.sequences) <= limits.max_num_seqs
-        chunk = limits.max_chunk_tokens or limits.max_num_batched_tokens
+        chunk = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
         assert all(1 <= len(run.token_ids) <= chunk for run in batch.sequences)
         if not self.unfinished:
-            assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
+            runs = {run.seq_id for run in batch.sequences}
+            first = self.scheduler.roster.running[0]
+            ordered = self.scheduler.order.name == "fcfs"
+            if self.host or not ordered or self.scheduler.preemption.victim != "newest":
+                assert first.seq_id in runs or first.num_told_blocks == 0, "the first always runs"
+            else:
+                assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
 
     def _oldest_id(self) -> int:
         family = next(iter(self.scheduler.roster.requests.values()))
@@ -169,11 +222,61 @@ class Step:
         self.batch = batch
         self.runs: list[tuple[list[int], list[int]]] = []
         self.spoilt: set[int] = set()
+        self.salts: dict[int, str] = {}
 
 
-def fingerprints(token_ids: list[int]) -> list[int]:
-    """Return for each position a number that depends on all tokens up to it."""
-    out, value = [], 0
+class VirtualStore:
+    """A directory of blocks that loses some, tears some, and is full now and then."""
+
+    def __init__(self, chance: Callable[[], float]) -> None:
+        self.chance, self.model = chance, None
+        self.files: dict[bytes, tuple[Content, list[int | None]]] = {}
+        self.num_hits = 0
+
+    def save(self, content: Content, slot: int) -> None:
+        """Keep a slot, which must hold just this."""
+        tokens = array("i")
+        tokens.frombytes(content.tokens)
+        size = self.model.block_size
+        truth = fingerprints(list(tokens), content.salt)[-size:]
+        held = self.model.host[slot]
+        for value, right in zip(held, truth, strict=True):
+            assert value == right or (value is not None and value < 0), "a cold slot is whole"
+        if self.chance() < 0.9:
+            self.files[content.digest] = content, list(held)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether there is a file."""
+        return digest in self.files
+
+    def load(self, content: Content, slot: int) -> bool:
+        """Fill a slot; a torn file leaves it spoilt."""
+        self.model.host[slot] = [None] * self.model.block_size
+        kept, values = self.files[content.digest]
+        if kept != content or self.chance() < 0.3:
+            return False
+        self.model.host[slot] = list(values)
+        self.num_hits += 1
+        return True
+
+    def forget(self, digest: bytes) -> None:
+        """Drop a file and all that follow it."""
+        gone = {digest}
+        while True:
+            more = {d for d, (c, _) in self.files.items() if c.parent in gone} - gone
+            if not more:
+                break
+            gone |= more
+        self.files = {d: f for d, f in self.files.items() if d not in gone}
+
+    def clear(self) -> None:
+        """Drop all files."""
+        self.files.clear()
+
+
+def fingerprints(token_ids: list[int], salt: str = "") -> list[int]:
+    """Return for each position a number that depends on the salt and all tokens up to it."""
+    out, value = [], _digest(salt) if salt else 0
     for token in token_ids:
         value = abs(hash((value, token)))
         out.append(value)
@@ -193,7 +296,9 @@ class Outputs:
         for event in events:
             key = (event.request_id, event.index)
             assert key not in self.reasons, f"{key} went on after its end"
-            if event.token is None:
+            if event.token is None and event.finish_reason is FinishReason.DEADLINE:
+                assert event.error is None
+            elif event.token is None:
                 assert isinstance(event.error, FloatingPointError)
                 assert event.finish_reason is FinishReason.ERROR
             else:
@@ -221,8 +326,17 @@ def run_to_end(scheduler: Scheduler, max_steps: int = 20_000) -> Outputs:
         outputs.add(scheduler.update(batch, model.result(batch)))
         scheduler.check_integrity()
     assert not scheduler.has_unfinished(), f"unfinished after {max_steps} steps"
-    assert scheduler.stats().blocks_used == 0
+    check_idle(scheduler)
     return outputs
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """Idle means no used block, no pinned one, an empty swap space, nothing on its way."""
+    stats = scheduler.stats()
+    assert (stats.blocks_used, stats.swap_blocks_used) == (0, 0)
+    swap = scheduler.tables.swap
+    assert swap is None or not (swap.going or swap.coming)
+    assert (scheduler.roster.num_queued, scheduler.roster.num_queued_tokens) == (0, 0)
 
 
 def run_alone(request: Request, max_model_len: int) -> Outputs:

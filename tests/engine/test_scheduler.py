@@ -102,7 +102,7 @@ def test_decoding_goes_first_and_prompts_take_the_rest_of_the_budget():
 
 
 def test_a_chunk_limit_leaves_budget_to_others():
-    scheduler = make(max_chunk_tokens=5)
+    scheduler = make(long_prefill_token_threshold=5)
     scheduler.add(ask("a", 20))
     scheduler.add(ask("b", 3))
     batch, _ = step(scheduler)
@@ -130,7 +130,7 @@ def test_a_small_request_does_not_overtake_a_large_one():
 
 
 def test_half_computed_prompts_never_wait_for_each_others_blocks():
-    scheduler = make(num_blocks=6, max_num_batched_tokens=4, max_chunk_tokens=2)
+    scheduler = make(num_blocks=6, max_num_batched_tokens=4, long_prefill_token_threshold=2)
     scheduler.add(ask("a", 16, max_tokens=2))
     scheduler.add(ask("b", 16, max_tokens=2))
     batch = scheduler.schedule()
@@ -320,7 +320,13 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
 
 @pytest.mark.parametrize(
     "name",
-    ["num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens"],
+    [
+        "num_blocks",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "long_prefill_token_threshold",
+    ],
 )
 def test_limits_below_one_are_refused_by_name(name: str):
     with pytest.raises(ValueError, match=f"^{name} must be at least 1, got 0$"):
@@ -468,7 +474,7 @@ def test_requests_without_a_seed_draw_it_from_the_scheduler_and_their_arrival():
 
 
 def test_seats_are_kept_for_samples_that_have_not_forked_yet():
-    scheduler = make(max_num_seqs=4, max_chunk_tokens=6)
+    scheduler = make(max_num_seqs=4, long_prefill_token_threshold=6)
     scheduler.add(ask("a", 10, n=3, max_tokens=4))
     scheduler.add(ask("b", 2, max_tokens=4))
     scheduler.add(ask("c", 2, max_tokens=4))
@@ -624,7 +630,7 @@ def test_requests_that_computed_the_same_prefix_side_by_side_end_up_sharing_it()
 def test_equal_prompts_that_arrive_together_are_computed_once(overlap, budget, chunk):
     scheduler = make(
         num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_model_len=600,
-        max_chunk_tokens=chunk, max_in_flight=1 + overlap,
+        long_prefill_token_threshold=chunk, max_in_flight=1 + overlap,
     )  # fmt: skip
     prompt = list(range(512))
     requests = [ask(name, prompt, max_tokens=3, seed=1, n=1 + (name == "c")) for name in "abcdefgh"]

@@ -30,7 +30,7 @@ def random_scheduler(rng: random.Random, max_in_flight: int = 1) -> Scheduler:
         max_num_seqs=rng.choice([1, 2, 3, 8]),
         max_num_batched_tokens=rng.choice([1, 2, 7, 16, 64]),
         max_model_len=MAX_MODEL_LEN,
-        max_chunk_tokens=rng.choice([None, None, 1, 7, 64]),
+        long_prefill_token_threshold=rng.choice([None, None, 1, 7, 64]),
         enable_prefix_caching=rng.random() < 0.8,
         max_in_flight=max_in_flight,
     )
@@ -406,7 +406,7 @@ def test_chunks_and_cache_do_not_change_tokens(chunk: int, caching: bool, overla
         max_num_seqs=6,
         max_num_batched_tokens=32,
         max_model_len=MAX_MODEL_LEN,
-        max_chunk_tokens=chunk,
+        long_prefill_token_threshold=chunk,
         enable_prefix_caching=caching,
         max_in_flight=1 + overlap,
     )

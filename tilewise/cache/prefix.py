@@ -21,7 +21,7 @@ chain's digests replaced by the identity of the parent.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tilewise.cache.allocator import BlockAllocator
 
@@ -45,6 +45,8 @@ class PrefixCache:
     Attributes:
         num_query_tokens: tokens of all admitted sequences, see count().
         num_hit_tokens: how many of them were found here.
+        on_evict: called with a registered block just before it is forgotten because it is given
+            away; those before it are registered still.
     """
 
     def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
@@ -54,12 +56,15 @@ class PrefixCache:
         self.block_size = block_size
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.on_evict: Callable[[int], None] | None = None
         self._block_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * allocator.num_blocks
         self._num_children = [0] * allocator.num_blocks
         self._stamp_of = [0] * allocator.num_blocks
         self._num_registrations = 0
-        allocator.on_evict = self._forget
+        allocator.on_evict = self._evict
+
+    pack = staticmethod(_pack)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -130,6 +135,12 @@ class PrefixCache:
         whole chain is still what it was.
         """
         return self._stamp_of[block_id]
+
+    def key(self, block_id: int) -> Key:
+        """Return the parent and the packed tokens of a registered block."""
+        key = self._key_of[block_id]
+        assert key is not None, "only registered blocks have a key"
+        return key
 
     def holds(self, block_id: int, parent: int | str, token_ids: Sequence[int]) -> bool:
         """Return whether block_id is registered with exactly this content."""
@@ -210,6 +221,11 @@ class PrefixCache:
         for holds, rule in rules:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
+
+    def _evict(self, block_id: int) -> None:
+        if self.on_evict is not None:
+            self.on_evict(block_id)
+        self._forget(block_id)
 
     def _forget(self, block_id: int) -> None:
         key = self._key_of[block_id]

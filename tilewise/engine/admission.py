@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise.engine.request import Request
-from tilewise.errors import RequestError
+from tilewise.errors import QueueFullError, RequestError
 
 __all__ = ["Limits"]
 
@@ -26,7 +26,10 @@ class Limits:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one step.
         max_model_len: tokens of a sequence, prompt and generated.
-        max_chunk_tokens: tokens of one sequence in one step; None is no limit of its own.
+        long_prefill_token_threshold: tokens of one sequence in one step; None is no limit of its
+            own.
+        max_waiting_requests: requests that may wait without having run; None is no bound.
+        max_waiting_tokens: tokens of their prompts together; None is no bound.
 
     Raises:
         ValueError: a limit is below 1, or max_model_len below 2.
@@ -37,7 +40,9 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    max_chunk_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -45,8 +50,13 @@ class Limits:
             "block_size": self.block_size,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_chunk_tokens": 1 if self.max_chunk_tokens is None else self.max_chunk_tokens,
         }
+        optional = {
+            "long_prefill_token_threshold": self.long_prefill_token_threshold,
+            "max_waiting_requests": self.max_waiting_requests,
+            "max_waiting_tokens": self.max_waiting_tokens,
+        }
+        at_least_one |= {name: value for name, value in optional.items() if value is not None}
         for name, value in at_least_one.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -67,6 +77,29 @@ class Limits:
         if max_tokens is None:
             return min(self.max_model_len, self.max_cached_len)
         return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
+
+    def check_queue(self, request: Request, num_waiting: int, num_waiting_tokens: int) -> None:
+        """Refuse a request for which the queue has no room now.
+
+        Args:
+            request: it could be served.
+            num_waiting, num_waiting_tokens: requests that have not run, tokens of their prompts.
+
+        Raises:
+            QueueFullError: one more would be too many. A prompt longer than max_waiting_tokens is
+                accepted by an empty queue.
+        """
+        most, tokens = self.max_waiting_requests, len(request.prompt_token_ids)
+        if most is not None and num_waiting >= most:
+            raise QueueFullError(
+                f"waiting requests must be at most {most}, got {num_waiting} and 1 more"
+            )
+        most = self.max_waiting_tokens
+        if most is not None and num_waiting and num_waiting_tokens + tokens > most:
+            raise QueueFullError(
+                f"waiting prompt tokens must be at most {most}, got {num_waiting_tokens} and "
+                f"{tokens} more"
+            )
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never be served.

@@ -104,11 +104,15 @@ class Batch:
             destination, so they have no order.
         left: seq_ids that lost their blocks since the batch before: they ended, or come back as if
             they were new.
+        swap_out: (block, slot of main memory), read before anything of the step is written.
+        swap_in: (slot, block), written after that and before block_copies.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
     left: tuple[int, ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def asks(self) -> bool:

@@ -7,6 +7,8 @@ The only writer of Sequence.block_ids. It keeps three promises to the steps that
     fences            a block that is let go of while steps are unfinished keeps an owner, the
                       newest of them, until that one has finished: no step reads or writes a block
                       that was given to somebody else meanwhile
+
+With a `SwapSpace`, what blocks held goes to main memory and comes back; a batch tells what moves.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import NamedTuple
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
+from tilewise.engine.batch import Batch
 from tilewise.engine.request import Sequence
+from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers
 from tilewise.engine.trace import Trace
 
 __all__ = ["BlockTables"]
@@ -44,14 +48,24 @@ class BlockTables:
         num_blocks: size of the pool.
         block_size: tokens per block.
         enable_prefix_caching: keep full blocks findable by content.
+        num_swap_blocks: blocks of main memory for what is swapped out and for cold prefixes.
+        store: where cold prefixes go from there; None lets go of them.
 
     Attributes:
         trace: what happens to the blocks.
+        swap: None without main memory.
         blocks_peak: the most blocks that a step ever used.
         slots_peak: slots of them that held a token in the first such step.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        num_swap_blocks: int = 0,
+        store: BlockStore | None = None,
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
@@ -59,6 +73,9 @@ class BlockTables:
         self.prefix = PrefixCache(self.allocator, block_size) if enable_prefix_caching else None
         self.trace = Trace(num_blocks, block_size)
         self.trace.watch(self.allocator)
+        self.swap: SwapSpace | None = None
+        if num_swap_blocks:
+            self.swap = SwapSpace(num_swap_blocks, block_size, self.prefix, store)
         self.blocks_peak = 0
         self.slots_peak = 0
         self._copies: list[tuple[int, int]] = []
@@ -74,9 +91,14 @@ class BlockTables:
         """Whether blocks become free when unfinished steps finish."""
         return any(self._fences)
 
-    def begin_step(self) -> None:
-        """Note that a step may use any block that has an owner now."""
+    def begin_step(self) -> tuple[Transfers, Transfers]:
+        """Note that a step may use any block that has an owner now.
+
+        Returns:
+            What it moves out and in: (device block, slot) and (slot, device block).
+        """
         self._fences.append([])
+        return ((), ()) if self.swap is None else self.swap.begin_step()
 
     def end_step(self, index: int) -> None:
         """Note that a step has finished, or never will: unfinished step `index`, 0 the oldest.
@@ -90,6 +112,8 @@ class BlockTables:
             self.trace.free(blocks)
         else:
             self._fences[index - 1] += blocks
+        if self.swap is not None:
+            self.swap.end_step(index)
 
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
         """Return how many blocks must become free before reserve() can succeed; 0 is now."""
@@ -114,13 +138,145 @@ class BlockTables:
             return False
         self._matched = None
         self.allocator.share(hits)
-        fresh = self.allocator.allocate(self.blocks_for(seq.num_tokens) - len(hits))
-        seq.block_ids = hits + fresh
+        num_fresh = self.blocks_for(seq.num_tokens) - len(hits)
         seq.num_registered_blocks = len(hits)
-        seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * self.block_size
+        if self.swap is None or self.prefix is None:
+            seq.block_ids = hits + self.allocator.allocate(num_fresh)
+        else:
+            last = (seq.num_tokens - 1) // self.block_size
+            slots = self.swap.recall(seq, len(hits), last)  # before a block is kept in their place
+            seq.block_ids = hits + self.allocator.allocate(num_fresh)
+            self._fill(seq, slots)
+        known = seq.num_registered_blocks
+        seq.num_computed_tokens = seq.num_scheduled_tokens = known * self.block_size
         if self.prefix is not None:
             self.prefix.count(seq.num_tokens, seq.num_computed_tokens)
         return True
+
+    def _fill(self, seq: Sequence, slots: list[int]) -> None:
+        """Let the next step copy slots to a sequence's blocks, from the first unknown one on."""
+        assert self.swap is not None
+        assert self.prefix is not None
+        size, blocks = self.block_size, seq.block_ids
+        for i, slot in enumerate(slots, start=seq.num_registered_blocks):
+            parent = blocks[i - 1] if i else seq.request.salt
+            kept = self.prefix.register(blocks[i], parent, seq.token_ids[i * size : (i + 1) * size])
+            assert kept == blocks[i], "what is found in main memory only is not on the device"
+            self.swap.bring(slot, blocks[i])
+        self.swap.allocator.release(slots)  # pinned now by what moves
+        seq.num_registered_blocks += len(slots)
+
+    def swap_in(self, group: list[Sequence], spare: int) -> bool:
+        """Give all samples of a request that were swapped out their blocks back, or none.
+
+        Of what they kept, that which the prefix cache still has is shared and not moved.
+
+        Args:
+            group: they wait, and share slots with nobody else.
+            spare: blocks that must stay free; with some, those that the samples need next, too.
+
+        Returns:
+            Whether the blocks were there.
+        """
+        assert self.swap is not None
+        size, pool = self.block_size, self.allocator
+        found: list[list[int]] = []
+        for seq in group:
+            hits = [] if self.prefix is None else self.prefix.match(
+                seq.token_ids, seq.request.salt
+            )  # fmt: skip
+            found.append(hits[: seq.num_swapped_tokens // size])
+        fresh = dict.fromkeys(
+            slot
+            for seq, hits in zip(group, found, strict=True)
+            for slot in seq.swap_slots[len(hits) :]
+        )
+        revived = {b for hits in found for b in hits if pool.ref_count(b) == 0}
+        needed = len(fresh) + len(revived)
+        if spare:
+            grown = (self.blocks_for(s.num_tokens) - len(s.swap_slots) for s in group)
+            needed += spare + sum(grown)
+        if needed > pool.num_free:
+            return False
+        for hits in found:
+            pool.share(hits)
+        slots = sorted(fresh)
+        block_of = dict(zip(slots, sorted(pool.allocate(len(slots))), strict=True))
+        for slot, block in block_of.items():
+            self.swap.bring(slot, block)
+        owned: set[int] = set()
+        for seq, hits in zip(group, found, strict=True):
+            rest = [block_of[slot] for slot in seq.swap_slots[len(hits) :]]
+            pool.share([block for block in rest if block in owned])
+            owned.update(rest)
+            seq.block_ids = hits + rest
+            seq.num_registered_blocks = len(hits)
+            seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_swapped_tokens
+            seq.shares_tail = len(group) > 1
+            self.swap.drop(seq)
+        return True
+
+    def is_coming(self, seq: Sequence) -> bool:
+        """Whether the next step brings some of a sequence's blocks from main memory."""
+        if self.swap is None or not self.swap.coming:
+            return False
+        return not self.swap.coming.keys().isdisjoint(seq.block_ids)
+
+    def begin_alike(self, seq: Sequence, family: list[Sequence]) -> bool:
+        """Whether a sequence may have found the first block of one of the others."""
+        size = self.block_size
+        return any(
+            seq.request.salt == other.request.salt
+            and seq.token_ids[:size] == other.token_ids[:size]
+            for other in family
+        )
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        """Let go of what main memory keeps of a sequence that waits."""
+        if self.swap is not None and seq.swap_slots:
+            self.swap.drop(seq)
+
+    def cancel_transfers(self) -> None:
+        """Move nothing more: nobody is unfinished, and no step may come."""
+        if self.swap is not None:
+            self._forget_blocks(self.swap.cancel())
+
+    def revoke(self, batch: Batch, later: list[Batch]) -> tuple[set[int], set[int]]:
+        """Make unfindable what a failed step was to move, and what was moved from there since.
+
+        Args:
+            batch: of the failed step.
+            later: of the steps that began after it and are unfinished.
+
+        Returns:
+            Device blocks and slots that do not hold what their owners think.
+        """
+        if self.swap is None:
+            return set(), set()
+        blocks = {block for _, block in batch.swap_in}
+        slots = {slot for _, slot in batch.swap_out}
+        pending = [(b.swap_out, b.swap_in) for b in later]
+        pending.append((tuple(self.swap.going), tuple((s, b) for b, s in self.swap.coming.items())))
+        for going, coming in pending:
+            slots |= {slot for block, slot in going if block in blocks}
+            blocks |= {block for slot, block in coming if slot in slots}
+        self.swap.forget_slots(slots)
+        self._forget_blocks(sorted(blocks))
+        return blocks, slots
+
+    def _forget_blocks(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if self.prefix is not None and self.allocator.is_cached(block):
+                forgotten = self.prefix.forget(block)
+                if self.swap is not None:
+                    self.swap.forget_blocks(forgotten)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes, wherever they are; no block has an owner."""
+        if self.prefix is not None:
+            self.prefix.reset()
+        if self.swap is not None:
+            self.swap.clear()
 
     def extend(self, seq: Sequence, end: int) -> bool:
         """Make positions num_scheduled_tokens ... end - 1 writable by this sequence alone.
@@ -185,6 +341,8 @@ class BlockTables:
         written = tuple(blocks[seq.num_registered_blocks : num_full])
         for i in range(seq.num_registered_blocks, num_full):
             parent = blocks[i - 1] if i else seq.request.salt
+            if self.allocator.is_cached(blocks[i]):
+                continue  # another sample has told of it, with which it came from main memory
             tokens = seq.token_ids[i * size : (i + 1) * size]
             kept = self.prefix.register(blocks[i], parent, tokens)
             if kept != blocks[i]:
@@ -215,6 +373,10 @@ class BlockTables:
             if chain:
                 forgotten |= self.prefix.forget(chain[0])
         self.trace.note("forget", tuple(forgotten))
+        if self.swap is not None:
+            self.swap.forget_blocks(forgotten)
+            for seq in family:
+                self.swap.forget(seq)
         for seq in holders:
             known = seq.block_ids[: seq.num_registered_blocks]
             kept = next((i for i, block in enumerate(known) if block in forgotten), len(known))
@@ -308,7 +470,7 @@ class BlockTables:
                 empty[seq.block_ids[i]] = size - filled  # the same for all that share the block
         return self.allocator.num_used * size - sum(empty.values())
 
-    def check_integrity(self, holders: list[Sequence]) -> None:
+    def check_integrity(self, holders: list[Sequence], waiting: list[Sequence]) -> None:
         """Verify that the tables of the sequences that hold blocks agree with pool and cache.
 
         Raises:
@@ -332,6 +494,8 @@ class BlockTables:
             ),
             (not self._copies, "no copy is left between steps"),
         ]
+        if self.swap is not None:
+            self.swap.check_integrity(waiting)
         if self.prefix is not None:
             self.prefix.check_integrity()
             rules.append((all(map(self._knows, holders)), "registered blocks hold their tokens"))

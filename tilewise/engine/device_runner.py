@@ -33,6 +33,7 @@ from tilewise.engine.batch import (
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
+from tilewise.engine.host_cache import HostCache
 from tilewise.engine.prompt_scores import Chunk, PromptScores, finish, hand_over, score
 from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples, is_device_lost
@@ -58,6 +59,7 @@ class DeviceRunner:
 
     Attributes:
         steps: the decode steps by their number of rows.
+        host: main memory for blocks; may be set before the first step.
         captures: a decode step is captured as a CUDA graph when it first runs.
         compilations: kernels that were compiled since the runner was ready.
     """
@@ -67,6 +69,7 @@ class DeviceRunner:
     ) -> None:
         self.model = model
         self.storage = storage
+        self.host: HostCache | None = None
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
         self.compilations = Compilations()
@@ -124,6 +127,8 @@ class DeviceRunner:
     def submit(self, batch: Batch) -> _Handle:
         """Begin a step."""
         try:
+            if self.host is not None:
+                self.host.move(batch)
             asks = batch.asks
             adjusts = self.adjuster.follow(batch, asks)
             chunks, whole = self.scores.follow(batch, asks)

@@ -92,12 +92,18 @@ class Engine:
         self.runner = runner
         self.overlap = overlap
         self.lock = threading.RLock()  # around whatever reads or changes the scheduler
+        self._link_blocks = 0.0  # moved a second, once it is measured
         self._use(scheduler)
         self._unfinished: deque[tuple[Batch, StepHandle]] = deque()
         self._tokens = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._expired: list[TokenEvent] = []  # until a step returns them
 
     def _use(self, scheduler: Scheduler) -> None:
+        if self.runner.host is not None:
+            if not self._link_blocks:
+                self._link_blocks = self.runner.host.measure()
+            scheduler.preemption.rates.link_blocks = self._link_blocks
         self.scheduler = scheduler
         scheduler.max_in_flight = 2 if self.overlap else 1
 
@@ -127,6 +133,8 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Finish one batch and return what it did; empty when no token was drawn.
 
+        Requests whose time is over end first, by events with finish_reason "deadline".
+
         A request whose logits are not finite ends by events with finish_reason "error" that carry
         the error; nobody else notices. When the model or the sampler raises, the step is run again
         in halves, see `recovery`: the requests that break it end in the same way, with what they
@@ -141,7 +149,7 @@ class Engine:
         try:
             self._submit()
             if not self._unfinished:
-                return []
+                return self._take_expired()
             batch, handle = self._unfinished.popleft()
             try:
                 samples = handle.result()
@@ -156,7 +164,11 @@ class Engine:
         finally:
             self._let_end()
         self._record(batch, time.perf_counter() - started)
-        return events
+        return self._take_expired() + events if self._expired else events
+
+    def _take_expired(self) -> list[TokenEvent]:
+        expired, self._expired = self._expired, []
+        return expired
 
     def _submit(self) -> None:
         """Begin as many steps as may be unfinished."""
@@ -164,6 +176,7 @@ class Engine:
             if self._unfinished and isinstance(self._unfinished[-1][1], _Failed):
                 return
             with self.lock:
+                self._expired += self.scheduler.expire()
                 batch = self.scheduler.schedule()
             if batch is None:
                 return
@@ -270,3 +283,6 @@ class Engine:
         kind = "decode" if decodes else "prefill"
         self._tokens[kind] += batch.num_tokens
         self._seconds[kind] += seconds
+        if kind == "prefill" and self.runner.host is not None:
+            rate = self._tokens[kind] / self._seconds[kind] if self._seconds[kind] else 0.0
+            self.scheduler.preemption.rates.prefill_tokens = rate

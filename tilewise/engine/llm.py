@@ -17,8 +17,11 @@ from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.loop import EngineLoop
+from tilewise.engine.offload import block_files, check_offload, fingerprint, host_cache
 from tilewise.engine.options import Options
+from tilewise.engine.order import order_of
 from tilewise.engine.outputs import Generation, RequestOutput
+from tilewise.engine.preemption import check_preemption
 from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
@@ -78,6 +81,20 @@ class LLM:
         gpu_memory_utilization: share of a GPU's memory, in (0, 1], for weights, temporaries and
             cache together.
         enable_prefix_caching: prompts that begin alike compute the common blocks once.
+        scheduling_policy: "fcfs" runs requests in order of arrival, "priority" the lowest priority
+            first, "fair" gives every user who waits an equal share.
+        user_weights: for "fair", shares of users; who is not named has 1.
+        long_prefill_token_threshold: tokens of one prompt in one step; below
+            max_num_batched_tokens, requests behind a long prompt start with it. None is no bound.
+        preemption: who must give its blocks back is computed again ("recompute"), or what it had
+            is kept in main memory ("swap"); "auto" does what measured rates say is faster.
+        victim: who that is: the "newest", or the "cheapest", who loses the fewest tokens for each
+            block that becomes free.
+        swap_space_gib: main memory, GiB, for what is swapped out, and for blocks of prefixes that
+            the cache has no room for; they are found again there. 0 keeps nothing.
+        offload_dir: where such blocks go when main memory is full, to be found again by whoever
+            has the same model, also later. All weights are read once to know the model.
+        offload_gib: bytes of that directory at most, GiB.
         seed: from which requests without a seed draw theirs.
         random_weights: draw the weights instead of reading them, to measure a model's speed; the
             directory then needs only a config.json.
@@ -112,6 +129,14 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
+        user_weights: Mapping[str, float] | None = None,
+        long_prefill_token_threshold: int | None = None,
+        preemption: str = "auto",
+        victim: str = "newest",
+        swap_space_gib: float = 0.0,
+        offload_dir: str | Path | None = None,
+        offload_gib: float = 16.0,
         seed: int = 0,
         random_weights: bool = False,
         graphs: str = "auto",
@@ -123,7 +148,11 @@ class LLM:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_token_threshold=long_prefill_token_threshold,
         )
+        check_offload(swap_space_gib, offload_dir, offload_gib)
+        check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
+        order_of(scheduling_policy, user_weights)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}"
@@ -137,13 +166,14 @@ class LLM:
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.model.pack_for_inference(is_int8=is_int8)
         self.config: ModelConfig = self.model.config
+        dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
+        spec = cache_spec(self.config, block_size, dtype_of_cache)
+        identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
+        self.model.pack_for_inference(is_int8=is_int8)
         max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
-        parameter_dtype = self.model.dtype
-        spec = cache_spec(self.config, block_size, cache_dtype(kv_cache_dtype, parameter_dtype))
         scheduler_settings: dict[str, Any] = {
             "num_blocks": num_blocks,
             "block_size": block_size,
@@ -151,6 +181,11 @@ class LLM:
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_model_len": max_model_len,
             "enable_prefix_caching": enable_prefix_caching,
+            "scheduling_policy": scheduling_policy,
+            "user_weights": user_weights,
+            "long_prefill_token_threshold": long_prefill_token_threshold,
+            "preemption": preemption,
+            "victim": victim,
         }
         self._new_scheduler = new_scheduler = functools.partial(
             _new_scheduler, itertools.count(seed), scheduler_settings
@@ -180,6 +215,10 @@ class LLM:
                     )
                 )
             storage = allocate(spec, scheduler_settings["num_blocks"], on)
+            host = host_cache(storage, swap_space_gib)
+            if host is not None:
+                scheduler_settings["num_swap_blocks"] = host.blocks.num_blocks
+                scheduler_settings["store"] = block_files(offload_dir, host, identity, offload_gib)
             if has_graphs:
                 runner = on_device = DeviceRunner(
                     model_, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
@@ -204,6 +243,7 @@ class LLM:
                     plain.warm_up()
                 else:
                     warm_up(model_, spec, on)
+            runner.host = host
             return Engine(new_scheduler(), runner, overlap=has_graphs)
 
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
@@ -415,6 +455,14 @@ class LLM:
                 f"got {max(ids)}"
             )
         return Generation(request, text, self.tokenizer)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, in main memory and files, too, as after a change of weights.
+
+        Returns:
+            False if a request runs; nothing is forgotten then.
+        """
+        return self.loop.call(lambda: self.engine.scheduler.reset_prefix_cache())
 
     def _submit(self, generations: Sequence[Generation]) -> None:
         if self.loop.is_own_thread:

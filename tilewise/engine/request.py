@@ -284,6 +284,11 @@ class Sequence:
         finish_reason: None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.
         seed: of this sample's random numbers.
+        rank: its place in the order of sequences, see `engine.order`.
+        was_admitted: it has held blocks, or its parent has.
+        arrival_time: of its request, on the scheduler's clock.
+        swap_slots: blocks in main memory that keep what it had computed when it was swapped out.
+        num_swapped_tokens: how many tokens they keep.
     """
 
     seq_id: int
@@ -306,6 +311,11 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    rank: tuple[int, int, int] = (0, 0, 0)
+    was_admitted: bool = False
+    arrival_time: float = 0.0
+    swap_slots: list[int] = field(default_factory=list)
+    num_swapped_tokens: int = 0
 
     @property
     def scores_prompt(self) -> bool:

@@ -1,14 +1,15 @@
-"""Every unfinished sequence, in one order that never changes. No torch.
+"""Every unfinished sequence: who runs and who waits, each in order. No torch.
 
-The order is (arrival of the request, sample), and all running sequences are before all waiting
-ones. So the newest that runs is the last of `running`, whoever loses its place goes to the front of
-`waiting`, and a forked sample stands right behind the samples before it.
+Both are in the order of ranks, which `engine.order` gives. So the last of `running` is who came
+last, or is of the lowest priority, and a forked sample stands right behind the samples before it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from bisect import bisect_left, insort
+from collections import Counter
 
+from tilewise.engine.order import Order
 from tilewise.engine.request import Request, Sequence
 
 __all__ = ["Roster"]
@@ -17,44 +18,70 @@ __all__ = ["Roster"]
 class Roster:
     """Who runs and who waits.
 
+    Args:
+        order: whose rank is what, and who is admitted next.
+
     Attributes:
-        running: sequences that hold blocks, the oldest first.
-        waiting: sequences that hold none, the oldest first.
+        running: sequences that hold blocks, by rank.
+        waiting: sequences that hold none, by rank.
+        num_queued, num_queued_tokens: requests that were never admitted, and their prompts.
         requests: the samples of each unfinished request, ended ones included, by arrival.
         live: unfinished sequences by seq_id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: Order) -> None:
+        self.order = order
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
+        self.num_queued = self.num_queued_tokens = 0
         self.requests: dict[str, list[Sequence]] = {}
         self.live: dict[int, Sequence] = {}
         self._num_sequences = 0
+        self._num_arrivals = 0
         self._num_unfinished: dict[str, int] = {}
 
-    def enqueue(self, request: Request, seed: int, max_len: int) -> None:
-        """Put a request's first sample at the end of the queue."""
-        seq = self._new(request, 0, seed, max_len)
+    def enqueue(self, request: Request, seed: int, max_len: int, now: float = 0.0) -> Sequence:
+        """Let a request's first sample wait; return it."""
+        self._num_arrivals += 1
+        rank = self.order.rank(request, self._num_arrivals)
+        seq = self._new(request, 0, seed, max_len, rank)
+        seq.arrival_time = now
         self.requests[request.request_id] = [seq]
         self._num_unfinished[request.request_id] = 1
-        self.waiting.append(seq)
-
-    def admit(self) -> Sequence:
-        """Move the first that waits behind the last that runs."""
-        seq = self.waiting.popleft()
-        self.running.append(seq)
+        insort(self.waiting, seq, key=_rank)
+        self.order.arrive(seq)
+        self.num_queued += 1
+        self.num_queued_tokens += seq.num_prompt_tokens
         return seq
 
-    def displace(self) -> Sequence:
-        """Move the last that runs before the first that waits."""
-        seq = self.running.pop()
-        self.waiting.appendleft(seq)
-        return seq
+    def first_waiting(self) -> Sequence:
+        """Return who is admitted next; somebody waits."""
+        return self.order.first(self.waiting)
+
+    def admit(self, seq: Sequence) -> None:
+        """Move a sequence that waits to those that run."""
+        del self.waiting[bisect_left(self.waiting, seq.rank, key=_rank)]
+        if not seq.was_admitted:
+            self._dequeue(seq)
+            seq.was_admitted = True
+            seq.rank = self.order.admitted_rank(seq)
+        insort(self.running, seq, key=_rank)
+
+    def displace(self, seq: Sequence) -> None:
+        """Move a sequence that runs to those that wait."""
+        del self.running[bisect_left(self.running, seq.rank, key=_rank)]
+        insort(self.waiting, seq, key=_rank)
 
     def fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
         """Add samples 1, 2, ... of a running first sample, one per seed, right behind it."""
         request, max_len = parent.request, parent.max_len
-        children = [self._new(request, i, seed, max_len) for i, seed in enumerate(seeds, start=1)]
+        kind, place, _ = parent.rank
+        children = [
+            self._new(request, i, seed, max_len, (kind, place, i))
+            for i, seed in enumerate(seeds, start=1)
+        ]
+        for child in children:
+            child.was_admitted, child.arrival_time = True, parent.arrival_time
         if children:
             after = self.running.index(parent) + 1
             self.running[after:after] = children
@@ -66,6 +93,8 @@ class Roster:
         """Take out a sequence whose finish_reason is set and whose blocks are not yet released."""
         queue = self.running if seq.block_ids else self.waiting
         queue.remove(seq)
+        if not seq.was_admitted:
+            self._dequeue(seq)
         del self.live[seq.seq_id]
         request_id = seq.request.request_id
         self._num_unfinished[request_id] -= 1
@@ -83,9 +112,19 @@ class Roster:
             AssertionError: names the invariant that is broken.
         """
         queue = [*self.running, *self.waiting]
-        by_age = [s for family in self.requests.values() for s in family if not s.finish_reason]
+        unfinished = {s for family in self.requests.values() for s in family if not s.finish_reason}
+        queued = [s for s in self.waiting if not s.was_admitted]
+        ranks = [s.rank for s in queue]
         rules = [
-            (queue == by_age, "running, then waiting, are the unfinished by arrival and sample"),
+            (set(queue) == unfinished, "running and waiting are the unfinished"),
+            (len(set(ranks)) == len(ranks), "no two have one rank"),
+            (sorted(self.running, key=_rank) == self.running, "running ones are in order"),
+            (sorted(self.waiting, key=_rank) == self.waiting, "waiting ones are in order"),
+            (
+                (self.num_queued, self.num_queued_tokens)
+                == (len(queued), sum(s.num_prompt_tokens for s in queued)),
+                "who was never admitted is counted",
+            ),
             (set(self.live.values()) == set(queue), "live sequences run or wait"),
             (
                 Counter(s.request.request_id for s in queue) == self._num_unfinished,
@@ -105,9 +144,22 @@ class Roster:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
 
-    def _new(self, request: Request, index: int, seed: int, max_len: int) -> Sequence:
+    def _dequeue(self, seq: Sequence) -> None:
+        """Note that one who was never admitted is, or has ended."""
+        self.order.leave(seq)
+        self.num_queued -= 1
+        self.num_queued_tokens -= seq.num_prompt_tokens
+
+    def _new(
+        self, request: Request, index: int, seed: int, max_len: int, rank: tuple[int, int, int]
+    ) -> Sequence:
         prompt = list(request.prompt_token_ids)
         seq = Sequence(self._num_sequences, request, index, prompt, len(prompt), seed, max_len)
+        seq.rank = rank
         self._num_sequences += 1
         self.live[seq.seq_id] = seq
         return seq
+
+
+def _rank(seq: Sequence) -> tuple[int, int, int]:
+    return seq.rank

@@ -22,6 +22,7 @@ from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import PENDING, Batch, SampledToken
+from tilewise.engine.host_cache import HostCache
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.prompt_scores import PromptScores, finish, hand_over, score
 from tilewise.engine.sampler import few_threads, sample
@@ -93,9 +94,11 @@ class Runner(Protocol):
 
     Attributes:
         storage: the paged cache.
+        host: main memory for blocks of it; None if batches move none.
     """
 
     storage: KVStorage
+    host: HostCache | None
 
     @property
     def num_compilations(self) -> int:
@@ -162,6 +165,7 @@ class ModelRunner:
     Attributes:
         block_size: tokens per cache block.
         device: of the model and the cache.
+        host: main memory for blocks; may be set before the first step.
         sharing_tokens: what `build_inputs` takes. None on a CPU, where a sequence's bits do not
             depend on its neighbours, as they would on whom it shares a prefix with.
     """
@@ -181,6 +185,7 @@ class ModelRunner:
         self._tables = HostTables()
         self._scores = PromptScores()
         self._hidden: Tensor | None = None  # of the step that runs, (T, E)
+        self.host: HostCache | None = None
         self.storage = storage
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
@@ -197,6 +202,8 @@ class ModelRunner:
 
     def submit(self, batch: Batch) -> Finished:
         """Compute a step."""
+        if self.host is not None:
+            self.host.move(batch)
         batch = self._known(batch)
         try:
             samples = self._compute(batch)

@@ -4,16 +4,17 @@ There is no prefill or decode phase. A sequence has num_tokens, of which num_com
 the cache; a step computes some of the rest, and the step that computes the last one samples.
 
 One step:
-  1. Running sequences first, the oldest first: each gets what it lacks, up to the budget left. One
-     that needs a block when none is free takes those of the newest running sequence, which goes
-     back to the front of the queue and is recomputed later, largely from the prefix cache. If it is
-     itself the newest, it goes.
+  1. Running sequences in their order: each gets what it lacks, up to the budget left and, of a
+     prompt, up to long_prefill_token_threshold. One that needs a block when none is free takes
+     those of a victim (`engine.preemption`), which waits and is computed again, or is brought back
+     from main memory. If it is itself the victim, it goes.
      A prompt whose next block an older sequence is writing just now waits until that is findable,
      and takes it over: equal prompts that arrive together are computed once.
-  2. If nobody lost blocks, waiting sequences in order of arrival, until a seat, the budget or the
-     blocks for the whole of the first one are missing. Nobody overtakes. A request for n samples
-     needs one seat; when its prompt is computed, the samples for which there is none wait. Until
-     then it keeps the seats of all of them from those behind it.
+  2. If nobody lost blocks, waiting sequences in the order of the policy (`engine.order`), until a
+     seat, the budget or the blocks for the whole of the next one are missing. Nobody overtakes. A
+     request for n samples needs one seat; when its prompt is computed, the samples for which there
+     is none wait. Until then it keeps the seats of all of them from those behind it. Who gets
+     blocks from main memory runs from the next step on, if another runs in this one meanwhile.
 
 Overlap: with max_in_flight = 2 the next step is scheduled while one runs, as if the tokens that it
 draws were known. What they cannot change is known: a sequence that reaches its length with them is
@@ -26,26 +27,39 @@ that are let go of are free when the steps that
 were unfinished then have finished (`BlockTables`): whoever lacks one waits for that first, and
 preempts only if it was not enough.
 
-Why every accepted request ends: sequences keep one order, (arrival, sample), with all running ones
-before all waiting ones. The first of them is never preempted while another runs, alone it fits the
-cache (admission has checked), nobody older writes what it could take over, and so it advances in
-every step that is scheduled with none unfinished. Beside an unfinished step it runs, too, or waits
-for a token of that step, or for blocks: in that case no other runs before it, the step finishes,
-and the next one is scheduled with none unfinished. Who waits for a block of another waits for an
-older one that writes it in this step or an unfinished one; ended or preempted, it writes no more.
+Why every accepted request ends, whatever the order and the victims:
+  1. The first that runs is no victim; alone it fits the cache (admission has checked); nobody
+     before it writes what it could take over. So it advances in every step that is scheduled with
+     none unfinished, unless somebody who comes before it was admitted. Beside an unfinished step it
+     runs, too, or waits for a token of that step, or for blocks: in that case no other runs before
+     it, the step finishes, and the next one is scheduled with none unfinished.
+  2. Let m be the first in order of all that were ever admitted, or, if none of them is left, of
+     those who wait. While m waits it is the one that is admitted next, so nobody is admitted; those
+     who run end one after the other by 1, or lose their blocks to one that does, and when none is
+     left m has room: alone, or with the samples that were swapped out with it, which had room
+     together. Once m runs it is the first that runs until it ends: ranks do not change, and by 1
+     it advances. Then the next is m.
+  3. So everybody ends before whom only finitely many come. With `fcfs` these are the ones that came
+     earlier. With `fair` they are few, too: while a user's request waits, its counter stands still,
+     and each admission of others raises theirs. With `priority` an endless stream of more important
+     requests keeps a less important one waiting; that is what it says.
+Who waits for a block of another waits for one before it that writes it in this step or an
+unfinished one; ended or preempted, it writes no more.
 
 Source: the unified scheduler of vLLM V1 for the loop; Kwon et al. 2023, "Efficient Memory
 Management for LLM Serving with PagedAttention", section 4.4 for fork and copy-on-write, 4.5 for
-preemption by recomputation.
+preemption.
 """
 
 from __future__ import annotations
 
-import hashlib
+import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from tilewise.engine import insight
 from tilewise.engine.admission import Limits
 from tilewise.engine.batch import (
     PENDING,
@@ -57,13 +71,17 @@ from tilewise.engine.batch import (
     why_undrawn,
 )
 from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.deadlines import Deadlines
+from tilewise.engine.order import order_of
+from tilewise.engine.preemption import Preemption
 from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
 from tilewise.engine.roster import Roster
+from tilewise.engine.seeds import derive_seed
 from tilewise.engine.stats import SchedulerStats
+from tilewise.engine.swap_space import BlockStore
 from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
-
 
 Content = tuple[int | str, tuple[int, ...]]  # of a block, after the block before it or the salt
 
@@ -84,10 +102,18 @@ class Scheduler:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one step.
         max_model_len: tokens of a sequence, prompt and generated.
-        max_chunk_tokens: tokens of one sequence in one step; None leaves the whole budget.
+        long_prefill_token_threshold: tokens of one sequence in one step; None leaves the whole
+            budget. Below the budget, those behind a long prompt start with it.
         enable_prefix_caching: reuse the blocks of equal prompt beginnings.
         seed: from which requests without a seed draw theirs, by order of arrival.
         max_in_flight: steps that may be unfinished at a time, 1 or 2; may be set later.
+        scheduling_policy, user_weights: in which order sequences come, see `engine.order`.
+        preemption, victim: who loses its blocks, and how, see `engine.preemption`.
+        num_swap_blocks: blocks of main memory for what is swapped out and for cold prefixes.
+        store: where cold prefixes go from there.
+        max_waiting_requests: requests that may wait without having run; None is no bound.
+        max_waiting_tokens: tokens of their prompts together; None is no bound.
+        clock: seconds, for deadlines.
 
     Raises:
         ValueError: a limit is out of its range.
@@ -101,50 +127,79 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        max_chunk_tokens: int | None = None,
+        long_prefill_token_threshold: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
         max_in_flight: int = 1,
+        scheduling_policy: str = "fcfs",
+        user_weights: Mapping[str, float] | None = None,
+        preemption: str = "auto",
+        victim: str = "newest",
+        num_swap_blocks: int = 0,
+        store: BlockStore | None = None,
+        max_waiting_requests: int | None = None,
+        max_waiting_tokens: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = Limits(
-            num_blocks,
-            block_size,
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_model_len,
-            max_chunk_tokens,
+            num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
+            long_prefill_token_threshold, max_waiting_requests, max_waiting_tokens,
+        )  # fmt: skip
+        self.tables = BlockTables(
+            num_blocks, block_size, enable_prefix_caching, num_swap_blocks, store
         )
-        self.tables = BlockTables(num_blocks, block_size, enable_prefix_caching)
         self.trace = self.tables.trace
         self.seed = seed
-        self.roster = Roster()
+        self.order = order_of(scheduling_policy, user_weights)
+        self.roster = Roster(self.order)
+        self.preemption = Preemption(self.roster, self.tables, preemption, victim)
+        self.deadlines = Deadlines(self.roster)
+        self.clock = clock
         self.max_in_flight = max_in_flight
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
         self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
-        self._left: list[int] = []  # who lost their blocks since the last batch
         self._num_arrivals = 0
-        self._num_preemptions = 0
 
     def add(self, request: Request) -> None:
         """Accept a request into the queue, or refuse it and change nothing.
 
         Raises:
             RequestError: it can never be served, or its id is that of an unfinished request.
+            QueueFullError: as many requests or tokens wait as may.
         """
         if request.request_id in self.roster.requests:
             raise RequestError(
                 f"request_id must be unique among unfinished requests, got {request.request_id!r}"
             )
         self.limits.check(request)
+        self.limits.check_queue(request, self.roster.num_queued, self.roster.num_queued_tokens)
         given = request.sampling.seed
         seed = (
-            _derive_seed("arrival", self.seed, self._num_arrivals)
+            derive_seed("arrival", self.seed, self._num_arrivals)
             if given is None
-            else _derive_seed("request", given)
+            else derive_seed("request", given)
         )
         self._num_arrivals += 1
-        self.roster.enqueue(request, seed, self.limits.max_len(request))
+        seq = self.roster.enqueue(request, seed, self.limits.max_len(request), self.clock())
+        self.deadlines.add(seq)
         self.trace.arrive(request)
+
+    def expire(self) -> list[TokenEvent]:
+        """End the requests whose deadline_s or max_queue_s is over, wherever they are.
+
+        To be called before schedule(), so that nothing more is computed for them.
+
+        Returns:
+            One event without a token for each unfinished sample, those included that would have
+            forked later.
+        """
+        if not self.deadlines:
+            return []
+        return [
+            event
+            for request_id in self.deadlines.due(self.clock())
+            for event in self._end_all(request_id, FinishReason.DEADLINE, None)
+        ]
 
     def schedule(self) -> Batch | None:
         """Build the next step; its results go to update().
@@ -158,19 +213,19 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
-        self._writer_of.clear()
         runs, budget, lacked_blocks = self._schedule_running()
         if not lacked_blocks:
-            runs += self._admit_waiting(budget)
+            runs += self._admit_waiting(budget, bool(runs))
+        if not runs and self.roster.running and not self._steps:
+            runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
         if not runs:
             assert self._steps or not self.roster.requests, "an unfinished request runs"
             return None
-        self.tables.begin_step()
+        moved = self.tables.begin_step()
         copies = self.tables.take_copies()
         sequences = tuple(self._describe(s, n) for s, n in runs)
         self.tables.note_peak(self.roster.running)
-        batch = Batch(sequences, copies, tuple(self._left))
-        self._left.clear()
+        batch = Batch(sequences, copies, self.preemption.take_left(), *moved)
         self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
         self.trace.schedule(batch)
         return batch
@@ -205,7 +260,7 @@ class Scheduler:
         step = self._steps.popleft()
         self.tables.end_step(0)
         live, events = self.roster.live, list[TokenEvent]()
-        block_size = self.tables.block_size
+        block_size, counts_tokens = self.tables.block_size, self.order.counts_tokens
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
@@ -215,6 +270,8 @@ class Scheduler:
                 self.tables.register(seq)
             if run.num_samples == 0:
                 continue
+            if counts_tokens:
+                self.order.charge(seq.request.user, 0, run.num_samples)
             seq.num_pending -= 1
             if run.num_samples == 1:
                 self._append(seq, drawn[0], events)
@@ -230,13 +287,14 @@ class Scheduler:
                     self._append(sample, token, events)
         # Who is admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
-            self._preempt_newest()
+            self.preemption.recompute(self.roster.running[-1])
         return events
 
     def discard(self, batch: Batch) -> list[str]:
         """Abort all requests of an unfinished step that failed and return their ids.
 
         Nothing of the step is kept: blocks become findable only after their step has succeeded.
+        What it was to move to main memory is computed again, as is what it was to bring back.
 
         Raises:
             ValueError: batch is not that of an unfinished step.
@@ -253,6 +311,8 @@ class Scheduler:
         }
         for request_id in failed:
             self.abort(request_id)
+        later = [step.batch for i, step in enumerate(self._steps) if i >= places[0]]
+        self.preemption.revoke(batch, later)
         return list(failed)
 
     def finish(
@@ -315,21 +375,27 @@ class Scheduler:
             forked later.
         """
         family = self.sequences(request_id)
-        unfinished = [s for s in family if s.finish_reason is None]
-        if not unfinished:
+        if not any(s.finish_reason is None for s in family):
             return []
         if is_damaged:
             self.tables.forget(family, self.roster.running)
+            self.preemption.forget(family)
+        return self._end_all(request_id, FinishReason.ERROR, error)
+
+    def _end_all(
+        self, request_id: str, reason: FinishReason, error: Exception | None
+    ) -> list[TokenEvent]:
+        """End all samples of a request; return an event for each, those included to come."""
+        family = self.sequences(request_id)
+        unfinished = [s for s in family if s.finish_reason is None]
         first = family[0]
         indices = [s.index for s in unfinished]
         if len(family) < first.request.sampling.n:
             indices = [i for i in range(first.request.sampling.n) if i not in first.ended]
         for seq in unfinished:
-            self._finish(seq, FinishReason.ERROR, None)
+            self._finish(seq, reason, None)
         return [
-            TokenEvent(
-                request_id, i, None, FinishReason.ERROR, None, first.num_cached_tokens, error
-            )
+            TokenEvent(request_id, i, None, reason, None, first.num_cached_tokens, error)
             for i in indices
         ]
 
@@ -349,46 +415,17 @@ class Scheduler:
         """
         if self.roster.running or self._steps:
             return False
-        if self.tables.prefix is not None:
-            self.tables.prefix.reset()
-            self.trace.note("reset")
+        self.tables.reset_prefix_cache()
+        self.trace.note("reset")
         return True
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot."""
-        running, prefix = self.roster.running, self.tables.prefix
-        return SchedulerStats(
-            num_running=len(running),
-            num_waiting=len(self.roster.waiting),
-            num_blocks=self.limits.num_blocks,
-            block_size=self.limits.block_size,
-            blocks_used=self.tables.allocator.num_used,
-            blocks_peak=self.tables.blocks_peak,
-            slots_used=self.tables.slots_used({s: s.num_computed_tokens for s in running}),
-            slots_peak=self.tables.slots_peak,
-            prefix_query_tokens=prefix.num_query_tokens if prefix else 0,
-            prefix_hit_tokens=prefix.num_hit_tokens if prefix else 0,
-            num_preemptions=self._num_preemptions,
-        )
+        return insight.stats(self)
 
     def explain(self, request_id: str) -> str:
         """Say in one line what a request is doing or what it waits for."""
-        unfinished = self.roster.unfinished(request_id)
-        if not unfinished:
-            return "unknown or finished"
-        seq = unfinished[0]
-        if seq.block_ids:
-            return f"running: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed"
-        place = self.roster.waiting.index(seq)
-        if place > 0:
-            return f"waiting: {place} sequences are before it"
-        running = self.roster.running
-        if sum(map(self._seats, running)) >= self.limits.max_num_seqs:
-            return f"waiting: all {self.limits.max_num_seqs} seats are taken"
-        missing = self.tables.missing_blocks(seq, spare=len(running))
-        if missing:
-            return f"waiting: {missing} more cache blocks must become free"
-        return "waiting: next in line for the token budget"
+        return insight.explain(self, request_id)
 
     def check_integrity(self) -> None:
         """Verify the invariants, between steps or beside unfinished ones; meant for tests.
@@ -396,34 +433,12 @@ class Scheduler:
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        running = self.roster.running
-        self.roster.check_integrity()
-        self.tables.check_integrity(running)
-        has_work = all(s.num_computed_tokens < s.num_tokens for s in running)
-        ahead = [
-            (s.num_computed_tokens, s.num_scheduled_tokens, s.num_tokens + s.num_pending)
-            for s in running
-        ]
-        rules = [
-            (len(running) <= self.limits.max_num_seqs, "every running sequence has a seat"),
-            (has_work, "a running sequence has a token to compute"),
-            (all(a <= b <= c for a, b, c in ahead), "computed, scheduled, known or drawn"),
-            (
-                self._steps
-                or all(
-                    a == b and not s.num_pending
-                    for s, (a, b, _) in zip(running, ahead, strict=True)
-                ),
-                "what is scheduled and not computed is in an unfinished step",
-            ),
-        ]
-        for holds, rule in rules:
-            if not holds:
-                raise AssertionError(f"broken invariant: {rule}")
+        insight.check_integrity(self)
 
     def _schedule_running(self) -> tuple[list[tuple[Sequence, int]], int, bool]:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""
         runs: list[tuple[Sequence, int]] = []
+        self._writer_of.clear()
         running, extend = self.roster.running, self.tables.extend
         budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
         lacked_blocks = False
@@ -450,11 +465,13 @@ class Scheduler:
                 lacked_blocks = True
                 if self.tables.has_fenced:
                     break
-                self._preempt_newest()  # seq itself, if it is the newest: the loop ends then
+                self.preemption.preempt(i)  # seq itself, perhaps: the next one is at i then
         return runs, budget, lacked_blocks
 
-    def _admit_waiting(self, budget: int) -> list[tuple[Sequence, int]]:
+    def _admit_waiting(self, budget: int, others_run: bool) -> list[tuple[Sequence, int]]:
         """Move waiting sequences to the running ones and return their runs.
+
+        What comes from main memory travels beside this step, if there is something else to run.
 
         One block per running sequence stays free: each will want its next within block_size steps,
         and would take it from the one just admitted. For 300 requests of 100 ... 1023 tokens in
@@ -462,23 +479,34 @@ class Scheduler:
         9% of all, for 0.4% more steps; two blocks each cut them to 5%, for 1.6% more.
         """
         runs: list[tuple[Sequence, int]] = []
-        running, waiting = self.roster.running, self.roster.waiting
+        running, waiting, tables = self.roster.running, self.roster.waiting, self.tables
         if not waiting or len(running) >= self.limits.max_num_seqs:
             return runs
         seats = sum(map(self._seats, running))
         while waiting and budget > 0:
-            seq = waiting[0]
-            if seats >= self.limits.max_num_seqs or not self.tables.reserve(seq, len(running)):
+            seq = self.roster.first_waiting()
+            group = self.preemption.group(seq)
+            if seats + len(group) > self.limits.max_num_seqs:
                 break
-            seats += self._seats(seq)
-            if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
+            if not (tables.swap_in(group, len(running)) if seq.swap_slots
+                    else tables.reserve(seq, len(running))):  # fmt: skip
+                break
+            seats += sum(map(self._seats, group))
+            if not seq.was_admitted:
                 seq.num_cached_tokens = seq.num_computed_tokens
-            self.roster.admit()
-            self.trace.admit(seq)
-            n = self._chunk_unless_written(seq, budget)
-            if n:
-                runs.append((seq, n))
-            budget -= n
+                if self.order.counts_tokens:
+                    lacking = seq.num_tokens - seq.num_computed_tokens
+                    self.order.charge(seq.request.user, lacking, 0)
+            for sample in group:
+                self.roster.admit(sample)
+                self.trace.admit(sample)
+            if (others_run or runs) and any(map(tables.is_coming, group)):
+                continue
+            for sample in group:
+                n = self._chunk_unless_written(sample, budget) if budget else 0
+                if n and tables.extend(sample, sample.num_scheduled_tokens + n):
+                    runs.append((sample, n))
+                    budget -= n
         return runs
 
     def _chunk_unless_written(self, seq: Sequence, budget: int) -> int:
@@ -509,7 +537,7 @@ class Scheduler:
         lacking = known - seq.num_scheduled_tokens
         if lacking == 1:
             return 1
-        return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
+        return min(lacking, budget, self.limits.long_prefill_token_threshold or lacking)
 
     def _seats(self, seq: Sequence) -> int:
         """Seats to keep for a sequence: those of all its samples until it has forked."""
@@ -532,7 +560,7 @@ class Scheduler:
             seq.num_pending = drawn + 1
             if num_generated == 0 and seq.request.sampling.n > 1:
                 samples = range(1, seq.request.sampling.n)
-                seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
+                seeds += tuple(derive_seed("sample", seq.seed, i) for i in samples)
         blocks, told = seq.block_ids, seq.num_told_blocks
         seq.num_told_blocks = len(blocks)
         request = seq.request
@@ -585,19 +613,8 @@ class Scheduler:
         self.roster.remove(seq)
         self.trace.finish(seq, seq.request.request_id not in self.roster.requests)
         if seq.block_ids:
-            self._left.append(seq.seq_id)
+            self.preemption.left.append(seq.seq_id)
+        self.tables.drop_swapped(seq)
         self.tables.release(seq)
-
-    def _preempt_newest(self) -> None:
-        seq = self.roster.displace()
-        self.trace.preempt(seq)
-        self._left.append(seq.seq_id)
-        self._num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
-        self.tables.release(seq)
-        seq.num_preemptions += 1
-
-
-def _derive_seed(*parts: object) -> int:
-    """Return 63 bits that depend on all parts and on nothing else."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        if not self.roster.requests:
+            self.tables.cancel_transfers()

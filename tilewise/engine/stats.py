@@ -23,6 +23,10 @@ class SchedulerStats:
         prefix_query_tokens: tokens of the sequences admitted, once per admission.
         prefix_hit_tokens: how many of them the prefix cache had.
         num_preemptions: how often a sequence that had run lost its blocks.
+        num_swapped: how many of these went to main memory.
+        swap_blocks_used: blocks of main memory of sequences that wait, or on their way, now.
+        swap_blocks_cold: blocks of main memory that hold a prefix, now.
+        num_recalled_tokens: tokens of prefixes that came back from main memory or files.
     """
 
     num_running: int
@@ -36,6 +40,10 @@ class SchedulerStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     num_preemptions: int
+    num_swapped: int = 0
+    swap_blocks_used: int = 0
+    swap_blocks_cold: int = 0
+    num_recalled_tokens: int = 0
 
     @property
     def wasted_fraction(self) -> float:

@@ -1,0 +1,144 @@
+"""Moving a step's blocks: the order of out, in, copies and writes, on each runner."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.engine.test_engine import CacheReader, expected_tokens
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.engine import Engine
+from tilewise.engine.host_cache import HostCache
+from tilewise.engine.request import Request, SamplingParams
+from tilewise.engine.runner import ModelRunner
+from tilewise.engine.scheduler import Scheduler
+
+SPEC = CacheSpec(3, 4, KVSpec(2, 8, 6, torch.bfloat16))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def run_over(*blocks: int) -> ScheduledSequence:
+    return ScheduledSequence(0, (1,), 4 * len(blocks) - 1, blocks, 1, SamplingParams(), (0,))
+
+
+def bits(storage: KVStorage, block: int) -> list[torch.Tensor]:
+    shape = (SPEC.num_layers, storage.num_blocks, -1)
+    return [t.view(torch.int16).view(shape)[:, block].cpu().clone() for t in storage.whole]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(params=DEVICES)
+def host(request) -> HostCache:
+    storage = KVStorage(SPEC, 6, request.param)
+    for tensor in storage.whole:
+        raw = tensor.view(torch.int16)
+        raw.copy_(torch.randint(-100, 100, raw.shape, dtype=torch.int16))
+    return HostCache(storage, 5)
+
+
+def test_blocks_go_out_before_others_come_in_to_their_places(host):
+    kept = bits(host.storage, 2)
+    host.move(Batch((run_over(5),), swap_out=((2, 0), (3, 1))))
+    for tensor in host.storage.whole:
+        tensor.zero_()
+    host.move(Batch((run_over(2),), swap_out=((2, 3),), swap_in=((0, 2),)))
+    assert same(bits(host.storage, 2), kept)
+    host.move(Batch((run_over(2),)))
+    assert not any(t.any() for t in bits(host.blocks, 3))
+
+
+def test_a_slot_that_is_filled_in_a_step_may_come_back_in_it(host):
+    kept = bits(host.storage, 1)
+    host.move(Batch((run_over(4),), swap_out=((1, 2),), swap_in=((2, 4),)))
+    assert same(bits(host.storage, 4), kept)
+
+
+def test_what_is_read_can_be_written_again_elsewhere(host):
+    host.move(Batch((run_over(5),), swap_out=((2, 0),)))
+    arrays = host.read(0)
+    host.write(4, arrays)
+    assert [a.nbytes for a in arrays] == host.sizes()
+    assert sum(host.sizes()) == SPEC.bytes_per_block
+    assert same(bits(host.blocks, 4), bits(host.storage, 2))
+
+
+def test_measuring_changes_nothing(host):
+    before = [bits(host.storage, block) for block in range(6)]
+    assert host.measure() > 0
+    assert all(same(bits(host.storage, block), was) for block, was in enumerate(before))
+
+
+def engine_of(kind: str, device: str, **settings) -> Engine:
+    storage = KVStorage(CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32)), 9, device)
+    runner = (
+        ModelRunner(CacheReader(), storage)
+        if kind == "plain"
+        else DeviceRunner(CacheReader(), storage, max_num_seqs=4, max_model_len=64)
+    )
+    runner.host = HostCache(storage, 30)
+    scheduler = Scheduler(
+        9, 4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, num_swap_blocks=30,
+        preemption="swap", **settings,
+    )  # fmt: skip
+    return Engine(scheduler, runner, overlap=kind == "overlap")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("victim", ["newest", "cheapest"])
+@pytest.mark.parametrize("kind", ["plain", "device", "overlap"])
+def test_swapped_sequences_draw_the_tokens_of_each_alone(kind, victim, caching, device):
+    engine = engine_of(kind, device, victim=victim, enable_prefix_caching=caching)
+    rng = random.Random(3)
+    prompts = {f"r{i}": [rng.randrange(50) for _ in range(rng.randrange(3, 9))] for i in range(6)}
+    params = {name: SamplingParams(temperature=0.0, max_tokens=18) for name in prompts}
+    for name, prompt in prompts.items():
+        engine.add_request(Request(name, prompt, params[name]))
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    while engine.has_unfinished():
+        for event in engine.step():
+            tokens[event.request_id].append(event.token.token_id)
+        engine.scheduler.check_integrity()
+    for name, prompt in prompts.items():
+        assert tokens[name] == expected_tokens(prompt, params[name])
+    stats = engine.stats().scheduler
+    assert stats.num_swapped > 0
+    assert (stats.blocks_used, stats.swap_blocks_used) == (0, 0)
+
+
+def test_a_transfer_that_fails_ends_the_step_and_nobody_reads_what_did_not_move(monkeypatch):
+    engine = engine_of("plain", "cpu", enable_prefix_caching=False)
+    prompts = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
+    params = SamplingParams(temperature=0.0, max_tokens=18)
+    for name, prompt in prompts.items():
+        engine.add_request(Request(name, prompt, params))
+    out, failed = HostCache._out, []
+
+    def failing(host, pairs):
+        if not failed:
+            failed.append(pairs)
+            raise RuntimeError("copy failed")
+        return out(host, pairs)
+
+    monkeypatch.setattr(HostCache, "_out", failing)
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    while engine.has_unfinished():
+        try:
+            events = engine.step()
+        except RuntimeError:
+            engine.scheduler.check_integrity()
+            continue
+        for event in events:
+            tokens[event.request_id].append(event.token.token_id)
+    assert failed
+    whole = {name for name in prompts if tokens[name] == expected_tokens(prompts[name], params)}
+    assert whole == {"c"}  # it was to be swapped; the others were in the step that failed
+    assert engine.stats().scheduler.swap_blocks_used == 0

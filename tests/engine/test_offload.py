@@ -1,0 +1,109 @@
+"""LLM with main memory and files: the tokens of an LLM with room, and idle memory afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.checkpoint import VOCAB, write_checkpoint
+from tilewise.engine.llm import LLM
+from tilewise.engine.offload import check_offload, fingerprint
+from tilewise.engine.request import SamplingParams
+
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i + j) % (VOCAB - 3) + 3 for j in range(30)]} for i in range(8)
+]
+PARAMS = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, n=1 + i % 2) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(path, "llama")
+    return path
+
+
+def answers(directory, **settings) -> tuple[LLM, list[list[list[int]]]]:
+    llm = LLM(directory, device="cpu", block_size=4, max_num_seqs=8, **settings)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    stats = llm.engine.stats().scheduler
+    assert (stats.blocks_used, stats.swap_blocks_used) == (0, 0)
+    return llm, [[c.token_ids for c in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def truth(directory):
+    return answers(directory, num_blocks=400)[1]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("victim", ["newest", "cheapest"])
+def test_swapping_changes_no_token(directory, truth, victim, caching):
+    llm, got = answers(
+        directory, num_blocks=40, swap_space_gib=0.01, preemption="swap", victim=victim,
+        enable_prefix_caching=caching, long_prefill_token_threshold=16,
+    )  # fmt: skip
+    assert got == truth
+    assert llm.engine.stats().scheduler.num_swapped > 0
+
+
+@pytest.mark.parametrize("policy", ["priority", "fair"])
+def test_an_order_changes_no_token(directory, truth, policy):
+    assert answers(directory, num_blocks=40, scheduling_policy=policy)[1] == truth
+
+
+def test_files_are_found_by_the_next_llm_and_not_by_another_model(directory, truth, tmp_path):
+    settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path / "blocks"}
+    llm, got = answers(directory, **settings)
+    assert got == truth
+    store = llm.engine.scheduler.tables.swap.store
+    store.flush()
+    assert store.num_bytes > 0
+    again, got = answers(directory, **settings)
+    assert got == truth
+    assert again.engine.scheduler.tables.swap.store.num_hits > 0
+    other, _ = answers(directory, kv_cache_dtype="int8", **settings)
+    assert other.engine.scheduler.tables.swap.store.num_hits == 0
+
+
+def test_a_fingerprint_tells_weights_apart():
+    model = torch.nn.Linear(3, 3)
+    before = fingerprint(model, None, "auto")
+    assert fingerprint(model, None, "auto") == before
+    with torch.no_grad():
+        model.weight[2, 1] += 1e-3
+    assert fingerprint(model, None, "auto") != before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1.0, None, 1.0), "swap_space_gib must be finite and at least 0, got -1.0"),
+        ((1.0, None, float("nan")), "offload_gib must be finite and at least 0, got nan"),
+        ((0.0, "/x", 1.0), "swap_space_gib and offload_gib must be above 0 with an offload_dir"),
+    ],
+)
+def test_sizes_that_mean_nothing_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_offload(*arguments)
+
+
+def test_llm_refuses_before_it_reads_weights(directory):
+    for settings, message in (
+        ({"preemption": "swap"}, "preemption must be auto or recompute without swap space"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of"),
+        ({"swap_space_gib": 1e-9}, "swap_space_gib must hold at least one cache block"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(directory, device="cpu", num_blocks=10, **settings)
+
+
+def test_a_reset_forgets_files_too(directory, tmp_path):
+    settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path}
+    llm, _ = answers(directory, **settings)
+    llm.engine.scheduler.tables.swap.store.flush()
+    assert list(tmp_path.iterdir())
+    assert llm.reset_prefix_cache()
+    assert not list(tmp_path.iterdir())
+    assert llm.engine.stats().scheduler.swap_blocks_cold == 0
+    assert [o.num_cached_tokens for o in llm.generate(PROMPTS[:2], PARAMS[:2])] == [0, 0]

@@ -1,0 +1,394 @@
+"""Random schedules with every order, victim and preemption, main memory, files and deadlines.
+
+The stories are those of test_scheduler_simulation.py with more in them: after each step everything
+is checked, and at the end the tokens are those of each request run alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.simulator import Outputs, VirtualStore, check_idle, run_alone
+from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
+from tilewise.cache.contents import Contents
+from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.deadlines import Deadlines
+from tilewise.engine.order import Order
+from tilewise.engine.preemption import Preemption
+from tilewise.engine.request import FinishReason
+from tilewise.engine.roster import Roster
+from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.swap_space import SwapSpace
+from tilewise.errors import QueueFullError
+
+
+class TierStory(Story):
+    """A story with all that this subject adds; a clock that goes one second a step."""
+
+    def __init__(
+        self, seed: int, *, overlap: bool = False, fails: bool = False, damages: bool = False
+    ) -> None:
+        super().__init__(seed, overlap=overlap, fails=fails, damages=damages)
+        rng = self.rng
+        self.now = 0.0
+        self.expired: dict[str, float] = {}
+        self.store = VirtualStore(rng.random)
+        num_swap_blocks = rng.choice([0, 2, 6, 15, 60])
+        policy = rng.choice(["fcfs", "fcfs", "priority", "fair"])
+        self.scheduler = Scheduler(
+            rng.choice([6, 9, 13, 18]),
+            rng.choice([1, 2, 3, 4]),
+            max_num_seqs=rng.choice([2, 3, 8, 8]),
+            max_num_batched_tokens=rng.choice([2, 7, 16, 64]),
+            max_model_len=MAX_MODEL_LEN,
+            long_prefill_token_threshold=rng.choice([None, None, 1, 7, 64]),
+            enable_prefix_caching=rng.random() < 0.8,
+            max_in_flight=2 if overlap else 1,
+            scheduling_policy=policy,
+            user_weights={"u1": 2.0} if policy == "fair" else None,
+            preemption=rng.choice(["auto", "recompute", "swap", "swap"])
+            if num_swap_blocks
+            else "auto",
+            victim=rng.choice(["newest", "cheapest"]),
+            num_swap_blocks=num_swap_blocks,
+            store=self.store if num_swap_blocks and rng.random() < 0.6 else None,
+            max_waiting_requests=rng.choice([None, None, None, 2]),
+            clock=lambda: self.now,
+        )
+        rates = self.scheduler.preemption.rates
+        rates.prefill_tokens, rates.link_blocks = 10.0, rng.choice([0.0, 1.0, 100.0])
+        self.model = self.store.model = type(self.model)(self.scheduler, self.is_damaging)
+        schedule, swap = self.scheduler.schedule, self.scheduler.tables.swap
+        if swap is not None:
+            swap_out = swap.swap_out
+
+            def all_or_nothing(family):
+                running = self.scheduler.roster.running
+                samples = [s for s in running if s.request is family[0].request]
+                assert samples == family, "all samples of a request are swapped, or none"
+                return swap_out(family)
+
+            swap.swap_out = all_or_nothing
+
+        def expiring():
+            self.now += 1.0
+            self.end_who_is_late()
+            batch = schedule()
+            self.note_expiry(batch)
+            return batch
+
+        self.scheduler.schedule = expiring
+
+    def end_who_is_late(self) -> None:
+        live = {name: family[0] for name, family in self.scheduler.roster.requests.items()}
+        events = self.scheduler.expire()
+        self.outputs.add(events)
+        for event in events:
+            assert event.finish_reason is FinishReason.DEADLINE
+            request, first = self.requests[event.request_id], live[event.request_id]
+            age = self.now - first.arrival_time
+            late = request.deadline_s is not None and age >= request.deadline_s
+            unbegun = not first.was_admitted
+            assert late or (unbegun and age >= request.max_queue_s), "nobody ends early"
+            self.aborted.add(event.request_id)
+            self.expired[event.request_id] = self.now
+
+    def note_expiry(self, batch) -> None:
+        """Whoever is in a batch has time left."""
+        if batch is None:
+            return
+        for run in batch.sequences:
+            seq = self.scheduler.roster.live[run.seq_id]
+            if seq.request.deadline_s is not None:
+                assert self.now - seq.arrival_time < seq.request.deadline_s, "computed for nobody"
+
+    def arrive(self, request_id: str) -> None:
+        """Several at once, so that blocks are short."""
+        for i in range(self.rng.choice([1, 1, 2, 3])):
+            self.arrive_alone(f"{request_id} {i}")
+
+    def arrive_alone(self, request_id: str) -> None:
+        request = random_request(self.rng, request_id)
+        if self.rng.random() < 0.7:
+            prompt = request.prompt_token_ids[-self.rng.randrange(1, 9) :]
+            length = self.rng.choice([5, 9, 14])
+            sampling = replace(request.sampling, max_tokens=length, stop_token_ids=None)
+            request = replace(request, prompt_token_ids=prompt, sampling=sampling, eos_token_ids=())
+        request.user = self.rng.choice(["u0", "u1", "u2"])
+        request.priority = self.rng.randrange(3)
+        if self.rng.random() < 0.1:
+            request.deadline_s = self.rng.choice([0.0, 3.0, 20.0])
+        if self.rng.random() < 0.1:
+            request.max_queue_s = self.rng.choice([0.0, 2.0, 9.0])
+        queued = self.scheduler.roster.num_queued
+        try:
+            self.scheduler.limits.check(request)
+            self.scheduler.add(request)
+        except QueueFullError:
+            assert queued == self.scheduler.limits.max_waiting_requests
+            return
+        except ValueError:
+            return
+        self.requests[request_id] = request
+
+    def update(self, batch) -> None:
+        super().update(batch)
+        assert not self.known_damage & self.model.damaged_slots(), "nor in main memory"
+        kept = {v for _, values in self.store.files.values() for v in values}
+        assert not self.known_damage & kept, "nor in files"
+
+    def retry_failed(self) -> None:
+        self.damages, self.outputs = False, Outputs()
+        for request_id in sorted(self.failed):
+            request = self.requests[request_id]
+            alone = run_alone(request, self.scheduler.limits.max_len(request))
+            name = f"{request_id} again"
+            again = replace(request, request_id=name, deadline_s=None, max_queue_s=None)
+            self.requests[name] = again
+            for _ in range(8):
+                self.failed.discard(name)
+                self.scheduler.add(again)
+                while self.scheduler.has_unfinished():
+                    self.update(self.submit())
+                    self.scheduler.check_integrity()
+                if name not in self.failed:
+                    break
+                self.outputs = Outputs()
+            assert name not in self.failed
+            for index in range(request.sampling.n):
+                assert self.outputs.tokens[name, index] == alone.tokens[request_id, index]
+            del self.requests[name]
+
+    def play(self) -> None:
+        super().play()
+        check_idle(self.scheduler)
+        self.scheduler.check_integrity()
+
+    def judge(self) -> None:
+        if self.scheduler.order.name != "fcfs" or self.aborted:
+            self.first_runs = [r for r in self.requests if r in set(self.first_runs)]
+        super().judge()
+
+
+def play(seed: int, **settings) -> TierStory:
+    story = TierStory(
+        seed,
+        overlap=seed % 2 == 1,
+        fails=seed % 5 == 3,
+        damages=seed % 7 == 4,
+        **settings,
+    )
+    story.play()
+    story.judge()
+    return story
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_any_schedule_gives_the_tokens_of_a_request_alone(part: int):
+    for seed in range(part * 50, (part + 1) * 50):
+        play(seed).retry_failed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(50))
+def test_a_hundred_thousand_schedules_give_the_tokens_of_a_request_alone(part: int):
+    for seed in range(10_000 + part * 2000, 10_000 + (part + 1) * 2000):
+        play(seed).retry_failed()
+
+
+def test_the_random_schedules_reach_what_they_are_meant_to_test():
+    seen = dict.fromkeys(
+        ("swapped", "recalled", "families", "files", "late", "full", "revoked", "kept"), 0
+    )
+    for seed in range(250):
+        story = TierStory(seed, overlap=seed % 2 == 1, fails=seed % 5 == 3)
+        swap, tables = story.scheduler.tables.swap, story.scheduler.tables
+        if swap is not None:
+            going, swap_out, revoke = swap.keep, swap.swap_out, tables.revoke
+
+            def keeping(block, going=going, swap=swap):
+                before = len(swap.going)
+                going(block)
+                seen["kept"] += len(swap.going) - before
+
+            def swapping(family, swap_out=swap_out):
+                done = swap_out(family)
+                seen["families"] += done and len(family) > 1
+                seen["full"] += not done
+                return done
+
+            def revoking(batch, later, revoke=revoke):
+                blocks, slots = revoke(batch, later)
+                seen["revoked"] += len(blocks) + len(slots)
+                return blocks, slots
+
+            if swap.prefix is not None:
+                swap.prefix.on_evict = keeping
+            swap.swap_out, tables.revoke = swapping, revoking
+        story.play()
+        stats = story.scheduler.stats()
+        seen["swapped"] += stats.num_swapped
+        seen["recalled"] += stats.num_recalled_tokens
+        seen["files"] += story.store.num_hits
+        seen["late"] += len(story.expired)
+    assert all(count > 10 for count in seen.values()), seen
+
+
+# Planted mistakes: each is one that an engine has had, or that is easily made here.
+
+KEEP, SWAP_OUT, SWAP_IN = SwapSpace.keep, SwapSpace.swap_out, BlockTables.swap_in
+RECALL, FIND = SwapSpace.recall, SwapSpace._find
+CHOOSE, ROOT = Preemption._choose, Contents.root
+
+
+def forget_the_last_block(swap, family):
+    done = SWAP_OUT(swap, family)
+    if done:
+        swap.going.pop()
+    return done
+
+
+def keep_what_is_scheduled(swap, family):
+    """The tokens of an unfinished step counted as computed."""
+    computed = [s.num_computed_tokens for s in family]
+    for seq in family:
+        seq.num_computed_tokens = min(seq.num_scheduled_tokens, seq.num_tokens)
+    done = SWAP_OUT(swap, family)
+    for seq, count in zip(family, computed, strict=True):
+        seq.num_computed_tokens = count
+    return done
+
+
+def pin_nothing(swap):
+    moved = tuple(swap.going), tuple((slot, block) for block, slot in swap.coming.items())
+    swap.allocator.release(swap._pins)
+    swap._fences.append([])
+    swap.going, swap.coming, swap._pins = [], {}, []
+    return moved
+
+
+def tell_of_moves_out_one_step_late(swap):
+    late = LATE.get(id(swap), ())
+    moved, coming = tuple(swap.going), tuple((s, b) for b, s in swap.coming.items())
+    LATE[id(swap)] = moved
+    swap._fences.append(swap._pins)
+    swap.going, swap.coming, swap._pins = [], {}, []
+    return late, coming
+
+
+LATE: dict[int, tuple] = {}
+
+
+def bring_without_a_pin(swap, slot, block):
+    swap.coming[block] = slot
+
+
+def keep_without_a_transfer(swap, block):
+    before = len(swap.going)
+    KEEP(swap, block)
+    del swap.going[before:]
+
+
+def find_one_block_too_many(swap, seq, first, last):
+    return RECALL(swap, seq, first, seq.num_tokens // swap.block_size)
+
+
+def find_the_next_block_twice(swap, seq, first, last):
+    slots = RECALL(swap, seq, first, last)
+    if len(slots) > 1:
+        swap.allocator.release([slots[1]])
+        swap.allocator.share([slots[0]])
+        slots[1] = slots[0]
+    return slots
+
+
+def trust_a_torn_file(swap, parent, tokens):
+    store = swap.store
+    if store is None:
+        return FIND(swap, parent, tokens)
+    load = store.load
+    store.load = lambda content, slot: load(content, slot) or True
+    try:
+        return FIND(swap, parent, tokens)
+    finally:
+        del store.load
+
+
+def count_one_token_too_many(tables, group, spare):
+    done = SWAP_IN(tables, group, spare)
+    if done:
+        group[0].num_computed_tokens += 1
+        group[0].num_scheduled_tokens += 1
+    return done
+
+
+def own_the_tail_alone(tables, group, spare):
+    done = SWAP_IN(tables, group, spare)
+    for seq in group if done else ():
+        seq.shares_tail = False
+    return done
+
+
+def give_one_sample_back(tables, group, spare):
+    """The others are told to run without their blocks."""
+    return SWAP_IN(tables, group[:1], spare)
+
+
+def take_from_whoever_runs(preemption, first):
+    return CHOOSE(preemption, 1)
+
+
+def take_from_the_first(preemption, first):
+    return preemption.roster.running[0]
+
+
+MISTAKES = {
+    "a block is not swapped": (SwapSpace, "swap_out", forget_the_last_block),
+    "an unfinished step's tokens are swapped": (SwapSpace, "swap_out", keep_what_is_scheduled),
+    "slots on their way are not pinned": (SwapSpace, "begin_step", pin_nothing),
+    "blocks are read after they were given away": (
+        SwapSpace, "begin_step", tell_of_moves_out_one_step_late,
+    ),
+    "a slot is read without a pin": (SwapSpace, "bring", bring_without_a_pin),
+    "what is kept was never moved": (SwapSpace, "keep", keep_without_a_transfer),
+    "a hit reaches the last token": (SwapSpace, "recall", find_one_block_too_many),
+    "a hit is in the wrong place": (SwapSpace, "recall", find_the_next_block_twice),
+    "a torn file is a hit": (SwapSpace, "_find", trust_a_torn_file),
+    "a hit across salts": (Contents, "root", lambda contents, salt: ROOT(contents, "")),
+    "a failed step's transfers are trusted": (
+        BlockTables, "revoke", lambda tables, batch, later: (set(), set()),
+    ),
+    "names outlive their blocks": (SwapSpace, "forget_blocks", lambda swap, blocks: None),
+    "one token too many is back": (BlockTables, "swap_in", count_one_token_too_many),
+    "a shared tail is written in place": (BlockTables, "swap_in", own_the_tail_alone),
+    "one sample of all comes back": (BlockTables, "swap_in", give_one_sample_back),
+    "an ended sequence keeps its slots": (BlockTables, "drop_swapped", lambda tables, seq: None),
+    "who runs already is a victim": (Preemption, "_choose", take_from_whoever_runs),
+    "the first is a victim": (Preemption, "_choose", take_from_the_first),
+    "one sample of all is swapped": (
+        Preemption, "_family", lambda p, seq, first: [seq] if seq.num_computed_tokens else [],
+    ),
+    "a deadline is for who waits only": (
+        Deadlines, "_concerns",
+        lambda d, e: (f := d._roster.requests.get(e.request_id)) and not f[0].was_admitted,
+    ),
+    "max_queue_s ends who runs": (
+        Deadlines, "_concerns", lambda d, e: e.request_id in d._roster.requests,
+    ),
+    "the queue is never shorter": (Roster, "_dequeue", lambda r, seq: r.order.leave(seq)),
+    "the newest is admitted first": (Order, "first", lambda order, waiting: waiting[-1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_shows(monkeypatch, name: str):
+    monkeypatch.setattr(*MISTAKES[name])
+
+    def play_many():
+        for seed in range(1500):
+            play(seed).retry_failed()
+
+    with pytest.raises((AssertionError, ValueError, LookupError, RuntimeError)):
+        play_many()

@@ -1,0 +1,182 @@
+"""Who loses its blocks when others need them, and whether main memory keeps what it had. No torch.
+
+recompute  the sequence gives its blocks back and is computed again, but for what the prefix cache
+           still has of it
+swap       what all running samples of its request have computed goes to main memory, and comes back
+           before they run again: all of it or nothing, as they share blocks. It is recomputed
+           instead where there is no room, where a sample runs that must not lose its place, or
+           where others of the samples are in main memory already: those that come back together
+           are then those that were there together, and so they fit.
+auto       whichever takes less time: moving its blocks out and in, or computing again the tokens
+           that the prefix cache does not know
+
+The victim is the newest, or the cheapest: who loses the fewest tokens that the prefix cache will
+not give back, for each block that really becomes free, because nobody else owns it. Who comes first
+is never a victim, nor is who runs already in the step that is being built.
+
+Source: Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention",
+section 4.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.engine.batch import Batch
+from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.request import Sequence
+from tilewise.engine.roster import Roster
+
+__all__ = ["PREEMPTIONS", "VICTIMS", "Preemption", "Rates", "check_preemption"]
+
+PREEMPTIONS = ("auto", "recompute", "swap")
+VICTIMS = ("newest", "cheapest")
+
+
+@dataclass(slots=True)
+class Rates:
+    """How fast this machine is, measured by whoever runs it; 0 is not known yet.
+
+    Attributes:
+        prefill_tokens: computed a second, in steps of prompts.
+        link_blocks: moved a second between device and main memory, one way.
+    """
+
+    prefill_tokens: float = 0.0
+    link_blocks: float = 0.0
+
+
+def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:
+    """Raise ValueError if an argument is none of those, or there is no main memory to swap to."""
+    if preemption not in PREEMPTIONS:
+        raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}, got {preemption!r}")
+    if victim not in VICTIMS:
+        raise ValueError(f"victim must be one of {', '.join(VICTIMS)}, got {victim!r}")
+    if preemption == "swap" and not has_swap_space:
+        raise ValueError("preemption must be auto or recompute without swap space, got 'swap'")
+
+
+class Preemption:
+    """Takes blocks back.
+
+    Args:
+        roster: who runs.
+        tables: whose blocks.
+        preemption: of PREEMPTIONS.
+        victim: of VICTIMS.
+
+    Attributes:
+        rates: what "auto" compares; it recomputes while one of them is not known.
+        num_preemptions: how often a sequence that had run lost its blocks.
+        num_swapped: how many of these went to main memory.
+        left: seq_ids that lost their blocks since they were last asked for.
+
+    Raises:
+        ValueError: an argument is none of those, or there is no main memory to swap to.
+    """
+
+    def __init__(
+        self, roster: Roster, tables: BlockTables, preemption: str = "auto", victim: str = "newest"
+    ) -> None:
+        check_preemption(preemption, victim, has_swap_space=tables.swap is not None)
+        self.roster, self.tables = roster, tables
+        self.preemption, self.victim = preemption, victim
+        self.rates = Rates()
+        self.num_preemptions = self.num_swapped = 0
+        self.left: list[int] = []
+
+    def take_left(self) -> tuple[int, ...]:
+        """Return `left` and empty it."""
+        left = tuple(self.left)
+        self.left.clear()
+        return left
+
+    def preempt(self, first: int) -> None:
+        """Take the blocks of one that runs at place `first` or behind, and not at 0.
+
+        With a swap all samples of its request go.
+        """
+        first = max(first, 1)
+        seq = self._choose(first)
+        family = self._family(seq, first)
+        if family and self._prefers_swap(family):
+            swap = self.tables.swap
+            if swap is not None and swap.swap_out(family):
+                self.num_swapped += len(family)
+                for sample in reversed(family):
+                    self.recompute(sample)
+                return
+        self.recompute(seq)
+
+    def recompute(self, seq: Sequence) -> None:
+        """Take the blocks of one that runs; it waits, and runs again from what is known of it."""
+        self.roster.displace(seq)
+        self.left.append(seq.seq_id)
+        # Who has not run yet has lost nothing.
+        self.num_preemptions += seq.num_told_blocks > 0 or bool(seq.swap_slots)
+        self.tables.release(seq)
+        seq.num_preemptions += 1
+
+    def group(self, seq: Sequence) -> list[Sequence]:
+        """Return those that come back together with one that waits."""
+        if not seq.swap_slots:
+            return [seq]
+        return [s for s in self.roster.requests[seq.request.request_id] if s.swap_slots]
+
+    def revoke(self, batch: Batch, later: list[Batch]) -> None:
+        """Compute again what a failed step was to move out, or to bring back.
+
+        Args:
+            batch: of the failed step.
+            later: of the steps that began after it and are unfinished.
+        """
+        blocks, slots = self.tables.revoke(batch, later)
+        for seq in [s for s in self.roster.running if not blocks.isdisjoint(s.block_ids)]:
+            self.recompute(seq)
+        for seq in self.roster.waiting:
+            if not slots.isdisjoint(seq.swap_slots):
+                self.tables.drop_swapped(seq)
+
+    def forget(self, family: list[Sequence]) -> None:
+        """Let go of what was kept of all who may have found blocks of samples that have failed."""
+        for seq in self.roster.waiting:
+            if seq.swap_slots and self.tables.begin_alike(seq, family):
+                self.tables.drop_swapped(seq)
+
+    def _choose(self, first: int) -> Sequence:
+        running = self.roster.running
+        if self.victim == "newest":
+            return running[-1]
+        return min(reversed(running[first:]), key=self._cost)
+
+    def _cost(self, seq: Sequence) -> float:
+        """Tokens lost for each block that becomes free."""
+        count = self.tables.allocator.ref_count
+        freed = sum(count(block) == 1 for block in seq.block_ids)
+        return self._lost_tokens(seq) / freed if freed else float("inf")
+
+    def _lost_tokens(self, seq: Sequence) -> int:
+        return seq.num_computed_tokens - seq.num_registered_blocks * self.tables.block_size
+
+    def _family(self, seq: Sequence, first: int) -> list[Sequence]:
+        """Return who would be swapped with a sequence; nobody if that is not possible."""
+        swap, running = self.tables.swap, self.roster.running
+        if swap is None or self.preemption == "recompute":
+            return []
+        samples = self.roster.requests[seq.request.request_id]
+        family = [s for s in samples if s.block_ids]
+        behind = set(running[first:])
+        if any(s.num_computed_tokens == 0 or s.is_doubtful or s not in behind for s in family):
+            return []
+        return [] if any(s.swap_slots for s in samples) else family
+
+    def _prefers_swap(self, family: list[Sequence]) -> bool:
+        if self.preemption == "swap":
+            return True
+        rates = self.rates
+        if not (rates.prefill_tokens and rates.link_blocks):
+            return False
+        size = self.tables.block_size
+        blocks = {b for s in family for b in s.block_ids[: -(-s.num_computed_tokens // size)]}
+        lost = sum(map(self._lost_tokens, family))
+        return 2 * len(blocks) / rates.link_blocks < lost / rates.prefill_tokens
