@@ -191,11 +191,22 @@ class Engine:
             self._unfinished.append((batch, handle))
 
     def _recover(self, failed: Batch, error: Exception) -> list[TokenEvent]:
-        """Run the oldest unfinished step again, and those that were begun after it."""
+        """Run the oldest unfinished step again, and those that were begun after it.
+
+        A step that moves blocks to main memory or back is not: blocks may have been written since
+        they were read. Its requests fail, and what it was to move is computed again.
+        """
         newer = [batch for batch, _ in self._unfinished]
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []
+        moves = any(batch.swap_out or batch.swap_in for batch in (failed, *newer))
         for batch in (failed, *newer):
+            if moves:
+                with self.lock:
+                    for request_id in self._requests_of(batch):
+                        events += self.scheduler.fail(request_id, error)
+                    self.scheduler.discard(batch)
+                continue
             rerun = run_again(
                 self.runner, self.scheduler, batch, error if batch is failed else None
             )
@@ -204,6 +215,11 @@ class Engine:
                     events += self.scheduler.fail(request_id, reason)
                 events += self.scheduler.update(batch, rerun.samples)
         return events
+
+    def _requests_of(self, batch: Batch) -> list[str]:
+        live = self.scheduler.roster.live
+        found = (live[s.seq_id].request.request_id for s in batch.sequences if s.seq_id in live)
+        return list(dict.fromkeys(found))
 
     def _discard(self, batch: Batch) -> None:
         with self.lock:

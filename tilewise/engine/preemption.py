@@ -110,6 +110,7 @@ class Preemption:
 
     def recompute(self, seq: Sequence) -> None:
         """Take the blocks of one that runs; it waits, and runs again from what is known of it."""
+        self.tables.trace.preempt(seq)
         self.roster.displace(seq)
         self.left.append(seq.seq_id)
         # Who has not run yet has lost nothing.

@@ -227,6 +227,9 @@ class Scheduler:
         self.tables.note_peak(self.roster.running)
         batch = Batch(sequences, copies, self.preemption.take_left(), *moved)
         self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
+        for kind, pairs in zip(("swap_out", "swap_in"), moved, strict=True):
+            if pairs:
+                self.trace.note(kind, *map(tuple, zip(*pairs, strict=True)))
         self.trace.schedule(batch)
         return batch
 
