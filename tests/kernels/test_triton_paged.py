@@ -471,9 +471,8 @@ def test_invariant_work_depends_on_a_sequence_alone() -> None:
     many = tiles.paged_work(
         _spec(batch_invariant=True, num_seqs=90, max_seqlen_q=700, num_tokens=9000), 90, 132
     )
-    assert few.split_run == many.split_run == 1
-    assert few.split_config == many.split_config
-    assert few.rows_config == many.rows_config
+    assert few.split_run == many.split_run == 0
+    assert few.rows_config == many.rows_config is not None
 
 
 @pytest.mark.parametrize(

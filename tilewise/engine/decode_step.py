@@ -60,6 +60,7 @@ class DecodeStep:
         batch: the rows.
         results: where the tokens go.
         bucket: rows of the step.
+        batch_invariant: what `AttentionContext` takes.
 
     Attributes:
         logits: (bucket, V) float32 of the last run.
@@ -72,6 +73,8 @@ class DecodeStep:
         batch: DeviceBatch,
         results: Results,
         bucket: int,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self.model, self.storage, self.batch, self.results = model, storage, batch, results
         self.bucket = bucket
@@ -85,6 +88,7 @@ class DecodeStep:
             seqlens_k=torch.zeros(bucket, dtype=torch.int32, device=device),
             block_table=batch.table[:bucket],
             slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
+            batch_invariant=batch_invariant,
             keeps_plans=True,
         )
 

@@ -84,6 +84,10 @@ class LLM:
         graphs: on a GPU, steps in which every sequence draws its next token are CUDA graphs:
             captured before this returns ("auto") or when they are first needed ("lazy"), in which
             case the first ones take long. "off" computes every step op by op, and none ahead.
+        batch_invariant: a request has the same tokens and log-probabilities, to the bit, whatever
+            runs beside it, however its prompt is cut, whether it is preempted and whatever the
+            prefix cache has of it. None is True on a CPU and False on a GPU; see
+            docs/batch-invariance.md.
         use_progress: write a line of progress to stderr while graphs are captured.
 
     Raises:
@@ -115,6 +119,7 @@ class LLM:
         seed: int = 0,
         random_weights: bool = False,
         graphs: str = "auto",
+        batch_invariant: bool | None = None,
         use_progress: bool | None = None,
     ) -> None:
         check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
@@ -132,12 +137,16 @@ class LLM:
             raise ValueError(f"graphs must be one of {', '.join(MODES)}, got {graphs!r}")
         directory = model_directory(model)
         on = compute_device(device)
+        if batch_invariant is None:
+            batch_invariant = on.type == "cpu"
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.model.pack_for_inference(is_int8=is_int8)
+        if batch_invariant and on.type == "cuda":
+            self.model.use_invariant_linears()
         self.config: ModelConfig = self.model.config
         max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
@@ -172,7 +181,11 @@ class LLM:
         runner: Runner
         if has_graphs:
             runner = on_device = DeviceRunner(
-                self.model, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+                self.model,
+                storage,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                batch_invariant=batch_invariant,
             )
             progress = Progress(terminal(use_progress))
             try:
@@ -188,7 +201,12 @@ class LLM:
             gc.collect()
             gc.freeze()
         else:
-            runner = plain = runner_for(self.model, storage, num_parameters=num_parameters)
+            runner = plain = runner_for(
+                self.model,
+                storage,
+                num_parameters=num_parameters,
+                batch_invariant=batch_invariant,
+            )
             if isinstance(plain, CompiledRunner):
                 plain.warm_up()
             else:

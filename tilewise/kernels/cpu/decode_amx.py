@@ -24,7 +24,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu import amx, simd
+from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.amx import ROWS, STEP, pair_rows
 from tilewise.kernels.cpu.forward_softmax import (
     LANES,
@@ -477,7 +477,7 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
 
 @inner
 def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
-    """Take tasks until none is left; see the head of this file.
+    """Take tasks until none is left, between `amx.configure` and `amx.release`.
 
     Args:
         sizes, rule, arrays: parts of a `Problem`; every sequence has one query row.
@@ -500,7 +500,6 @@ def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_task
         bare(work.v_panels), bare(work.zeros), bare(work.at),
     )  # fmt: skip
     parts = sizes.num_kv_heads // heads_per_task
-    amx.configure()
     while True:
         task = next_task(counter)
         if task >= num_tasks:
@@ -510,5 +509,4 @@ def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_task
         _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, heads_per_task,
                      side, ld, ldv, is_direct)  # fmt: skip
         _store_rows(sizes, arrays, work, lse, sequence, first_head, heads_per_task, side, ldv)
-    amx.release()
     keep_alive(owned)
