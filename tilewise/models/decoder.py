@@ -14,6 +14,7 @@ from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.invariant import InvariantLinear, use_invariant_linears
+from tilewise.nn.layers import fuse_on_cpu
 from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
 from tilewise.ops.panels import why_not_pack
 
@@ -117,6 +118,8 @@ class Decoder(nn.Module):
         if is_int8:
             self._check_int8()
         pack_linears(self, is_int8=is_int8)
+        if any(isinstance(module, PackedLinear) for module in self.modules()):
+            fuse_on_cpu(self)
         table = self.embed_tokens
         if self.lm_head is None and isinstance(table, nn.Embedding) and can_pack(table.weight):
             self.packed_head = PackedLinear(table.weight, is_int8=is_int8)

@@ -13,6 +13,8 @@ Numerics  those of `forward_softmax.py`, sum by sum. A product of tile registers
           A row without keys in sight of infinite or NaN values is none the worse for them.
 """
 
+# ruff: noqa: E741 - m, l, s and p are the names of the papers
+
 from __future__ import annotations
 
 import math
@@ -155,7 +157,9 @@ def _turn(count):
             return builder.shuffle_vector(a, b, ir.Constant(kind, order))
 
         # Quarters of register j are rows j, j + 4, j + 8 and j + 12.
-        fours = [join(join(rows[j], rows[j + 4]), join(rows[j + 8], rows[j + 12])) for j in range(4)]
+        fours = [
+            join(join(rows[j], rows[j + 4]), join(rows[j + 8], rows[j + 12])) for j in range(4)
+        ]
         low, high = (0, 4, 1, 5), (2, 6, 3, 7)
         turned = []
         for half in (low, high):

@@ -79,9 +79,7 @@ def _score(heads):
 
             def step(number, sums):
                 at = builder.mul(number, _i64(lanes * size))
-                keys = [
-                    simd.load_at(builder, builder.add(start, at), bits, 2) for start in starts
-                ]
+                keys = [simd.load_at(builder, builder.add(start, at), bits, 2) for start in starts]
                 column = builder.mul(number, _i64(lanes * (2 if is_bf16 else 1)))
                 sums = list(sums)
                 for word, key in enumerate(emit_transpose(builder, keys)):

@@ -47,9 +47,7 @@ def _invariant_linear_kernel(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = row.to(tl.int64)[:, None] * outputs + output[None, :]
-    tl.store(
-        y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :]
-    )
+    tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 def why_not(spec: ElementSpec) -> str | None:

@@ -1,4 +1,4 @@
-"""backend="reference" of invariant_linear: the sums of `linear`, which float64 makes exact enough."""
+"""backend="reference" of invariant_linear: that of `linear`, in float64."""
 
 from __future__ import annotations
 
