@@ -43,6 +43,14 @@ def launch_linear(outputs: int, channels: int) -> None:
     linear.launch(meta(4, channels, dtype=torch.bfloat16), weight, bias)
 
 
+def launch_invariant_linear(dtype: torch.dtype) -> None:
+    """Call the product of fixed tiles."""
+    from tilewise.kernels.triton import invariant_linear
+
+    x, weight, bias = (meta(*shape, dtype=dtype) for shape in ((300, 4096), (6144, 4096), (6144,)))
+    invariant_linear.launch(x, weight, bias)
+
+
 def step_cases() -> Iterator[Case]:
     """Yield small and large widths for every architecture."""
     for arch in ARCHITECTURES:
@@ -61,6 +69,14 @@ def step_cases() -> Iterator[Case]:
                 lambda outputs=outputs: launch_linear(outputs, 4096),  # type: ignore[misc]
                 mma="mma.sync",  # 16 rows are below what warp-group instructions multiply
                 slow=arch != 90 or outputs > 4096,
+            )
+        for dtype in (torch.bfloat16, torch.float32):
+            yield Case(
+                f"sm_{arch}-invariant-linear-{str(dtype)[6:]}",
+                arch,
+                lambda dtype=dtype: launch_invariant_linear(dtype),  # type: ignore[misc]
+                products=dtype == torch.bfloat16,
+                slow=arch != 90,
             )
         for vocab in (151_936, 1_000_001):
             yield Case(
