@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numba
 import pytest
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu import amx, decode_tiles
+from tilewise.kernels.cpu import amx, decode_simd, decode_tiles, simd
 from tilewise.kernels.cpu.quantise import BYTE_CODES
 from tilewise.ops import attention as dense_attention
 from tilewise.ops import paged_attention
@@ -203,3 +204,24 @@ def test_heads_of_a_task_keep_threads_busy_and_tiles_in_cache() -> None:
     wide = Widths(num_kv_heads=8, head_dim=1 << 16, k_size=4)
     assert heads_of(wide, 64, 1) == 1
     assert heads_of(Widths(num_kv_heads=3, head_dim=32, k_size=2), 1, 8) == 3
+
+
+@pytest.mark.slow  # compiles both kernels as CPUs without tile registers have them
+@pytest.mark.skipif(not simd.HAS_BF16_DOT, reason="needs VDPBF16PS")
+@pytest.mark.parametrize("name", ["bfloat16", "seven heads of floats", "everything", "int8"])
+def test_pairs_of_bfloat16_agree_without_tile_registers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @numba.njit(nogil=True, error_model="numpy")
+    def decode(sizes, rule, arrays, heads, lse, counter, num_tasks):
+        decode_simd.decode_tiles_simd(sizes, rule, arrays, heads, lse, counter, num_tasks)
+
+    monkeypatch.setattr(amx, "HAS_AMX", False)
+    monkeypatch.setattr(decode_tiles, "_decode", decode)
+    case = CASES[name]._replace(dtype=torch.bfloat16)
+    o, lse = run(make(case, 1))
+    chunk = make(case, 9)
+    many_o, many_lse = run(chunk)
+    last = chunk.options["cu_seqlens_q"][1:].long() - 1
+    assert torch.equal(o, many_o[last])
+    assert torch.equal(lse, many_lse[:, last])
