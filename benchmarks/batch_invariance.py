@@ -2,8 +2,8 @@
 
     python benchmarks/batch_invariance.py --dtype bfloat16 --turns 5
 
-Both engines live in one process and take turns; each number is the median of the turns. The last
-line is JSON.
+Both engines live in one process and take turns; each number is the median of the turns, in CPU time
+of the process, since others may use the cores. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SHAPES = {"prompt": [(1, 500), (8, 500)], "decode": [(1, 16), (8, 16), (32, 16),
 
 
 def seconds(llm: LLM, kind: str, batch: int, length: int, tokens: int) -> float:
-    """Time one call of generate, without what its prompts cost where decoding is measured."""
+    """CPU time of one call of generate, without that of its prompts where decoding is measured."""
     prompts = [
         {"prompt_token_ids": [(7 * i + j) % 4000 + 3 for j in range(length)]} for i in range(batch)
     ]
 
     def run(count: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-        started = time.perf_counter()
+        started = time.process_time()
         llm.generate(prompts, params)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     if kind == "prompt":
         return run(1)

@@ -96,7 +96,7 @@ def test_in_chunks(llm, asked, expected, tokens):
 def test_preempted(llm, asked, expected):
     other = make(llm.model.dtype, num_blocks=24)
     assert answers(other, asked) == expected
-    assert other.engine.scheduler.stats().num_preemptions >= 5
+    assert other.engine.scheduler.stats().num_preemptions >= 3
 
 
 def test_with_a_prefix_cache_cold_and_warm(llm, asked, expected):

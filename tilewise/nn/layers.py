@@ -85,12 +85,19 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
         if _fuses(x, self.weight, on_cpu=self.fuses_on_cpu):
+            if self.fuses_on_cpu and x.dtype == torch.float32:
+                # A compiled step rounds the quotient before the weight multiplies it, in every
+                # dtype; the kernel does so in 16 bits only.
+                return ops.rms_norm(x, torch.ones_like(self.weight), self.eps) * self.weight
             return ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
         if _fuses(x, residual, self.weight, on_cpu=self.fuses_on_cpu):
+            if self.fuses_on_cpu and x.dtype == torch.float32:
+                total = residual + x
+                return self(total), total
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         total = residual + x
         return F.rms_norm(total, self.weight.shape, None, self.eps) * self.weight, total
