@@ -162,30 +162,6 @@ def test_mixed_runs_are_cut_as_they_come() -> None:
     assert torch.equal(o[[2, 3, 6]], alone)
 
 
-@pytest.mark.skipif(not amx.HAS_AMX, reason="needs tile registers")
-def test_whether_a_row_is_raised_depends_on_it_alone() -> None:
-    """Logits that exceed a maximum by just 8 in base 2, beside rows that exceed it by far."""
-    torch.manual_seed(0)
-    length, dim = 96, 32
-    for step in range(8):
-        q = torch.zeros(1, length, 1, dim)
-        q[..., 0] = 1.0
-        q[:, ::3, :, 1] = 40.0  # others' neighbours
-        k = torch.randn(1, length, 1, dim) * 0.01
-        k[0, :32, 0, 0] = -3.0 - step / 64
-        k[0, 32:, 0, 0] = (5.0 - step / 64) * (1 + 2.0**-6)
-        k[0, 32:, 0, 1] = 1.0
-        q, k, v = (x.bfloat16() for x in (q, k, torch.randn(1, length, 1, dim)))
-        scale = 0.6931471805599453  # of a logit in base 2
-        together = dense_attention(q, k, v, causal=True, softmax_scale=scale)
-        for row in (33, 50, 95):
-            alone = dense_attention(
-                q[:, row : row + 1], k[:, : row + 1], v[:, : row + 1], causal=True,
-                softmax_scale=scale,
-            )  # fmt: skip
-            assert torch.equal(alone[:, 0], together[:, row])
-
-
 class Widths(NamedTuple):
     num_kv_heads: int
     head_dim: int
