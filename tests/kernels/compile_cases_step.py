@@ -77,6 +77,14 @@ def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> No
     )  # fmt: skip
 
 
+def launch_invariant_linear(dtype: torch.dtype) -> None:
+    """Call the product of fixed tiles."""
+    from tilewise.kernels.triton import invariant_linear
+
+    x, weight, bias = (meta(*shape, dtype=dtype) for shape in ((300, 4096), (6144, 4096), (6144,)))
+    invariant_linear.launch(x, weight, bias)
+
+
 def step_cases() -> Iterator[Case]:
     """Yield small and large widths for every architecture."""
     for arch in ARCHITECTURES:
@@ -106,6 +114,14 @@ def step_cases() -> Iterator[Case]:
                         mma="mma.sync",
                         slow=arch != 90 or sizes[0] != 1024,
                     )
+        for dtype in (torch.bfloat16, torch.float32):
+            yield Case(
+                f"sm_{arch}-invariant-linear-{str(dtype)[6:]}",
+                arch,
+                lambda dtype=dtype: launch_invariant_linear(dtype),  # type: ignore[misc]
+                products=dtype == torch.bfloat16,
+                slow=arch != 90,
+            )
         for vocab in (151_936, 1_000_001):
             yield Case(
                 f"sm_{arch}-sampling-{vocab}",

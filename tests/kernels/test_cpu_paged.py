@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -117,8 +117,9 @@ class Call:
             has_sinks="sinks" in self.extra,
         )  # fmt: skip
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        return cpu.launch(self.q, self.k_cache, self.v_cache, self.spec(), **self.extra)
+    def run(self, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
+        spec = replace(self.spec(), batch_invariant=batch_invariant)
+        return cpu.launch(self.q, self.k_cache, self.v_cache, spec, **self.extra)
 
     def by_reference(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         tensors = (t.to(dtype) for t in (self.q, self.k_cache, self.v_cache))
@@ -130,7 +131,11 @@ class Call:
 
 
 def check(call: Call) -> None:
-    o, lse = call.run()
+    for batch_invariant in (False, True):
+        _check(call, *call.run(batch_invariant))
+
+
+def _check(call: Call, o: Tensor, lse: Tensor) -> None:
     truth, eager = call.by_reference(torch.float64), call.by_reference(call.q.dtype)
     if call.q.dtype == torch.float64:
         torch.testing.assert_close(o, truth[0], rtol=0, atol=1e-10)

@@ -247,9 +247,9 @@ def replace_inputs(
 
 @interpreted
 def test_merges_more_splits_than_one_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "INVARIANT_SPLIT_KEYS", 128)  # 12 splits of 1,500 keys
+    monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 128)  # 12 splits of 1,500 keys
     monkeypatch.setattr(paged_decode, "MERGE_TILE", 4)
-    check(make_inputs(replace(BY_NAME["decode_one_long_sequence"], batch_invariant=True)))
+    check(make_inputs(BY_NAME["decode_one_long_sequence"]))
 
 
 @interpreted
@@ -304,11 +304,49 @@ COMPANY = [
 @interpreted
 @pytest.mark.parametrize("company", COMPANY, ids=lambda case: case.name)
 @pytest.mark.parametrize(("run", "length"), [(1, 500), (5, 90), (40, 70)])
-def test_batch_invariance_is_bitwise(
-    run: int, length: int, company: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiles, "INVARIANT_SPLIT_KEYS", 128)  # so that 500 keys have four splits
+def test_batch_invariance_is_bitwise(run: int, length: int, company: Case) -> None:
     alone, many, lse, many_lse = _rows_in_company(run, length, company, "cpu")
+    assert torch.equal(alone, many)
+    assert torch.equal(lse, many_lse)
+
+
+def _last_row_alone(run: int, length: int, dtype: torch.dtype, window: int | None,
+                    device: str) -> tuple[Tensor, ...]:  # fmt: skip
+    """Results of a sequence's last token, computed alone and as the last of a chunk."""
+    chunk = Case("chunk", (run, 3), (length, 50), dtype=dtype, window=window, sinks=True,
+                 batch_invariant=True)  # fmt: skip
+    many = make_inputs(chunk, device)
+    single = make_inputs(replace(chunk, runs=(1, 3)), device)
+    single.q[0], single.q[1:] = many.q[run - 1], many.q[run:]
+    single.k_cache, single.v_cache, single.tensors = many.k_cache, many.v_cache, {
+        **many.tensors, "cu_seqlens_q": single.tensors["cu_seqlens_q"]
+    }  # fmt: skip
+    (o, lse), (many_o, many_lse) = launch(single), launch(many)
+    return o[0], many_o[run - 1], lse[:, 0], many_lse[:, run - 1]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("run", "length", "window"), [(7, 300, None), (200, 260, None), (40, 300, 70)]
+)
+def test_a_token_alone_has_the_bits_of_a_chunk(
+    run: int, length: int, window: int | None, dtype: torch.dtype
+) -> None:
+    alone, many, lse, many_lse = _last_row_alone(run, length, dtype, window, "cpu")
+    assert torch.equal(alone, many)
+    assert torch.equal(lse, many_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("run", "length", "window"), [(7, 300, None), (200, 9000, None), (1000, 3000, 700)]
+)
+def test_a_token_alone_has_the_bits_of_a_chunk_on_a_gpu(
+    run: int, length: int, window: int | None, dtype: torch.dtype
+) -> None:
+    alone, many, lse, many_lse = _last_row_alone(run, length, dtype, window, "cuda")
     assert torch.equal(alone, many)
     assert torch.equal(lse, many_lse)
 
@@ -471,9 +509,8 @@ def test_invariant_work_depends_on_a_sequence_alone() -> None:
     many = tiles.paged_work(
         _spec(batch_invariant=True, num_seqs=90, max_seqlen_q=700, num_tokens=9000), 90, 132
     )
-    assert few.split_run == many.split_run == 1
-    assert few.split_config == many.split_config
-    assert few.rows_config == many.rows_config
+    assert few.split_run == many.split_run == 0
+    assert few.rows_config == many.rows_config is not None
 
 
 @pytest.mark.parametrize(

@@ -130,3 +130,47 @@ def test_refuses():
         ops.linear(x, weight)
     with pytest.raises(UnsupportedError, match="dtype must be float16 or bfloat16"):
         ops.linear(x.float(), weight.float(), backend="triton")
+
+
+@on_each_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("channels", "outputs"), [(96, 100), (40, 70), (1, 3)])
+def test_an_invariant_product_has_rows_of_their_own(channels, outputs, dtype, backend, place):
+    x, weight, bias = _problem(150, channels, outputs, dtype, place)
+    together = ops.invariant_linear(x, weight, bias, backend=backend)
+    wide = F.linear(x.double(), weight.double(), bias.double())
+    assert_within_budget(together, wide, F.linear(x, weight, bias))
+    for rows in (slice(0, 1), slice(63, 66), slice(1, 150, 7), slice(149, 150)):
+        some = ops.invariant_linear(x[rows], weight, bias, backend=backend)
+        assert torch.equal(some, together[rows])
+    assert ops.invariant_linear(x[:0], weight, backend=backend).shape == (0, outputs)
+
+
+def test_an_invariant_product_says_what_is_wrong():
+    x, weight, bias = _problem(3, 8, 5, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="weight must have shape"):
+        ops.invariant_linear(x, weight[:, :7].contiguous())
+    with pytest.raises(TypeError, match="bias must"):
+        ops.invariant_linear(x, weight, bias.double())
+    with pytest.raises(UnsupportedError):
+        ops.invariant_linear(x, weight, backend="gluon")
+
+
+def test_models_take_invariant_products_everywhere():
+    from tilewise.models import ModelConfig, build_model
+    from tilewise.nn.invariant import InvariantLinear
+
+    model = build_model(
+        ModelConfig.from_hf(
+            {
+                "architectures": ["LlamaForCausalLM"], "vocab_size": 20, "hidden_size": 16,
+                "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "tie_word_embeddings": True, "max_position_embeddings": 32,
+            }
+        )
+    )  # fmt: skip
+    model.use_invariant_linears()
+    kinds = [type(m) for m in model.modules()]
+    assert torch.nn.Linear not in kinds
+    assert kinds.count(InvariantLinear) == 5
+    assert model.packed_head.get_buffer("weight").data_ptr() == model.embed_tokens.weight.data_ptr()

@@ -74,7 +74,7 @@ def test_batch_invariant_bits_do_not_depend_on_a_plan() -> None:
     tensors, options = _call([5000, 20], [1, 1])
     options |= {"backend": "triton", "batch_invariant": True}
     plan = plan_paged_attention(*tensors, **options)
-    assert len(plan.records) > 2
+    assert len(plan.records) == 0  # keys are not split
     want = paged_attention(*tensors, **options)
     assert torch.equal(want, paged_attention(*tensors, plan=plan, **options))
 

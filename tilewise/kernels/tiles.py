@@ -189,7 +189,8 @@ def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
 def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     """Choose the kernels of one call: split keys for short runs, tiles of rows for long ones.
 
-    With batch_invariant a sequence's kernel and tiles follow from its own run alone.
+    With batch_invariant every row meets the same tiles of keys in one order, of the rows kernel,
+    whatever its run: a token has the same bits alone and in a chunk.
     """
     longest = max(1, spec.max_seqlen_q)
     rows_config: TileConfig | None = paged_rows_config(spec, arch)
@@ -198,10 +199,10 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     # 16 new tokens after 8,192, 32/8 heads: 27 us here, 28 there; 64 after 32,768: 204 and 113
     # (H200, 2026-11-22). Both kernels split keys.
     is_small = longest * spec.group_size <= SMALL_TILE_ROWS
-    if longest == 1:
+    if spec.batch_invariant:
+        split_run = 0
+    elif longest == 1:
         split_run, rows_config = 1, None
-    elif spec.batch_invariant:
-        split_run = 1
     elif longest <= MAX_SPLIT_RUN or (is_small and programs * spec.num_seqs * 2 <= sm_count):
         split_run, rows_config = longest, None
     else:

@@ -7,6 +7,7 @@ from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
 from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
 from tilewise.ops.dropout import dropout_keep_mask
 from tilewise.ops.explain import Explanation, explain
+from tilewise.ops.invariant_linear import invariant_linear
 from tilewise.ops.linear import MOST_LINEAR_ROWS, linear, linear_pays
 from tilewise.ops.merge import merge_states
 from tilewise.ops.mla import mla_decode, write_latent_cache
@@ -37,6 +38,7 @@ __all__ = [
     "copy_blocks",
     "dropout_keep_mask",
     "explain",
+    "invariant_linear",
     "linear",
     "linear_pays",
     "merge_states",

@@ -18,7 +18,14 @@ from torch import Tensor
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.problem import float_type
 from tilewise.kernels.cpu.rows import BF16, DTYPE_CODES, F16, load_row, store_row, why_not_dtype
-from tilewise.kernels.cpu.threads import inner, kernel, next_task, run_tasks, scratch
+from tilewise.kernels.cpu.threads import (
+    inner,
+    kernel,
+    next_task,
+    run_tasks,
+    scratch,
+    zero_scratch,
+)
 from tilewise.kernels.spec import ElementSpec
 
 ELEMENTS_PER_TASK = 131072  # about 50 us of work, a thread's wake-up
@@ -87,22 +94,20 @@ def multiply_row(row, other, count):
 
 @inner
 def _sum_of_squares(row, count):
+    """In the order of `step.layers.normalise_row`, so that a compiled step gives the same bits."""
     lanes = simd.REGISTER_BYTES // row.itemsize
-    even = odd = simd.splat(row, 0.0)
-    done = count // (2 * lanes) * (2 * lanes)
-    for column in range(0, done, 2 * lanes):
-        a, b = simd.load(row, column), simd.load(row, column + lanes)
-        even, odd = simd.fma(a, a, even), simd.fma(b, b, odd)
-    total = simd.sum_lanes(simd.add(even, odd))
-    for column in range(done, count):
-        total += row[column] * row[column]
-    return total
+    squares = simd.splat(row, 0.0)
+    for column in range(0, count, lanes):
+        x = simd.load(row, column)
+        squares = simd.fma(x, x, squares)
+    return simd.sum_lanes(squares)
 
 
 @kernel
 def _normalise_rows(like, code, x, x_row, added, added_row, has_residual, weight, y, total, to_row,
                     num_rows, dim, eps, rows_per_task, counter, num_tasks):  # fmt: skip
-    row, other, weights = scratch(dim, like), scratch(dim, like), scratch(dim, like)
+    padded = (dim + 15) // 16 * 16  # whole registers
+    row, other, weights = zero_scratch(padded, like), scratch(dim, like), scratch(dim, like)
     load_row(like, code, weights, 0, weight, dim)
     is_half = code in (BF16, F16)
     while True:

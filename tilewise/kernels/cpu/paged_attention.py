@@ -4,10 +4,12 @@ What      one packed call; a sequence with one new row decodes, one with more is
           and so are all with a tree mask. Shared prefixes are calls of their own without a mask,
           whose queries are the rows of all sequences of a group, and merged by lse.
 Grid      decode.py for single rows, whose cost is reading the cache; forward.py for chunks, whose
-          cost is arithmetic: it gathers each tile of keys once and multiplies.
+          cost is arithmetic: it gathers each tile of keys once and multiplies. A call that is
+          batch-invariant takes decode_tiles.py for single rows.
 One call  at most one parallel region of each kind.
 Traffic   see decode.py and forward.py; the cache is never copied as a whole.
-Numerics  see decode.py and forward.py; a sequence's bits do not depend on its neighbours.
+Numerics  see decode.py and forward.py; a sequence's bits do not depend on its neighbours, and in a
+          batch-invariant call not on how many of its rows come at once either.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from tilewise.kernels.cpu import merge, simd
 from tilewise.kernels.cpu.attention import run_forward
 from tilewise.kernels.cpu.decode import place_sequences
 from tilewise.kernels.cpu.decode_launch import run_decode
+from tilewise.kernels.cpu.decode_tiles import run_decode_tiles
 from tilewise.kernels.cpu.problem import (
     LSE,
     NO_MASK,
@@ -125,16 +128,23 @@ def launch(
         ))  # fmt: skip
     if single > 0:
         part = problem if single == len(starts) else _subset(problem, starts[:, Q_LEN] == 1)
-        run_decode(part, lse, k_cache.dtype)
+        if spec.batch_invariant:
+            run_decode_tiles(_widened(part, q.dtype), lse)
+        else:
+            run_decode(part, lse, k_cache.dtype)
     if several > 0:
         fewest = 2 if tree_mask is None else 1
         part = problem if several == len(starts) else _subset(problem, starts[:, Q_LEN] >= fewest)
-        if part.sizes.k_scale != 0:
-            # 8-bit rows are widened on their way to the tile, to whatever its product multiplies.
-            packed = np.empty(0, packed_type(q.dtype, simd.HAS_BF16_DOT))
-            part = part._replace(arrays=part.arrays._replace(packed_like=packed))
-        run_forward(part, lse)
+        run_forward(_widened(part, q.dtype), lse)
     return o, lse
+
+
+def _widened(problem: Problem, dtype: torch.dtype) -> Problem:
+    """The same call with 8-bit rows widened on their way to a tile, to what its product takes."""
+    if problem.sizes.k_scale == 0:
+        return problem
+    packed = np.empty(0, packed_type(dtype, simd.HAS_BF16_DOT))
+    return problem._replace(arrays=problem.arrays._replace(packed_like=packed))
 
 
 def _row_bytes(tensor: Tensor) -> int:

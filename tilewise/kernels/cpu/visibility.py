@@ -290,3 +290,14 @@ def see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
         seen.begin[:] = 0
         seen.end[:] = TILE_N
     return True
+
+
+@inner
+def see_keys(words, wi, low, high):
+    """Bits of keys low ... high - 1 of a tile to words[wi : wi + WORDS]."""
+    for index in range(WORDS):
+        start, end = max(low - index * WORD, 0), min(high - index * WORD, WORD)
+        bits = 0
+        if start < end:
+            bits = (1 << end) - (1 << start)
+        words[wi + index] = bits - (1 << WORD) if bits >= 1 << (WORD - 1) else bits

@@ -59,8 +59,8 @@ def why_not_decode(spec: PagedSpec) -> str | None:
         return "softcap and alibi_slopes are not in this kernel"
     if spec.has_tree or spec.has_shared or not spec.causal:
         return "tree_mask and shared are not in this kernel"
-    if spec.batch_invariant and spec.max_seqlen_q > 1:
-        return "batch_invariant needs max_seqlen_q of 1: longer runs have another kernel"
+    if spec.batch_invariant:
+        return "batch_invariant is not in this kernel: longer runs have another order of sums"
     return None
 
 

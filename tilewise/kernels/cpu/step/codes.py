@@ -85,9 +85,11 @@ class Workspace(NamedTuple):
 
 
 class Likes(NamedTuple):
-    """Empty arrays that tell dtypes: of sums, words, the cache and of packed queries."""
+    """Empty arrays that tell dtypes: of sums, words, the cache and of packed queries; and, by
+    whether it is of uint8 (else of int8), whether attention sums as that of a prompt does."""
 
     real: np.ndarray
     word: np.ndarray
     cache: np.ndarray
     packed: np.ndarray
+    invariant: np.ndarray

@@ -12,9 +12,12 @@ Numerics  those of `layers.py`, `rope_write.py` and `decode.py`. How tasks are c
 from __future__ import annotations
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from tilewise.kernels.cpu import amx
 from tilewise.kernels.cpu.decode import decode_attention, place_sequences, plan_decode
+from tilewise.kernels.cpu.decode_tiles import decode_tiles, heads_of_task
 from tilewise.kernels.cpu.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
 from tilewise.kernels.cpu.quantise import INT8
 from tilewise.kernels.cpu.rope_write import Rows, move_heads
@@ -120,18 +123,45 @@ def _attend(op, scale, shape, tables, batch, work, likes, num_threads, starts, s
     )  # fmt: skip
     for sequence in range(num_sequences):
         starts[sequence, K], starts[sequence, V] = op[K_CACHE], op[V_CACHE]
-    num_slots = plan_decode(starts, op[WINDOW], shape.num_kv_heads, splits)
-    heads_per_task = shape.num_kv_heads
-    while num_slots // heads_per_task < 4 * num_threads and heads_per_task % 2 == 0:
-        heads_per_task //= 2
     arrays = Arrays(likes.real, likes.packed, starts, batch.table, tables.slopes, tables.sinks)
-    first = op[LAYER] * num_sequences * shape.num_kv_heads
-    finished = work.finished[first : first + num_sequences * shape.num_kv_heads]
-    decode_attention(
-        sizes, Rule(True, scale, 0.0, False, False), arrays, likes.cache, shape.chunk,
-        heads_per_task, splits, work.sums, work.tops, work.totals, finished, work.lse, counter,
-        num_slots // heads_per_task,
-    )  # fmt: skip
+    rule = Rule(True, scale, 0.0, False, False)
+    _decode(likes.invariant, sizes, rule, arrays, likes.cache, shape.chunk, op[LAYER], num_threads,
+            splits, work, counter)  # fmt: skip
+
+
+def _decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
+            counter):  # fmt: skip
+    """One row of each sequence against its keys, in one of two orders of sums."""
+    raise NotImplementedError
+
+
+@overload(_decode)
+def _choose_decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
+                   counter):  # fmt: skip
+    """Only the kernel that is used is compiled."""
+
+    def in_tiles(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
+                 counter):  # fmt: skip
+        num_sequences = len(arrays.starts)
+        heads_per_task = heads_of_task(sizes, num_sequences, num_threads)
+        decode_tiles(sizes, rule, arrays, heads_per_task, work.lse, counter,
+                     num_sequences * sizes.num_kv_heads // heads_per_task)  # fmt: skip
+
+    def in_splits(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
+                  counter):  # fmt: skip
+        num_sequences, num_kv_heads = len(arrays.starts), sizes.num_kv_heads
+        num_slots = plan_decode(arrays.starts, sizes.window_left, num_kv_heads, splits)
+        heads_per_task = num_kv_heads
+        while num_slots // heads_per_task < 4 * num_threads and heads_per_task % 2 == 0:
+            heads_per_task //= 2
+        first = layer * num_sequences * num_kv_heads
+        finished = work.finished[first : first + num_sequences * num_kv_heads]
+        decode_attention(
+            sizes, rule, arrays, cache, chunk, heads_per_task, splits, work.sums, work.tops,
+            work.totals, finished, work.lse, counter, num_slots // heads_per_task,
+        )  # fmt: skip
+
+    return in_tiles if invariant.dtype == types.uint8 else in_splits
 
 
 @inner
