@@ -185,16 +185,16 @@ def _row_bias_gradient(
     """Return the gradient of a bias that all keys of a row share.
 
     Such a bias moves all logits of a row alike, lse with them, and o where a sink stays behind.
-    With the sink's share of the row, w = exp(sink - lse), sum_j ds_ij = w delta + (1 - w) dlse. A
-    kernel would sum p (dp - delta + dlse) instead, whose first two terms cancel to a rounding of o.
+    With the sink's share of the row, w = exp(sink - lse), sum_j ds_ij = w delta + dlse. A kernel
+    would sum p (dp - delta) instead, whose terms cancel to a rounding of o.
     """
     if dlse is None and options.sinks is None:
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
     rows = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
     if options.sinks is not None:
         share = torch.exp(options.sinks.unsqueeze(-1) - lse)
-        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2)
-        rows = rows + share * (delta - rows)
+        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2) - rows
+        rows = rows + share * delta
     rows = torch.where(lse.isneginf(), 0.0, rows)
     edges = options.cu_seqlens_q
     if edges is not None:
