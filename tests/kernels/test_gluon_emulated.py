@@ -365,13 +365,15 @@ class TestChores:
         problem = make_problem(call, "cpu")
         problem.spec = replace(problem.spec, deterministic=deterministic)
         heads = problem.spec.batch * problem.spec.num_kv_heads
-        assert attention_bwd_plan.chores_of(problem.spec, 1, 2, 1).behind < heads
+        assert attention_bwd_plan.prepost_of(problem.spec, 1, 2, 1).behind < heads
         results = forward(problem)
         results |= backward(problem, **results, seed=seed, num_sms=1, resident=1 + seed)
         assert_right(problem, results)
 
     @pytest.mark.parametrize("name", ["full", "causal"])
-    def test_chores_match_float64(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pre_and_postprocessing_match_float64(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.judge(monkeypatch, CHORES[name], seed=1)
 
     @pytest.mark.slow
