@@ -12,7 +12,7 @@ from tests.kernels.gluon_mutations import Mutation, _later, _without
 _LOAD, _QUERIES = "attention_fwd_loader:load_tiles", "attention_fwd_loader:_load_queries"
 _TILES, _ATTEND = "attention_fwd_warpgroup:compute_tiles", "attention_fwd_warpgroup:_attend"
 _STEP, _PASS = "attention_fwd_warpgroup:_step", "attention_fwd_warpgroup:_pass_by"
-_Q_FREE = "    mbarrier.wait(shared.q_empty.index(group), (turn & 1) ^ 1)\n"
+_Q_FREE = "    mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)\n"
 _ANNOUNCE = "    if tile.dynamic:\n        _announce(shared, group, number)\n"
 _LAST_V = "            mbarrier.wait(shared.v_full.index(stage), (at // tile.stages) & 1)\n"
 
@@ -21,10 +21,11 @@ FORWARD = {
         _QUERIES, _Q_FREE, _ANNOUNCE, "packed_causal"
     ),
     "the_end_announced_before_the_last_number_is_read": _without(
-        _LOAD, "mbarrier.wait(shared.q_empty.index(group), (turn & 1) ^ 1)", "packed_causal"
+        _LOAD, "mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)", "packed_causal"
     ),
     "a_number_read_before_it_is_announced": Mutation(
-        _TILES, "            mbarrier.wait(shared.q_full.index(GROUP), turn & 1)\n            lane",
+        _TILES,
+        "            mbarrier.wait(shared.q_full.index(GROUP), visit & 1)\n            lane",
         "            lane", "packed_causal",
     ),
     "q_given_back_before_it_is_in_registers": Mutation(
@@ -37,13 +38,14 @@ FORWARD = {
     ),
     "q_given_back_unread_before_it_has_come": Mutation(
         _TILES,
-        "                mbarrier.wait(shared.q_full.index(GROUP), turn & 1)\n"
+        "                mbarrier.wait(shared.q_full.index(GROUP), visit & 1)\n"
         "                mbarrier.arrive(",
         "                mbarrier.arrive(", "packed_causal",
     ),
     "the_turn_passed_to_oneself": Mutation(
-        "attention_fwd_warpgroup:_end_turn", "TURN_BARRIER + (GROUP + 1) % tile.warpgroups",
-        "TURN_BARRIER + GROUP", "packed_causal",
+        "attention_fwd_warpgroup:_arrive_scheduler",
+        "SCHEDULER_BARRIER + (GROUP + 1) % tile.warpgroups",
+        "SCHEDULER_BARRIER + GROUP", "packed_causal",
     ),
     "values_cleared_before_they_are_there": Mutation(
         _ATTEND, _LAST_V + "            clear_hidden(", "            clear_hidden(",
@@ -71,7 +73,7 @@ FORWARD = {
     ),
 }  # fmt: skip
 
-_CHORES = "attention_bwd_chores:do_chores"
+_PREPOST = "attention_bwd_chores:run_prepost"
 _CONSUME, _FOLD = "attention_bwd_consumer:consume", "attention_bwd_consumer:_step"
 _SEND = "attention_bwd_moves:send_dq"
 _DQ = "attention_bwd_dq_warpgroup:make_dq"
@@ -79,8 +81,8 @@ _DV, _DK = "attention_bwd_dkdv_warpgroups:make_dv", "attention_bwd_dkdv_warpgrou
 
 BACKWARD = {
     "sums_loaded_over_those_that_some_warp_reads": Mutation(
-        _CHORES, "            partition_barrier()\n            if variant.chores",
-        "            if variant.chores", "backward_chores",
+        _PREPOST, "            partition_barrier()\n            if variant.prepost",
+        "            if variant.prepost", "backward_prepost",
     ),
     "the_wrong_phase_of_ds": Mutation(
         _FOLD, "mbarrier.wait(bars.ds_full.index(before % 2), (before // 2) & 1)",
@@ -139,10 +141,11 @@ OTHERS = {
         "attention_fp8_fwd:_store", "        tma.store_wait(0)\n", "        pass\n", "8_bits"
     ),
     "8_bits_the_turn_passed_to_oneself": Mutation(
-        "attention_fp8_step:pass_turn", "(CONSUMER + 1) % C.NUM_CONSUMERS", "CONSUMER", "8_bits"
+        "attention_fp8_step:arrive_scheduler", "(CONSUMER + 1) % C.NUM_CONSUMERS", "CONSUMER",
+        "8_bits"
     ),
     "8_bits_q_and_its_notes_read_before_they_are_there": _without(
-        _CONSUME_8, "mbarrier.wait(bars.q_full.index(CONSUMER), turn & 1)", "8_bits"
+        _CONSUME_8, "mbarrier.wait(bars.q_full.index(CONSUMER), visit & 1)", "8_bits"
     ),
     "8_bits_v_given_back_before_its_product_is_done": _later(
         "attention_fp8_step:step",
@@ -170,7 +173,7 @@ OTHERS = {
         "    partition_barrier()  # all have read what the next tile overwrites\n", "", "latents",
     ),
     "an_item_told_over_one_that_is_read": _without(
-        "mla_decode_scores:_score_item", "wait_slot(turn, shared)", "latents"
+        "mla_decode_scores:_score_item", "wait_slot(visit, shared)", "latents"
     ),
     "the_right_half_given_back_before_its_product_is_done": _later(
         _ADD + "_add_right", "    o, o_tail = warpgroup_mma_wait(0, deps=(o, o_tail))\n",
@@ -206,7 +209,7 @@ OTHERS = {
     ),
     "a_scale_of_8_bits_read_before_it_is_there": _without(
         "mla_bytes_values:add_items",
-        "mbarrier.wait(shared.scale_full.index(slot), turn // 2 & 1)", "latents_of_8_bits",
+        "mbarrier.wait(shared.scale_full.index(slot), visit // 2 & 1)", "latents_of_8_bits",
     ),
 }  # fmt: skip
 
@@ -224,8 +227,8 @@ UNFENCED = {
         _RELEASE, _FENCE, "latents_of_8_bits"
     ),
     "sums_of_dq_loaded_over_loads_that_are_not_fenced": Mutation(
-        _CHORES, "            fence_async_shared()\n            partition_barrier()\n",
-        "            partition_barrier()\n", "backward_chores",
+        _PREPOST, "            fence_async_shared()\n            partition_barrier()\n",
+        "            partition_barrier()\n", "backward_prepost",
     ),
 }  # fmt: skip
 HANDOVERS = FORWARD | BACKWARD | OTHERS | UNFENCED

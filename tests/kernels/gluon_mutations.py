@@ -80,9 +80,9 @@ _ANNOUNCE = "    if tile.dynamic:\n        _announce(shared, group, number)\n"
 _LOAD_Q = (
     "    row = rows.first_q + rows.first_row + group * 64\n"
     "    at = [b, rows.h, row, 0]\n"
-    "    at_rest = [b, rows.h, row, tile.d]\n"
+    "    at_high = [b, rows.h, row, tile.d]\n"
     "    full = shared.q_full.index(group)\n"
-    "    _load(q, q_rest, at, at_rest, full, shared.q, shared.q_rest, group, tile)\n"
+    "    _load(q, q_high, at, at_high, full, shared.q, shared.q_high, group, tile)\n"
 )
 
 FORWARD = {
@@ -94,7 +94,7 @@ FORWARD = {
         _LOAD, "mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)", "full"
     ),
     "q_is_loaded_before_its_place_is_free": _without(
-        _QUERIES, "mbarrier.wait(shared.q_empty.index(group), (turn & 1) ^ 1)", "full"
+        _QUERIES, "mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)", "full"
     ),
     "the_wrong_phase_of_free_k": Mutation(
         _LOAD, "k_empty.index(stage), phase ^ 1", "k_empty.index(stage), phase", "full"
@@ -102,7 +102,7 @@ FORWARD = {
     "the_wrong_phase_of_free_v": Mutation(
         _LOAD, "v_empty.index(stage), phase ^ 1", "v_empty.index(stage), phase", "full"
     ),
-    "the_wrong_phase_of_free_q": Mutation(_QUERIES, "(turn & 1) ^ 1", "(turn & 1)", "full"),
+    "the_wrong_phase_of_free_q": Mutation(_QUERIES, "(visit & 1) ^ 1", "(visit & 1)", "full"),
     "phases_that_do_not_count_rounds": Mutation(
         _LOAD, "(step // tile.stages) & 1", "step & 1", "full"
     ),
@@ -144,7 +144,7 @@ FORWARD = {
         _STEP, "mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)", "full"
     ),
     "q_multiplied_before_it_is_there": Mutation(
-        _COMPUTE, "mbarrier.wait(shared.q_full.index(GROUP), turn & 1)\n    task", "task", "full"
+        _COMPUTE, "mbarrier.wait(shared.q_full.index(GROUP), visit & 1)\n    task", "task", "full"
     ),
     "the_last_v_multiplied_before_it_is_there": _without(
         _ATTEND, "mbarrier.wait(shared.v_full.index(stage), (last // tile.stages) & 1)", "full"
@@ -177,11 +177,12 @@ FORWARD = {
     ),
     "a_sum_that_is_not_rescaled": _without(_STEP, "acc = scale_rows(acc, alpha)", "full"),
     "nobody_begins_the_turns": _without(
-        _TILES, 'named_barrier("arrive", TURN_BARRIER, 256, 4)', "full"
+        _TILES, 'named_barrier("arrive", SCHEDULER_BARRIER, 256, 4)', "full"
     ),
-    "a_turn_that_is_not_passed_on": Mutation(_STEP, "_end_turn(tile, GROUP)", "pass", "full"),
+    "a_turn_that_is_not_passed_on": Mutation(_STEP, "_arrive_scheduler(tile, GROUP)", "pass",
+    "full"),
     "a_turn_that_is_not_waited_for": _without(
-        _ISSUE, 'named_barrier("sync", TURN_BARRIER + GROUP, 256, 4)', "full"
+        _ISSUE, 'named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)', "full"
     ),
     # A warpgroup that has nothing to do.
     "k_that_is_not_read_is_not_freed": _without(
@@ -196,9 +197,10 @@ FORWARD = {
     "v_freed_before_it_is_there": _without(
         _PASS, "mbarrier.wait(shared.v_full.index(stage), phase)", "wide_short"
     ),
-    "a_turn_kept_by_who_does_not_multiply": _without(_PASS, "_end_turn(tile, GROUP)", "short"),
+    "a_turn_kept_by_who_does_not_multiply": _without(_PASS, "_arrive_scheduler(tile, GROUP)",
+    "short"),
     "a_turn_passed_on_before_it_came": _without(
-        _PASS, 'named_barrier("sync", TURN_BARRIER + GROUP, 256, 4)', "short"
+        _PASS, 'named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)', "short"
     ),
     "q_that_is_not_read_is_not_freed": _without(
         _TILES, "mbarrier.arrive(shared.q_empty.index(GROUP), count=1)", "short"
@@ -226,7 +228,7 @@ FORWARD = {
 }  # fmt: skip
 
 _MOVE, _SEND = "*bwd*:_load_step", "*bwd*:send_dq"
-_CHORES = "attention_bwd_chores:"
+_PREPOST = "attention_bwd_chores:"
 _FOLD, _CONSUME = "*bwd*:_step", "*bwd*:consume"
 _LEAVE, _STORE = "*bwd*:_leave_dq", "*bwd*:store_keys"
 _KERNEL = "attention_bwd:attention_bwd_kernel"
@@ -262,7 +264,7 @@ BACKWARD = {
         "tma_load(do_desc, [b, head, row + TILE_M, 0]", "causal",
     ),
     "dq_sent_before_it_is_there": Mutation(
-        _SEND, _SYNC + "            if turn", "            if turn", "ordered"
+        _SEND, _SYNC + "            if rank", "            if rank", "ordered"
     ),
     "dq_freed_while_it_is_sent": Mutation(
         _SEND, "            tma.store_wait(0)\n", "            pass\n", "ordered"
@@ -274,46 +276,49 @@ BACKWARD = {
         _SEND, "tma_store(dq_desc", "tma_add(dq_desc", "ordered"
     ),
     "dq_stored_over_what_others_added": Mutation(
-        _SEND, "            if turn == 0:", "            if turn != 0:", "ordered"
+        _SEND, "            if rank == 0:", "            if rank != 0:", "ordered"
     ),
-    "dq_added_before_its_turn": Mutation(_SEND, "while found < turn:", "while False:", "ordered"),
+    "dq_added_before_its_turn": Mutation(_SEND, "while found < rank:", "while False:", "ordered"),
     "dq_told_of_before_it_is_written": Mutation(
-        _SEND, "wait_for_copies()\n                gl.atomic_add(turns_ptr + at_tile",
-        "gl.atomic_add(turns_ptr + at_tile", "ordered",
+        _SEND, "wait_for_copies()\n                gl.atomic_add(semaphores_ptr + at_tile",
+        "gl.atomic_add(semaphores_ptr + at_tile", "ordered",
     ),
     "dq_told_of_late_but_before_it_is_written": Mutation(
-        _SEND, "wait_for_copies()\n                gl.atomic_add(turns_ptr + before",
-        "gl.atomic_add(turns_ptr + before", "ordered_causal",
+        _SEND, "wait_for_copies()\n                gl.atomic_add(semaphores_ptr + before",
+        "gl.atomic_add(semaphores_ptr + before", "ordered_causal",
     ),
     "dq_never_told_of": _without(
-        _SEND, 'gl.atomic_add(turns_ptr + at_tile, 1, sem="release")', "ordered"
+        _SEND, 'gl.atomic_add(semaphores_ptr + at_tile, 1, sem="release")', "ordered"
     ),
     "added_dq_freed_while_it_is_sent": Mutation(
         _SEND, "tma.store_wait(0)  # the buffer has been read", "pass", "causal"
     ),
     # What CTAs do for one another.
     "row_terms_loaded_before_they_are_there": _without(
-        _MOVE, "wait_for_chores(work.index, shape, chores)", "chores"
+        _MOVE, "wait_for_preprocess(work.index, shape, prepost)", "prepost"
     ),
     "dq_added_before_it_is_zero": _without(
-        _SEND, "wait_for_chores(work.index, shape, chores)", "chores",
+        _SEND, "wait_for_preprocess(work.index, shape, prepost)", "prepost",
         harmless="dq is made of row terms, which the loader has waited for; this is for the fence",
     ),
     "dq_rounded_before_it_is_complete": Mutation(
-        _CHORES + "do_chores", "                shape.num_tiles\n", "                0\n", "chores"
+        _PREPOST + "run_prepost", "                shape.num_tiles\n", "                0\n",
+        "prepost",
     ),
     "dq_called_complete_before_it_is_written": Mutation(
-        _SEND, "    wait_for_copies()\n    if LATE and", "    if LATE and", "chores"
+        _SEND, "    wait_for_copies()\n    if LATE and", "    if LATE and", "prepost"
     ),
     "row_terms_of_a_tile_that_is_not_there": _without(
-        _CHORES + "_prepare", "mbarrier.wait(full.index(stage), (part // STAGES) & 1)", "chores"
+        _PREPOST + "_preprocess", "mbarrier.wait(full.index(stage), (part // STAGES) & 1)",
+        "prepost",
     ),
     "dq_of_a_tile_that_is_not_there": _without(
-        _CHORES + "_finish", "mbarrier.wait(full.index(STAGES + stage), (part // STAGES) & 1)",
-        "chores",
+        _PREPOST + "_postprocess",
+        "mbarrier.wait(full.index(STAGES + stage), (part // STAGES) & 1)", "prepost",
     ),
-    "chores_that_nobody_is_told_of": _without(
-        _CHORES + "_report_rows", 'gl.atomic_add(chores.counts + index, 1, sem="release")', "chores"
+    "preprocessing_that_is_not_reported": _without(
+        _PREPOST + "_report_preprocess", 'gl.atomic_add(prepost.counts + index, 1, sem="release")',
+        "prepost"
     ),
     # Barriers.
     "q_freed_by_one_warpgroup": Mutation(
@@ -393,13 +398,13 @@ BACKWARD = {
     ),
     # Where dq has a kernel of its own.
     "q_of_a_step_loaded_over_one_in_use": _without(
-        _LOAD_APART, "mbarrier.wait(bars.q_empty.index(stage), turn)", "apart"
+        _LOAD_APART, "mbarrier.wait(bars.q_empty.index(stage), phase)", "apart"
     ),
     "do_of_a_step_loaded_over_one_in_use": _without(
-        _LOAD_APART, "mbarrier.wait(bars.do_empty.index(stage), turn)", "apart"
+        _LOAD_APART, "mbarrier.wait(bars.do_empty.index(stage), phase)", "apart"
     ),
     "the_bytes_of_the_last_channels_forgotten": Mutation(
-        _LOAD_APART, "k_desc.block_type.nbytes + REST", "k_desc.block_type.nbytes", "apart"
+        _LOAD_APART, "k_desc.block_type.nbytes + HIGH", "k_desc.block_type.nbytes", "apart"
     ),
     "p_overwritten_before_it_is_read": _without(
         _DV, "mbarrier.wait(bars.p_empty.index(parity), ((step // 2) & 1) ^ 1)", "apart"
@@ -411,14 +416,14 @@ BACKWARD = {
         _DV, "warpgroup_mma_wait(GROUPS, ", "warpgroup_mma_wait(GROUPS + 1, ", "apart"
     ),
     "q_freed_before_the_product_of_its_last_channels_is_done": Mutation(
-        _DK, "1, deps=(dk_sum, dk_rest_sum", "2, deps=(dk_sum, dk_rest_sum", "apart"
+        _DK, "1, deps=(dk_sum, dk_high_sum", "2, deps=(dk_sum, dk_high_sum", "apart"
     ),
     "dropped_probabilities_have_a_gradient": Mutation(
         "_bwd_scores:keep_signed", "gl.where(p > 0.0, dp * keep_scale, 0.0)", "dp * keep_scale",
         "apart",
     ),
     "dk_leaves_through_keys_that_the_other_reads": Mutation(
-        _DK, "bufs.p, variant, 0,", "bufs.k_rest, variant, 0,", "apart"
+        _DK, "bufs.p, variant, 0,", "bufs.k_high, variant, 0,", "apart"
     ),
     "k_of_a_tile_loaded_over_one_in_use": _without(
         "attention_bwd_dq:load_for_dq",

@@ -42,7 +42,7 @@ class Attention:
     Attributes:
         kernels: those that are recorded: "forward" or "backward".
         tile: changes of the forward tile, for rows of the table that only long calls choose.
-        chores: the backward kernel does chores of other heads, as it does of large calls.
+        prepost: the backward kernel does prepost of other heads, as it does of large calls.
         resident: CTAs of the backward kernel at a time.
     """
 
@@ -50,7 +50,7 @@ class Attention:
     kernels: str = "forward"
     tile: tuple[tuple[str, Any], ...] = ()
     deterministic: bool = False
-    chores: bool = False
+    prepost: bool = False
     resident: int = 1
 
     def run(self, seed: int, program: Program) -> list[Recording]:
@@ -68,7 +68,7 @@ class Attention:
             patch = stack.enter_context
             patch(mock.patch.object(attention_fwd_launch, "tile_config_fwd", tile_of))
             patch(mock.patch.object(attention_fwd_launch, "_counter", return_value=counter))
-            if self.chores:
+            if self.prepost:
                 patch(mock.patch.object(attention_bwd_plan, "L2_BYTES", 1))
                 patch(mock.patch.object(attention_bwd_plan, "_FEW_WAVES", 0))
             if self.kernels == "forward":
@@ -165,8 +165,8 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "backward_in_order": Attention(
         Call(150, 200, (1, 1), (64, 64), 1, BRAIN), "backward", deterministic=True, resident=2
     ).run,
-    "backward_chores": Attention(
-        Call(100, 100, (3, 3), (64, 64), 1, BRAIN), "backward", chores=True, resident=2
+    "backward_prepost": Attention(
+        Call(100, 100, (3, 3), (64, 64), 1, BRAIN), "backward", prepost=True, resident=2
     ).run,
     "backward_apart": Attention(
         Call(200, 150, (1, 1), (192, 128), 1, BRAIN, CAUSAL), "backward"

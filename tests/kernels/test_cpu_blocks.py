@@ -11,9 +11,9 @@ from tests.kernels.test_cpu_attention import spec_of
 from tilewise.kernels.cpu import attention as cpu
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.blocks import BLOCK, UNROLLED, add_block, rescale_block, set_block
+from tilewise.kernels.cpu.delta import delta_kernel
 from tilewise.kernels.cpu.gradients import BackwardPlan, place_gradients
 from tilewise.kernels.cpu.problem import SCORE_ROW, TILE_M
-from tilewise.kernels.cpu.row_shifts import row_shifts
 from tilewise.kernels.cpu.threads import run_tasks
 
 LANES = simd.lanes_of(np.float32)
@@ -56,7 +56,7 @@ def test_tiles_are_whole_blocks_of_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_row_shifts_are_row_sums_less_dlse(dtype: torch.dtype) -> None:
+def test_delta_is_the_row_sum_less_dlse(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     q, k, v, o, do = (torch.randn(2, 37, 3, 21).to(dtype) for _ in range(5))
     dlse = torch.randn(2, 3, 37)
@@ -68,7 +68,7 @@ def test_row_shifts_are_row_sums_less_dlse(dtype: torch.dtype) -> None:
     plan = BackwardPlan.of(spec, None)
     grads = place_gradients(problem, plan, do, q, k, v, torch.zeros(0), None, None)
     grads = grads._replace(rows_per_task=10, num_row_tasks=8)
-    shifts = dlse.clone()
-    run_tasks(row_shifts, 8, problem.sizes, grads, problem.arrays, shifts.view(-1).numpy())
+    delta = dlse.clone()
+    run_tasks(delta_kernel, 8, problem.sizes, grads, problem.arrays, delta.view(-1).numpy())
     expected = (do.double() * o.double()).sum(-1).transpose(1, 2) - dlse
-    torch.testing.assert_close(shifts.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(delta.double(), expected, rtol=0, atol=1e-5)

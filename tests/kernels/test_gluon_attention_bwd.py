@@ -171,7 +171,7 @@ CASES = {
     "full_2k_d64": Call(2048, 2048, (8, 8), D64, 2, BRAIN),
     "full_long_keys": Call(200, 3000, (2, 2), D128, 1, BRAIN),
     "causal_2k": Call(2048, 2048, (8, 2), D128, 2, BRAIN, CAUSAL),
-    # Heads enough that CTAs do chores for one another.
+    # Heads enough that CTAs do prepost for one another.
     "many_heads": Call(256, 256, (32, 32), D128, 16, BRAIN),
     "many_heads_d64": Call(256, 300, (32, 32), D64, 16, BRAIN),
     "many_heads_causal": Call(300, 300, (32, 32), D128, 16, BRAIN, CAUSAL),

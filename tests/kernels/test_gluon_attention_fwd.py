@@ -431,8 +431,8 @@ def test_packed_sequences_may_end_anywhere() -> None:
 def test_tiles_fit_shared_memory(name: str) -> None:
     spec = make_problem(replace(CASES[name], dtype=CASES[name].dtype), "cpu").spec
     tile = kernels.tile_config_fwd(spec)
-    ring = tile.stages * tile.keys * (tile.d + tile.d_rest + tile.dv)
-    rows = tile.rows * (tile.d + tile.d_rest + tile.o_columns)
+    ring = tile.stages * tile.keys * (tile.d + tile.d_high + tile.dv)
+    rows = tile.rows * (tile.d + tile.d_high + tile.o_columns)
     assert 2 * (ring + rows) + 512 <= 232448  # bytes of a CTA on Hopper
     assert tile.rows == 64 * tile.warpgroups
     assert spec.mask_tile is None or spec.mask_tile[1] % tile.keys == 0

@@ -22,6 +22,7 @@ from tilewise import masks
 from tilewise.kernels.gluon import attention_bwd_plan, attention_fwd_launch
 from tilewise.kernels.gluon.attention_fwd import Tile
 from tilewise.kernels.spec import MaskTensors
+from tilewise.reference import standard
 
 CASES = {
     "every_tile_whole": Call(256, 256, dims=(128, 128), dtype=BRAIN),
@@ -364,13 +365,15 @@ class TestChores:
         problem = make_problem(call, "cpu")
         problem.spec = replace(problem.spec, deterministic=deterministic)
         heads = problem.spec.batch * problem.spec.num_kv_heads
-        assert attention_bwd_plan.chores_of(problem.spec, 1, 2, 1).behind < heads
+        assert attention_bwd_plan.prepost_of(problem.spec, 1, 2, 1).behind < heads
         results = forward(problem)
         results |= backward(problem, **results, seed=seed, num_sms=1, resident=1 + seed)
         assert_right(problem, results)
 
     @pytest.mark.parametrize("name", ["full", "causal"])
-    def test_chores_match_float64(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pre_and_postprocessing_match_float64(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.judge(monkeypatch, CHORES[name], seed=1)
 
     @pytest.mark.slow
@@ -448,6 +451,35 @@ class TestMemory:
         }.items():
             for part in (slice(0, rows[0]), slice(rows[1], None)):
                 torch.testing.assert_close(results[name][part], truth[name][part], msg=name)
+
+    def test_rows_that_see_a_nan_are_nan_in_lse(self) -> None:
+        """As -inf it would say that they see nothing, and hide the NaN from their gradients."""
+        problem = make_problem(Call(70, 70, (1, 1), (64, 64), 1, BRAIN, window=CAUSAL), "cpu")
+        problem.k[0, 66, 0, 5] = math.nan
+        lse = forward(problem)["lse"][0, 0]
+        assert lse[66:].isnan().all()
+        assert lse[:66].isfinite().all()
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            Call(40, 90, (1, 1), (64, 64), 1, BRAIN, seqlens_k=(75,)),
+            Call(40, 90, (1, 1), (64, 64), 1, BRAIN, window=(20, 0)),
+        ],
+        ids=["padding", "before_every_window"],
+    )
+    def test_keys_that_nobody_sees_have_no_gradient_beside_a_nan(self, call: Call) -> None:
+        problem = make_problem(call, "cpu")
+        p = problem
+        p.q[0, 3, 0, 5] = math.nan
+        results = forward(p)
+        gradients = backward(p, results["o"], results["lse"])
+        visible = standard.visible_keys(p.q, p.k, window=call.window, seqlens_k=p.seqlens_k)
+        unseen = ~visible.flatten(0, -2).any(0)
+        assert unseen.any()
+        assert gradients["dk"].isnan().any()
+        for name in ("dk", "dv"):
+            assert not gradients[name][:, unseen].any(), name
 
     def test_rows_of_no_sequence_have_no_gradient(self) -> None:
         problem = make_problem(Call(dtype=BRAIN, lengths=((40, 60), (9, 5))), "cpu")

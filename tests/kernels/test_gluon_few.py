@@ -40,7 +40,7 @@ CASES = {
 def launched(problem: Problem) -> dict[str, torch.Tensor]:
     blocks = attention_few.blocks_of(problem.k, problem.v)
     assert blocks is not None
-    o, lse = attention_few.launch_few(
+    o, lse = attention_few.launch_split_kv(
         problem.q, problem.k, problem.v, problem.spec, blocks, seqlens_k=problem.seqlens_k,
         sinks=problem.sinks,
     )  # fmt: skip
@@ -153,6 +153,6 @@ class TestChoice:
         assert not attention_few.is_faster(replace(SPEC, **changes), 132)
 
     def test_tiles_are_those_of_the_kernel_that_runs(self) -> None:
-        one = attention_few.tile_config_few(SPEC, 90, 132)
-        many = attention_few.tile_config_few(replace(SPEC, max_seqlen_q=64), 90, 132)
+        one = attention_few.tile_config_split_kv(SPEC, 90, 132)
+        many = attention_few.tile_config_split_kv(replace(SPEC, max_seqlen_q=64), 90, 132)
         assert (one.tile_m, many.tile_m) == (16, 128)

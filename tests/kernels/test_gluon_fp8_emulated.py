@@ -100,15 +100,15 @@ MISTAKES = (
         "pass",
         _CAUSAL,
     ),
-    Mutation("attention_fp8_step:skip", "take_turn(CONSUMER)", "pass", _CAUSAL),
+    Mutation("attention_fp8_step:skip", "wait_scheduler(CONSUMER)", "pass", _CAUSAL),
     Mutation(
         "attention_fp8_schedule:_load_q",
-        "mbarrier.wait(bars.q_empty.index(w), (turn & 1) ^ 1)",
+        "mbarrier.wait(bars.q_empty.index(w), (visit & 1) ^ 1)",
         "pass",
         _CAUSAL,
     ),
     Mutation(
-        "attention_fp8_schedule:notes_of", "(turn & 1) * C.NUM_CONSUMERS + w", "w + 0", _CAUSAL
+        "attention_fp8_schedule:notes_of", "(visit & 1) * C.NUM_CONSUMERS + w", "w + 0", _CAUSAL
     ),
     Mutation("attention_fp8_fwd:_store", "fence_async_shared()", "pass", _WHOLE),
 )

@@ -193,7 +193,9 @@ MUTATIONS = {
         "scores:_load_rope", "_wait_empty(at + index, shared)"
     ),
     "p_is_not_fenced": _without("scores:_fold_tile", "fence_async_shared()"),
-    "q_is_overwritten_while_it_is_read": _without("scores:_begin", "mbarrier.wait(full, turn & 1)"),
+    "q_is_overwritten_while_it_is_read": _without(
+        "scores:_begin", "mbarrier.wait(full, visit & 1)"
+    ),
     "q_comes_before_the_last_item_is_done": Mutation(
         "mla_decode_scores:_begin", "_wait_empty(at + index, shared)",
         "if index != 2: _wait_empty(at + index, shared)", "",
@@ -202,7 +204,7 @@ MUTATIONS = {
         "scores:_issue", "mbarrier.wait(shared.tail_full.index(at % 2), at // 2 & 1)"
     ),
     "an_item_is_told_before_the_last_but_one_was_read": _without(
-        "scores:_score_item", "wait_slot(turn, shared)"
+        "scores:_score_item", "wait_slot(visit, shared)"
     ),
     "p_is_announced_too_soon": Mutation(
         "mla_decode_values:_begin_left",

@@ -43,7 +43,7 @@ CALLS = {
     # Sums of dq have an order.
     "ordered": Call(300, 400, (2, 1), (64, 64), 1, BRAIN),
     "ordered_causal": Call(200, 300, (1, 1), (128, 128), 1, BRAIN, CAUSAL),
-    "chores": Call(130, 200, (3, 3), (64, 64), 1, BRAIN),  # of one head by CTAs of another
+    "prepost": Call(130, 200, (3, 3), (64, 64), 1, BRAIN),  # of one head by CTAs of another
     # dq has a kernel of its own; more tiles than any ring has places.
     "apart": Call(300, 300, (1, 1), (192, 128), 1, BRAIN, CAUSAL, dropout_p=0.2),
     # A sequence whose neighbours hold NaN.
@@ -88,8 +88,8 @@ def forward_truth(name: str) -> dict[str, Tensor]:
 def run_backward(name: str, seed: int, program: Program | None = None) -> dict[str, Tensor]:
     keywords = {} if program is None else {"program": program}
     o, lse = forward_truth(name)["o"], forward_truth(name)["lse"]
-    # CTAs whose chores are planned for two multiprocessors run all at once.
-    resident = 6 if name == "chores" else 2
+    # CTAs whose prepost are planned for two multiprocessors run all at once.
+    resident = 6 if name == "prepost" else 2
     return backward(problem_of(name), o, lse, seed, num_sms=2, resident=resident, **keywords)
 
 

@@ -46,6 +46,15 @@ def test_a_later_call_is_not_checked_again():
         assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_remembered_call_hides_no_wrong_dtype(wrong):
+    tensors = list(make_qkv(2, 8, 8, 4, 2, 16))
+    attend(*tensors)
+    tensors[wrong] = tensors[wrong].double()
+    with pytest.raises(TypeError, match="must have dtype"):
+        attend(*tensors)
+
+
 def test_what_differs_is_checked_again():
     q, k, v = make_qkv(2, 8, 8, 4, 2, 16)
     calls = [

@@ -121,17 +121,9 @@ def make_spec(
     )
 
 
-def chosen(spec: AttentionSpec, backend: str | None) -> tuple[ModuleType, ModuleType | None]:
-    """Return the kernels of a call, and what keeps NaN of hidden keys out of their results.
-
-    Only kernels that multiply whole tiles need such a repair.
-    """
-    name = _dispatch.choose("attention", spec, backend)
-    kernels = _dispatch.kernel_module("attention", name)
-    if name not in ("triton", "gluon"):
-        return kernels, None
-    repair = _dispatch.kernel_module("attention_repair", name)
-    return kernels, repair if repair.needs_repair(spec) else None
+def chosen(spec: AttentionSpec, backend: str | None) -> ModuleType:
+    """Return the kernels of a call."""
+    return _dispatch.kernel_module("attention", _dispatch.choose("attention", spec, backend))
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -141,22 +133,14 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     options = AttentionOptions(*values)
     spec = make_spec(q, k, v, options)
-    return run_forward(q, k, v, spec, *chosen(spec, options.backend), **options.tensors())
+    return run_forward(q, k, v, spec, chosen(spec, options.backend), **options.tensors())
 
 
 def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    kernels: ModuleType,
-    repair: ModuleType | None,
-    **tensors: Any,
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kernels: ModuleType, **tensors: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute a call on the kernels that are `chosen` for it."""
     o, lse = kernels.launch_fwd(q, k, v, spec, **tensors)
-    if repair is not None:
-        repair.repair_fwd(q, k, v, o, lse, spec, **tensors)
     return o.contiguous(), lse.contiguous()
 
 
@@ -183,7 +167,7 @@ def _backward(
     is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
     spec = make_spec(q, k, v, options, needs_dbias=needs_dbias and not is_row_bias)
     dq, dk, dv, dbias, dsinks = run_backward(
-        do, dlse, q, k, v, o, lse, spec, *chosen(spec, options.backend), **options.tensors()
+        do, dlse, q, k, v, o, lse, spec, chosen(spec, options.backend), **options.tensors()
     )
     if bias is not None and is_row_bias:
         dbias = _row_bias_gradient(do, dlse, o, lse, bias, options)
@@ -201,16 +185,16 @@ def _row_bias_gradient(
     """Return the gradient of a bias that all keys of a row share.
 
     Such a bias moves all logits of a row alike, lse with them, and o where a sink stays behind.
-    With the sink's share of the row, w = exp(sink - lse), sum_j ds_ij = w delta + (1 - w) dlse. A
-    kernel would sum p (dp - delta + dlse) instead, whose first two terms cancel to a rounding of o.
+    With the sink's share of the row, w = exp(sink - lse), sum_j ds_ij = w delta + dlse. A kernel
+    would sum p (dp - delta) instead, whose terms cancel to a rounding of o.
     """
     if dlse is None and options.sinks is None:
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
     rows = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
     if options.sinks is not None:
         share = torch.exp(options.sinks.unsqueeze(-1) - lse)
-        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2)
-        rows = rows + share * (delta - rows)
+        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2) - rows
+        rows = rows + share * delta
     rows = torch.where(lse.isneginf(), 0.0, rows)
     edges = options.cu_seqlens_q
     if edges is not None:
@@ -232,15 +216,12 @@ def run_backward(
     lse: Tensor,
     spec: AttentionSpec,
     kernels: ModuleType,
-    repair: ModuleType | None,
     **tensors: Any,
 ) -> tuple[Tensor | None, ...]:
     """Compute a gradient on the kernels that are `chosen` for it; see their `launch_bwd`."""
     if do.shape[-1] > 1 and do.stride(-1) != 1:
         do = do.contiguous()
     grads = kernels.launch_bwd(do, dlse, q, k, v, o, lse, spec, **tensors)
-    if repair is not None:
-        repair.repair_bwd(do, dlse, q, k, v, o, lse, *grads[:3], spec, **tensors)
     return tuple(None if g is None else g.contiguous() for g in grads)
 
 

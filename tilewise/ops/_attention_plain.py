@@ -91,9 +91,9 @@ class _Call:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
         self.options = options
         self._spec = make_spec(q, k, v, options)
-        self._kernels, self._repair = chosen(self._spec, options.backend)
+        self._kernels = chosen(self._spec, options.backend)
         again = getattr(self._kernels, "Again", None)
-        self._again = None if again is None or self._repair else again(q, k, v, self._spec)
+        self._again = None if again is None else again(q, k, v, self._spec)
         self._anew = where_its_tensors_are(self._compute)
         self.backward = where_its_tensors_are(self._backward)
 
@@ -106,15 +106,14 @@ class _Call:
         return o, lse
 
     def _compute(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return run_forward(q, k, v, self._spec, self._kernels, self._repair)
+        return run_forward(q, k, v, self._spec, self._kernels)
 
     def _backward(
         self, do: Tensor, dlse: Tensor | None, *call: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return dq, dk and dv."""
         q, k, v, o, lse = call
-        chosen = self._spec, self._kernels, self._repair
-        return run_backward(do, dlse, q, k, v, o, lse, *chosen)[:3]
+        return run_backward(do, dlse, q, k, v, o, lse, self._spec, self._kernels)[:3]
 
 
 class _Node(torch.autograd.Function):

@@ -17,6 +17,7 @@ from tilewise.kernels.cpu import amx, backward_amx, forward_amx, simd
 from tilewise.kernels.cpu.amx_tiles import PARTS
 from tilewise.kernels.cpu.backward import attention_backward
 from tilewise.kernels.cpu.decode_launch import run_decode
+from tilewise.kernels.cpu.delta import delta_kernel
 from tilewise.kernels.cpu.forward import MAX_TILES, attention_forward
 from tilewise.kernels.cpu.gradients import BackwardPlan, place_gradients
 from tilewise.kernels.cpu.problem import (
@@ -42,7 +43,6 @@ from tilewise.kernels.cpu.problem import (
     packed_type,
     per_head,
 )
-from tilewise.kernels.cpu.row_shifts import row_shifts
 from tilewise.kernels.cpu.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.team import run_on_team
 from tilewise.kernels.cpu.threads import run_alone, run_tasks
@@ -162,8 +162,8 @@ def launch_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of `launch_fwd`'s inputs; bitwise reproducible.
 
-    ds = p (dp - delta + dlse), delta = rowsum(do * o);
-    dsinks = -sum exp(sink - lse) (delta - dlse) over the rows.
+    ds = p (dp - delta), delta = rowsum(do * o) - dlse;
+    dsinks = -sum exp(sink - lse) delta over the rows.
 
     Args:
         do, dlse: gradients of o and lse; dlse None is zero.
@@ -192,14 +192,14 @@ def launch_bwd(
     if spec.is_varlen:
         firsts = [edges.numpy()[:-1].astype(np.int64) for edges in (cu_seqlens_q, cu_seqlens_k)]
     grads = place_gradients(problem, plan, do, sums, dk, dv, dbias, *firsts)
-    shifts = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
-    numbers = [tensor.view(-1).numpy() for tensor in (lse, shifts, sums, dbias)]
+    delta = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
+    numbers = [tensor.view(-1).numpy() for tensor in (lse, delta, sums, dbias)]
     num_tasks, is_small = plan.num_owners * plan.num_chunks, _is_small(spec, 3)
     numbers.append(np.zeros(num_tasks + 1, np.int64))
     if q.dtype in PARTS and amx.HAS_AMX:
         arrays = problem.arrays._replace(packed_like=np.empty(0, np.uint16))
         run = run_alone if is_small else run_tasks
-        run(row_shifts, grads.num_row_tasks, problem.sizes, grads, arrays, numbers[1])
+        run(delta_kernel, grads.num_row_tasks, problem.sizes, grads, arrays, numbers[1])
         run(
             backward_amx.attention_backward, num_tasks, problem.sizes, problem.rule, grads, arrays,
             problem.mask, problem.dropout, *numbers, PARTS[q.dtype],
@@ -216,7 +216,7 @@ def launch_bwd(
     if sinks is not None:
         weights = torch.exp(sinks.detach().to(real).unsqueeze(-1) - lse)
         weights = torch.where(lse == float("-inf"), 0.0, weights)
-        kept = (weights * shifts).sum(-1)
+        kept = (weights * delta).sum(-1)
         dsinks = -(kept if spec.is_varlen else kept.sum(0)).to(sinks.dtype)
     if spec.needs_dbias:
         dbias = dbias.sum(0).sum_to_size(bias.shape).to(bias.dtype)

@@ -1,7 +1,7 @@
 """Tiled exact attention, backward: probabilities are recomputed, nothing is stored but lse.
 
-What      dq, dk, dv and the gradient of the bias, from do, lse and delta - dlse.
-Grid      tasks of rows, see `row_shifts.py`, then one task per (chunk of 4 key tiles, sequence, key
+What      dq, dk, dv and the gradient of the bias, from do, lse and delta.
+Grid      tasks of rows, see `delta.py`, then one task per (chunk of 4 key tiles, sequence, key
           head), all taken from one counter.
 One task  for each tile of TILE_N keys, for each tile of TILE_M query rows that sees it: S = Q K^T,
           dP = dO V^T, then P and dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q, dQ = dS K.
@@ -22,6 +22,7 @@ from numba.extending import overload
 from tilewise.kernels.cpu import simd
 from tilewise.kernels.cpu.backward_scores import differentiate_rows
 from tilewise.kernels.cpu.blocks import BLOCK, add_block, set_block
+from tilewise.kernels.cpu.delta import delta_of_rows
 from tilewise.kernels.cpu.forward import add_rows_exactly, score_tile
 from tilewise.kernels.cpu.gemm import lanes_in, panel_columns, words_to_elements
 from tilewise.kernels.cpu.gradients import TILES_PER_CHUNK
@@ -46,7 +47,6 @@ from tilewise.kernels.cpu.problem import (
     Q,
     V,
 )
-from tilewise.kernels.cpu.row_shifts import shift_rows
 from tilewise.kernels.cpu.rows import F32, F64, copy_rows, store_row
 from tilewise.kernels.cpu.threads import (
     borrowed,
@@ -298,7 +298,7 @@ def _query_gradient(sizes, rule, grads, starts, dq, keys, queries, scores, seen,
 
 
 @inner
-def _backward_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, keys, queries,
+def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, keys, queries,
                    scores, seen, is_finite, turn, chunk, sequence, kv_head, first_row, key, count,
                    ld, ldv):  # fmt: skip
     """What one tile of query rows adds to the gradients of a tile of keys, and to dq."""
@@ -331,7 +331,7 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, 
         wait_for_rows(turn, first_row + rows)
     # What follows travels to the L2 cache while this computes.
     _fetch_rows(sizes, grads, starts, dq, sequence, first_head, first_row, num_rows)
-    differentiate_rows(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
+    differentiate_rows(sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores,
                        chunk, sequence, first_head, first_row, rows, key, begin, end, 0,
                        TILE_M)  # fmt: skip
     _clear_beyond(like, scores, end)
@@ -348,7 +348,7 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, 
 
 
 @inner
-def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, turn,
+def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, turn,
                    sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
     """Gradients of keys first_key ... end_key of one key head."""
     like, starts = arrays.like, arrays.starts
@@ -369,7 +369,7 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
             rows = min(TILE_M, q_len * sizes.group - first_row)
             if see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
                 _backward_tile(
-                    sizes, rule, grads, arrays, dropout, lse, shifts, dq, dbias, keys, queries,
+                    sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, keys, queries,
                     scores, seen, check == 0.0, turn, chunk, sequence, kv_head, first_row, key,
                     count, ld, ldv,
                 )  # fmt: skip
@@ -399,7 +399,7 @@ def attention_backward(
     mask,
     dropout,
     lse,
-    shifts,
+    delta,
     dq,
     dbias,
     done,
@@ -411,21 +411,21 @@ def attention_backward(
     Args:
         sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
             gradients lie.
-        lse, shifts: flat; shifts holds dlse, and then delta - dlse; laid out alike.
+        lse, delta: flat; delta holds dlse, and then rowsum(do * o) - dlse; laid out alike.
         dq: flat, zeroed, (rows, Hq, D).
         dbias: flat, zeroed, or empty.
         done: (num_tasks + 1,) int64, zeroed, see `Turn`; the last counts tasks of rows.
         counter: (1,) int64, the next task.
     """
     arrays, mask = borrowed(arrays), borrowed(mask)
-    lse, shifts, dq, dbias = (
+    lse, delta, dq, dbias = (
         borrowed(lse),
-        borrowed(shifts),
+        borrowed(delta),
         borrowed(dq),
         borrowed(dbias),
     )
     done = borrowed(done)
-    shifted = done[len(done) - 1 :]
+    rows_done = done[len(done) - 1 :]
     num_sequences = len(arrays.starts)
     heads = 1 if grads.shares_heads else sizes.num_kv_heads
     chunk_keys = TILES_PER_CHUNK * TILE_N
@@ -434,10 +434,10 @@ def attention_backward(
         if task >= num_tasks:
             return
         if task < grads.num_row_tasks:
-            shift_rows(sizes, grads, arrays.like, arrays.starts, shifts, task)
-            next_task(shifted)
+            delta_of_rows(sizes, grads, arrays.like, arrays.starts, delta, task)
+            next_task(rows_done)
             continue
-        wait_for_count(shifted, grads.num_row_tasks)
+        wait_for_count(rows_done, grads.num_row_tasks)
         task -= grads.num_row_tasks
         chunk, owner = task // grads.num_owners, task % grads.num_owners
         first_sequence, first_head = owner // heads, owner % heads
@@ -447,7 +447,7 @@ def attention_backward(
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
                 _backward_task(
-                    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, turn,
+                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, turn,
                     sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
                 )  # fmt: skip
                 turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)

@@ -293,7 +293,7 @@ def _store_query_gradient(sizes, grads, starts, dq, sums, sequence, first_head, 
 
 
 @inner
-def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias, keys, queries,
+def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
                    scores, seen, shape, chunk, sequence, kv_head, first_row, first, key,
                    tile):  # fmt: skip
     """P and dS of tile `tile` of the panel and rows first_row + first ..., and their share of dq.
@@ -314,7 +314,7 @@ def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias
         _multiply_rows(scores.dp, top, low, high, queries.do_rows, first, shape.ldv,
                        keys.v_panels, area, shape)  # fmt: skip
         differentiate_rows(
-            sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores, chunk, sequence,
+            sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores, chunk, sequence,
             first_head, row, rows, key, low, high, top, top + SIDE,
         )  # fmt: skip
         pack_scores(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows,
@@ -345,7 +345,7 @@ def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, be
 
 
 @inner
-def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias, keys, queries,
+def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
                     scores, seen, view, shape, chunk, sequence, kv_head, first_row, key,
                     tile):  # fmt: skip
     """What a strip of query rows adds to the gradients of one tile of keys, and to dq."""
@@ -362,7 +362,7 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbia
                           min(later + share, num_rows))  # fmt: skip
         if see_tile(sizes, mask, view, seen, q_len, k_len, row, min(TILE_M, num_rows - row), key):
             low, high = _backward_tile(
-                sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias, keys, queries,
+                sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
                 scores, seen, shape, chunk, sequence, kv_head, first_row, at, key, tile,
             )  # fmt: skip
             begin, end = min(begin, low), max(end, high)
@@ -391,7 +391,7 @@ def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, sta
 
 
 @inner
-def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, parts,
+def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, parts,
                    turn, sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
     """Gradients of keys first_key ... end_key of one key head."""
     like, starts = arrays.like, arrays.starts
@@ -427,7 +427,7 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, d
                           kv_head * sizes.group, first_row, num_rows)  # fmt: skip
             for tile in range((panel_end - panel + TILE_N - 1) // TILE_N):
                 _backward_strip(
-                    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dbias, keys, queries,
+                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
                     scores, seen, view, shape, chunk, sequence, kv_head, first_row,
                     panel + tile * TILE_N, tile,
                 )  # fmt: skip
@@ -464,7 +464,7 @@ def attention_backward(
     mask,
     dropout,
     lse,
-    shifts,
+    delta,
     dq,
     dbias,
     done,
@@ -477,7 +477,7 @@ def attention_backward(
     Args:
         sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
             gradients lie.
-        lse, shifts: flat, shifts = delta - dlse, laid out like lse.
+        lse, delta: flat, laid out alike; delta = rowsum(do * o) - dlse.
         dq: flat, zeroed, (rows, Hq, D); not yet multiplied by the softmax scale.
         dbias: flat, zeroed, or empty.
         done: (num_tasks,) int64, zeroed, see `Turn`.
@@ -485,9 +485,9 @@ def attention_backward(
         counter: (1,) int64, the next task.
     """
     arrays, mask = borrowed(arrays), borrowed(mask)
-    lse, shifts, dq, dbias = (
+    lse, delta, dq, dbias = (
         borrowed(lse),
-        borrowed(shifts),
+        borrowed(delta),
         borrowed(dq),
         borrowed(dbias),
     )
@@ -509,7 +509,7 @@ def attention_backward(
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
                 _backward_task(
-                    sizes, rule, grads, arrays, mask, dropout, lse, shifts, dq, dbias, parts,
+                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, parts,
                     turn, sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
                 )  # fmt: skip
                 turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)

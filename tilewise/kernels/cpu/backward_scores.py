@@ -1,6 +1,6 @@
 """The part of attention's gradient between the matrix products, one tile of scores at a time.
 
-What      products q . k and do . v -> p = exp(s - lse) and ds = p (dp - delta + dlse), and what a
+What      products q . k and do . v -> p = exp(s - lse) and ds = p (dp - delta), and what a
           tile adds to the gradient of the bias.
 Grid      none: called by one thread of a kernel on that thread's scratch.
 One call  some rows of a tile, of which columns begin ... end are wanted.
@@ -25,16 +25,16 @@ from tilewise.kernels.cpu.visibility import WORD, WORDS, lanes_of
 
 
 @inlined
-def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, wi, dropout,
+def _gradient_row(like, factor, row_lse, row_delta, s, dp, base, begin, end, seen, wi, dropout,
                   keep):  # fmt: skip
-    """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - shift), zero where not visible.
+    """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - row_delta), zero where not visible.
 
     With dropout, s <- 0 where dropped, and dp counts as dropout.scale dp where kept, else as 0.
     With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` goes on from there.
     """
     lanes = lanes_in(like)
     factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
-    shifts, log2_e = simd.splat(like, shift), simd.splat(like, LOG2_E)
+    delta, log2_e = simd.splat(like, row_delta), simd.splat(like, LOG2_E)
     zero, scale = simd.splat(like, 0.0), simd.splat(like, dropout.scale)
     for first in range(begin, end, WORD):
         word = seen[wi + first // WORD]
@@ -47,7 +47,7 @@ def _gradient_row(like, factor, row_lse, shift, s, dp, base, begin, end, seen, w
                 stays = lanes_of(like, keep[first // WORD], lane)
                 x = simd.select(stays, simd.mul(x, scale), zero)
                 kept = simd.select(stays, p, zero)
-            ds = simd.mul(p, simd.sub(x, shifts))
+            ds = simd.mul(p, simd.sub(x, delta))
             if word != -1:
                 sight = lanes_of(like, word, lane)
                 kept = simd.select(sight, kept, zero)
@@ -84,7 +84,7 @@ def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base
 
 
 @inner
-def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, seen, scores,
+def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores,
                        chunk, sequence, first_head, first_row, num_rows, key, begin, end, top,
                        bottom):  # fmt: skip
     """Products S and dP -> P and dS in place, zero wherever a row sees no key.
@@ -124,7 +124,7 @@ def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, shifts, dbias, 
         if dropout.threshold > 0:
             keep_row(dropout, scores.keep, 0, sequence * num_heads + head, query, key)
         _gradient_row(
-            like, factor, lse[at], shifts[at], scores.s, scores.dp, base, begin, end, seen.words,
+            like, factor, lse[at], delta[at], scores.s, scores.dp, base, begin, end, seen.words,
             row * WORDS, dropout, scores.keep,
         )  # fmt: skip
         if grads.has_dbias:

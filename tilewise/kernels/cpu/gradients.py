@@ -20,7 +20,7 @@ from tilewise.kernels.cpu.problem import (
 )
 from tilewise.kernels.spec import AttentionSpec
 
-ROW_ELEMENTS = 1 << 16  # of do that a task of `row_shifts.py` multiplies with o
+ROW_ELEMENTS = 1 << 16  # of do that a task of `delta.py` multiplies with o
 TILES_PER_CHUNK = 4  # 512 keys: their operands and sums fill the better part of an L2 cache
 
 

@@ -112,7 +112,7 @@ class Gradients(NamedTuple):
 
     shares_batch, shares_heads: the bias gradient of all sequences, or heads, is one and the same
     memory, so one task must own them all.
-    rows_per_task, num_row_tasks: queries of a task of `row_shifts.py`, and how many those are.
+    rows_per_task, num_row_tasks: queries of a task of `delta.py`, and how many those are.
     """
 
     do_row: int

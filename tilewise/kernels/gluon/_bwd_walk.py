@@ -26,7 +26,7 @@ class BwdVariant(NamedTuple):
     tile_m: int  # queries of a step
     tile_n: int  # keys of a CTA
     d: int  # channels of a tile of q and k: 64, 128 or 256
-    d_rest: int  # and of another tile behind it, 64; 0 where d has all
+    d_high: int  # and of another tile behind it, 64; 0 where d has all
     dv: int  # of v and o
     width: int  # of a head of q and k
     v_width: int  # of v and o
@@ -46,10 +46,11 @@ class BwdVariant(NamedTuple):
     dropout: bool
     mask: bool  # a block mask says which tiles are visited
     ruled: bool  # beside it windows or lengths hide keys too
-    order: str  # of the sums of dq: "any", "first" (who comes first stores), "all" (reproducible)
+    ordered: bool  # sums of dq are added in a reproducible order
     ring: bool  # the CTAs of a head, which see all tiles, start at different ones
     last_first: bool  # the last tiles of keys are launched first
-    chores: str  # of other heads: "none", "together", or "apart", those of later heads first
+    # Pre- and postprocessing of other heads: "none", "interleaved" or "preprocess_first".
+    prepost: str
 
 
 class Sequences(NamedTuple):
@@ -79,10 +80,10 @@ class Shape(NamedTuple):
     rows_per_plane: object  # of the row terms and of dq
     queries_per_plane: object  # of lse and its gradient
     heads_per_key: object  # that share one head of k and v but not its gradients
-    heads_ahead: object  # how far ahead of a CTA its chores are, see attention_bwd_chores
-    heads_behind: object  # and how far behind
-    chore_blocks: object  # the first CTAs of a head, which do the chores of another
-    chore_rows: object  # of one of them
+    heads_ahead: object  # distance of the head that a CTA preprocesses, see PrePostPlan
+    heads_behind: object  # and of the head that it postprocesses
+    prepost_ctas: object  # the first CTAs of a head, which pre- and postprocess others
+    prepost_rows: object  # rows of one of them
 
 
 class Place(NamedTuple):
@@ -287,7 +288,7 @@ def ring_of_cta(block, tiles, blocks, shape):
 
 
 @gluon.jit
-def turn_of_tile(work, tile, shape, variant: gl.constexpr):
+def rank_of_tile(work, tile, shape, variant: gl.constexpr):
     """Return how many CTAs add to a tile of dq before this one, in a reproducible order.
 
     With a diagonal the last tile of keys that sees it comes first, then the one before: when all
@@ -299,12 +300,12 @@ def turn_of_tile(work, tile, shape, variant: gl.constexpr):
     if variant.right:
         row = tile * variant.tile_m + variant.tile_m - 1
         last_key = row + work.length_k - work.length_q + shape.window_right
-        turn = gl.minimum(last_key // KEYS, blocks - 1) - block
+        rank = gl.minimum(last_key // KEYS, blocks - 1) - block
     else:
         _size, stride, first, at, members = ring_of_cta(block, work.end, blocks, shape)
         nearest = gl.minimum(tile // stride, members - 1)  # who starts at this tile or just before
-        turn = first + nearest - at + gl.where(at <= nearest, 0, members)
-    return turn
+        rank = first + nearest - at + gl.where(at <= nearest, 0, members)
+    return rank
 
 
 @gluon.jit

@@ -59,17 +59,17 @@ def rows_of_tile(number, work, tile: gl.constexpr, variant: gl.constexpr):
         within = number - section * per_section
         first_head = section * work.heads_per_section
         heads = gl.maximum(gl.minimum(work.heads_per_section, work.num_heads - first_head), 1)
-        turn = within // heads
-        head = first_head + within - turn * heads
-        row_tile = turn  # the last of a head may be short, and then takes the least time
+        place = within // heads
+        head = first_head + within - place * heads
+        row_tile = place  # the last of a head may be short, and then takes the least time
         if variant.right or variant.mask_keys > 0:
-            row_tile = work.row_tiles - 1 - turn
+            row_tile = work.row_tiles - 1 - place
     else:
         head = number // work.row_tiles
         row_tile = number - head * work.row_tiles
-        turn = row_tile
+        place = row_tile
     if variant.packed:
-        entry = work.plan + turn * PLAN_FIELDS
+        entry = work.plan + place * PLAN_FIELDS
         return Rows(
             gl.load(entry), head, gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3),
             gl.load(entry + 4), gl.load(entry + 5),

@@ -16,7 +16,7 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon import attention_bwd_launch, attention_few, attention_fwd_launch
 from tilewise.kernels.gluon._record import Call, Key, Memory, Results
 from tilewise.kernels.gluon.attention_bwd_launch import variant_of, why_not_bwd
-from tilewise.kernels.gluon.attention_bwd_plan import is_apart
+from tilewise.kernels.gluon.attention_bwd_plan import has_separate_dq
 from tilewise.kernels.gluon.attention_fwd_launch import tile_config_fwd, why_not_fwd
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles import TileConfig
@@ -47,7 +47,7 @@ def launch_fwd(
     See `attention_fwd_launch.launch_fwd` for the other tensors.
     """
     inputs = [q, k, v]
-    key = _key_of(q, k, v, spec) + _beside(inputs, tensors)
+    key = _key_of(q, k, v, spec) + _and_others(inputs, tensors)
     o, lse = _forward.run(key, inputs, lambda: _compute_fwd(q, k, v, spec, **tensors))
     return o, lse
 
@@ -88,7 +88,9 @@ def _compute_fwd(
     if attention_few.is_faster(spec, device.sm_count_of(q.device)):
         blocks = attention_few.blocks_of(k, v)
         if blocks is not None:
-            return attention_few.launch_few(q, k, v, spec, blocks, seqlens_k=seqlens_k, sinks=sinks)
+            return attention_few.launch_split_kv(
+                q, k, v, spec, blocks, seqlens_k=seqlens_k, sinks=sinks
+            )
     return attention_fwd_launch.launch_fwd(
         q, k, v, spec, seqlens_k=seqlens_k, sinks=sinks, **tensors
     )
@@ -118,11 +120,11 @@ def launch_bwd(
     if dlse is not None:
         inputs.append(dlse)
         key += ("dlse", dlse.dtype, dlse.stride())
-    key += _beside(inputs, tensors)
+    key += _and_others(inputs, tensors)
     return _backward.run(key, inputs, compute)
 
 
-def _beside(inputs: list[Tensor], tensors: dict[str, Any]) -> Key:
+def _and_others(inputs: list[Tensor], tensors: dict[str, Any]) -> Key:
     """Append what a call has beside q, k and v, and return all of it but where it lies."""
     key: Key = ()
     for name, given in tensors.items():
@@ -140,8 +142,8 @@ def tile_configs(spec: AttentionSpec, arch: int = 90) -> dict[str, TileConfig]:
     found = {"fwd": TileConfig(tile.rows, tile.keys, 4 * tile.warpgroups + 1, tile.stages)}
     num_sms = device.sm_count_of(torch.device("cuda")) if torch.cuda.is_available() else _SMS
     if attention_few.is_faster(spec, num_sms):
-        found = {"fwd": attention_few.tile_config_few(spec, arch, num_sms)}
-    if not is_apart(spec):
+        found = {"fwd": attention_few.tile_config_split_kv(spec, arch, num_sms)}
+    if not has_separate_dq(spec):
         return found | {"bwd": TileConfig(variant.tile_m, variant.tile_n, 10, variant.stages)}
     dkdv = TileConfig(variant.tile_m, variant.tile_n, 9, variant.stages)
     return found | {"dkdv": dkdv, "dq": TileConfig(128, variant.tile_n, 9, variant.stages)}

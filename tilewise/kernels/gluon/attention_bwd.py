@@ -6,13 +6,13 @@ Grid: one axis, tiles of 128 keys x (batch x key heads).
 One CTA: 128 keys of one key head; loops over the query heads of its group and the tiles of queries
       that see the keys. Two consumer warpgroups own 64 keys each and meet only in ds, which lies in
       shared memory: one may be at its exponentials while the other multiplies. A warp loads tiles
-      by TMA, another sends finished tiles of dq, two do chores of other heads (see
+      by TMA, another sends finished tiles of dq, two do prepost of other heads (see
       `attention_bwd_chores`).
 Traffic: k, v are read and dk, dv written once; q, do and the row terms once for each tile of keys,
-      and as often 4 bytes an element are added to dq. Chores come on top.
+      and as often 4 bytes an element are added to dq. PrePost come on top.
 Numerics: base 2, p recomputed from lse; sums float32; p and ds rounded to the input type for the
       second products. dk and dv have one owner and one order, so they are bitwise reproducible;
-      so is dq where its sums wait for one another, tile by tile (`_bwd_walk.turn_of_tile`).
+      so is dq where its sums wait for one another, tile by tile (`_bwd_walk.rank_of_tile`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from triton.experimental.gluon import language as gl
 from tilewise.kernels.gluon._barriers import barriers
 from tilewise.kernels.gluon._bwd_scores import Places
 from tilewise.kernels.gluon._bwd_walk import Shape
-from tilewise.kernels.gluon.attention_bwd_chores import do_chores, part_rows
+from tilewise.kernels.gluon.attention_bwd_chores import part_rows, run_prepost
 from tilewise.kernels.gluon.attention_bwd_consumer import consume
 from tilewise.kernels.gluon.attention_bwd_moves import load_tiles, send_dq
 
 CONSUMER_REGISTERS = gl.constexpr(240)
 MOVER_REGISTERS = gl.constexpr(24)
-CHORE_WARPS = gl.constexpr(2)
+PREPOST_WARPS = gl.constexpr(2)
 
 
 class Buffers(NamedTuple):
@@ -63,17 +63,18 @@ class Barriers(NamedTuple):
     do_not_specialize=[
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
         "window_right", "num_tiles", "heads_per_section", "ring_size", "rows_per_plane",
-        "queries_per_plane", "heads_per_key", "heads_ahead", "heads_behind", "chore_blocks",
-        "chore_rows", "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key",
+        "queries_per_plane", "heads_per_key", "heads_ahead", "heads_behind", "prepost_ctas",
+        "prepost_rows", "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key",
         "mask_batch", "mask_head", "drop_limit",
     ]
 )  # fmt: skip
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, o_part_desc,
-    do_part_desc, sum_part_desc, dk_ptr, dv_ptr, turns_ptr, sequences, chores, batch, num_kv_heads,
+    do_part_desc, sum_part_desc, dk_ptr, dv_ptr, semaphores_ptr, sequences, prepost, batch,
+    num_kv_heads,
     group_size, seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
     ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
-    chore_blocks, chore_rows, scores,
+    prepost_ctas, prepost_rows, scores,
     alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
     variant: gl.constexpr,
 ):  # fmt: skip
@@ -82,7 +83,7 @@ def attention_bwd_kernel(
         sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
         ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
-        chore_blocks, chore_rows,
+        prepost_ctas, prepost_rows,
     )  # fmt: skip
     places = Places(
         alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
@@ -105,7 +106,7 @@ def attention_bwd_kernel(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
         barriers(1, 1), barriers(2, 2), barriers(2, 2),
     )  # fmt: skip
-    if variant.chores != "none":
+    if variant.prepost != "none":
         ROWS: gl.constexpr = part_rows(D)
         o_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_part_desc.layout)
         do_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], do_part_desc.layout)
@@ -119,13 +120,15 @@ def attention_bwd_kernel(
                 (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
                            variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
-                              places, chores, bufs, bars, variant)),
-                (send_dq, (dq_desc, turns_ptr, shape, scores, places, chores, bufs, bars, variant)),
-                (do_chores, (o_part_desc, do_part_desc, sum_part_desc, turns_ptr, shape, scores,
-                             chores, (o_part, do_part, sum_part), parts_full, variant,
-                             CHORE_WARPS)),
+                              places, prepost, bufs, bars, variant)),
+                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                           variant)),
+                (run_prepost, (o_part_desc, do_part_desc, sum_part_desc, semaphores_ptr, shape,
+                               scores,
+                             prepost, (o_part, do_part, sum_part), parts_full, variant,
+                             PREPOST_WARPS)),
             ],
-            [4, 1, 1, CHORE_WARPS],
+            [4, 1, 1, PREPOST_WARPS],
             [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
         )  # fmt: skip
     else:
@@ -136,8 +139,9 @@ def attention_bwd_kernel(
                 (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
                            variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
-                              places, chores, bufs, bars, variant)),
-                (send_dq, (dq_desc, turns_ptr, shape, scores, places, chores, bufs, bars, variant)),
+                              places, prepost, bufs, bars, variant)),
+                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                           variant)),
             ],
             [4, 1, 1],
             [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],

@@ -1,17 +1,18 @@
-"""What comes before and after the products, done beside the products of other heads.
+"""Preprocessing and postprocessing of the backward pass, in CTAs that multiply other heads.
 
-What: delta = rowsum(o * do) - dlse and zeros for the sums of dq of a head whose CTAs start later;
-      dq = scale * (its sum), rounded, of a head whose CTAs have ended.
+What: preprocessing: delta = rowsum(o * do) - dlse, and zeros for the sums of dq, of a head whose
+      CTAs start later; postprocessing: dq = scale * (its sum), rounded, of a head whose CTAs have
+      ended.
 Grid: that of attention_bwd, which the tensor cores limit: memory has time left.
-One call: a partition of a CTA, two warps of 24 registers a thread. A chore is a run of rows of all
+One call: a partition of a CTA, two warps of 24 registers a thread. It takes a run of rows of all
       query heads of one key head; tiles of them come by TMA, two in flight.
 Traffic: o and do once; the sum of dq is set to zero once and read once, dq written once.
 Numerics: float32.
 
-CTAs wait for the chores of such CTAs as were launched before them, `heads_ahead` heads before, and
-nobody else: these have long been done, and who does them waits for nobody but for CTAs that were
-launched before it in turn. The first heads of a call have their row terms from the kernel before,
-the last ones their dq from the kernel after (`attention_bwd_rows`).
+A CTA waits only for preprocessing by CTAs `heads_ahead` heads before its own. Those were launched
+before it and wait only for CTAs launched before them, so no wait can hang. The first heads of a
+call are preprocessed by the kernel before, the last ones postprocessed by the kernel after
+(`attention_bwd_rows`).
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ PIECE_ROWS = gl.constexpr(8)
 PIECE_COLUMNS = gl.constexpr(64)
 
 
-class Chores(NamedTuple):
-    """What chores read and write beside tiles that come by TMA: tensors, or None."""
+class PrePost(NamedTuple):
+    """What this reads and writes without TMA: tensors, or None."""
 
     dq: object  # contiguous
     dq_sum: object  # float32 (planes, rows, d)
     dlse: object  # float32 (planes, queries)
     delta: object  # float32 (planes, rows)
-    counts: object  # int32 (2, heads): CTAs whose chores are done, CTAs whose sums are complete
+    counts: object  # int32 (2, heads): CTAs that have preprocessed, CTAs whose sums are complete
 
 
 def rows_of_part(d: int) -> int:
-    """Return the rows of a tile of chores: what shared memory has left."""
+    """Return the rows of a tile: what shared memory has left."""
     return 16 if d <= 128 else 8
 
 
@@ -57,25 +58,25 @@ def _piece_layout(warps):
 
 
 @gluon.jit
-def wait_for_chores(index, shape, chores):
+def wait_for_preprocess(index, shape, prepost):
     """Wait until the row terms of head `index` are there and its sums of dq are zero."""
     if index >= shape.heads_ahead:
-        while gl.atomic_add(chores.counts + index, 0, sem="acquire") < shape.chore_blocks:
+        while gl.atomic_add(prepost.counts + index, 0, sem="acquire") < shape.prepost_ctas:
             pass
         fence_async(1)
 
 
 @gluon.jit
-def report_sums(work, shape, chores):
+def report_sums(work, shape, prepost):
     """Say that this CTA has added to all its tiles of dq; its copies are complete."""
     num_heads = shape.batch * shape.num_kv_heads
     if work.index + shape.heads_behind < num_heads:
-        gl.atomic_add(chores.counts + num_heads + work.index, 1, sem="release")
+        gl.atomic_add(prepost.counts + num_heads + work.index, 1, sem="release")
 
 
 @gluon.jit
 def _tile_of_part(part, parts, first, place, shape, variant: gl.constexpr):
-    """Return (query head, plane, first row) of a tile of a chore."""
+    """Return (query head, plane, first row) of a tile."""
     g = part // parts
     head = place.head * shape.group_size + g
     plane = head
@@ -86,23 +87,23 @@ def _tile_of_part(part, parts, first, place, shape, variant: gl.constexpr):
 
 @gluon.jit
 def _parts_of(first, length_q, shape, variant: gl.constexpr):
-    """Return how many tiles of a chore's rows from `first` one query head has."""
+    """Return how many tiles one query head has of the rows from `first` on."""
     end = gl.cdiv(length_q, ROW_PADDING) * ROW_PADDING
-    end = gl.minimum(end, first + shape.chore_rows)
+    end = gl.minimum(end, first + shape.prepost_rows)
     return gl.maximum(end - first, 0) // part_rows(variant.d)
 
 
 @gluon.jit
-def do_chores(
-    o_desc, do_desc, sum_desc, turns_ptr, shape, scores, chores, bufs, full,
+def run_prepost(
+    o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
     variant: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Make the row terms of rows of a later head and dq of rows of an earlier one."""
     o_buf, do_buf, sum_buf = bufs
     block, index = head_of_cta(shape, shape.num_kv_heads)
-    if block < shape.chore_blocks:
+    if block < shape.prepost_ctas:
         num_heads = shape.batch * shape.num_kv_heads
-        first = block * shape.chore_rows
+        first = block * shape.prepost_rows
         ahead = gl.minimum(index + shape.heads_ahead, num_heads - 1)
         behind = gl.maximum(index - shape.heads_behind, 0)
         later = place_of_head(ahead, shape.num_kv_heads, shape, variant)
@@ -119,10 +120,10 @@ def do_chores(
             _load_rows(
                 o_desc, do_desc, part, parts, first, later, shape, o_buf, do_buf, full, variant
             )  # fmt: skip
-        if variant.chores == "apart":
+        if variant.prepost == "preprocess_first":
             for part in range(0, count):
-                _prepare(
-                    part, parts, first, later, shape, chores, o_buf, do_buf, full, variant, WARPS
+                _preprocess(
+                    part, parts, first, later, shape, prepost, o_buf, do_buf, full, variant, WARPS
                 )  # fmt: skip
                 fence_async_shared()  # loads of the tile come before the copy that follows
                 partition_barrier()
@@ -132,10 +133,10 @@ def do_chores(
                         full, variant,
                     )  # fmt: skip
             if index + shape.heads_ahead < num_heads:
-                _report_rows(ahead, chores, WARPS)
+                _report_preprocess(ahead, prepost, WARPS)
             count = count * 0
         if sum_count > 0:
-            while gl.atomic_add(chores.counts + num_heads + behind, 0, sem="acquire") < (
+            while gl.atomic_add(prepost.counts + num_heads + behind, 0, sem="acquire") < (
                 shape.num_tiles
             ):
                 pass
@@ -143,20 +144,21 @@ def do_chores(
         for part in range(0, gl.minimum(sum_count, STAGES)):
             _load_sums(sum_desc, part, sum_parts, first, earlier, shape, sum_buf, full, variant)
         for part in range(0, gl.maximum(count, sum_count)):
-            if variant.chores == "together":  # noqa: SIM102
+            if variant.prepost == "interleaved":  # noqa: SIM102
                 if part < count:
-                    _prepare(
-                        part, parts, first, later, shape, chores, o_buf, do_buf, full, variant,
+                    _preprocess(
+                        part, parts, first, later, shape, prepost, o_buf, do_buf, full, variant,
                         WARPS,
                     )  # fmt: skip
             if part < sum_count:
-                _finish(
-                    turns_ptr, part, sum_parts, first, earlier, shape, scores, chores, sum_buf,
+                _postprocess(
+                    semaphores_ptr, part, sum_parts, first, earlier, shape, scores, prepost,
+                    sum_buf,
                     full, o_buf.dtype, variant, WARPS,
                 )  # fmt: skip
             fence_async_shared()
             partition_barrier()
-            if variant.chores == "together":  # noqa: SIM102
+            if variant.prepost == "interleaved":  # noqa: SIM102
                 if part + STAGES < count:
                     _load_rows(
                         o_desc, do_desc, part + STAGES, parts, first, later, shape, o_buf, do_buf,
@@ -167,17 +169,17 @@ def do_chores(
                     sum_desc, part + STAGES, sum_parts, first, earlier, shape, sum_buf, full,
                     variant,
                 )  # fmt: skip
-        if variant.chores == "together":  # noqa: SIM102
+        if variant.prepost == "interleaved":  # noqa: SIM102
             if index + shape.heads_ahead < num_heads:
-                _report_rows(ahead, chores, WARPS)
+                _report_preprocess(ahead, prepost, WARPS)
 
 
 @gluon.jit
-def _report_rows(index, chores, WARPS: gl.constexpr):
+def _report_preprocess(index, prepost, WARPS: gl.constexpr):
     """Say that this CTA's share of the row terms of head `index` is there."""
     fence_async(WARPS)
     partition_barrier()
-    gl.atomic_add(chores.counts + index, 1, sem="release")
+    gl.atomic_add(prepost.counts + index, 1, sem="release")
 
 
 @gluon.jit
@@ -205,8 +207,8 @@ def _load_rows(
 
 
 @gluon.jit
-def _prepare(
-    part, parts, first, place, shape, chores, o_buf, do_buf, full,
+def _preprocess(
+    part, parts, first, place, shape, prepost, o_buf, do_buf, full,
     variant: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Make delta of a tile and set its sums of dq to zero."""
@@ -217,11 +219,11 @@ def _prepare(
     _head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     stage = part % STAGES
     at = plane.to(gl.int64) * shape.rows_per_plane + place.start_row + row
-    if variant.order == "any":
+    if not variant.ordered:
         zeros = gl.zeros([WARPS * 128], gl.float32, flat)
         for start in gl.static_range(0, ROWS * D, WARPS * 128):
             within = start + gl.arange(0, WARPS * 128, flat)
-            gl.store(chores.dq_sum + at * D + within, zeros)
+            gl.store(prepost.dq_sum + at * D + within, zeros)
     mbarrier.wait(full.index(stage), (part // STAGES) & 1)
     o = o_buf.index(stage).reshape([ROWS, D])
     do = do_buf.index(stage).reshape([ROWS, D])
@@ -234,10 +236,10 @@ def _prepare(
         delta = gl.sum(products, 1)
         within = start + gl.arange(0, PIECE_ROWS, gl.SliceLayout(1, layout))
         real = row + within < place.length_q
-        if chores.dlse is not None:
+        if prepost.dlse is not None:
             dlse_at = plane.to(gl.int64) * shape.queries_per_plane + place.start_q + row
-            delta -= gl.load(chores.dlse + dlse_at + within, mask=real, other=0.0)
-        gl.store(chores.delta + at + within, gl.where(real, delta, 0.0))
+            delta -= gl.load(prepost.dlse + dlse_at + within, mask=real, other=0.0)
+        gl.store(prepost.delta + at + within, gl.where(real, delta, 0.0))
 
 
 @gluon.jit
@@ -253,8 +255,9 @@ def _load_sums(
 
 
 @gluon.jit
-def _finish(
-    turns_ptr, part, parts, first, place, shape, scores, chores, sum_buf, full, dtype: gl.constexpr,
+def _postprocess(
+    semaphores_ptr, part, parts, first, place, shape, scores, prepost, sum_buf, full,
+    dtype: gl.constexpr,
     variant: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Scale and round the sums of a tile."""
@@ -266,14 +269,14 @@ def _finish(
     head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     stage = part % STAGES
     scale = scores.scale
-    if variant.order != "any":  # a tile that sees nothing holds anything
+    if variant.ordered:  # a tile that sees nothing holds anything
         tile = (place.start_row + row) // variant.tile_m
         tiles = shape.rows_per_plane // variant.tile_m
-        turns = gl.load(turns_ptr + plane.to(gl.int64) * tiles + tile)
+        semaphores = gl.load(semaphores_ptr + plane.to(gl.int64) * tiles + tile)
     token = place.start_q + row
     if not variant.packed:
         token += place.b * shape.seqlen_q
-    to = chores.dq + (token.to(gl.int64) * num_q_heads + head) * WIDTH
+    to = prepost.dq + (token.to(gl.int64) * num_q_heads + head) * WIDTH
     mbarrier.wait(full.index(STAGES + stage), (part // STAGES) & 1)
     sums = sum_buf.index(stage).reshape([ROWS, D])
     for start in gl.static_range(0, ROWS, PIECE_ROWS):
@@ -282,8 +285,8 @@ def _finish(
         at = gl.expand_dims(within * (num_q_heads * WIDTH), 1)
         for column in gl.static_range(0, D, PIECE_COLUMNS):
             dq = _piece(sums, start, column, layout) * scale
-            if variant.order != "any":
-                dq = gl.where(turns > 0, dq, 0.0)
+            if variant.ordered:
+                dq = gl.where(semaphores > 0, dq, 0.0)
             columns = column + gl.arange(0, PIECE_COLUMNS, gl.SliceLayout(0, layout))
             columns = gl.expand_dims(columns, 0)
             gl.store(to + (at + columns), dq.to(dtype), mask=real & (columns < WIDTH))

@@ -40,8 +40,8 @@ class Buffers(NamedTuple):
     p: object  # (64 keys, 64 queries), what dp is multiplied with; of dropped ones -p
     lse_log2: object
     delta: object
-    q_rest: object  # channels past variant.d, 0 where there are none
-    k_rest: object
+    q_high: object  # channels past variant.d, 0 where there are none
+    k_high: object
 
 
 class Barriers(NamedTuple):
@@ -58,14 +58,14 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def load_for_dkdv(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_rest_desc, k_rest_desc, shape, scores,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_high_desc, k_high_desc, shape, scores,
     places, bufs, bars, variant: gl.constexpr,
 ):  # fmt: skip
     """Load k and v once, q and do step by step: the two warpgroups release them apart."""
     TILE_M: gl.constexpr = variant.tile_m
     STAGES: gl.constexpr = variant.stages
     D: gl.constexpr = variant.d
-    REST: gl.constexpr = q_rest_desc.block_type.nbytes if variant.d_rest > 0 else 0
+    HIGH: gl.constexpr = q_high_desc.block_type.nbytes if variant.d_high > 0 else 0
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     b = work.b
@@ -76,10 +76,10 @@ def load_for_dkdv(
     for step in range(0, steps):
         if step == 0:
             full = bars.kv_full.index(0)
-            mbarrier.expect(full, k_desc.block_type.nbytes + REST)
+            mbarrier.expect(full, k_desc.block_type.nbytes + HIGH)
             tma_load(k_desc, [b, key_head, first_key, 0], full, bufs.k.index(0))
-            if variant.d_rest > 0:
-                tma_load(k_rest_desc, [b, key_head, first_key, D], full, bufs.k_rest.index(0))
+            if variant.d_high > 0:
+                tma_load(k_high_desc, [b, key_head, first_key, D], full, bufs.k_high.index(0))
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         if variant.mask:
             tile, _number = entry_of_tile(work, tile, scores, TILE_M)
@@ -87,18 +87,18 @@ def load_for_dkdv(
         row = work.start_q + tile * TILE_M
         padded_row = work.start_row + tile * TILE_M
         stage = step % STAGES
-        turn = ((step // STAGES) & 1) ^ 1
-        mbarrier.wait(bars.q_empty.index(stage), turn)
+        phase = ((step // STAGES) & 1) ^ 1
+        mbarrier.wait(bars.q_empty.index(stage), phase)
         full = bars.q_full.index(stage)
-        mbarrier.expect(full, q_desc.block_type.nbytes + REST + delta_desc.block_type.nbytes)
+        mbarrier.expect(full, q_desc.block_type.nbytes + HIGH + delta_desc.block_type.nbytes)
         tma_load(q_desc, [b, head, row, 0], full, bufs.q.index(stage))
-        if variant.d_rest > 0:
-            tma_load(q_rest_desc, [b, head, row, D], full, bufs.q_rest.index(stage))
+        if variant.d_high > 0:
+            tma_load(q_high_desc, [b, head, row, D], full, bufs.q_high.index(stage))
         tma_load(delta_desc, [plane, padded_row], full, bufs.delta.index(stage))
         if step == 0:
             mbarrier.expect(bars.kv_full.index(1), v_desc.block_type.nbytes)
             tma_load(v_desc, [b, key_head, first_key, 0], bars.kv_full.index(1), bufs.v.index(0))
-        mbarrier.wait(bars.do_empty.index(stage), turn)
+        mbarrier.wait(bars.do_empty.index(stage), phase)
         full = bars.do_full.index(stage)
         mbarrier.expect(full, do_desc.block_type.nbytes + lse_desc.block_type.nbytes)
         tma_load(lse_desc, [plane, padded_row], full, bufs.lse_log2.index(stage))
@@ -114,8 +114,8 @@ def load_for_dkdv(
     ]
 )  # fmt: skip
 def attention_bwd_dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, q_rest_desc,
-    k_rest_desc, dk_rest_desc, dk_ptr, dv_ptr, sequences, batch, num_kv_heads, group_size,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, q_high_desc,
+    k_high_desc, dk_high_desc, dk_ptr, dv_ptr, sequences, batch, num_kv_heads, group_size,
     seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section, rows_per_plane,
     heads_per_key, scores, alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch,
     mask_head, drop_limit, variant: gl.constexpr,
@@ -139,12 +139,12 @@ def attention_bwd_dkdv_kernel(
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, DV], v_desc.layout)
     lse_log2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], delta_desc.layout)
-    if variant.d_rest > 0:
-        rest: gl.constexpr = q_rest_desc.layout
-        q_rest = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, 64], rest)
-        k_rest = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, 64], rest)
+    if variant.d_high > 0:
+        rest: gl.constexpr = q_high_desc.layout
+        q_high = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, 64], rest)
+        k_high = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, 64], rest)
         p = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, 64], rest)
-        bufs = Buffers(q, do, k, v, p, lse_log2, delta, q_rest, k_rest)
+        bufs = Buffers(q, do, k, v, p, lse_log2, delta, q_high, k_high)
     else:
         p = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
         bufs = Buffers(q, do, k, v, p, lse_log2, delta, 0, 0)
@@ -155,12 +155,12 @@ def attention_bwd_dkdv_kernel(
     gl.warp_specialize(
         [
             (make_dv, (dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant)),
-            (make_dk, (dk_desc, dk_rest_desc, dk_ptr, shape, scores, places, bufs, bars, variant)),
+            (make_dk, (dk_desc, dk_high_desc, dk_ptr, shape, scores, places, bufs, bars, variant)),
             (
                 load_for_dkdv,
                 (
-                    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_rest_desc,
-                    k_rest_desc, shape, scores, places, bufs, bars, variant,
+                    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_high_desc,
+                    k_high_desc, shape, scores, places, bufs, bars, variant,
                 ),
             ),
         ],

@@ -45,10 +45,10 @@ def _products(bufs, zero, stage, variant: gl.constexpr):
     q = bufs.q.index(stage).reshape([64, D]).permute((1, 0))
     k = bufs.k.index(zero).reshape([64, D])
     s = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
-    if variant.d_rest > 0:
-        q_rest = bufs.q_rest.index(stage).reshape([64, variant.d_rest]).permute((1, 0))
-        k_rest = bufs.k_rest.index(zero).reshape([64, variant.d_rest])
-        s = warpgroup_mma(k_rest, q_rest, s, is_async=True)
+    if variant.d_high > 0:
+        q_high = bufs.q_high.index(stage).reshape([64, variant.d_high]).permute((1, 0))
+        k_high = bufs.k_high.index(zero).reshape([64, variant.d_high])
+        s = warpgroup_mma(k_high, q_high, s, is_async=True)
     return s
 
 
@@ -58,7 +58,7 @@ def make_dv(
 ):  # fmt: skip
     """Make p and dv."""
     D: gl.constexpr = variant.dv
-    GROUPS: gl.constexpr = 2 if variant.d_rest > 0 else 1  # see `_products`
+    GROUPS: gl.constexpr = 2 if variant.d_high > 0 else 1  # see `_products`
     STAGES: gl.constexpr = variant.stages
     dtype: gl.constexpr = bufs.q.dtype
     over_queries: gl.constexpr = sum_layout(64)
@@ -79,9 +79,9 @@ def make_dv(
         clear_keys(
             bufs.k.index(0).reshape([64, variant.d]), work.first_key, work, shape, variant
         )  # fmt: skip
-        if variant.d_rest > 0:
-            k_rest = bufs.k_rest.index(0).reshape([64, variant.d_rest])
-            clear_keys(k_rest, work.first_key, work, shape, variant)
+        if variant.d_high > 0:
+            k_high = bufs.k_high.index(0).reshape([64, variant.d_high])
+            clear_keys(k_high, work.first_key, work, shape, variant)
         mbarrier.wait(bars.q_full.index(0), 0)
         s_sum = _products(bufs, 0, 0, variant)
         s = warpgroup_mma_wait(0, deps=(s_sum,))
@@ -161,12 +161,12 @@ def make_dv(
 
 @gluon.jit
 def make_dk(
-    dk_desc, dk_rest_desc, dk_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
+    dk_desc, dk_high_desc, dk_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
 ):  # fmt: skip
     """Make dp, ds and dk."""
     D: gl.constexpr = variant.d
     DV: gl.constexpr = variant.dv
-    REST: gl.constexpr = variant.d_rest
+    HIGH: gl.constexpr = variant.d_high
     STAGES: gl.constexpr = variant.stages
     dtype: gl.constexpr = bufs.q.dtype
     over_queries: gl.constexpr = sum_layout(64)
@@ -177,8 +177,8 @@ def make_dk(
     steps = (work.end - work.begin) * shape.group_size
     v = bufs.v.index(0).reshape([64, DV])
     dk = gl.zeros([64, D], gl.float32, sum_layout(D))
-    if REST > 0:
-        dk_rest = gl.zeros([64, REST], gl.float32, sum_layout(REST))
+    if HIGH > 0:
+        dk_high = gl.zeros([64, HIGH], gl.float32, sum_layout(HIGH))
     zeros = gl.zeros([64, 64], gl.float32, over_queries)
     dp = zeros
     place = work.begin
@@ -202,9 +202,9 @@ def make_dk(
         q = bufs.q.index(stage).reshape([64, D])
         mbarrier.wait(bars.q_full.index(stage), (step // STAGES) & 1)
         clear_queries(q, work, tile, variant)
-        if REST > 0:
-            q_rest = bufs.q_rest.index(stage).reshape([64, REST])
-            clear_queries(q_rest, work, tile, variant)
+        if HIGH > 0:
+            q_high = bufs.q_high.index(stage).reshape([64, HIGH])
+            clear_queries(q_high, work, tile, variant)
         delta = bufs.delta.index(stage).reshape([64]).load(row_terms)
         mbarrier.wait(bars.p_full.index(parity), (step // 2) & 1)
         p = bufs.p.index(parity).reshape([64, 64]).load(over_queries).to(gl.float32)
@@ -215,9 +215,9 @@ def make_dk(
         zero = step // ALWAYS_ZERO
         ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
         dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
-        if REST > 0:
-            ds_rest = gl.convert_layout(ds.to(dtype), operand_layout(REST), assert_trivial=True)
-            dk_rest_sum = warpgroup_mma(ds_rest, q_rest, dk_rest, is_async=True)
+        if HIGH > 0:
+            ds_high = gl.convert_layout(ds.to(dtype), operand_layout(HIGH), assert_trivial=True)
+            dk_high_sum = warpgroup_mma(ds_high, q_high, dk_high, is_async=True)
         more = step + 1 < steps
         following = (step + 1) % STAGES
         place += 1
@@ -234,9 +234,9 @@ def make_dk(
         dp_sum = warpgroup_mma(
             next_v, next_do.permute((1, 0)), zeros, use_acc=False, is_async=True
         )  # fmt: skip
-        if REST > 0:
-            dk, dk_rest, ds_half, ds_rest = warpgroup_mma_wait(
-                1, deps=(dk_sum, dk_rest_sum, ds_half, ds_rest)
+        if HIGH > 0:
+            dk, dk_high, ds_half, ds_high = warpgroup_mma_wait(
+                1, deps=(dk_sum, dk_high_sum, ds_half, ds_high)
             )
         else:
             dk, ds_half = warpgroup_mma_wait(1, deps=(dk_sum, ds_half))
@@ -247,9 +247,9 @@ def make_dk(
     store_keys(
         dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, 0, variant.width
     )  # fmt: skip
-    if REST > 0:  # p is nobody's any more; a last s that nobody reads may still want the others
-        dk_rest *= scores.scale
+    if HIGH > 0:  # p is nobody's any more; a last s that nobody reads may still want the others
+        dk_high *= scores.scale
         store_keys(
-            dk_rest.to(dtype), dk_rest_desc, dk_ptr, work, shape, bufs.p, variant, 0, variant.width,
+            dk_high.to(dtype), dk_high_desc, dk_ptr, work, shape, bufs.p, variant, 0, variant.width,
             variant.d,
         )  # fmt: skip

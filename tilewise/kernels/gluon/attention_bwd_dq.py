@@ -36,8 +36,8 @@ class Buffers(NamedTuple):
     do: object
     k: object  # the same ring as v, whose tiles take turns, where they are as wide
     v: object
-    q_rest: object  # channels past variant.d, 0 where there are none
-    k_rest: object
+    q_high: object  # channels past variant.d, 0 where there are none
+    k_high: object
 
 
 class Barriers(NamedTuple):
@@ -52,15 +52,15 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def load_for_dq(
-    q_desc, k_desc, v_desc, do_desc, q_rest_desc, k_rest_desc, shape, scores, places, bufs, bars,
+    q_desc, k_desc, v_desc, do_desc, q_high_desc, k_high_desc, shape, scores, places, bufs, bars,
     variant: gl.constexpr,
 ):  # fmt: skip
     """Load v and k of each tile into their ring, and q and do with the first."""
     SLOTS: gl.constexpr = variant.stages
     D: gl.constexpr = variant.d
-    REST: gl.constexpr = variant.d_rest > 0
-    Q_REST: gl.constexpr = q_rest_desc.block_type.nbytes if REST else 0
-    K_REST: gl.constexpr = k_rest_desc.block_type.nbytes if REST else 0
+    HIGH: gl.constexpr = variant.d_high > 0
+    Q_HIGH: gl.constexpr = q_high_desc.block_type.nbytes if HIGH else 0
+    K_HIGH: gl.constexpr = k_high_desc.block_type.nbytes if HIGH else 0
     rows = rows_of_cta(shape, scores, places, variant)
     b = rows.b
     if variant.packed:
@@ -80,22 +80,22 @@ def load_for_dq(
         if step == 0:
             for part in gl.static_range(2):
                 full = bars.q_full.index(part)
-                mbarrier.expect(full, q_desc.block_type.nbytes + do_desc.block_type.nbytes + Q_REST)
+                mbarrier.expect(full, q_desc.block_type.nbytes + do_desc.block_type.nbytes + Q_HIGH)
                 place = [b, rows.head, row + part * 64, 0]
                 tma_load(do_desc, place, full, bufs.do.index(part))
                 tma_load(q_desc, place, full, bufs.q.index(part))
-                if REST:
-                    place_rest = [b, rows.head, row + part * 64, D]
-                    tma_load(q_rest_desc, place_rest, full, bufs.q_rest.index(part))
-        if not REST:
+                if HIGH:
+                    place_high = [b, rows.head, row + part * 64, D]
+                    tma_load(q_high_desc, place_high, full, bufs.q_high.index(part))
+        if not HIGH:
             slot += 1
         at = slot % SLOTS
         mbarrier.wait(bars.k_empty.index(at), ((slot // SLOTS) & 1) ^ 1)
-        mbarrier.expect(bars.k_full.index(at), k_desc.block_type.nbytes + K_REST)
+        mbarrier.expect(bars.k_full.index(at), k_desc.block_type.nbytes + K_HIGH)
         tma_load(k_desc, [b, key_head, key, 0], bars.k_full.index(at), bufs.k.index(at))
-        if REST:
-            place_rest = [b, key_head, key, D]
-            tma_load(k_rest_desc, place_rest, bars.k_full.index(at), bufs.k_rest.index(at))
+        if HIGH:
+            place_high = [b, key_head, key, D]
+            tma_load(k_high_desc, place_high, bars.k_full.index(at), bufs.k_high.index(at))
         slot += 1
 
 
@@ -107,7 +107,7 @@ def load_for_dq(
     ]
 )  # fmt: skip
 def attention_bwd_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, q_rest_desc, k_rest_desc, dq_rest_desc, dq_ptr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, q_high_desc, k_high_desc, dq_high_desc, dq_ptr,
     lse_ptr, delta_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k,
     window_left, window_right, num_tiles, heads_per_section, rows_per_plane, scores, alibi_batch,
     bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
@@ -133,23 +133,23 @@ def attention_bwd_dq_kernel(
     q_full = barriers(2, 1)
     k_full = barriers(SLOTS, 1)
     k_empty = barriers(SLOTS, 2)
-    if variant.d_rest > 0:
-        REST: gl.constexpr = variant.d_rest
+    if variant.d_high > 0:
+        HIGH: gl.constexpr = variant.d_high
         v = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, TILE_N, DV], v_desc.layout)
-        q_rest = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], q_rest_desc.layout)
-        k_rest = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, TILE_N, REST], k_rest_desc.layout)
-        bufs = Buffers(q, do, k, v, q_rest, k_rest)
+        q_high = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, HIGH], q_high_desc.layout)
+        k_high = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, TILE_N, HIGH], k_high_desc.layout)
+        bufs = Buffers(q, do, k, v, q_high, k_high)
         bars = Barriers(q_full, k_full, k_empty, barriers(SLOTS, 1), barriers(SLOTS, 2))
     else:
         bufs = Buffers(q, do, k, k, 0, 0)
         bars = Barriers(q_full, k_full, k_empty, k_full, k_empty)
     gl.warp_specialize(
         [
-            (make_dq, (dq_desc, dq_rest_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places,
+            (make_dq, (dq_desc, dq_high_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places,
                        bufs, bars, variant, 0)),
-            (make_dq, (dq_desc, dq_rest_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places,
+            (make_dq, (dq_desc, dq_high_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places,
                        bufs, bars, variant, 1)),
-            (load_for_dq, (q_desc, k_desc, v_desc, do_desc, q_rest_desc, k_rest_desc, shape, scores,
+            (load_for_dq, (q_desc, k_desc, v_desc, do_desc, q_high_desc, k_high_desc, shape, scores,
                            places, bufs, bars, variant)),
         ],
         [4, 1],

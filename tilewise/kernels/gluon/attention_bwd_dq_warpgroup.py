@@ -73,10 +73,10 @@ def _products(bufs, own, at_k, zeros, variant: gl.constexpr):
     q = bufs.q.index(own).reshape([64, variant.d])
     k = bufs.k.index(at_k).reshape([variant.tile_n, variant.d]).permute((1, 0))
     s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-    if variant.d_rest > 0:
-        q_rest = bufs.q_rest.index(own).reshape([64, variant.d_rest])
-        k_rest = bufs.k_rest.index(at_k).reshape([variant.tile_n, variant.d_rest])
-        s = warpgroup_mma(q_rest, k_rest.permute((1, 0)), s, is_async=True)
+    if variant.d_high > 0:
+        q_high = bufs.q_high.index(own).reshape([64, variant.d_high])
+        k_high = bufs.k_high.index(at_k).reshape([variant.tile_n, variant.d_high])
+        s = warpgroup_mma(q_high, k_high.permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -123,7 +123,7 @@ def _head_of_bias(rows, row, first_row, places, variant: gl.constexpr):
 
 @gluon.jit
 def make_dq(
-    dq_desc, dq_rest_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places, bufs, bars,
+    dq_desc, dq_high_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Make dq of 64 queries."""
@@ -131,22 +131,22 @@ def make_dq(
     TILE_N: gl.constexpr = variant.tile_n
     SLOTS: gl.constexpr = variant.stages
     DV: gl.constexpr = variant.dv
-    REST: gl.constexpr = variant.d_rest
+    HIGH: gl.constexpr = variant.d_high
     dtype: gl.constexpr = bufs.q.dtype
     over_keys: gl.constexpr = sum_layout(TILE_N)
     of_rows: gl.constexpr = gl.SliceLayout(1, over_keys)
     operand: gl.constexpr = operand_layout(D)
     CAPS: gl.constexpr = variant.softcap != "none"
     PLACED: gl.constexpr = variant.alibi or variant.bias or variant.dropout
-    BEHIND: gl.constexpr = 0 if REST > 0 else 1  # slots of k behind v: they may share a ring
+    BEHIND: gl.constexpr = 0 if HIGH > 0 else 1  # slots of k behind v: they may share a ring
     ENDS: gl.constexpr = variant.tail or variant.mask  # a tile may have keys past the end
     CLEARED: gl.constexpr = variant.packed or variant.ragged or variant.left
     rows = rows_of_cta(shape, scores, places, variant)
     within = PART * 64 + gl.arange(0, 64, of_rows)
     row = rows.first_row + within
     dq = gl.zeros([64, D], gl.float32, sum_layout(D))
-    if REST > 0:
-        dq_rest = gl.zeros([64, REST], gl.float32, sum_layout(REST))
+    if HIGH > 0:
+        dq_high = gl.zeros([64, HIGH], gl.float32, sum_layout(HIGH))
     zeros = gl.zeros([64, TILE_N], gl.float32, over_keys)
     steps = rows.end - rows.begin
     if steps > 0:
@@ -183,9 +183,9 @@ def make_dq(
             masked = (place < rows.full_begin) | (place >= rows.full_end)
             clear_keys(k, first_key, rows, shape, variant)
             clear_keys(v, first_key, rows, shape, variant)
-            if REST > 0:
-                k_rest = bufs.k_rest.index(at_k).reshape([TILE_N, REST])
-                clear_keys(k_rest, first_key, rows, shape, variant)
+            if HIGH > 0:
+                k_high = bufs.k_high.index(at_k).reshape([TILE_N, HIGH])
+                clear_keys(k_high, first_key, rows, shape, variant)
             s_sum = _products(bufs, own, at_k, zeros, variant)
             dp_sum = warpgroup_mma(do, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
             if variant.dropout:
@@ -226,11 +226,11 @@ def make_dq(
             ds = p * (dp - gl.expand_dims(delta, 1))
             ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
             dq_sum = warpgroup_mma(ds_half, k, dq, is_async=True)
-            if REST > 0:
-                ds_rest = gl.convert_layout(ds.to(dtype), operand_layout(REST), assert_trivial=True)
-                dq_rest_sum = warpgroup_mma(ds_rest, k_rest, dq_rest, is_async=True)
-                dq, dq_rest, ds_half, ds_rest = warpgroup_mma_wait(
-                    0, deps=(dq_sum, dq_rest_sum, ds_half, ds_rest)
+            if HIGH > 0:
+                ds_high = gl.convert_layout(ds.to(dtype), operand_layout(HIGH), assert_trivial=True)
+                dq_high_sum = warpgroup_mma(ds_high, k_high, dq_high, is_async=True)
+                dq, dq_high, ds_half, ds_high = warpgroup_mma_wait(
+                    0, deps=(dq_sum, dq_high_sum, ds_half, ds_high)
                 )
             else:
                 dq, ds_half = warpgroup_mma_wait(0, deps=(dq_sum, ds_half))
@@ -238,7 +238,7 @@ def make_dq(
             slot += BEHIND + 1
     x = (dq * scores.scale).to(dtype)
     _store_queries(x, dq_desc, dq_ptr, rows, shape, bufs.q.index(PART), variant, PART, 0)
-    if REST > 0:
-        x = (dq_rest * scores.scale).to(dtype)
-        out = bufs.q_rest.index(PART)
-        _store_queries(x, dq_rest_desc, dq_ptr, rows, shape, out, variant, PART, D)
+    if HIGH > 0:
+        x = (dq_high * scores.scale).to(dtype)
+        out = bufs.q_high.index(PART)
+        _store_queries(x, dq_high_desc, dq_ptr, rows, shape, out, variant, PART, D)

@@ -16,11 +16,11 @@ from tilewise.kernels.gluon._bwd_scores import BwdScores
 from tilewise.kernels.gluon._bwd_walk import Sequences
 from tilewise.kernels.gluon._descriptors import addressable
 from tilewise.kernels.gluon.attention_bwd_plan import (
-    is_apart,
+    has_separate_dq,
     splits_groups,
     variant_of,
     why_not_bwd,
-    with_groups_apart,
+    with_ungrouped_heads,
 )
 from tilewise.kernels.gluon.attention_bwd_steps import (
     Rows,
@@ -80,7 +80,7 @@ def launch_bwd(
     given, group_size = spec, 1
     mask_heads = 1 if mask is None else mask.columns.shape[1]
     if splits_groups(spec, mask_heads, device.sm_count_of(q.device)):
-        spec, group_size = with_groups_apart(spec), spec.group_size
+        spec, group_size = with_ungrouped_heads(spec), spec.group_size
     dq, dk, dv = (
         torch.empty((*x.shape[:-2], heads, x.shape[-1]), dtype=x.dtype, device=x.device)
         for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
@@ -92,7 +92,7 @@ def launch_bwd(
             zero_gaps(dq, dk, dv, spec, sequences)
         rows = launch_before(q, o, do, lse, dlse, spec, sequences, variant)
         scores, places = scores_of(spec, extras)
-        if is_apart(spec):
+        if has_separate_dq(spec):
             launch_dkdv(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
             scores, places = scores_of(spec, extras, by_rows=True)
             launch_dq(do, q, k, v, dq, rows, given, sequences, scores, places, variant)

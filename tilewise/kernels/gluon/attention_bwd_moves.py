@@ -13,10 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.kernels.gluon._bwd_walk import entry_of_tile, tile_of_step, turn_of_tile, work_of_cta
+from tilewise.kernels.gluon._bwd_walk import entry_of_tile, rank_of_tile, tile_of_step, work_of_cta
 from tilewise.kernels.gluon._compat import tma_add, tma_load, tma_store
 from tilewise.kernels.gluon._warpgroup import named_barrier, wait_for_copies
-from tilewise.kernels.gluon.attention_bwd_chores import report_sums, wait_for_chores
+from tilewise.kernels.gluon.attention_bwd_chores import report_sums, wait_for_preprocess
 
 DQ_WRITTEN = gl.constexpr(9)  # the hardware barrier at which consumers leave a tile of dq
 
@@ -33,30 +33,31 @@ def row_plane(work, g, shape, variant: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores, places, chores, bufs,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores, places, prepost, bufs,
     bars, variant: gl.constexpr,
 ):  # fmt: skip
     """Load k and v once, q and do step by step."""
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     # Which of the two forms makes the faster consumers was measured; it is ptxas's doing.
-    PEELED: gl.constexpr = variant.chores != "apart"
+    PEELED: gl.constexpr = variant.prepost != "preprocess_first"
     if PEELED:  # noqa: SIM102
         if steps > 0:
             _load_step(
                 q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, 0, True, work, shape, scores,
-                chores, bufs, bars, variant,
+                prepost, bufs, bars, variant,
             )  # fmt: skip
     for step in range(1 if PEELED else 0, steps):
         _load_step(
             q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step,
-            False if PEELED else step == 0, work, shape, scores, chores, bufs, bars, variant,
+            False if PEELED else step == 0, work, shape, scores, prepost, bufs, bars, variant,
         )  # fmt: skip
 
 
 @gluon.jit
 def _load_step(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step, first, work, shape, scores, chores,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step, first, work, shape, scores,
+    prepost,
     bufs, bars, variant: gl.constexpr,
 ):  # fmt: skip
     """Load q and do of a step, what is needed first at first; with the first step k and v."""
@@ -89,13 +90,13 @@ def _load_step(
     mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
     tma_load(do_desc, [b, head, row, 0], full, bufs.do.index(stage))
     if first:
-        wait_for_chores(work.index, shape, chores)
+        wait_for_preprocess(work.index, shape, prepost)
     tma_load(delta_desc, [plane, padded_row], full, bufs.delta.index(stage))
 
 
 @gluon.jit
 def send_dq(
-    dq_desc, turns_ptr, shape, scores, places, chores, bufs, bars, variant: gl.constexpr
+    dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr
 ):  # fmt: skip
     """Add each tile of dq to global memory, in the order that `variant` asks for.
 
@@ -104,11 +105,11 @@ def send_dq(
     """
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
-    if variant.order == "any" and steps > 0:
-        wait_for_chores(work.index, shape, chores)
+    if not variant.ordered and steps > 0:
+        wait_for_preprocess(work.index, shape, prepost)
     # Tell of a tile only while asking for the next: 5 % faster here, elsewhere 4 to 7 % slower
     # (deterministic, N 4,096; H200, 2026-11-22).
-    LATE: gl.constexpr = variant.order != "any" and variant.right and variant.d == 128
+    LATE: gl.constexpr = variant.ordered and variant.right and variant.d == 128
     before = work.b.to(gl.int64) * 0
     for step in range(0, steps):
         g, tile = tile_of_step(work, step, shape.group_size, variant)
@@ -116,7 +117,7 @@ def send_dq(
             tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
         _head, plane = row_plane(work, g, shape, variant)
         at = [0, plane, work.start_row + tile * variant.tile_m, 0]
-        if variant.order == "any":
+        if not variant.ordered:
             named_barrier("sync", DQ_WRITTEN, 288, 1)
             tma_add(dq_desc, at, bufs.dq.index(0))
             tma.store_wait(0)  # the buffer has been read
@@ -125,15 +126,15 @@ def send_dq(
             tiles = shape.rows_per_plane // variant.tile_m
             row_tile = work.start_row // variant.tile_m + tile
             at_tile = plane.to(gl.int64) * tiles + row_tile
-            turn = turn_of_tile(work, tile, shape, variant)
-            found = gl.atomic_add(turns_ptr + at_tile, 0, sem="acquire")
+            rank = rank_of_tile(work, tile, shape, variant)
+            found = gl.atomic_add(semaphores_ptr + at_tile, 0, sem="acquire")
             if LATE and step > 0:  # the copies of the step before have landed meanwhile
                 wait_for_copies()
-                gl.atomic_add(turns_ptr + before, 1, sem="release")
-            while found < turn:
-                found = gl.atomic_add(turns_ptr + at_tile, 0, sem="acquire")
+                gl.atomic_add(semaphores_ptr + before, 1, sem="release")
+            while found < rank:
+                found = gl.atomic_add(semaphores_ptr + at_tile, 0, sem="acquire")
             named_barrier("sync", DQ_WRITTEN, 288, 1)
-            if turn == 0:  # the first one stores: nothing has to be zero before
+            if rank == 0:  # the first one stores: nothing has to be zero before
                 tma_store(dq_desc, at, bufs.dq.index(0))
             else:
                 tma_add(dq_desc, at, bufs.dq.index(0))
@@ -143,8 +144,8 @@ def send_dq(
                 before = at_tile
             else:
                 wait_for_copies()
-                gl.atomic_add(turns_ptr + at_tile, 1, sem="release")
+                gl.atomic_add(semaphores_ptr + at_tile, 1, sem="release")
     wait_for_copies()
     if LATE and steps > 0:
-        gl.atomic_add(turns_ptr + before, 1, sem="release")
-    report_sums(work, shape, chores)
+        gl.atomic_add(semaphores_ptr + before, 1, sem="release")
+    report_sums(work, shape, prepost)

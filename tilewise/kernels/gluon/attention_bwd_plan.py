@@ -15,7 +15,7 @@ from tilewise.kernels.spec import AttentionSpec
 
 UNIT = 8  # elements; TMA wants strides in multiples of 16 bytes
 KEYS = 128  # of a tile
-APART_KEYS = 64  # where dq has a kernel of its own
+SEPARATE_DQ_KEYS = 64  # where dq has a kernel of its own
 L2_BYTES = 16 << 20  # what CTAs that run together share; of 50 MB, of which half is near
 ROW_TILE = 128  # rows of packed sequences start on multiples of it in buffers
 _MOST_QUERIES_A_KEY = 4
@@ -50,7 +50,7 @@ def why_not_bwd(spec: AttentionSpec) -> str | None:
     return None
 
 
-def is_apart(spec: AttentionSpec) -> bool:
+def has_separate_dq(spec: AttentionSpec) -> bool:
     """Say whether dq has a kernel of its own.
 
     It has where sums of a CTA leave no room for dq beside dk and dv, and where no order of the sums
@@ -64,19 +64,19 @@ def is_apart(spec: AttentionSpec) -> bool:
     return spec.deterministic and (spec.mask_tile is not None or (is_uneven and not has_diagonal))
 
 
-def order_of(spec: AttentionSpec) -> tuple[str, bool]:
-    """Return the order of the sums of dq, and whether the last tiles of keys start first.
+def order_of(spec: AttentionSpec) -> tuple[bool, bool]:
+    """Say whether sums of dq have an order, and whether the last tiles of keys start first.
 
     Reproducible sums wait, and whom they wait for must run already, however little of the device
     other kernels leave: so a CTA waits for such only as were launched before it. With a diagonal
     sums come from the last tile of keys to the first, and the last ones start first, though they
     have the least to do.
     """
-    if is_apart(spec) or (spec.mask_tile and spec.is_varlen):
-        return "any", False  # lists of a mask may visit tiles past the end of a sequence
+    if has_separate_dq(spec) or (spec.mask_tile and spec.is_varlen):
+        return False, False  # lists of a mask may visit tiles past the end of a sequence
     if not spec.deterministic:
-        return "any", False
-    return "all", 0 <= spec.window_right < spec.max_seqlen_q - 1
+        return False, False
+    return True, 0 <= spec.window_right < spec.max_seqlen_q - 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -86,29 +86,29 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
-    apart = is_apart(spec)
+    separate_dq = has_separate_dq(spec)
     dv = d
-    d_rest = 0
+    d_high = 0
     stages = 2
-    if apart and 128 < spec.head_dim <= 192 and spec.v_head_dim <= 128:
-        d, d_rest, dv = 128, 64, 128  # no product with channels that are padding
+    if separate_dq and 128 < spec.head_dim <= 192 and spec.v_head_dim <= 128:
+        d, d_high, dv = 128, 64, 128  # no product with channels that are padding
         stages = 3  # 2 % faster than two (D 192, Dv 128, N 4,096; H200, 2026-11-22)
-    keys = APART_KEYS if apart else KEYS
-    order, last_first = order_of(spec)
+    keys = SEPARATE_DQ_KEYS if separate_dq else KEYS
+    ordered, last_first = order_of(spec)
     softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
     hides = left or right or lengths_vary
-    ring = (order != "any" or d == 64) and not (hides or spec.mask_tile or apart)
+    ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
-        tile_m=128 if d == 64 and not apart else 64,
+        tile_m=128 if d == 64 and not separate_dq else 64,
         tile_n=keys,
         d=d,
-        d_rest=d_rest,
+        d_high=d_high,
         dv=dv,
         width=spec.head_dim,
         v_width=spec.v_head_dim,
         stages=stages,
-        two_loops=d == 128 and not apart and not ring and not (left and order == "all"),
+        two_loops=d == 128 and not separate_dq and not ring and not (left and ordered),
         left=left,
         right=right,
         tail=lengths_vary or (spec.max_seqlen_k % keys > 0 and (hides or not spec.mask_tile)),
@@ -123,18 +123,19 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
         dropout=spec.dropout_threshold > 0,
         mask=spec.mask_tile is not None,
         ruled=spec.mask_tile is not None and hides,
-        order=order,
+        ordered=ordered,
         ring=ring,
         last_first=last_first,
-        chores=_chores_of_code(spec, d),
+        prepost=_prepost_of_code(spec, d),
     )
 
 
-def _chores_of_code(spec: AttentionSpec, d: int) -> str:
-    """Return the chores of `BwdVariant`."""
-    if is_apart(spec) or spec.dropout_threshold > 0:
+def _prepost_of_code(spec: AttentionSpec, d: int) -> str:
+    """Return `BwdVariant.prepost`."""
+    if has_separate_dq(spec) or spec.dropout_threshold > 0:
         return "none"
-    return "apart" if d == 128 and 0 <= spec.window_right < spec.max_seqlen_q - 1 else "together"
+    has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    return "preprocess_first" if d == 128 and has_diagonal else "interleaved"
 
 
 def heads_per_section(q: Tensor, spec: AttentionSpec, num_tiles: int, d: int) -> int:
@@ -147,7 +148,7 @@ def heads_per_section(q: Tensor, spec: AttentionSpec, num_tiles: int, d: int) ->
     in_l2 = max(1, L2_BYTES // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
     if spec.is_varlen:
         return min(heads, in_l2 * spec.batch)
-    if spec.window_right < 0 or (spec.deterministic and not is_apart(spec)):
+    if spec.window_right < 0 or (spec.deterministic and not has_separate_dq(spec)):
         return 1
     few = heads * num_tiles < _FEW_WAVES * device.sm_count_of(q.device)
     return heads if few else min(heads, in_l2)
@@ -162,38 +163,38 @@ def ring_size(x: Tensor, spec: AttentionSpec) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def with_groups_apart(spec: AttentionSpec) -> AttentionSpec:
+def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of a call in which every query head has dk and dv of its own."""
     return replace(spec, num_kv_heads=spec.num_q_heads)
 
 
-class ChorePlan(NamedTuple):
-    """Which heads have their row terms and the last step of dq from CTAs of other heads.
+class PrePostPlan(NamedTuple):
+    """Which heads are pre- and postprocessed by CTAs of other heads: row terms, and dq rounded.
 
     Heads are those of all sequences whose gradients are made, in the order of their launch. A CTA
-    waits for the chores of one that is `ahead` heads before it: as many as a section at least, so
-    that they were launched before, and as many as run at a time, so that it seldom waits.
+    waits for preprocessing by CTAs `ahead` heads before it: at least a section of heads, so that
+    these were launched before, and as many as run at a time, so that it seldom waits.
     """
 
     ahead: int
     behind: int
-    blocks: int  # the CTAs of a head that do chores
+    blocks: int  # the CTAs of a head that pre- and postprocess
     rows: int  # each of them
 
 
 @functools.lru_cache(maxsize=256)
-def chores_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) -> ChorePlan:
-    """Return the chores of a call whose heads are launched in sections."""
+def prepost_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) -> PrePostPlan:
+    """Return the PrePostPlan of a call whose heads are launched in sections."""
     heads = spec.batch * spec.num_kv_heads
     ahead = max(section, cdiv(num_sms, num_tiles))
     behind = max(section, cdiv(2 * num_sms, num_tiles))
-    # With a diagonal the first tiles of keys have most to do: they do the chores, too.
+    # With a diagonal the first tiles of keys have most to do, and this too.
     blocks = cdiv(num_tiles, 2) if spec.window_right >= 0 > spec.window_left else num_tiles
     tiles_of_rows = cdiv(spec.max_seqlen_q, ROW_TILE)
     if spec.max_seqlen_q > _MOST_QUERIES_A_KEY * spec.max_seqlen_k:
-        ahead = behind = heads  # few CTAs with long chores
+        ahead = behind = heads  # few CTAs, each with many rows to pre- and postprocess
     rows = cdiv(tiles_of_rows, blocks) * ROW_TILE
-    return ChorePlan(min(ahead, heads), min(behind, heads), blocks, rows)
+    return PrePostPlan(min(ahead, heads), min(behind, heads), blocks, rows)
 
 
 def splits_groups(spec: AttentionSpec, mask_heads: int, num_sms: int) -> bool:

@@ -40,7 +40,8 @@ def _rows_of_head(n, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plan
     ]
 )  # fmt: skip
 def attention_bwd_before_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr, turns_ptr, counts_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr, semaphores_ptr,
+    counts_ptr,
     cu_ptr, heads_before, tile_programs, batch, num_heads, group_size, seqlen, rows_per_plane,
     o_batch, o_row, o_head, do_batch, do_row, do_head, lse_batch, lse_head,
     WIDTH: tl.constexpr, D: tl.constexpr, D_SUM: tl.constexpr, UNIT: tl.constexpr,
@@ -89,10 +90,10 @@ def attention_bwd_before_kernel(
         lse = tl.load(lse_ptr + at, mask=rows < length, other=float("-inf"))
         lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         tl.store(lse_log2_ptr + buffer + rows, lse_log2, mask=stored)
-        if turns_ptr is not None:
+        if semaphores_ptr is not None:
             tiles = tl.arange(0, RUN // TILE_M)
             used = first + tiles * TILE_M < length
-            tl.store(turns_ptr + (buffer + first) // TILE_M + tiles, 0, mask=used)
+            tl.store(semaphores_ptr + (buffer + first) // TILE_M + tiles, 0, mask=used)
         if counts_ptr is not None:
             tl.store(counts_ptr + 2 * n + tl.arange(0, 2), 0, mask=first == 0)
 
@@ -104,7 +105,8 @@ def attention_bwd_before_kernel(
     ]
 )  # fmt: skip
 def attention_bwd_after_kernel(
-    dq_sum_ptr, turns_ptr, dq_ptr, cu_ptr, first_head, heads_after, batch, num_heads, group_size,
+    dq_sum_ptr, semaphores_ptr, dq_ptr, cu_ptr, first_head, heads_after, batch, num_heads,
+    group_size,
     seqlen, rows_per_plane, dq_batch, dq_row, dq_head, scale, WIDTH: tl.constexpr,
     D: tl.constexpr, UNIT: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -119,8 +121,8 @@ def attention_bwd_after_kernel(
         rows = first + tl.arange(0, TILE)
         columns = tl.arange(0, D)
         dq = tl.load(dq_sum_ptr + (buffer + rows)[:, None] * D + columns[None, :])
-        if turns_ptr is not None:  # a tile that sees nothing holds anything
-            dq = tl.where(tl.load(turns_ptr + (buffer + first) // TILE_M) > 0, dq, 0.0)
+        if semaphores_ptr is not None:  # a tile that sees nothing holds anything
+            dq = tl.where(tl.load(semaphores_ptr + (buffer + first) // TILE_M) > 0, dq, 0.0)
         stored = (rows < length)[:, None]
         if WIDTH < D:
             stored = stored & (columns < WIDTH)[None, :]

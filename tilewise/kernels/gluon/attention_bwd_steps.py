@@ -15,7 +15,7 @@ from tilewise.kernels.gluon._bwd_walk import BwdVariant, Sequences
 from tilewise.kernels.gluon._descriptors import descriptor, row_descriptor
 from tilewise.kernels.gluon._launch import launch
 from tilewise.kernels.gluon.attention_bwd import attention_bwd_kernel
-from tilewise.kernels.gluon.attention_bwd_chores import Chores, rows_of_part
+from tilewise.kernels.gluon.attention_bwd_chores import PrePost, rows_of_part
 from tilewise.kernels.gluon.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from tilewise.kernels.gluon.attention_bwd_dq import attention_bwd_dq_kernel
 from tilewise.kernels.gluon.attention_bwd_plan import (
@@ -23,12 +23,12 @@ from tilewise.kernels.gluon.attention_bwd_plan import (
     L2_BYTES,
     ROW_TILE,
     UNIT,
-    ChorePlan,
+    PrePostPlan,
     cdiv,
-    chores_of,
+    has_separate_dq,
     heads_per_section,
-    is_apart,
     power_of_2,
+    prepost_of,
     ring_size,
 )
 from tilewise.kernels.gluon.attention_bwd_rows import (
@@ -55,10 +55,10 @@ class Rows(NamedTuple):
     lse_log2: Tensor
     delta: Tensor
     dq_sum: Tensor | None  # (planes, rows, d)
-    turns: Tensor | None  # int32 (planes, rows / tile_m): CTAs that have added to a tile of dq
-    counts: Tensor | None  # int32, see attention_bwd_chores.Chores
+    semaphores: Tensor | None  # int32 (planes, rows / tile_m): CTAs that have added to a tile of dq
+    counts: Tensor | None  # int32, see attention_bwd_chores.PrePost
     dlse: Tensor | None  # float32, contiguous
-    plan: ChorePlan
+    plan: PrePostPlan
     section: int  # heads whose CTAs are launched together
 
 
@@ -82,16 +82,16 @@ def launch_before(
     heads = spec.batch * spec.num_kv_heads
     num_tiles = cdiv(spec.max_seqlen_k, variant.tile_n)
     section = heads_per_section(q, spec, num_tiles, _channels(variant))
-    dq_sum = turns = counts = None
-    plan = ChorePlan(heads, heads, 0, 0)
-    if not is_apart(spec):
+    dq_sum = semaphores = counts = None
+    plan = PrePostPlan(heads, heads, 0, 0)
+    if not has_separate_dq(spec):
         dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
         counts = torch.empty(2 * spec.batch * spec.num_q_heads, dtype=torch.int32, device=o.device)
-        if variant.chores != "none":
-            plan = chores_of(spec, section, num_tiles, device.sm_count_of(o.device))
-    if variant.order != "any":
+        if variant.prepost != "none":
+            plan = prepost_of(spec, section, num_tiles, device.sm_count_of(o.device))
+    if variant.ordered:
         shape = (planes, count // variant.tile_m)
-        turns = torch.empty(shape, dtype=torch.int32, device=o.device)
+        semaphores = torch.empty(shape, dtype=torch.int32, device=o.device)
     lse, dlse = lse.contiguous(), dense(dlse)
     d = power_of_2(spec.v_head_dim)
     tile = min(_ELEMENTS // d, ROW_TILE)
@@ -102,13 +102,14 @@ def launch_before(
     launch(
         attention_bwd_before_kernel,
         tile_programs + runs,
-        o, do, lse, dlse, lse_log2, delta, dq_sum if turns is None else None, turns, counts,
+        o, do, lse, dlse, lse_log2, delta, dq_sum if semaphores is None else None, semaphores,
+        counts,
         sequences.cu_q, heads_before, tile_programs, spec.batch, spec.num_q_heads, spec.group_size,
         spec.max_seqlen_q, count, *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
         WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=UNIT, TILE_M=variant.tile_m,
         TILE=tile, RUN=_RUN, num_warps=_ROWS_WARPS,
     )  # fmt: skip
-    return Rows(lse_log2, delta, dq_sum, turns, counts, dlse, plan, section)
+    return Rows(lse_log2, delta, dq_sum, semaphores, counts, dlse, plan, section)
 
 
 def launch_after(
@@ -121,7 +122,8 @@ def launch_after(
     launch(
         attention_bwd_after_kernel,
         cdiv(spec.max_seqlen_q, tile) * heads_after,
-        rows.dq_sum, rows.turns, dq, sequences.cu_q, spec.batch * spec.num_q_heads - heads_after,
+        rows.dq_sum, rows.semaphores, dq, sequences.cu_q,
+        spec.batch * spec.num_q_heads - heads_after,
         heads_after, spec.batch, spec.num_q_heads, spec.group_size, spec.max_seqlen_q,
         rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
         WIDTH=spec.head_dim, D=variant.d, UNIT=UNIT, TILE_M=variant.tile_m, TILE=tile,
@@ -183,8 +185,8 @@ def launch_main(
         descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
         row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
         descriptor(o, part, d), descriptor(do, part, d),
-        descriptor(rows.dq_sum.transpose(0, 1), part, d), dk, dv, rows.turns, sequences,
-        Chores(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
+        descriptor(rows.dq_sum.transpose(0, 1), part, d), dk, dv, rows.semaphores, sequences,
+        PrePost(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles,
         rows.section, ring_size(q, spec), rows.dq_sum.shape[1],
@@ -266,12 +268,12 @@ def launch_dq(
 
 def _channels(variant: BwdVariant) -> int:
     """Return the channels of a tile, q and v averaged."""
-    return (variant.d + variant.d_rest + variant.dv) // 2
+    return (variant.d + variant.d_high + variant.dv) // 2
 
 
 def _rest(x: Tensor, rows: int, variant: BwdVariant) -> TensorDescriptor | None:
     """Return the descriptor of tiles of the channels past variant.d, if there are any."""
-    return descriptor(x, rows, variant.d_rest) if variant.d_rest > 0 else None
+    return descriptor(x, rows, variant.d_high) if variant.d_high > 0 else None
 
 
 def _padded(count: int) -> int:

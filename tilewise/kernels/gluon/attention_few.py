@@ -28,7 +28,7 @@ from tilewise.kernels.triton._geometry import device_of
 from tilewise.kernels.triton._quantise import Scales
 from tilewise.kernels.triton.paged_rows import launch_rows
 
-__all__ = ["blocks_of", "is_faster", "launch_few", "tile_config_few"]
+__all__ = ["blocks_of", "is_faster", "launch_split_kv", "tile_config_split_kv"]
 
 _MAX_ROWS = 128  # queries of a sequence: a tile of the other kernel
 _BLOCKS = (128, 64, 32, 16)
@@ -94,7 +94,7 @@ def blocks_of(k: Tensor, v: Tensor) -> Blocks | None:
     return None
 
 
-def tile_config_few(spec: AttentionSpec, arch: int, num_sms: int) -> TileConfig:
+def tile_config_split_kv(spec: AttentionSpec, arch: int, num_sms: int) -> TileConfig:
     """Return the tiles with which the paged kernels compute `spec`."""
     paged = _paged_spec(spec, Blocks(_BLOCKS[0], 0))
     if not paged.causal:
@@ -103,7 +103,7 @@ def tile_config_few(spec: AttentionSpec, arch: int, num_sms: int) -> TileConfig:
     return work.rows_config or work.split_config
 
 
-def launch_few(
+def launch_split_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -44,12 +44,12 @@ from tilewise.kernels.gluon.attention_fp8_schedule import (
 from tilewise.kernels.gluon.attention_fp8_step import (
     P_LOG2,
     add_values,
-    pass_turn,
+    arrive_scheduler,
     scores,
     skip,
     softmax,
     step,
-    take_turn,
+    wait_scheduler,
 )
 
 
@@ -75,14 +75,14 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
     o_layout: gl.constexpr = byte_sum_layout(WIDTH)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     done = 0  # tiles of keys
-    turn = 0
+    visit = 0
     if CONSUMER == C.NUM_CONSUMERS - 1:
-        pass_turn(CONSUMER, C)
+        arrive_scheduler(CONSUMER, C)
     q = smem.q.index(CONSUMER).reshape([64, HEAD_DIM])
     mbarrier.wait(bars.q_full.index(CONSUMER), 0)
     row0 = read_note(smem.places, CONSUMER * NOTES + ROW)
     while row0 >= 0:
-        slot = notes_of(CONSUMER, turn, C)
+        slot = notes_of(CONSUMER, visit, C)
         first = read_note(smem.places, slot * NOTES + FIRST)
         count = read_note(smem.places, slot * NOTES + COUNT)
         keys = read_note(smem.places, slot * NOTES + KEYS)
@@ -129,9 +129,9 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         # The first tile of keys: scores only.
         stage = done % C.STAGES
         mbarrier.wait(bars.k_full.index(stage), (done // C.STAGES) & 1)
-        take_turn(CONSUMER)
+        wait_scheduler(CONSUMER)
         token = scores(q, smem, stage, C)
-        pass_turn(CONSUMER, C)
+        arrive_scheduler(CONSUMER, C)
         s = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
         HAS_END: gl.constexpr = C.HAS_RIGHT or C.HAS_TAIL
@@ -169,7 +169,7 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         mbarrier.wait(bars.v_full.index(last), ((done - 1) // C.STAGES) & 1)
         acc, acc2 = add_values(acc, acc2, p, alpha, smem, last, C)
         mbarrier.arrive(bars.v_empty.index(last), count=1)
-        slot = notes_of(CONSUMER, turn, C)
+        slot = notes_of(CONSUMER, visit, C)
         row0 = read_note(smem.places, slot * NOTES + ROW)
         b = read_note(smem.places, slot * NOTES + BATCH)
         h = read_note(smem.places, slot * NOTES + HEAD)
@@ -185,9 +185,9 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         _store(scale_rows(acc, inverse), o_desc, smem, b, h, row0, 0, C, CONSUMER)
         if C.PARTS == 2:
             _store(scale_rows(acc2, inverse), o_desc, smem, b, h, row0, 1, C, CONSUMER)
-        turn += 1
-        mbarrier.wait(bars.q_full.index(CONSUMER), turn & 1)
-        row0 = read_note(smem.places, notes_of(CONSUMER, turn, C) * NOTES + ROW)
+        visit += 1
+        mbarrier.wait(bars.q_full.index(CONSUMER), visit & 1)
+        row0 = read_note(smem.places, notes_of(CONSUMER, visit, C) * NOTES + ROW)
     tma.store_wait(0)
 
 

@@ -111,9 +111,9 @@ def _note(slot, value, dtype: gl.constexpr):
 
 
 @gluon.jit
-def notes_of(w: gl.constexpr, turn, C: gl.constexpr):
-    """Return which set of notes is that of consumer w's tile number `turn`."""
-    return (turn & 1) * C.NUM_CONSUMERS + w
+def notes_of(w: gl.constexpr, visit, C: gl.constexpr):
+    """Return which set of notes is that of consumer w's tile number `visit`."""
+    return (visit & 1) * C.NUM_CONSUMERS + w
 
 
 @gluon.jit
@@ -123,12 +123,12 @@ def read_note(notes, index):
 
 
 @gluon.jit
-def _load_q(q_desc, smem, bars, place, factors, w: gl.constexpr, turn, C: gl.constexpr):
+def _load_q(q_desc, smem, bars, place, factors, w: gl.constexpr, visit, C: gl.constexpr):
     """Load the queries of consumer w; where they lie travels with them."""
     row0, b, h, batch_head, first, count, keys = place
     scale, v_scale = factors
-    slot = notes_of(w, turn, C)
-    mbarrier.wait(bars.q_empty.index(w), (turn & 1) ^ 1)
+    slot = notes_of(w, visit, C)
+    mbarrier.wait(bars.q_empty.index(w), (visit & 1) ^ 1)
     _note(smem.places.index(slot * NOTES + ROW), row0 + w * 64, gl.int32)
     _note(smem.places.index(slot * NOTES + BATCH), b, gl.int32)
     _note(smem.places.index(slot * NOTES + HEAD), h, gl.int32)
@@ -153,7 +153,7 @@ def produce(shared, smem, bars, C: gl.constexpr):
     TILE_M: gl.constexpr = NUM_CONSUMERS * 64
     ctas = gl.num_programs(0)
     step = 0
-    turn = 0
+    visit = 0
     tile = gl.program_id(0)
     while tile < tiles:
         b, h, row = place_of(tile, row_tiles, heads, batch_heads, group, C.DYNAMIC)
@@ -166,7 +166,7 @@ def produce(shared, smem, bars, C: gl.constexpr):
         scale = softmax_scale * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_head)
         factors = (scale, gl.load(v_scale_ptr + kv_head))
         place = (row0, b, h, batch_head, first, count, keys)
-        _load_q(descs.q, smem, bars, place, factors, 0, turn, C)
+        _load_q(descs.q, smem, bars, place, factors, 0, visit, C)
         for j in range(count):
             column = (first + count - 1 - j) * C.TILE_N
             stage = step % C.STAGES
@@ -176,7 +176,7 @@ def produce(shared, smem, bars, C: gl.constexpr):
             tma_load(descs.k, [b, hk, column, 0], bars.k_full.index(stage), smem.k.index(stage))
             if j == 0:
                 for w in gl.static_range(1, NUM_CONSUMERS):
-                    _load_q(descs.q, smem, bars, place, factors, w, turn, C)
+                    _load_q(descs.q, smem, bars, place, factors, w, visit, C)
             mbarrier.wait(bars.v_empty.index(stage), phase ^ 1)
             mbarrier.expect(bars.v_full.index(stage), descs.v.block_type.nbytes * C.PARTS)
             for part in gl.static_range(PARTS):
@@ -189,12 +189,12 @@ def produce(shared, smem, bars, C: gl.constexpr):
             tile = gl.atomic_add(counter_ptr, 1) + ctas
         else:
             tile += ctas
-        turn += 1
+        visit += 1
     if C.DYNAMIC:  # noqa: SIM102, one is known when compiling, the other is not
         # There are exactly `tiles` additions in a launch: the last one clears the counter.
         if tile == tiles + ctas - 1:
             gl.atomic_xchg(counter_ptr, 0)
     for w in gl.static_range(NUM_CONSUMERS):
-        mbarrier.wait(bars.q_empty.index(w), (turn & 1) ^ 1)
-        _note(smem.places.index(notes_of(w, turn, C) * NOTES + ROW), -1, gl.int32)
+        mbarrier.wait(bars.q_empty.index(w), (visit & 1) ^ 1)
+        _note(smem.places.index(notes_of(w, visit, C) * NOTES + ROW), -1, gl.int32)
         mbarrier.arrive(bars.q_full.index(w), count=1)

@@ -31,19 +31,19 @@ from tilewise.kernels.gluon._e4m3 import (
 from tilewise.kernels.gluon._warpgroup import exp2, keep_columns, named_barrier
 
 P_LOG2 = gl.constexpr(8.0)  # 2 ** 8 is the largest power of two that e4m3 (to 448) holds
-_TURN = gl.constexpr(9)  # the first of the hardware barriers that Triton leaves alone
+_SCHEDULER_BARRIER = gl.constexpr(9)  # the first of the hardware barriers that Triton leaves alone
 
 
 @gluon.jit
-def take_turn(CONSUMER: gl.constexpr):
+def wait_scheduler(CONSUMER: gl.constexpr):
     """Wait until the warpgroup before has given its products to the tensor core."""
-    named_barrier("sync", _TURN + CONSUMER, 256, 4)
+    named_barrier("sync", _SCHEDULER_BARRIER + CONSUMER, 256, 4)
 
 
 @gluon.jit
-def pass_turn(CONSUMER: gl.constexpr, C: gl.constexpr):
+def arrive_scheduler(CONSUMER: gl.constexpr, C: gl.constexpr):
     """Let the next warpgroup have the tensor core."""
-    named_barrier("arrive", _TURN + (CONSUMER + 1) % C.NUM_CONSUMERS, 256, 4)
+    named_barrier("arrive", _SCHEDULER_BARRIER + (CONSUMER + 1) % C.NUM_CONSUMERS, 256, 4)
 
 
 @gluon.jit
@@ -116,12 +116,12 @@ def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, begin, end,
     stage = count % C.STAGES
     last = (count - 1) % C.STAGES
     mbarrier.wait(bars.v_full.index(last), ((count - 1) // C.STAGES) & 1)
-    take_turn(CONSUMER)
+    wait_scheduler(CONSUMER)
     acc, acc2 = add_values(acc, acc2, p, alpha, smem, last, C)
     mbarrier.arrive(bars.v_empty.index(last), count=1)
     mbarrier.wait(bars.k_full.index(stage), (count // C.STAGES) & 1)
     token = scores(q, smem, stage, C)
-    pass_turn(CONSUMER, C)
+    arrive_scheduler(CONSUMER, C)
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(bars.k_empty.index(stage), count=1)
     p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, HAS_BEGIN, HAS_END)
@@ -137,5 +137,5 @@ def skip(bars, count, CONSUMER: gl.constexpr, C: gl.constexpr):
     mbarrier.arrive(bars.k_empty.index(stage), count=1)
     mbarrier.wait(bars.v_full.index(stage), phase)
     mbarrier.arrive(bars.v_empty.index(stage), count=1)
-    take_turn(CONSUMER)
-    pass_turn(CONSUMER, C)
+    wait_scheduler(CONSUMER)
+    arrive_scheduler(CONSUMER, C)

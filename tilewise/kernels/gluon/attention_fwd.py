@@ -31,8 +31,8 @@ class Tile(NamedTuple):
     rows: int  # 64 * warpgroups
     keys: int  # of a block
     stages: int  # blocks of K and of V in shared memory
-    d: int  # channels of q and k, padded with zeros: d and then d_rest, 0 where d has all
-    d_rest: int
+    d: int  # channels of q and k, padded with zeros: d and then d_high, 0 where d has all
+    d_high: int
     dv: int  # channels of v and o, padded
     o_columns: int  # of the buffer through which o leaves: dv or half of it
     dynamic: bool  # tiles are dealt out by a counter, from much to little work
@@ -87,12 +87,12 @@ class Shared(NamedTuple):
     """Shared memory: rings of tiles, and barriers that say which are full and which are free."""
 
     q: object
-    q_rest: object  # channels past tile.d; that of q and k where there are none
+    q_high: object  # channels past tile.d; that of q and k where there are none
     q_full: object
     q_empty: object
     number: object  # of the tile whose queries are in q
     k: object
-    k_rest: object
+    k_high: object
     k_full: object
     k_empty: object
     v: object
@@ -102,7 +102,7 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _allocate(q, q_rest, k, k_rest, v, o, tile: gl.constexpr):
+def _allocate(q, q_high, k, k_high, v, o, tile: gl.constexpr):
     """Return the Shared memory of a CTA, with its barriers ready."""
     GROUPS: gl.constexpr = tile.warpgroups
     STAGES: gl.constexpr = tile.stages
@@ -111,12 +111,12 @@ def _allocate(q, q_rest, k, k_rest, v, o, tile: gl.constexpr):
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, tile.keys, tile.d], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, tile.keys, tile.dv], v.layout)
     o_tiles = gl.allocate_shared_memory(o.dtype, [GROUPS, 1, 1, 64, tile.o_columns], o.layout)
-    q_rests = q_tiles
-    k_rests = k_tiles
-    if tile.d_rest > 0:
-        REST: gl.constexpr = tile.d_rest
-        q_rests = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, 64, REST], q_rest.layout)
-        k_rests = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, tile.keys, REST], k_rest.layout)
+    q_highs = q_tiles
+    k_highs = k_tiles
+    if tile.d_high > 0:
+        HIGH: gl.constexpr = tile.d_high
+        q_highs = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, 64, HIGH], q_high.layout)
+        k_highs = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, tile.keys, HIGH], k_high.layout)
     number = gl.allocate_shared_memory(gl.int32, [GROUPS, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
@@ -133,7 +133,7 @@ def _allocate(q, q_rest, k, k_rest, v, o, tile: gl.constexpr):
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
     return Shared(
-        q_tiles, q_rests, q_full, q_empty, number, k_tiles, k_rests, k_full, k_empty,
+        q_tiles, q_highs, q_full, q_empty, number, k_tiles, k_highs, k_full, k_empty,
         v_tiles, v_full, v_empty, o_tiles,
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def _allocate(q, q_rest, k, k_rest, v, o, tile: gl.constexpr):
     ]
 )  # fmt: skip
 def attention_fwd_kernel(
-    q, q_rest, k, k_rest, v, o, o_ptr, lse, counter, tensors,
+    q, q_high, k, k_high, v, o, o_ptr, lse, counter, tensors,
     num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
     seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
     o_row, width, drop_limit, keep_scale, lse_batch, lse_head, alibi_batch,
@@ -156,7 +156,7 @@ def attention_fwd_kernel(
 ):  # fmt: skip
     """Compute o and lse; see the module's docstring. q, k, v, o: TMA descriptors.
 
-    q_rest, k_rest: of the same tensors, for tiles of the channels past tile.d.
+    q_high, k_high: of the same tensors, for tiles of the channels past tile.d.
     """
     if variant.packed:
         row_tiles = gl.load(tensors.plan_size)
@@ -176,8 +176,8 @@ def attention_fwd_kernel(
         tensors.sinks, tensors.philox, drop_limit, keep_scale,
     )  # fmt: skip
     factor = factor_log2(extras, variant)
-    shared = _allocate(q, q_rest, k, k_rest, v, o, tile)
-    loads = (q, q_rest, k, k_rest, v, counter, work, mask, shared)
+    shared = _allocate(q, q_high, k, k_high, v, o, tile)
+    loads = (q, q_high, k, k_high, v, counter, work, mask, shared)
     sums = (output, work, mask, extras, factor, shared)
     if tile.warpgroups == 2:
         gl.warp_specialize(

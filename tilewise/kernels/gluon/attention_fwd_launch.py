@@ -117,7 +117,7 @@ def _split_descriptors(
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return the descriptors of q or k for its first channels and for the rest, if there is one."""
     first = descriptor(x, rows, tile.d)
-    return first, descriptor(x, rows, tile.d_rest) if tile.d_rest > 0 else first
+    return first, descriptor(x, rows, tile.d_high) if tile.d_high > 0 else first
 
 
 def _tensors_of(

@@ -25,11 +25,11 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
     given: descriptors of q, k and v, and of the channels of q and k past tile.d; the counter of
     tiles; Work, Mask and Shared.
     """
-    q, q_rest, k, k_rest, v, counter, work, mask, shared = given
+    q, q_high, k, k_high, v, counter, work, mask, shared = given
     GROUPS: gl.constexpr = tile.warpgroups
     grid = gl.num_programs(0)
     number = gl.program_id(0)
-    turn = number * 0  # tiles so far: the phase of the queries' barriers
+    visit = number * 0  # tiles so far: the phase of the queries' barriers
     step = number * 0  # blocks of keys so far: the place in the rings
     while number < work.num_tiles:
         rows = rows_of_tile(number, work, tile, variant)
@@ -41,7 +41,7 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
         following = number + grid
         if tile.dynamic and tile.next_early:
             following = gl.atomic_add(counter, 1) + grid
-        _load_queries(q, q_rest, shared, rows, b, number, turn, 0, tile)
+        _load_queries(q, q_high, shared, rows, b, number, visit, 0, tile)
         for index in range(walk.steps):
             block, _ = block_of_step(walk, index, mask, tile, variant)
             first_key = rows.first_k + block * tile.keys
@@ -49,12 +49,12 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
             phase = (step // tile.stages) & 1
             mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
             at = [b, head_k, first_key, 0]
-            at_rest = [b, head_k, first_key, tile.d]
+            at_high = [b, head_k, first_key, tile.d]
             full = shared.k_full.index(stage)
-            _load(k, k_rest, at, at_rest, full, shared.k, shared.k_rest, stage, tile)
+            _load(k, k_high, at, at_high, full, shared.k, shared.k_high, stage, tile)
             if index == 0:
                 for group in gl.static_range(1, GROUPS):
-                    _load_queries(q, q_rest, shared, rows, b, number, turn, group, tile)
+                    _load_queries(q, q_high, shared, rows, b, number, visit, group, tile)
             mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)
             mbarrier.expect(shared.v_full.index(stage), v.block_type.nbytes)
             tma_load(
@@ -64,38 +64,38 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
         if tile.dynamic and not tile.next_early:
             following = gl.atomic_add(counter, 1) + grid
         number = following
-        turn += 1
+        visit += 1
     if tile.dynamic:
         # A launch adds once a tile, so this number comes from its last add.
         if number == work.num_tiles + grid - 1:
             gl.atomic_xchg(counter, 0)
         for group in gl.static_range(GROUPS):
-            mbarrier.wait(shared.q_empty.index(group), (turn & 1) ^ 1)
+            mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)
             _announce(shared, group, work.num_tiles)
             mbarrier.arrive(shared.q_full.index(group), count=1)
 
 
 @gluon.jit
 def _load_queries(
-    q, q_rest, shared, rows, b, number, turn, group: gl.constexpr, tile: gl.constexpr
+    q, q_high, shared, rows, b, number, visit, group: gl.constexpr, tile: gl.constexpr
 ):
     """Load the 64 rows of one warpgroup; the number of their tile travels with them."""
-    mbarrier.wait(shared.q_empty.index(group), (turn & 1) ^ 1)
+    mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)
     if tile.dynamic:
         _announce(shared, group, number)
     row = rows.first_q + rows.first_row + group * 64
     at = [b, rows.h, row, 0]
-    at_rest = [b, rows.h, row, tile.d]
+    at_high = [b, rows.h, row, tile.d]
     full = shared.q_full.index(group)
-    _load(q, q_rest, at, at_rest, full, shared.q, shared.q_rest, group, tile)
+    _load(q, q_high, at, at_high, full, shared.q, shared.q_high, group, tile)
 
 
 @gluon.jit
-def _load(tiles, rests, at, at_rest, full, memory, rest_memory, index, tile: gl.constexpr):
+def _load(tiles, rests, at, at_high, full, memory, high_memory, index, tile: gl.constexpr):
     """Load a tile and, where it has one, its rest; `full` opens when both are there."""
-    if tile.d_rest > 0:
+    if tile.d_high > 0:
         mbarrier.expect(full, tiles.block_type.nbytes + rests.block_type.nbytes)
-        tma_load(rests, at_rest, full, rest_memory.index(index))
+        tma_load(rests, at_high, full, high_memory.index(index))
     else:
         mbarrier.expect(full, tiles.block_type.nbytes)
     tma_load(tiles, at, full, memory.index(index))

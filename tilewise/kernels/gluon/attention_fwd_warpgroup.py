@@ -44,7 +44,7 @@ from tilewise.kernels.gluon._warpgroup import (
 from tilewise.kernels.gluon.attention_fwd_block import Task, gather, probabilities
 from tilewise.kernels.gluon.attention_fwd_store import store_rows
 
-TURN_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton leaves alone
+SCHEDULER_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton leaves alone
 
 
 class State(NamedTuple):
@@ -64,26 +64,26 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
     """
     _, work, mask, _, _, shared = given
     number = gl.program_id(0)
-    turn = number * 0
+    visit = number * 0
     step = number * 0
     if tile.ping_pong and tile.warpgroups == GROUP + 1:  # the first turn is the first warpgroup's
-        named_barrier("arrive", TURN_BARRIER, 256, 4)
+        named_barrier("arrive", SCHEDULER_BARRIER, 256, 4)
     while number < work.num_tiles:
         rows = rows_of_tile(number, work, tile, variant)
         walk = walk_of(rows, work, mask, tile, variant)
         if variant.short and GROUP > 0:
             if rows.first_row + GROUP * 64 < rows.length_q:
-                _compute_tile(given, rows, walk, turn, step, tile, variant, GROUP)
+                _compute_tile(given, rows, walk, visit, step, tile, variant, GROUP)
             else:
-                mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
+                mbarrier.wait(shared.q_full.index(GROUP), visit & 1)
                 mbarrier.arrive(shared.q_empty.index(GROUP), count=1)
                 _pass_by(shared, step, walk.steps, tile, GROUP)
         else:
-            _compute_tile(given, rows, walk, turn, step, tile, variant, GROUP)
+            _compute_tile(given, rows, walk, visit, step, tile, variant, GROUP)
         step += walk.steps
-        turn += 1
+        visit += 1
         if tile.dynamic:
-            mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
+            mbarrier.wait(shared.q_full.index(GROUP), visit & 1)
             lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
             number = gl.max(shared.number.index(GROUP).load(lane), 0)
         else:
@@ -93,9 +93,9 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
 
 @gluon.jit
 def _compute_tile(
-    given, rows, walk, turn, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr
+    given, rows, walk, visit, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Compute 64 rows of the CTA's tile number `turn`; `step`: their walk's place in the rings."""
+    """Compute 64 rows of the CTA's tile number `visit`; `step`: their walk's place in the rings."""
     output, work, mask, extras, factor, shared = given
     ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(tile.keys))
     head = head_of(rows, rows.first_row + GROUP * 64, work, extras, ROWS, variant)
@@ -103,7 +103,7 @@ def _compute_tile(
     if variant.dropout:
         number_of_head = rows.b * work.num_q_heads + rows.h
         draw = draw_of(output.philox, output.drop_limit, number_of_head)
-    mbarrier.wait(shared.q_full.index(GROUP), turn & 1)
+    mbarrier.wait(shared.q_full.index(GROUP), visit & 1)
     task = Task(walk, head, mask, extras, draw, factor, shared)
     passed = 0
     if _hides_whole_blocks(tile, variant):
@@ -127,8 +127,8 @@ def _pass_by(shared, step, count, tile: gl.constexpr, GROUP: gl.constexpr):
         stage = (step + index) % tile.stages
         phase = ((step + index) // tile.stages) & 1
         if tile.ping_pong:
-            named_barrier("sync", TURN_BARRIER + GROUP, 256, 4)
-        _end_turn(tile, GROUP)
+            named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)
+        _arrive_scheduler(tile, GROUP)
         mbarrier.wait(shared.k_full.index(stage), phase)
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
         mbarrier.wait(shared.v_full.index(stage), phase)
@@ -160,7 +160,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     stage = at % tile.stages
     mbarrier.wait(shared.k_full.index(stage), (at // tile.stages) & 1)
     s = _begin_scores(q, shared, stage, tile, GROUP)
-    _end_turn(tile, GROUP)
+    _arrive_scheduler(tile, GROUP)
     block = gather(task, first, tile, variant, BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(shared.k_empty.index(stage), count=1)
@@ -217,7 +217,7 @@ def _step(
     p_before = unpack(state.p, shared.v.dtype, operand_layout(tile.dv))
     v = shared.v.index(before).reshape([tile.keys, tile.dv])
     acc = warpgroup_mma(p_before, v, state.acc, is_async=True)
-    _end_turn(tile, GROUP)
+    _arrive_scheduler(tile, GROUP)
     block = gather(task, index, tile, variant, BITS)
     s = warpgroup_mma_wait(1, deps=(s,))
     if not tile.release_together:
@@ -239,19 +239,19 @@ def _step(
 def _begin_scores(q, shared, stage, tile: gl.constexpr, GROUP: gl.constexpr):
     """Issue q k^T, when it is this warpgroup's turn."""
     if tile.ping_pong:
-        named_barrier("sync", TURN_BARRIER + GROUP, 256, 4)
+        named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)
     KEYS: gl.constexpr = tile.keys
     zero = gl.zeros([64, KEYS], gl.float32, sum_layout(KEYS))
     k = shared.k.index(stage).reshape([KEYS, tile.d]).permute((1, 0))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    if tile.d_rest > 0:
-        q_rest = shared.q_rest.index(GROUP).reshape([64, tile.d_rest])
-        k_rest = shared.k_rest.index(stage).reshape([KEYS, tile.d_rest]).permute((1, 0))
-        s = warpgroup_mma(q_rest, k_rest, s, is_async=True)
+    if tile.d_high > 0:
+        q_high = shared.q_high.index(GROUP).reshape([64, tile.d_high])
+        k_high = shared.k_high.index(stage).reshape([KEYS, tile.d_high]).permute((1, 0))
+        s = warpgroup_mma(q_high, k_high, s, is_async=True)
     return s
 
 
 @gluon.jit
-def _end_turn(tile: gl.constexpr, GROUP: gl.constexpr):
+def _arrive_scheduler(tile: gl.constexpr, GROUP: gl.constexpr):
     if tile.ping_pong:
-        named_barrier("arrive", TURN_BARRIER + (GROUP + 1) % tile.warpgroups, 256, 4)
+        named_barrier("arrive", SCHEDULER_BARRIER + (GROUP + 1) % tile.warpgroups, 256, 4)

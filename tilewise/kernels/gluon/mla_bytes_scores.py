@@ -73,30 +73,30 @@ def score_items(queries, step, share, output, factor, shared, variant: gl.conste
     sequence = share.sequence
     start = share.start
     at = share.first * 0  # tiles so far: the place in the rings
-    turn = at  # items so far
+    visit = at  # items so far
     while tile < share.last:
         item = item_of(step, share, tile, sequence, start, variant.rows)
         if (item.tiles > 0) & (item.rows > 0):
-            _score_item(item, at, turn, queries, step, share, output, factor, shared, variant)
+            _score_item(item, at, visit, queries, step, share, output, factor, shared, variant)
             at += item.tiles
-            turn += 1
+            visit += 1
         tile += item.tiles
         start += item.all_tiles
         sequence += 1
-    wait_slot(turn, shared)
-    write(shared, turn % 2, ITEM_TILES, at * 0)
-    mbarrier.arrive(shared.item_full.index(turn % 2), count=1)
+    wait_slot(visit, shared)
+    write(shared, visit % 2, ITEM_TILES, at * 0)
+    mbarrier.arrive(shared.item_full.index(visit % 2), count=1)
 
 
 @gluon.jit
 def _score_item(
-    item, at, turn, queries, step, share, output, factor, shared, variant: gl.constexpr
+    item, at, visit, queries, step, share, output, factor, shared, variant: gl.constexpr
 ):  # fmt: skip
     """Bring q, then score tile after tile."""
     ROWS: gl.constexpr = variant.rows
     S: gl.constexpr = sum_layout(ROWS)
-    slot = turn % 2
-    wait_slot(turn, shared)
+    slot = visit % 2
+    wait_slot(visit, shared)
     write(shared, slot, ITEM_TILES, item.tiles)
     write(shared, slot, ROW, item.first_row)
     write(shared, slot, COUNT, item.rows)

@@ -38,7 +38,7 @@ def add_items(output, shared, variant: gl.constexpr, SIDE: gl.constexpr):
     ROWS: gl.constexpr = variant.rows
     SUM: gl.constexpr = sum_layout(ROWS)
     at = gl.program_id(0) * 0  # tiles so far: the place in the rings
-    turn = at  # items so far
+    visit = at  # items so far
     mbarrier.wait(shared.item_full.index(0), 0)
     tiles = read(shared, 0, ITEM_TILES)
     while tiles > 0:
@@ -47,8 +47,8 @@ def add_items(output, shared, variant: gl.constexpr, SIDE: gl.constexpr):
         for _ in range(tiles):
             o, o_next = _add_tile(o, o_next, at, shared, variant, SIDE)
             at += 1
-        slot = turn % 2
-        mbarrier.wait(shared.scale_full.index(slot), turn // 2 & 1)
+        slot = visit % 2
+        mbarrier.wait(shared.scale_full.index(slot), visit // 2 & 1)
         scale = shared.scale.index(slot).load(gl.SliceLayout(0, SUM))
         part = read(shared, slot, PART)
         row = read(shared, slot, ROW)
@@ -57,9 +57,9 @@ def add_items(output, shared, variant: gl.constexpr, SIDE: gl.constexpr):
         scale = gl.expand_dims(scale, 0)
         _store(o * scale, part, row, rows, output, 2 * SIDE * WIDTH)
         _store(o_next * scale, part, row, rows, output, (2 * SIDE + 1) * WIDTH)
-        turn += 1
-        mbarrier.wait(shared.item_full.index(turn % 2), turn // 2 & 1)
-        tiles = read(shared, turn % 2, ITEM_TILES)
+        visit += 1
+        mbarrier.wait(shared.item_full.index(visit % 2), visit // 2 & 1)
+        tiles = read(shared, visit % 2, ITEM_TILES)
 
 
 @gluon.jit

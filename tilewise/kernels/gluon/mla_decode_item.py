@@ -55,6 +55,6 @@ def read(shared, slot, field: gl.constexpr):
 
 
 @gluon.jit
-def wait_slot(turn, shared):
+def wait_slot(visit, shared):
     """Wait until what was told of the item before the last has been read."""
-    mbarrier.wait(shared.item_empty.index(turn % 2), (turn // 2 & 1) ^ 1)
+    mbarrier.wait(shared.item_empty.index(visit % 2), (visit // 2 & 1) ^ 1)

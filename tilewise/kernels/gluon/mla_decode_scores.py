@@ -48,31 +48,31 @@ def score_items(loads, step, share, output, factor, shared, variant: gl.constexp
     sequence = share.sequence
     start = share.start
     at = share.first * 0  # tiles so far: the place in the ring
-    turn = at  # items so far
+    visit = at  # items so far
     while tile < share.last:
         item = item_of(step, share, tile, sequence, start, ROWS)
         if (item.tiles > 0) & (item.rows > 0):
-            _score_item(item, at, turn, loads, step, share, output, factor, shared, variant)
+            _score_item(item, at, visit, loads, step, share, output, factor, shared, variant)
             at += item.tiles
-            turn += 1
+            visit += 1
         tile += item.tiles
         start += item.all_tiles
         sequence += 1
-    wait_slot(turn, shared)
-    write(shared, turn % 2, TILES, at * 0)
-    mbarrier.arrive(shared.item_full.index(turn % 2), count=1)
+    wait_slot(visit, shared)
+    write(shared, visit % 2, TILES, at * 0)
+    mbarrier.arrive(shared.item_full.index(visit % 2), count=1)
 
 
 @gluon.jit
-def _score_item(item, at, turn, loads, step, share, output, factor, shared, variant: gl.constexpr):
+def _score_item(item, at, visit, loads, step, share, output, factor, shared, variant: gl.constexpr):
     """Load q and the first tiles, then score tile after tile."""
     S: gl.constexpr = sum_layout(KEYS)
-    slot = turn % 2
-    wait_slot(turn, shared)
+    slot = visit % 2
+    wait_slot(visit, shared)
     part = item.number * step.row_tiles + share.row_tile
     tell(shared, slot, item, gl.where(item.parts == 1, -1, part))
     mbarrier.arrive(shared.item_full.index(slot), count=1)
-    q_left, q_middle = _begin(item, at, turn, loads, step, shared, variant)
+    q_left, q_middle = _begin(item, at, visit, loads, step, shared, variant)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     l = partial_sums(gl.zeros([ROWS, KEYS], gl.float32, S))
     s = _issue(q_left, q_middle, at, shared)
@@ -99,7 +99,7 @@ def _score_item(item, at, turn, loads, step, share, output, factor, shared, vari
 
 
 @gluon.jit
-def _begin(item, at, turn, loads, step, shared, variant: gl.constexpr):
+def _begin(item, at, visit, loads, step, shared, variant: gl.constexpr):
     """Start to load three tiles; return q, which goes through the stage of the third first."""
     stage = (at + 2) % 3
     full = shared.q_full.index(0)
@@ -116,7 +116,7 @@ def _begin(item, at, turn, loads, step, shared, variant: gl.constexpr):
             place = _place_of(item, index, step, variant)
             full_tail = shared.tail_full.index(tail)
             load_part(loads.middle, place, TAIL, full_tail, shared.tail.index(tail), variant)
-    mbarrier.wait(full, turn & 1)
+    mbarrier.wait(full, visit & 1)
     OPERAND: gl.constexpr = operand_layout(KEYS)
     q_left = shared.left.index(stage).reshape([ROWS, 256]).load(OPERAND)
     q_middle = shared.middle.index(stage).reshape([ROWS, 128]).load(OPERAND)

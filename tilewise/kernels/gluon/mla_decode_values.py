@@ -44,15 +44,15 @@ from tilewise.kernels.gluon.mla_decode_tiles import (
 def add_items(loads, step, output, shared, variant: gl.constexpr, SIDE: gl.constexpr):
     """Sum up one half of o of all items that the logits announce; SIDE: 0 is left, 1 is right."""
     at = gl.program_id(0) * 0  # tiles so far: the place in the ring
-    turn = at  # items so far
+    visit = at  # items so far
     mbarrier.wait(shared.item_full.index(0), 0)
     tiles = read(shared, 0, TILES)
     while tiles > 0:
-        _add_item(tiles, at, turn % 2, turn // 2 & 1, loads, step, output, shared, variant, SIDE)
+        _add_item(tiles, at, visit % 2, visit // 2 & 1, loads, step, output, shared, variant, SIDE)
         at += tiles
-        turn += 1
-        mbarrier.wait(shared.item_full.index(turn % 2), turn // 2 & 1)
-        tiles = read(shared, turn % 2, TILES)
+        visit += 1
+        mbarrier.wait(shared.item_full.index(visit % 2), visit // 2 & 1)
+        tiles = read(shared, visit % 2, TILES)
 
 
 @gluon.jit

@@ -144,8 +144,6 @@ def launch_bwd(
     sinks: Tensor | None = None,
     philox: Tensor | None = None,
     mask: MaskTensors | None = None,
-    tile_dkdv: TileConfig | None = None,
-    tile_dq: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Run the backward pass; bitwise reproducible.
 
@@ -153,7 +151,6 @@ def launch_bwd(
         do: gradient of o, any strides.
         dlse: gradient of lse, None for zero.
         o, lse: what `launch_fwd` returned.
-        tile_dkdv, tile_dq: override the tables, for tuning.
 
     Returns:
         dq, dk, dv like q, k, v; dbias like bias where spec.needs_dbias, else None; dsinks (Hq,)
@@ -166,8 +163,8 @@ def launch_bwd(
         "extras": extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox),
     }
     lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
-    dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, tile=tile_dkdv, **given)
-    dq = launch_dq(do, q, k, v, lse_log2, delta, spec, tile=tile_dq, **given)
+    dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, **given)
+    dq = launch_dq(do, q, k, v, lse_log2, delta, spec, **given)
     dbias = None
     if bias is not None and spec.needs_dbias:
         dbias = launch_dbias(do, q, k, v, lse_log2, delta, bias, spec, **given)

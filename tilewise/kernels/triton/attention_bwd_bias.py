@@ -16,16 +16,18 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton._dropout import draw_of_head, kept
-from tilewise.kernels.triton._mask import kind_of_tile
-from tilewise.kernels.triton._pairs import products, score_pairs
+from tilewise.kernels.triton._mask import kind_of_tile, visible_bits
 from tilewise.kernels.triton._tile import (
     Scores,
     bias_of_head,
     head_base,
     keys_of_rows,
+    load_bias,
+    logits_log2,
     sequence,
     slope_of_head,
     span_of_tile,
+    visible,
 )
 
 
@@ -93,15 +95,15 @@ def attention_bwd_bias_kernel(
                 cols = col + tl.arange(0, TILE_N)
                 kind = kind_of_tile(extras, b, h, row, col, variant)
                 if kind >= -1:
-                    qk = products(
+                    qk = _products(
                         q_base, k_base, q_step, k_step, rows, cols, length_q, length_k,
                         dims.d + dims.rest, CHUNK,
                     )  # fmt: skip
-                    dp = products(
+                    dp = _products(
                         do_base, v_base, do_step, v_step, rows, cols, length_q, length_k, dims.dv,
                         CHUNK,
                     )  # fmt: skip
-                    s, _capped, seen = score_pairs(
+                    s, seen = _score_pairs(
                         qk, row, col, length_q, length_k, key_begin, key_end, kind, scores, extras,
                         variant,
                     )  # fmt: skip
@@ -122,3 +124,55 @@ def attention_bwd_bias_kernel(
     at = dbias_ptr + offset + rows.to(tl.int64)[:, None] * num_keys + cols[None, :]
     stored = (rows < num_rows)[:, None] & (cols < num_keys)[None, :]
     tl.store(at, total.to(dbias_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _load_chunk(base, row_step, rows, length, first, width, CHUNK: tl.constexpr):
+    """Load CHUNK channels from `first` of rows; zero past `length` and `width`."""
+    channels = first + tl.arange(0, CHUNK)
+    ptrs = base + (rows.to(tl.int64) * row_step)[:, None] + channels[None, :]
+    inside = (rows < length)[:, None] & (channels < width)[None, :]
+    return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def _products(
+    a_base, b_base, a_step, b_step, rows_a, rows_b, length_a, length_b, width,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return the products of two tiles of rows, summed over their channels; steps in elements."""
+    product = tl.zeros([rows_a.shape[0], rows_b.shape[0]], tl.float32)
+    for first in range(0, width, CHUNK):
+        a = _load_chunk(a_base, a_step, rows_a, length_a, first, width, CHUNK)
+        b = _load_chunk(b_base, b_step, rows_b, length_b, first, width, CHUNK)
+        product = tl.dot(a, tl.trans(b), product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _score_pairs(
+    qk, row, col, length_q, length_k, key_begin, key_end, kind, scores, extras,
+    variant: tl.constexpr,
+):  # fmt: skip
+    """Return (logits in base 2, which pairs see one another) of a tile of products.
+
+    row, col: the first ones; key_begin, key_end: of each row, see `_tile.keys_of_rows`; kind: of
+    the mask tile, see `_mask.kind_of_tile`.
+    """
+    rows = row + tl.arange(0, qk.shape[0])
+    cols = col + tl.arange(0, qk.shape[1])
+    distance = (rows + (length_k - length_q))[:, None] - cols[None, :]
+    bias = None
+    if variant.bias:
+        last = tl.minimum(rows, length_q - 1)
+        bias = load_bias(scores, last, cols, cols < length_k, variant, False, True)
+    s, _ = logits_log2(qk, distance, bias, scores, variant)
+    seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
+    seen = seen & (rows < length_q)[:, None]
+    if variant.mask_q > 0:
+        allowed = visible_bits(
+            extras.mask_bits, tl.maximum(kind, 0), row % variant.mask_q, col % variant.mask_k,
+            variant, qk.shape[0], qk.shape[1], False,
+        )  # fmt: skip
+        seen = seen & (allowed | (kind < 0))
+    return s, seen

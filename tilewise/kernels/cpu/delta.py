@@ -1,6 +1,6 @@
 """What the backward pass subtracts from the gradients of a row's probabilities.
 
-What      shifts = rowsum(do * o) - dlse, laid out like lse.
+What      delta = rowsum(do * o) - dlse, laid out like lse.
 Grid      one task per `rows_per_task` queries of a sequence, taken from a counter.
 One task  a dot product of two rows in memory for each query and head.
 Traffic   do and o once.
@@ -15,8 +15,8 @@ from tilewise.kernels.cpu.threads import inner, kernel, next_task
 
 
 @inner
-def shift_rows(sizes, grads, like, starts, shifts, task):
-    """The rows of one task: shifts, where dlse is, become rowsum(do * o) - dlse."""
+def delta_of_rows(sizes, grads, like, starts, delta, task):
+    """The rows of one task: delta, where dlse is, become rowsum(do * o) - dlse."""
     sequence, rows = 0, grads.rows_per_task
     while task >= (starts[sequence, Q_LEN] + rows - 1) // rows:
         task -= (starts[sequence, Q_LEN] + rows - 1) // rows
@@ -26,14 +26,14 @@ def shift_rows(sizes, grads, like, starts, shifts, task):
             at = starts[sequence, LSE] + head * sizes.lse_head + query
             do = starts[sequence, DO] + query * grads.do_row + head * grads.do_head
             o = starts[sequence, O] + query * sizes.o_row + head * sizes.o_head
-            shifts[at] = dot_rows(like, sizes.q_code, do, o, sizes.v_head_dim) - shifts[at]
+            delta[at] = dot_rows(like, sizes.q_code, do, o, sizes.v_head_dim) - delta[at]
 
 
 @kernel
-def row_shifts(sizes, grads, arrays, shifts, counter, num_tasks):
-    """Take tasks until none is left; see `shift_rows`. Arguments are parts of a `Problem`."""
+def delta_kernel(sizes, grads, arrays, delta, counter, num_tasks):
+    """Take tasks until none is left; see `delta_of_rows`. Arguments are parts of a `Problem`."""
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             return
-        shift_rows(sizes, grads, arrays.like, arrays.starts, shifts, task)
+        delta_of_rows(sizes, grads, arrays.like, arrays.starts, delta, task)
