@@ -22,9 +22,9 @@ check: $(VENV)/.installed-test ## format, lint and types
 mutants: $(VENV)/.installed-test ## plant the known mistakes one by one: every one must be seen
 	$(BIN)/python -m tests.mutants
 	$(BIN)/python -m pytest -q -n 2 -m 'slow or not slow' -k 'mistake' \
-	  tests/kernels/test_gluon_mutations.py tests/kernels/test_gluon_schedules.py \
-	  tests/kernels/test_gluon_fp8_emulated.py tests/kernels/test_gluon_mla.py \
-	  tests/kernels/test_gluon_mla_bytes.py tests/kernels/test_gluon_emulator.py
+	  tests/kernels/gluon/test_mutations.py tests/kernels/gluon/test_schedules.py \
+	  tests/kernels/gluon/test_fp8_emulated.py tests/kernels/gluon/test_mla.py \
+	  tests/kernels/gluon/test_mla_bytes.py tests/kernels/gluon/test_emulator.py
 
 compile-matrix: $(VENV)/.installed-test ## compile every kernel with every supported Triton, without a GPU
 	for version in $(TRITONS); do \

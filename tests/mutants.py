@@ -48,8 +48,11 @@ class Mutant:
 
 
 _ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
-_PLAIN, _ARGUMENTS = "tilewise/ops/_attention_plain.py", "tilewise/ops/_attention_args.py"
-_TEST_PLAIN, _TEST_ATTENTION = "tests/ops/test_attention_plain.py", "tests/ops/test_attention.py"
+_PLAIN, _ARGUMENTS = "tilewise/ops/attention/plain.py", "tilewise/ops/attention/arguments.py"
+_TEST_PLAIN, _TEST_ATTENTION = (
+    "tests/ops/attention/test_plain.py",
+    "tests/ops/attention/test_api.py",
+)
 
 MUTANTS = {
     # The block allocator and the prefix cache.
@@ -96,12 +99,12 @@ MUTANTS = {
     ),
     # A kernel of the CPU.
     "delta_with_the_gradient_of_lse_added": Mutant(
-        "tilewise/kernels/cpu/delta.py", "sizes.v_head_dim) - delta[at]",
-        "sizes.v_head_dim) + delta[at]", ("tests/kernels/test_cpu_blocks.py", "-k", "delta"),
+        "tilewise/kernels/cpu/attention/delta.py", "sizes.v_head_dim) - delta[at]",
+        "sizes.v_head_dim) + delta[at]", ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
     ),
     "delta_of_another_head": Mutant(
-        "tilewise/kernels/cpu/delta.py", "query * sizes.o_row + head * sizes.o_head",
-        "query * sizes.o_row", ("tests/kernels/test_cpu_blocks.py", "-k", "delta"),
+        "tilewise/kernels/cpu/attention/delta.py", "query * sizes.o_row + head * sizes.o_head",
+        "query * sizes.o_row", ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
     ),
 }  # fmt: skip
 

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tilewise.kernels.attention_tiles import Part, candidates
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
-from tilewise.kernels.tiles import TileConfig
+from tilewise.kernels.tiles.attention import Part, candidates
+from tilewise.kernels.tiles.paged import TileConfig
 
 ARCHITECTURES = (80, 90, 100)
 _PARTS: tuple[Part, ...] = ("fwd", "dkdv", "dq")
@@ -102,9 +102,9 @@ def launch_attention(
     spec: AttentionSpec, part: Part | Literal["dbias"], tile: TileConfig | None = None
 ) -> None:
     """Call the launcher of one part of an attention call; "rows" are part of "dkdv"."""
-    from tilewise.kernels.triton import attention
-    from tilewise.kernels.triton._geometry import extras_of
-    from tilewise.kernels.triton._tile import Sequences
+    from tilewise.kernels.triton.attention import launch as attention
+    from tilewise.kernels.triton.attention.geometry import extras_of
+    from tilewise.kernels.triton.attention.tile import Sequences
 
     def tensor(heads: int, width: int, seqlen: int) -> Tensor:
         rows = (spec.batch * seqlen,) if spec.is_varlen else (spec.batch, seqlen)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ops.test_paged import BACKENDS
+from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.errors import UnsupportedError
-from tilewise.kernels import linear_tiles
-from tilewise.kernels.linear_tiles import LinearTile
+from tilewise.kernels.tiles import linear as linear_tiles
+from tilewise.kernels.tiles.linear import LinearTile
 from tilewise.nn.layers import project
 from tilewise.testing import assert_within_budget
 
@@ -42,7 +42,7 @@ def _problem(rows, channels, outputs, dtype, place):
 def test_every_tile_keeps_the_budget(
     tile, rows, channels, outputs, has_bias, dtype, backend, place
 ):
-    from tilewise.kernels.triton import linear
+    from tilewise.kernels.triton.step import linear
 
     x, weight, bias = _problem(rows, channels, outputs, dtype, place)
     given = bias if has_bias else None

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tilewise.ops._reference.linear import launch, why_not
+from tilewise.ops.reference.linear import launch, why_not
 
 __all__ = ["launch", "why_not"]

@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 class Tables(NamedTuple):
     """Arrays that stay: cosines and sines of all positions, flat; weights of the norms of heads,
-    two rows a layer, q's and k's; slopes and sinks of `decode.py`, none."""
+    two rows a layer, q's and k's; slopes and sinks of `paged/decode.py`, none."""
 
     cos: np.ndarray
     sin: np.ndarray
@@ -75,7 +75,7 @@ class Tables(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What `decode.py` writes to: partial results, counters of a layer's splits, lse."""
+    """What `paged/decode.py` writes to: partial results, counters of a layer's splits, lse."""
 
     sums: np.ndarray
     tops: np.ndarray

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu import threads
-from tilewise.kernels.cpu.decode import SPLIT, chunk_of
-from tilewise.kernels.cpu.decode_launch import CACHE_LIKE, key_bytes, takes_integers
-from tilewise.kernels.cpu.paged_attention import CODES
-from tilewise.kernels.cpu.problem import packed_type
-from tilewise.kernels.cpu.rows import DTYPE_CODES
-from tilewise.kernels.cpu.simd import HAS_BF16_DOT
+from tilewise.kernels.cpu.attention.problem import packed_type
+from tilewise.kernels.cpu.machine import threads
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
+from tilewise.kernels.cpu.machine.simd import HAS_BF16_DOT
+from tilewise.kernels.cpu.paged.decode import SPLIT, chunk_of
+from tilewise.kernels.cpu.paged.decode_launch import CACHE_LIKE, key_bytes, takes_integers
+from tilewise.kernels.cpu.paged.launch import CODES
 from tilewise.kernels.cpu.step.codes import (
     ATTEND,
     BIAS,

@@ -3,10 +3,10 @@
 What      rows of an int64 array say what to do: embed, normalise, multiply by weights, rotate and
           write to the cache, attend, each from buffer to buffer; see `program.py`, which makes it.
 Grid      every thread walks the whole list; the tasks of an operation are shared, see `meeting.py`.
-One task  some rows, or some weights for up to some hundred rows, or a task of `decode.py`.
+One task  some rows, or some weights for up to some hundred rows, or a task of `paged/decode.py`.
 Traffic   that of the operations; between two of them nothing but two atomic counters.
-Numerics  those of `layers.py`, `rope_write.py` and `decode.py`. How tasks are cut depends on the
-          number of threads, what each element is computed from does not.
+Numerics  those of `layers.py`, `paged/rope_write.py` and `paged/decode.py`. How tasks are cut
+          depends on the number of threads, what each element is computed from does not.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from tilewise.kernels.cpu import amx
-from tilewise.kernels.cpu.decode import decode_attention, place_sequences, plan_decode
-from tilewise.kernels.cpu.decode_tiles import decode_tiles, heads_of_task
-from tilewise.kernels.cpu.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
-from tilewise.kernels.cpu.quantise import INT8
-from tilewise.kernels.cpu.rope_write import Rows, move_heads
-from tilewise.kernels.cpu.rows import F32
+from tilewise.kernels.cpu.attention.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
+from tilewise.kernels.cpu.machine import amx
+from tilewise.kernels.cpu.machine.rows import F32
+from tilewise.kernels.cpu.machine.threads import inner, keep_alive, kernel, scratch
+from tilewise.kernels.cpu.paged.decode import decode_attention, place_sequences, plan_decode
+from tilewise.kernels.cpu.paged.decode_tiles import decode_tiles, heads_of_task
+from tilewise.kernels.cpu.paged.quantise import INT8
+from tilewise.kernels.cpu.paged.rope_write import Rows, move_heads
 from tilewise.kernels.cpu.step.codes import (
     ATTEND,
     BIAS,
@@ -58,7 +59,6 @@ from tilewise.kernels.cpu.step.layers import (
 from tilewise.kernels.cpu.step.meeting import LINE, add_at, read_at, wait_until_zero, write_at
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
-from tilewise.kernels.cpu.threads import inner, keep_alive, kernel, scratch
 
 # Rows that meet a block of weights before the next: what fits half of an L2 cache of 2 MiB.
 CHUNK_BYTES = 1 << 20
@@ -109,7 +109,7 @@ def _rotate(op, eps, shape, tables, batch, token, row):
 
 @inner
 def _attend(op, scale, shape, tables, batch, work, likes, num_threads, starts, splits, counter):
-    """Attend from every sequence's one row, as `paged_attention.py` would."""
+    """Attend from every sequence's one row, as `paged/launch.py` would."""
     size = 2 if shape.code != F32 else 4
     head, group = shape.head_dim * size, shape.num_q_heads // shape.num_kv_heads
     num_sequences = len(starts)
