@@ -177,8 +177,9 @@ def test_on_a_gpu(dtype):
         for i in range(len(words))
     ]  # fmt: skip
 
-    def on_gpu(**settings):
-        return LLM("story", dtype=dtype, device="cuda", batch_invariant=True, **settings)
+    def on_gpu(num_blocks=2000, **settings):  # several share the memory
+        settings |= {"num_blocks": num_blocks, "batch_invariant": True}
+        return LLM("story", dtype=dtype, device="cuda", **settings)
 
     roomy = on_gpu(enable_prefix_caching=False)
     asked = Asked(words, params)
