@@ -7,6 +7,7 @@ import torch
 
 from tilewise import ops
 from tilewise.errors import UnsupportedError
+from tilewise.ops.latent import expanded as expanded_latents
 from tilewise.ops.latent.expanded import CHUNK_TOKENS
 from tilewise.reference import mla as oracle
 from tilewise.testing import assert_within_budget, make_paged_cache
@@ -99,13 +100,13 @@ def test_prefill_keeps_the_budget_through_many_merges():
 def test_prefill_never_expands_more_than_a_chunk(monkeypatch):
     q, cache, w_uk, w_uv, metadata, longest = step("chunks_beside_decode")
     expanded = []
-    original = ops.mla_expanded._expand
+    original = expanded_latents._expand
 
     def spy(latent, *rest):
         expanded.append(latent.shape[0])
         return original(latent, *rest)
 
-    monkeypatch.setattr(ops.mla_expanded, "_expand", spy)
+    monkeypatch.setattr(expanded_latents, "_expand", spy)
     ops.mla_prefill(q, cache, w_uk, w_uv, **metadata, max_seqlen_q=longest, chunk_tokens=30)
     assert expanded == [24, *[30] * 7]  # the new tokens, then ten of each sequence up to 63
     expanded.clear()
