@@ -745,10 +745,24 @@ async function follow() {
   }
 }
 
+// What happened before the page was opened, for the rates.
+const PAST = 8000; // events
+let isPastRead = false;
+async function readPast(next) {
+  if (isPastRead) return;
+  isPastRead = true;
+  const answer = await ask(`/v1/trace?since=${Math.max(0, next - PAST)}&limit=${PAST}`);
+  if (!answer.ok) return;
+  for (const event of (await answer.json()).data) if (event.number < next) liveRates.take(event);
+}
+
 function receive(kind, data) {
   if (kind === "picture") {
     livePool.load(data);
     clock = { time: data.time, at: performance.now() };
+    tiles();
+    lists();
+    readPast(data.next).catch(() => {}); // the rates then begin with now
     return;
   }
   for (const event of data) {
