@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tilewise.server import page
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_BYTES = 20_000_000
 
@@ -43,6 +45,7 @@ def test_it_holds_the_package_with_its_model_and_licence_and_no_tests(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "tilewise/cli.py" in names
     assert "tilewise/assets/story/model.safetensors" in names
+    assert {f"tilewise/server/page/{name}" for name in page.FILES} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [n for n in names if n.startswith(("tests/", "examples/", "docs/"))]
 

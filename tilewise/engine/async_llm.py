@@ -142,6 +142,10 @@ class AsyncLLM:
         """Return what the engine decided of late, see `Engine.trace`."""
         return self.llm.engine.trace(since)
 
+    def picture(self) -> dict[str, Any]:
+        """Return who holds which block now, see `Engine.picture`."""
+        return self.llm.engine.picture()
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing is forgotten, while requests hold some."""
         reset = self.llm.loop.post(lambda: self.llm.engine.scheduler.reset_prefix_cache())

@@ -17,6 +17,7 @@ from typing import Any
 
 from tilewise.engine.batch import Batch, TokenEvent
 from tilewise.engine.explanation import explain
+from tilewise.engine.insight import picture
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.runner import Runner, Samples, StepHandle
@@ -293,6 +294,11 @@ class Engine:
         """
         with self.lock:
             return self.scheduler.trace.since(since)
+
+    def picture(self) -> dict[str, Any]:
+        """Return who holds which block now, see `insight.picture`; any thread may ask."""
+        with self.lock:
+            return picture(self.scheduler)
 
     def _record(self, batch: Batch, seconds: float) -> None:
         decodes = all(len(s.token_ids) == 1 and s.num_generated > 0 for s in batch.sequences)

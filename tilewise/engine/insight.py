@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewise.engine.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from tilewise.engine.scheduler import Scheduler
 
-__all__ = ["check_integrity", "explain", "stats"]
+__all__ = ["check_integrity", "explain", "picture", "stats"]
 
 
 def stats(scheduler: Scheduler) -> SchedulerStats:
@@ -32,6 +32,55 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         swap_blocks_cold=swap.num_cold if swap else 0,
         num_recalled_tokens=swap.num_recalled * scheduler.limits.block_size if swap else 0,
     )
+
+
+def picture(scheduler: Scheduler) -> dict[str, Any]:
+    """Return who holds which block, as JSON, for whoever follows the trace from now on.
+
+    Returns:
+        next: number of the first event that it does not contain.
+        time: now, of the trace's clock.
+        num_blocks, block_size: of the pool.
+        counts: owners of each block that has one: [block, owners].
+        known: blocks that the prefix cache finds.
+        tables: of the sequences that hold blocks: seq_id, request_id, index, blocks.
+        waiting: [request_id, index] of the samples that wait, first in line first.
+        requests: of all these, what their event `arrive` had, and its time.
+    """
+    trace, pool = scheduler.trace, scheduler.tables.allocator
+    running, waiting = scheduler.roster.running, scheduler.roster.waiting
+    blocks = range(scheduler.limits.num_blocks)
+    requests = {seq.request.request_id: seq.request for seq in (*running, *waiting)}
+    accounts = {key: trace.account(key) for key in requests}
+    return {
+        "next": trace.num_noted,
+        "time": trace.clock(),
+        "num_blocks": scheduler.limits.num_blocks,
+        "block_size": scheduler.limits.block_size,
+        "counts": [[b, pool.ref_count(b)] for b in blocks if pool.ref_count(b)],
+        "known": [b for b in blocks if pool.is_cached(b)],
+        "tables": [
+            {
+                "seq_id": seq.seq_id,
+                "request_id": seq.request.request_id,
+                "index": seq.index,
+                "blocks": list(seq.block_ids),
+            }
+            for seq in running
+        ],
+        "waiting": [[seq.request.request_id, seq.index] for seq in waiting],
+        "requests": [
+            {
+                "request_id": key,
+                "user": request.user,
+                "num_tokens": len(request.prompt_token_ids),
+                "num_samples": request.sampling.n,
+                "time": account.arrived,
+            }
+            for key, request in requests.items()
+            if (account := accounts[key]) is not None
+        ],
+    }
 
 
 def explain(scheduler: Scheduler, request_id: str) -> str:

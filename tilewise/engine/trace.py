@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,6 +124,8 @@ class Trace:
         """Return the events from `number` on that are still known, as JSON objects."""
         first = self.num_noted - len(self._events)
         skip = max(0, number - first)
+        # From the end on: who follows asks often, for little, of a ring that holds much.
+        newest = list(islice(reversed(self._events), max(0, len(self._events) - skip)))
         return [
             {
                 "number": first + i,
@@ -130,8 +133,7 @@ class Trace:
                 "kind": event.kind,
                 **dict(zip(FIELDS[event.kind], event.values, strict=True)),
             }
-            for i, event in enumerate(self._events)
-            if i >= skip
+            for i, event in enumerate(reversed(newest), start=skip)
         ]
 
     def follow(self, before: Trace) -> None:

@@ -19,6 +19,7 @@ from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.keys import Caller, KeyRing, hash_of, read_keys
 from tilewise.server.limits import Queue, RequestLimits
+from tilewise.server.live import live_router
 from tilewise.server.messages import messages_router
 from tilewise.server.metrics import Metrics
 from tilewise.server.options import FLAGS, resolve
@@ -98,7 +99,12 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     server = Server(
         build_app(
             service,
-            [admin_router(service), messages_router(service), responses_router(service)],
+            [
+                admin_router(service),
+                live_router(service),
+                messages_router(service),
+                responses_router(service),
+            ],
         ),
         service.bridge,
         ServerOptions(shutdown_timeout_s=options["shutdown_timeout"], tls=tls),

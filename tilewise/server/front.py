@@ -1,7 +1,7 @@
 """What every request passes first: an id, a limit on its headers, and its key. Plain ASGI.
 
 With keys set every route but /health and /ready needs one; a route that is not there needs one,
-too, so that a client without a key does not learn which are.
+too, so that a client without a key does not learn which are. The 401 of `/` is a form for the key.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
+from tilewise.server import page
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
 
@@ -64,7 +65,10 @@ class Front:
                 )
             scope.setdefault("state", {})["caller"] = self._caller(scope["path"], headers)
         except ApiError as error:
-            answer = JSONResponse(error.body, error.status, error.headers)
+            answer: Response = JSONResponse(error.body, error.status, error.headers)
+            if error.status == 401 and scope["path"] == "/" and scope["method"] == "GET":
+                # A browser cannot send a key before it has a page that asks for it.
+                answer = Response(page.gate(), error.status, {**error.headers, **page.headers()})
             await answer(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)

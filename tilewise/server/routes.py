@@ -21,7 +21,7 @@ from tilewise.server.keys import Caller
 if TYPE_CHECKING:
     from tilewise.server.app import Service
 
-__all__ = ["admin_router"]
+__all__ = ["admin_only", "admin_router", "engine_method"]
 
 MOST_EVENTS = 10_000  # of one answer
 
@@ -41,21 +41,21 @@ def admin_router(service: Service) -> APIRouter:
 
     @router.post("/pause")
     async def pause(request: Request) -> Response:
-        _admin(request)
+        admin_only(request)
         bridge.is_paused = True
         await asyncio.to_thread(bridge.loop.pause)
         return JSONResponse({"paused": True})
 
     @router.post("/resume")
     async def resume(request: Request) -> Response:
-        _admin(request)
+        admin_only(request)
         await asyncio.to_thread(bridge.loop.resume)
         bridge.is_paused = False
         return JSONResponse({"paused": False})
 
     @router.post("/abort")
     async def abort(request: Request) -> Response:
-        _admin(request)
+        admin_only(request)
         body = await service.read(request, AbortRequest)
         if body.all == (body.request_ids is not None):
             raise ApiError(
@@ -71,8 +71,8 @@ def admin_router(service: Service) -> APIRouter:
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> Response:
-        _admin(request)
-        reset = _method(bridge.llm, "reset_prefix_cache")
+        admin_only(request)
+        reset = engine_method(bridge.llm, "reset_prefix_cache")
         if not await reset():
             raise ApiError(409, "the prefix cache must be held by no request to be reset")
         return JSONResponse({"reset": True})
@@ -84,7 +84,7 @@ def admin_router(service: Service) -> APIRouter:
         # Another key's request is not there, so that nothing tells that it is.
         if job is None or not (caller.admin or job.caller.name == caller.name):
             raise ApiError(404, f"request must be one that runs, got {request_id[:80]}")
-        explain = _method(bridge.llm, "explain")
+        explain = engine_method(bridge.llm, "explain")
         told = []
         for engine_id in job.engine_ids:
             try:
@@ -96,13 +96,13 @@ def admin_router(service: Service) -> APIRouter:
 
     @router.get("/v1/trace")
     async def trace(request: Request, since: int = 0, limit: int = 1000) -> Response:
-        _admin(request)
+        admin_only(request)
         if not 1 <= limit <= MOST_EVENTS:
             raise ApiError(
                 400, f"limit must be in 1 ... {MOST_EVENTS}, got {limit}", param="limit",
                 code="invalid_value",
             )  # fmt: skip
-        told = _method(bridge.llm, "trace")
+        told = engine_method(bridge.llm, "trace")
 
         def body() -> str:
             events = told(max(0, since))[:limit]
@@ -115,14 +115,19 @@ def admin_router(service: Service) -> APIRouter:
     return router
 
 
-def _admin(request: Request) -> Caller:
+def admin_only(request: Request) -> Caller:
+    """Return whose request it is, an administrator's.
+
+    Raises:
+        ApiError: 403.
+    """
     caller = caller_of(request.scope)
     if not caller.admin:
         raise ApiError(403, "the key must have admin = true for this", code="admin_key_needed")
     return caller
 
 
-def _method(engine: Any, name: str) -> Any:
+def engine_method(engine: Any, name: str) -> Any:
     """Return a method that not every engine has.
 
     Raises:

@@ -1,0 +1,59 @@
+"""The page at `/`: one document with its style and script inside, and nothing from elsewhere.
+
+The content security policy names the hashes of what is inside, so that no other script runs and no
+other address is asked. With keys set a browser, which sends none of its own, gets the gate: a form
+that asks for the key and fetches the page with it. The key is in the header alone, and kept for the
+tab (sessionStorage), never in an address.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
+
+__all__ = ["gate", "headers", "page"]
+
+FILES = ("index.html", "gate.html", "page.css", "page.js", "gate.js")
+
+
+@cache
+def _text(name: str) -> str:
+    return files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def page() -> bytes:
+    """Return the page."""
+    return _filled("index.html", "page.js")
+
+
+def gate() -> bytes:
+    """Return what asks for the key."""
+    return _filled("gate.html", "gate.js")
+
+
+@cache
+def headers() -> dict[str, str]:
+    """Return the headers of both: the page is written into the gate's document."""
+    scripts = " ".join(_hash(_text(name)) for name in ("page.js", "gate.js"))
+    policy = (
+        f"default-src 'none'; script-src {scripts}; style-src {_hash(_text('page.css'))}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": policy,
+        "cache-control": "no-store",
+        "referrer-policy": "no-referrer",
+    }
+
+
+@cache
+def _filled(document: str, script: str) -> bytes:
+    text = _text(document).replace("@STYLE@", _text("page.css"))
+    return text.replace("@SCRIPT@", _text(script)).encode()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
