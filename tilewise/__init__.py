@@ -18,6 +18,7 @@ from tilewise.errors import (
 )
 
 if TYPE_CHECKING:
+    from tilewise.engine.beams import BeamSearchParams
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "BlockMask",
     "BlockTransfer",
     "CacheFullError",
@@ -89,6 +91,7 @@ __all__ = [
 # name -> the module that defines it (PEP 562)
 _LAZY = {
     "LLM": "tilewise.engine.llm",
+    "BeamSearchParams": "tilewise.engine.beams",
     "BlockMask": "tilewise.masks",
     "BlockTransfer": "tilewise.ops",
     "Explanation": "tilewise.ops",

@@ -34,6 +34,7 @@ class ScheduledSequence(NamedTuple):
         num_generated: tokens that each sample has drawn before; the random counter.
         first_new_block: block_ids before this index are what the last batch with this sequence
             said; 0 for a sequence that came since, or came back.
+        is_chosen: the first token may be another than the runner has drawn for the sequence last.
     """
 
     seq_id: int
@@ -45,6 +46,7 @@ class ScheduledSequence(NamedTuple):
     seeds: tuple[int, ...] = ()
     num_generated: int = 0
     first_new_block: int = 0
+    is_chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.request import MOST_LOGPROBS
+from tilewise.engine.sampler import most_likely
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks, shared_prefixes
@@ -241,10 +242,14 @@ class DeviceRunner:
         index = torch.from_numpy(place)
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
-        found = ops.token_logprobs(
-            logits.index_select(0, index), tokens.index_select(0, index), most
-        )
-        return _Logprobs(asking, found)
+        logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
+        wanted = max(samplers[i].sampling.logprobs or 0 for i in asking)
+        if wanted <= MOST_LOGPROBS:
+            return _Logprobs(asking, ops.token_logprobs(logits, tokens, most))
+        logprobs = logits.log_softmax(dim=-1)  # of beams, of which there may be many
+        top, ids = most_likely(logprobs, min(wanted, logits.shape[1]))
+        own = logprobs.gather(-1, tokens[:, None])[:, 0]
+        return _Logprobs(asking, (own, ids.contiguous(), top.contiguous()))
 
     def _read(
         self, copies: list[tuple[Tensor, Tensor]], logprobs: _Logprobs | None

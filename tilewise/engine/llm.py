@@ -258,8 +258,11 @@ class LLM:
         The iterator raises what ends the request alone, see generate(), after the text before it.
         """
         [generation] = self._generations(prompt, sampling_params)
-        if generation.request.sampling.n != 1:
-            raise RequestError(f"n must be 1 to stream, got {generation.request.sampling.n}")
+        if generation.request.sampling.num_samples != 1:
+            raise RequestError(
+                "n, best_of and beam_width must be 1 to stream, "
+                f"got {generation.request.sampling.num_samples}"
+            )
         return self._stream(generation)
 
     def _stream(self, generation: Generation) -> Iterator[str]:
@@ -313,6 +316,11 @@ class LLM:
             raise RequestError("stop must be None for a model without tokenizer, got strings")
         request = Request(f"request-{next(self._request_numbers)}", ids, sampling, self._end_ids)
         self.engine.scheduler.limits.check(request)
+        width = getattr(sampling, "beam_width", 0)
+        if width > self.config.vocab_size:
+            raise RequestError(
+                f"beam_width must be at most vocab_size {self.config.vocab_size}, got {width}"
+            )
         if max(ids) >= self.config.vocab_size:
             raise RequestError(
                 f"prompt token ids must be below vocab_size {self.config.vocab_size}, "
@@ -354,7 +362,7 @@ class LLM:
             except Exception as error:  # of its tokenizer: nobody else's text is worse for it
                 live.fail(error)
                 self.engine.abort(event.request_id)
-            completion = live.output.outputs[event.index]
+            completion = live.samples[event.index]
             if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
                 self.engine.finish(
                     event.request_id, event.index, FinishReason.STOP, completion.stop_reason

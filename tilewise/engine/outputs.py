@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
@@ -25,7 +25,8 @@ class CompletionOutput:
         token_ids: every token drawn, the one that ended it included.
         logprobs: per token, {token id: log-probability} of the token and of the best ones asked
             for, best first; None unless SamplingParams.logprobs is given.
-        cumulative_logprob: the sum over the tokens drawn; None likewise.
+        cumulative_logprob: the sum over the tokens drawn; None likewise, unless samples or beams
+            are ordered by it.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: the stop token id or stop string that ended it; None for the model's end token.
     """
@@ -77,17 +78,20 @@ class Generation:
 
     Attributes:
         output: complete up to the last event taken.
+        samples: all that are drawn, by the index of their events; those of output.outputs, unless
+            only the best of them are returned.
         error: why it failed, for whoever waits for it; None if it did not.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
         self.request = request
-        samples, stops = range(request.sampling.n), request.sampling.stop_strings
+        samples, stops = range(request.sampling.num_samples), request.sampling.stop_strings
+        self.samples = [CompletionOutput(index) for index in samples]
         self.output = RequestOutput(
             request_id=request.request_id,
             prompt=prompt,
             prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[CompletionOutput(index) for index in samples],
+            outputs=list(self.samples),
             metrics=RequestMetrics(arrival_time=time.perf_counter()),
         )
         self.error: Exception | None = None
@@ -108,7 +112,9 @@ class Generation:
             assert event.error is not None
             self.fail(event.error)
             return
-        completion = self.output.outputs[event.index]
+        completion = self.samples[event.index]
+        if completion.finish_reason is not None:
+            return  # of the same step as the token that ended it
         completion.token_ids.append(event.token.token_id)
         self._add_logprobs(completion, event.token)
         if event.finish_reason is not None:
@@ -118,7 +124,8 @@ class Generation:
         self._add_text(completion, event, event.token.token_id)
         metrics, now = self.output.metrics, time.perf_counter()
         metrics.first_token_time = metrics.first_token_time or now
-        if all(c.finish_reason is not None for c in self.output.outputs):
+        if all(c.finish_reason is not None for c in self.samples):
+            self._keep_the_best()
             self.output.finished = True
             metrics.finished_time = now
 
@@ -142,21 +149,30 @@ class Generation:
         self._end(FinishReason.ERROR)
 
     def _end(self, reason: FinishReason) -> None:
-        for completion in self.output.outputs:
+        for completion in self.samples:
             if completion.finish_reason is None:
                 completion.finish_reason = reason.value
                 if self._streams is not None:
                     completion.text = self._streams[completion.index].text
         self.output.finished = True
 
+    def _keep_the_best(self) -> None:
+        """Return n of best_of samples, those with the highest cumulative log-probability."""
+        sampling = self.request.sampling
+        if sampling.best_of in (None, sampling.n):
+            return
+        best = sorted(self.samples, key=lambda c: -(c.cumulative_logprob or 0.0))
+        self.output.outputs = [replace(c, index=i) for i, c in enumerate(best[: sampling.n])]
+
     def _add_logprobs(self, completion: CompletionOutput, token: SampledToken) -> None:
         if token.logprob is None:
             return
-        entry = dict(token.top_logprobs)
-        entry.setdefault(token.token_id, token.logprob)
-        if completion.logprobs is None:
-            completion.logprobs = []
-        completion.logprobs.append(entry)
+        if self.request.sampling.logprobs is not None:
+            entry = dict(token.top_logprobs)
+            entry.setdefault(token.token_id, token.logprob)
+            if completion.logprobs is None:
+                completion.logprobs = []
+            completion.logprobs.append(entry)
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + token.logprob
 
     def _add_text(self, completion: CompletionOutput, event: TokenEvent, token_id: int) -> None:

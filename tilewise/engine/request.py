@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from tilewise.engine.beams import BeamSearch
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
@@ -43,6 +47,8 @@ class SamplingParams:
         stop_token_ids: at most 1024 token ids that end the text, beside the model's own end token.
         ignore_eos: keep going past the model's end token.
         logprobs: report the log-probability of each token and of this many best ones.
+        best_of: samples to draw, of which the n with the highest cumulative log-probability are
+            returned, the best first; n to 1024, None draws n.
 
     Raises:
         TypeError: a value is not of its type; the message names it.
@@ -60,6 +66,8 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    best_of: int | None = None
+    most_logprobs: ClassVar[int] = MOST_LOGPROBS
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -78,8 +86,16 @@ class SamplingParams:
                 f"max_tokens must be at least 1, got {self.max_tokens}",
             ),
             (
-                self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS,
-                f"logprobs must be in 0 ... {MOST_LOGPROBS}, got {self.logprobs}",
+                self.logprobs is None or 0 <= self.logprobs <= self.most_logprobs,
+                f"logprobs must be in 0 ... {self.most_logprobs}, got {self.logprobs}",
+            ),
+            (
+                self.best_of is None or self.n <= self.best_of <= MAX_N,
+                f"best_of must be in n ... {MAX_N}, got {self.best_of} for n of {self.n}",
+            ),
+            (
+                self.best_of in (None, 1) or self.temperature > 0,
+                f"best_of must be 1 when temperature is 0 (greedy), got {self.best_of}",
             ),
             (
                 self.n == 1 or self.temperature > 0,
@@ -97,9 +113,9 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         """Refuse what would fail, or quietly mean something else, deep inside a step."""
-        for name in ("n", "top_k", "max_tokens", "seed", "logprobs"):
+        for name in ("n", "top_k", "max_tokens", "seed", "logprobs", "best_of"):
             value = getattr(self, name)
-            may_be_none = name in ("max_tokens", "seed", "logprobs")
+            may_be_none = name in ("max_tokens", "seed", "logprobs", "best_of")
             if not (_is_integer(value) or (value is None and may_be_none)):
                 kind = "an integer or None" if may_be_none else "an integer"
                 raise TypeError(f"{name} must be {kind}, got {value!r}")
@@ -122,6 +138,21 @@ class SamplingParams:
             raise ValueError(f"stop must be at most {MAX_STOPS} strings, got {len(stops)}")
         if isinstance(ids, Sized) and len(ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_token_ids must be at most {MAX_STOP_IDS} ids, got {len(ids)}")
+
+    @property
+    def num_samples(self) -> int:
+        """Token streams of a request: best_of, or n."""
+        return self.n if self.best_of is None else self.best_of
+
+    def for_rows(self, end_ids: frozenset[int]) -> SamplingParams:
+        """Return what a runner is asked of each row of logits: this, with what the choice needs.
+
+        Args:
+            end_ids: tokens that end a sample of the request.
+        """
+        if self.num_samples == self.n or self.logprobs is not None:
+            return self
+        return replace(self, logprobs=0)
 
     @property
     def greedy(self) -> bool:
@@ -156,6 +187,7 @@ class Request:
         eos_token_ids: the model's own end tokens.
         stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
+        row_sampling: what a runner is asked of each row of its logits.
     """
 
     request_id: str
@@ -169,11 +201,13 @@ class Request:
     max_queue_s: float | None = None
     stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
+    row_sampling: SamplingParams = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.sampling.stop_token_ids or ())
         ends = () if self.sampling.ignore_eos else self.eos_token_ids
         self.end_ids = self.stop_ids.union(ends, (NO_TOKEN,))
+        self.row_sampling = self.sampling.for_rows(self.end_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -205,6 +239,9 @@ class Sequence:
         finish_reason: None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.
         seed: of this sample's random numbers.
+        is_stepwise: its next run needs the results of its last, so that no unfinished step may be
+            beside it.
+        search: the beam search that it is a beam of.
     """
 
     seq_id: int
@@ -227,6 +264,8 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    is_stepwise: bool = False
+    search: BeamSearch | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,8 @@ ones. So the newest that runs is the last of `running`, whoever loses its place 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
+from itertools import islice, takewhile
 
 from tilewise.engine.request import Request, Sequence
 
@@ -32,12 +34,13 @@ class Roster:
         self._num_sequences = 0
         self._num_unfinished: dict[str, int] = {}
 
-    def enqueue(self, request: Request, seed: int, max_len: int) -> None:
-        """Put a request's first sample at the end of the queue."""
+    def enqueue(self, request: Request, seed: int, max_len: int) -> Sequence:
+        """Put a request's first sample at the end of the queue and return it."""
         seq = self._new(request, 0, seed, max_len)
         self.requests[request.request_id] = [seq]
         self._num_unfinished[request.request_id] = 1
         self.waiting.append(seq)
+        return seq
 
     def admit(self) -> Sequence:
         """Move the first that waits behind the last that runs."""
@@ -61,6 +64,34 @@ class Roster:
             self.requests[request.request_id] += children
             self._num_unfinished[request.request_id] += len(children)
         return children
+
+    def regroup(self, family: list[Sequence]) -> None:
+        """Make these the unfinished sequences of a request, in this order; others of it are gone.
+
+        Args:
+            family: those that hold blocks first, and new ones only beside old ones: of the old
+                ones, too, some hold blocks if new ones do, or wait if they wait.
+        """
+        request_id = family[0].request.request_id
+        members = {*self.requests[request_id], *family}
+        waiting = [s for s in family if not s.block_ids]
+        for seq in members.difference(family):
+            del self.live[seq.seq_id]
+        if len(waiting) < len(family) or any(s.block_ids for s in members):
+            holders = family[: len(family) - len(waiting)]
+            self.running[:] = _replaced(self.running, members, holders)
+        if waiting or not all(s.block_ids for s in members):
+            queue = _replaced(self.waiting, members, waiting)
+            self.waiting.clear()
+            self.waiting.extend(queue)
+        self.requests[request_id] = family
+        self._num_unfinished[request_id] = len(family)
+
+    def branch(self, parent: Sequence, token_ids: list[int], index: int) -> Sequence:
+        """Make a sequence that continues another of its request; regroup() gives it its place."""
+        seq = self._new(parent.request, index, parent.seed, parent.max_len)
+        seq.token_ids = token_ids
+        return seq
 
     def remove(self, seq: Sequence) -> None:
         """Take out a sequence whose finish_reason is set and whose blocks are not yet released."""
@@ -111,3 +142,12 @@ class Roster:
         self._num_sequences += 1
         self.live[seq.seq_id] = seq
         return seq
+
+
+def _replaced(
+    queue: Iterable[Sequence], members: set[Sequence], family: list[Sequence]
+) -> list[Sequence]:
+    """Return a queue with the members of a family replaced by others, where the first one was."""
+    before = list(takewhile(lambda s: s not in members, queue))
+    behind = [s for s in islice(queue, len(before), None) if s not in members]
+    return before + family + behind

@@ -52,6 +52,7 @@ from tilewise.engine.batch import (
     ScheduledSequence,
     TokenEvent,
 )
+from tilewise.engine.beams import BeamSearch, BeamSearchParams, Branch
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
 from tilewise.engine.roster import Roster
@@ -138,7 +139,9 @@ class Scheduler:
             else _derive_seed("request", given)
         )
         self._num_arrivals += 1
-        self.roster.enqueue(request, seed, self.limits.max_len(request))
+        first = self.roster.enqueue(request, seed, self.limits.max_len(request))
+        if isinstance(request.sampling, BeamSearchParams):
+            first.search, first.is_stepwise = BeamSearch(request, first, first.max_len), True
 
     def schedule(self) -> Batch | None:
         """Build the next step; its results go to update().
@@ -198,6 +201,7 @@ class Scheduler:
         step = self._steps.popleft()
         self.tables.end_step(0)
         live, events = self.roster.live, list[TokenEvent]()
+        searches: dict[BeamSearch, None] = {}
         block_size = self.tables.block_size
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
@@ -209,6 +213,12 @@ class Scheduler:
             if run.num_samples == 0:
                 continue
             seq.num_pending -= 1
+            if seq.search is not None:
+                if self._take_row(seq, drawn[0], events):
+                    searches.pop(seq.search, None)
+                else:
+                    searches[seq.search] = None
+                continue
             if run.num_samples == 1:
                 self._append(seq, drawn[0], events)
                 continue
@@ -221,6 +231,8 @@ class Scheduler:
                     self._finish(sample, *seq.ended[sample.index])
                 else:
                     self._append(sample, token, events)
+        for search in searches:  # who rests now stands behind those that have yet to run
+            self.roster.regroup(search.order())
         # Who is admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self._preempt_newest()
@@ -263,7 +275,9 @@ class Scheduler:
             Whether it was unfinished.
         """
         family = self.roster.requests.get(request_id, ())
-        if family and len(family) < family[0].request.sampling.n:
+        if family and family[0].search is not None:  # nothing is left of a search without a beam
+            return self._end_search(family, reason, stop_reason)
+        if family and len(family) < family[0].request.sampling.num_samples:
             return self._finish_early(family[0], index, reason, stop_reason)
         for seq in family:
             if seq.index == index and seq.finish_reason is None:
@@ -275,10 +289,10 @@ class Scheduler:
         self, seq: Sequence, index: int, reason: FinishReason, stop_reason: int | str | None
     ) -> bool:
         """End one of the samples that have yet to fork."""
-        if index in seq.ended or not 0 <= index < seq.request.sampling.n:
+        if index in seq.ended or not 0 <= index < seq.request.sampling.num_samples:
             return False
         seq.ended[index] = reason, stop_reason
-        if len(seq.ended) == seq.request.sampling.n:
+        if len(seq.ended) == seq.request.sampling.num_samples:
             self._finish(seq, *seq.ended[seq.index])
         return True
 
@@ -311,8 +325,9 @@ class Scheduler:
         self.tables.forget(family, self.roster.running)
         first = family[0]
         indices = [s.index for s in unfinished]
-        if len(family) < first.request.sampling.n:
-            indices = [i for i in range(first.request.sampling.n) if i not in first.ended]
+        num_samples = first.request.sampling.num_samples
+        if len(family) < num_samples:
+            indices = [i for i in range(num_samples) if i not in first.ended]
         for seq in unfinished:
             self._finish(seq, FinishReason.ERROR, None)
         return [
@@ -387,7 +402,10 @@ class Scheduler:
         running = self.roster.running
         self.roster.check_integrity()
         self.tables.check_integrity(running)
-        has_work = all(s.num_computed_tokens < s.num_tokens for s in running)
+        has_work = all(
+            s.num_computed_tokens < s.num_tokens or (s.search and s.search.is_resting(s))
+            for s in running
+        )
         ahead = [
             (s.num_computed_tokens, s.num_scheduled_tokens, s.num_tokens + s.num_pending)
             for s in running
@@ -420,7 +438,7 @@ class Scheduler:
             seq = running[i]
             start, known = seq.num_scheduled_tokens, len(seq.token_ids)
             is_decoding = known - start == 1 - seq.num_pending and known > seq.num_prompt_tokens
-            if is_decoding:  # the usual case, without a call
+            if is_decoding and not seq.is_stepwise:  # the usual case, without a call
                 n = 1 if known + seq.num_pending < seq.max_len else 0
             else:
                 n = self._chunk_unless_written(seq, budget)
@@ -449,17 +467,27 @@ class Scheduler:
         """
         runs: list[tuple[Sequence, int]] = []
         running, waiting = self.roster.running, self.roster.waiting
-        if not waiting or len(running) >= self.limits.max_num_seqs:
+        if not waiting or (
+            len(running) >= self.limits.max_num_seqs and waiting[0].search is None
+        ):
             return runs
         seats = sum(map(self._seats, running))
         while waiting and budget > 0:
             seq = waiting[0]
-            if seats >= self.limits.max_num_seqs or not self.tables.reserve(seq, len(running)):
+            if seq.search is not None and seq.search.is_resting(seq):
                 break
+            lacks_seat = seats >= self.limits.max_num_seqs
+            if lacks_seat or not self.tables.reserve(seq, len(running)):
+                if not self._make_way(seq, lacks_seat):
+                    break
+                seats -= 1
+                continue
             seats += self._seats(seq)
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.roster.admit()
+            if seq.search is not None:
+                self.roster.regroup(seq.search.order())
             n = self._chunk_unless_written(seq, budget)
             if n:
                 runs.append((seq, n))
@@ -487,9 +515,9 @@ class Scheduler:
         """Return how many tokens of a sequence to run; 0 if it needs a token drawn first."""
         known = len(seq.token_ids)
         if seq.num_pending:
-            forks = known == seq.num_prompt_tokens and seq.request.sampling.n > 1
+            forks = known == seq.num_prompt_tokens and seq.request.sampling.num_samples > 1
             known += seq.num_pending
-            if forks or known >= seq.max_len:
+            if forks or seq.is_stepwise or known >= seq.max_len:
                 return 0
         lacking = known - seq.num_scheduled_tokens
         if lacking == 1:
@@ -500,7 +528,7 @@ class Scheduler:
         """Seats to keep for a sequence: those of all its samples until it has forked."""
         if seq.num_tokens > seq.num_prompt_tokens:
             return 1
-        return seq.request.sampling.n - len(seq.ended)
+        return seq.request.sampling.num_samples - len(seq.ended)
 
     def _describe(self, seq: Sequence, n: int) -> ScheduledSequence:
         """Return the run of the next n tokens of a sequence, and count them as scheduled."""
@@ -515,14 +543,14 @@ class Scheduler:
         if end == known + drawn:
             seeds = (seq.seed,)
             seq.num_pending = drawn + 1
-            if num_generated == 0 and seq.request.sampling.n > 1:
-                samples = range(1, seq.request.sampling.n)
+            if num_generated == 0 and seq.request.sampling.num_samples > 1 and not seq.search:
+                samples = range(1, seq.request.sampling.num_samples)
                 seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
         blocks, told = seq.block_ids, seq.num_told_blocks
         seq.num_told_blocks = len(blocks)
         return ScheduledSequence(
-            seq.seq_id, token_ids, start, blocks, len(seeds), seq.request.sampling, seeds,
-            num_generated, told,
+            seq.seq_id, token_ids, start, blocks, len(seeds), seq.request.row_sampling, seeds,
+            num_generated, told, seq.is_stepwise,
         )  # fmt: skip
 
     def _fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
@@ -532,6 +560,74 @@ class Scheduler:
             child.num_cached_tokens = parent.num_cached_tokens
             self.tables.fork(parent, child)
         return [parent, *children]
+
+    def _take_row(self, seq: Sequence, row: SampledToken, events: list[TokenEvent]) -> bool:
+        """Take the log-probabilities of a beam; when those of all are there, let the best go on.
+
+        Returns:
+            Whether the logical step is done, or the search is.
+        """
+        search = seq.search
+        assert search is not None
+        if row.token_id == NO_TOKEN:
+            events += self._fail_not_finite(seq)
+            return True
+        if not search.take(seq, row):
+            return False
+        branches = search.choose()
+        if branches:
+            self._branch(search, branches)
+        else:
+            events += search.events(seq.num_cached_tokens)
+            self._end_search(self.sequences(seq.request.request_id), FinishReason.STOP, None)
+        return True
+
+    def _branch(self, search: BeamSearch, branches: list[Branch]) -> None:
+        """Continue each parent with its first token, fork it for the others, drop who has none."""
+        family = self.sequences(branches[0].parent.request.request_id)
+        parents = {branch.parent for branch in branches}
+        kept = {s.index for s in parents}
+        free = (i for i in range(len(branches)) if i not in kept)
+        sequences, known = list[Sequence](), {s: list(s.token_ids) for s in parents}
+        for parent, token_id in branches:
+            seq = parent
+            if parent.num_tokens > len(known[parent]):  # it goes on with another token
+                seq = self.roster.branch(parent, list(known[parent]), next(free))
+                seq.search, seq.is_stepwise = search, True
+                seq.num_cached_tokens = parent.num_cached_tokens
+                if parent.block_ids:
+                    self.tables.fork(parent, seq)
+            seq.token_ids.append(token_id)
+            sequences.append(seq)
+        search.follow(sequences)
+        self.roster.regroup(search.order())
+        for seq in family:
+            if seq not in parents:
+                if seq.block_ids:
+                    self._left.append(seq.seq_id)
+                self.tables.release(seq)
+
+    def _end_search(
+        self, family: Seq[Sequence], reason: FinishReason, stop_reason: int | str | None
+    ) -> bool:
+        """End all beams of a request; return whether there were any."""
+        for seq in list(family):
+            self._finish(seq, reason, stop_reason)
+        return bool(family)
+
+    def _make_way(self, seq: Sequence, lacks_seat: bool) -> bool:
+        """Let a beam that rests go for one of its search that has yet to run.
+
+        Returns:
+            Whether there was one, and blocks do not come free without it.
+        """
+        if seq.search is None or (self.tables.has_fenced and not lacks_seat):
+            return False
+        newest = self.roster.running[-1] if self.roster.running else seq
+        if newest is seq or newest.search is not seq.search or not seq.search.is_resting(newest):
+            return False
+        self._preempt_newest()
+        return True
 
     def _fail_not_finite(self, seq: Sequence) -> list[TokenEvent]:
         error = FloatingPointError("logits must be finite, got NaN or infinity from the model")
@@ -574,6 +670,8 @@ class Scheduler:
         self._num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
         self.tables.release(seq)
         seq.num_preemptions += 1
+        if seq.search is not None:
+            self.roster.regroup(seq.search.order())
 
 
 def _derive_seed(*parts: object) -> int:
