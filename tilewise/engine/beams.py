@@ -218,19 +218,13 @@ class BeamSearch:
         self._beam_of[seq].row = row
         return all(beam.row is not None for beam in self._beam_of.values())
 
-    def order(self) -> list[Sequence]:
-        """Return the sequences in the order in which they are to run, those that hold blocks first.
+    def order(self, family: list[Sequence]) -> list[Sequence]:
+        """Return the beams in the order in which they are to run, else as they are.
 
-        Those that rest are last, so that they are preempted first. Beams of one parent stay side by
-        side: while a step is built, whoever shares a block that is to be copied is preempted only
-        when no other copy can take that block.
+        Those that hold blocks are first, and of these those that rest are last, so that they are
+        preempted first.
         """
-
-        def key(seq: Sequence) -> tuple[bool, bool, int]:
-            beam = self._beam_of[seq]
-            return not seq.block_ids, beam.row is not None, beam.parent
-
-        return sorted(self._beam_of, key=key)
+        return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 
     def choose(self) -> list[Branch]:
         """End the logical step: choose what lives on, the best first; empty when the search is done.
@@ -266,11 +260,17 @@ class BeamSearch:
             branches = []
         return branches
 
-    def follow(self, sequences: list[Sequence]) -> None:
-        """Take the sequences of what choose() has returned, in its order."""
+    def follow(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Take the sequences of what choose() has returned, in its order.
+
+        Returns:
+            These, beams of one parent side by side: while a step is built, whoever shares a block
+            that is to be copied is preempted only when no other copy can take that block.
+        """
         for beam, seq in zip(self._next, sequences, strict=True):
             beam.seq = seq
         self._beam_of = {beam.seq: beam for beam in self._next}
+        return [beam.seq for beam in sorted(self._next, key=lambda beam: beam.parent)]
 
     def events(self, num_cached_tokens: int) -> list[TokenEvent]:
         """Return the tokens of the continuations that have ended, the best first."""

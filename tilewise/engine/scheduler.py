@@ -232,7 +232,7 @@ class Scheduler:
                 else:
                     self._append(sample, token, events)
         for search in searches:  # who rests now stands behind those that have yet to run
-            self.roster.regroup(search.order())
+            self._regroup(search)
         # Who is admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self._preempt_newest()
@@ -467,9 +467,7 @@ class Scheduler:
         """
         runs: list[tuple[Sequence, int]] = []
         running, waiting = self.roster.running, self.roster.waiting
-        if not waiting or (
-            len(running) >= self.limits.max_num_seqs and waiting[0].search is None
-        ):
+        if not waiting or (len(running) >= self.limits.max_num_seqs and waiting[0].search is None):
             return runs
         seats = sum(map(self._seats, running))
         while waiting and budget > 0:
@@ -487,7 +485,7 @@ class Scheduler:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.roster.admit()
             if seq.search is not None:
-                self.roster.regroup(seq.search.order())
+                self._regroup(seq.search)
             n = self._chunk_unless_written(seq, budget)
             if n:
                 runs.append((seq, n))
@@ -599,13 +597,16 @@ class Scheduler:
                     self.tables.fork(parent, seq)
             seq.token_ids.append(token_id)
             sequences.append(seq)
-        search.follow(sequences)
-        self.roster.regroup(search.order())
+        self.roster.regroup(search.order(search.follow(sequences)))
         for seq in family:
             if seq not in parents:
                 if seq.block_ids:
                     self._left.append(seq.seq_id)
                 self.tables.release(seq)
+
+    def _regroup(self, search: BeamSearch) -> None:
+        """Put beams that rest behind those that have yet to run."""
+        self.roster.regroup(search.order(self.sequences(search.request.request_id)))
 
     def _end_search(
         self, family: Seq[Sequence], reason: FinishReason, stop_reason: int | str | None
@@ -671,7 +672,7 @@ class Scheduler:
         self.tables.release(seq)
         seq.num_preemptions += 1
         if seq.search is not None:
-            self.roster.regroup(seq.search.order())
+            self._regroup(seq.search)
 
 
 def _derive_seed(*parts: object) -> int:
