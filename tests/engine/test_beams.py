@@ -224,7 +224,8 @@ def of_transformers(model, prompt, params, ends, count=STEPS):
             **others,
         )
     hypotheses = []
-    for tokens, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores):
+    generated = found.sequences[:, len(prompt) :].tolist()
+    for tokens, score in zip(generated, found.sequences_scores, strict=True):
         end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         hypotheses.append((tokens[:end], float(score)))
     return hypotheses

@@ -26,8 +26,8 @@ from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.request import MOST_LOGPROBS
-from tilewise.engine.sampler import most_likely
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples
+from tilewise.engine.sampler import most_likely
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks, shared_prefixes
 
