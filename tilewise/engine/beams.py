@@ -227,7 +227,7 @@ class BeamSearch:
         return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 
     def choose(self) -> list[Branch]:
-        """End the logical step: return what lives on, the best first; nothing if the search is done.
+        """End the logical step: return what lives on, the best first; nothing if all is done.
 
         Call `follow` with the sequences of these beams then.
         """
