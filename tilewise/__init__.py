@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
+    from tilewise.engine.speculative import DraftModel, PromptLookup
     from tilewise.masks import BlockMask
     from tilewise.ops.activation import silu_mul
     from tilewise.ops.attention import attention, attention_varlen
@@ -51,9 +52,11 @@ __all__ = [
     "BlockTransfer",
     "CacheFullError",
     "CheckpointError",
+    "DraftModel",
     "Explanation",
     "PagedPlan",
     "Precompiled",
+    "PromptLookup",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -94,9 +97,11 @@ _LAZY = {
     "BeamSearchParams": "tilewise.engine.beams",
     "BlockMask": "tilewise.masks",
     "BlockTransfer": "tilewise.ops",
+    "DraftModel": "tilewise.engine.speculative",
     "Explanation": "tilewise.ops",
     "PagedPlan": "tilewise.ops",
     "Precompiled": "tilewise.ops",
+    "PromptLookup": "tilewise.engine.speculative",
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
     "SharedPrefixes": "tilewise.ops",

@@ -168,6 +168,14 @@ class BlockTables:
         seq.num_registered_blocks = seq.num_told_blocks = 0
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
 
+    def truncate(self, seq: Sequence) -> None:
+        """Let go of the blocks behind the scheduled tokens, which were for drafts."""
+        blocks, kept = seq.block_ids, self.blocks_for(seq.num_scheduled_tokens)
+        if kept < len(blocks):
+            self._let_go(blocks[kept:])
+            del blocks[kept:]
+            seq.num_told_blocks = min(seq.num_told_blocks, kept)
+
     def register(self, seq: Sequence) -> None:
         """Make the blocks that became full findable; adopt an older block of equal content."""
         size, blocks = self.block_size, seq.block_ids

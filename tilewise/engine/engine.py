@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tilewise.engine.batch import Batch, TokenEvent
 from tilewise.engine.request import FinishReason, Request
-from tilewise.engine.runner import Runner, StepHandle
+from tilewise.engine.runner import Runner, Samples, StepHandle
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.stats import SchedulerStats
 
@@ -120,7 +120,7 @@ class Engine:
             events = self.scheduler.update(batch, samples)
         finally:
             self._let_end()
-        self._record(batch, time.perf_counter() - started)
+        self._record(batch, samples, time.perf_counter() - started)
         return events
 
     def _submit(self) -> None:
@@ -186,8 +186,11 @@ class Engine:
             num_compilations=self.runner.num_compilations,
         )
 
-    def _record(self, batch: Batch, seconds: float) -> None:
-        decodes = all(len(s.token_ids) == 1 and s.num_generated > 0 for s in batch.sequences)
+    def _record(self, batch: Batch, samples: Samples, seconds: float) -> None:
+        runs = batch.sequences
+        decodes = all(len(s.token_ids) == 1 + s.num_drafts and s.num_generated > 0 for s in runs)
         kind = "decode" if decodes else "prefill"
-        self._tokens[kind] += batch.num_tokens
+        self._tokens[kind] += sum(map(len, samples)) if decodes else batch.num_tokens
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.record(batch, samples, seconds)
         self._seconds[kind] += seconds

@@ -14,6 +14,7 @@ import torch
 
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.draft_runner import DraftingRunner, check_speculative, draft_runner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.outputs import Generation, RequestOutput
@@ -34,6 +35,7 @@ from tilewise.engine.settings import (
     weights_are_int8,
 )
 from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.speculative import DraftModel, PromptLookup
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import RequestError
 from tilewise.models import load_model
@@ -85,6 +87,8 @@ class LLM:
             captured before this returns ("auto") or when they are first needed ("lazy"), in which
             case the first ones take long. "off" computes every step op by op, and none ahead.
         use_progress: write a line of progress to stderr while graphs are captured.
+        speculative: PromptLookup(...) or DraftModel(...): guess several tokens of a sequence and
+            verify them in one step. What is generated stays the same. Not with CUDA graphs.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -116,6 +120,7 @@ class LLM:
         random_weights: bool = False,
         graphs: str = "auto",
         use_progress: bool | None = None,
+        speculative: PromptLookup | DraftModel | None = None,
     ) -> None:
         check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
         check_integers(
@@ -134,6 +139,7 @@ class LLM:
         on = compute_device(device)
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
+        check_speculative(speculative, on, has_graphs)
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -167,6 +173,7 @@ class LLM:
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_model_len": max_model_len,
             "enable_prefix_caching": enable_prefix_caching,
+            "speculative": speculative,
         }
         storage = allocate(spec, num_blocks, on)
         runner: Runner
@@ -193,6 +200,11 @@ class LLM:
                 plain.warm_up()
             else:
                 warm_up(self.model, spec, on)
+            if isinstance(speculative, DraftModel):
+                draft = draft_runner(
+                    speculative, num_blocks, block_size, self.config.vocab_size, max_model_len
+                )
+                runner = DraftingRunner(plain, draft, max_num_batched_tokens)
         self.engine = Engine(self._new_scheduler(), runner, overlap=has_graphs)
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = tuple(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from tilewise.engine.beams import BeamSearch
+    from tilewise.engine.speculative import Ngrams
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
@@ -242,6 +243,8 @@ class Sequence:
         is_stepwise: its next run needs the results of its last, so that no unfinished step may be
             beside it.
         search: the beam search that it is a beam of.
+        drafts: guesses that the run which is described just now has at its end.
+        ngrams: where its n-grams were last, for prompt lookup.
     """
 
     seq_id: int
@@ -266,6 +269,8 @@ class Sequence:
     stop_reason: int | str | None = None
     is_stepwise: bool = False
     search: BeamSearch | None = None
+    drafts: tuple[int, ...] = ()
+    ngrams: Ngrams | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -23,10 +23,11 @@ from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import PENDING, Batch, SampledToken
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.sampler import sample
+from tilewise.engine.speculative import accepted, with_rows_of_drafts
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks
 
-__all__ = ["CausalModel", "Finished", "ModelRunner", "Runner", "StepHandle", "threads_for"]
+__all__ = ["CausalModel", "Finished", "ModelRunner", "Runner", "Samples", "StepHandle", "threads_for"]
 
 Samples = list[list[SampledToken]]
 Sampler = Callable[[Tensor, Batch], Samples]
@@ -51,6 +52,8 @@ class StepHandle(Protocol):
 
     def result(self) -> Samples:
         """Wait for the step and return num_samples tokens for each of its sequences; once.
+
+        A sequence with drafts has one token more for each that is right.
 
         Those of a row of logits that is NaN or infinite are BROKEN. What a later step computes from
         such a token is for nobody, and harms nobody else.
@@ -167,9 +170,10 @@ class ModelRunner:
             tables=self._tables,
             sharing_tokens=self.sharing_tokens,
         )
-        samples = self.sampler(self.forward(inputs), batch)
+        rows = with_rows_of_drafts(batch)
+        samples = accepted(batch, self.sampler(self.forward(inputs), rows))
         self._drawn = {  # of a row that is not finite any token will do
-            s.seq_id: max(drawn[0].token_id, 0)
+            s.seq_id: max(drawn[-1 if s.num_drafts else 0].token_id, 0)
             for s, drawn in zip(batch.sequences, samples, strict=True)
             if drawn
         }

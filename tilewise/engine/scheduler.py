@@ -56,6 +56,7 @@ from tilewise.engine.beams import BeamSearch, BeamSearchParams, Branch
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
 from tilewise.engine.roster import Roster
+from tilewise.engine.speculative import DraftModel, PromptLookup, Speculation
 from tilewise.engine.stats import SchedulerStats
 from tilewise.errors import RequestError
 
@@ -85,6 +86,7 @@ class Scheduler:
         enable_prefix_caching: reuse the blocks of equal prompt beginnings.
         seed: from which requests without a seed draw theirs, by order of arrival.
         max_in_flight: steps that may be unfinished at a time, 1 or 2; may be set later.
+        speculative: guess several tokens of a sequence and verify them in one step; None does not.
 
     Raises:
         ValueError: a limit is out of its range.
@@ -102,6 +104,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         seed: int = 0,
         max_in_flight: int = 1,
+        speculative: PromptLookup | DraftModel | None = None,
     ) -> None:
         self.limits = Limits(
             num_blocks,
@@ -115,6 +118,7 @@ class Scheduler:
         self.seed = seed
         self.roster = Roster()
         self.max_in_flight = max_in_flight
+        self.speculation = None if speculative is None else Speculation(speculative)
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
         self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._left: list[int] = []  # who lost their blocks since the last batch
@@ -142,6 +146,8 @@ class Scheduler:
         first = self.roster.enqueue(request, seed, self.limits.max_len(request))
         if isinstance(request.sampling, BeamSearchParams):
             first.search, first.is_stepwise = BeamSearch(request, first, first.max_len), True
+        elif self.speculation is not None:
+            first.is_stepwise = self.speculation.suits(request)
 
     def schedule(self) -> Batch | None:
         """Build the next step; its results go to update().
@@ -194,7 +200,10 @@ class Scheduler:
                 "got another"
             )
         expected = [s.num_samples for s in batch.sequences]
-        if expected != [len(drawn) for drawn in samples]:
+        if len(samples) != len(expected) or any(
+            not run.num_samples <= len(drawn) <= run.num_samples + run.num_drafts
+            for run, drawn in zip(batch.sequences, samples, strict=True)
+        ):
             raise ValueError(
                 f"samples must be {expected} tokens per sequence, got {[len(d) for d in samples]}"
             )
@@ -206,6 +215,9 @@ class Scheduler:
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
+                continue
+            if run.num_drafts:
+                self._take_drafted(seq, run.num_drafts, drawn, events)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
             if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
@@ -372,6 +384,8 @@ class Scheduler:
             prefix_query_tokens=prefix.num_query_tokens if prefix else 0,
             prefix_hit_tokens=prefix.num_hit_tokens if prefix else 0,
             num_preemptions=self._num_preemptions,
+            num_drafts=self.speculation.num_drafts if self.speculation else 0,
+            num_accepted_drafts=self.speculation.num_accepted if self.speculation else 0,
         )
 
     def explain(self, request_id: str) -> str:
@@ -433,6 +447,8 @@ class Scheduler:
         running, extend = self.roster.running, self.tables.extend
         budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
         lacked_blocks = False
+        if self.speculation is not None:
+            self.speculation.begin(len(running))
         i = 0
         while i < len(running) and budget > 0:
             seq = running[i]
@@ -443,6 +459,8 @@ class Scheduler:
             else:
                 n = self._chunk_unless_written(seq, budget)
                 start = seq.num_scheduled_tokens
+                if n == 1 and seq.is_stepwise and self.speculation is not None:
+                    n += self._draft(seq, budget - (len(running) - i))
             if n == 0:  # it waits for what an unfinished step draws, or this one or that writes
                 i += 1
             # A token inside a block that the one before it was written to needs nothing.
@@ -522,6 +540,29 @@ class Scheduler:
             return 1
         return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
 
+    def _draft(self, seq: Sequence, room: int) -> int:
+        """Choose the drafts that a sequence runs behind its last token; return how many.
+
+        They take no block that is not there for them, beside one for each running sequence.
+
+        Args:
+            room: of the budget, without the token itself and one for each sequence behind.
+        """
+        assert self.speculation is not None
+        known, size = seq.num_tokens, self.tables.block_size
+        is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
+        if seq.search is not None or not is_decoding:
+            return 0
+        free = max(self.tables.allocator.num_free - len(self.roster.running), 0)
+        most = min(
+            room,
+            seq.max_len - known - 1,  # the step draws one more token than there are drafts
+            (len(seq.block_ids) + free) * size - known,
+            (self.limits.max_chunk_tokens or room + 1) - 1,
+        )
+        seq.drafts = self.speculation.propose(seq, most)
+        return len(seq.drafts)
+
     def _seats(self, seq: Sequence) -> int:
         """Seats to keep for a sequence: those of all its samples until it has forked."""
         if seq.num_tokens > seq.num_prompt_tokens:
@@ -544,11 +585,15 @@ class Scheduler:
             if num_generated == 0 and seq.request.sampling.num_samples > 1 and not seq.search:
                 samples = range(1, seq.request.sampling.num_samples)
                 seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
+        drafts, seq.drafts = seq.drafts, ()
+        if drafts:
+            token_ids, seeds = (seq.token_ids[start], *drafts), (seq.seed,)
+            seq.num_pending = n
         blocks, told = seq.block_ids, seq.num_told_blocks
         seq.num_told_blocks = len(blocks)
         return ScheduledSequence(
             seq.seq_id, token_ids, start, blocks, len(seeds), seq.request.row_sampling, seeds,
-            num_generated, told, seq.is_stepwise,
+            num_generated, told, seq.is_stepwise, len(drafts), seq.token_ids if drafts else (),
         )  # fmt: skip
 
     def _fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
@@ -556,8 +601,31 @@ class Scheduler:
         children = self.roster.fork(parent, seeds)
         for child in children:
             child.num_cached_tokens = parent.num_cached_tokens
+            child.is_stepwise = parent.is_stepwise
             self.tables.fork(parent, child)
         return [parent, *children]
+
+    def _take_drafted(
+        self, seq: Sequence, num_drafts: int, drawn: Seq[SampledToken], events: list[TokenEvent]
+    ) -> None:
+        """Take the drafts that were right and the token after them; forget the others.
+
+        The prefix cache is told of a block when all its tokens are drawn.
+        """
+        assert self.speculation is not None
+        right = len(drawn) - 1
+        self.speculation.num_drafts += num_drafts
+        self.speculation.num_accepted += right
+        known = seq.num_tokens
+        seq.num_computed_tokens += len(drawn)  # the token before the drafts, and those that are right
+        seq.num_scheduled_tokens, seq.num_pending = seq.num_computed_tokens, 0
+        self.tables.truncate(seq)
+        seq.token_ids += [token.token_id for token in drawn[:right]]
+        self.tables.register(seq)
+        del seq.token_ids[known:]
+        for token in drawn:
+            if seq.finish_reason is None:
+                self._append(seq, token, events)
 
     def _take_row(self, seq: Sequence, row: SampledToken, events: list[TokenEvent]) -> bool:
         """Take the log-probabilities of a beam; when those of all are there, let the best go on.
@@ -671,6 +739,7 @@ class Scheduler:
         self._num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
         self.tables.release(seq)
         seq.num_preemptions += 1
+        seq.drafts = ()
         if seq.search is not None:
             self._regroup(seq.search)
 

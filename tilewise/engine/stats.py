@@ -23,6 +23,8 @@ class SchedulerStats:
         prefix_query_tokens: tokens of the sequences admitted, once per admission.
         prefix_hit_tokens: how many of them the prefix cache had.
         num_preemptions: how often a sequence that had run lost its blocks.
+        num_drafts: guesses of tokens that were verified.
+        num_accepted_drafts: how many of them were right.
     """
 
     num_running: int
@@ -36,6 +38,8 @@ class SchedulerStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     num_preemptions: int
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
     @property
     def wasted_fraction(self) -> float:
