@@ -58,7 +58,8 @@ class VirtualModel:
         for run in batch.sequences:
             seq = self.scheduler.roster.live[run.seq_id]
             end = run.start + len(run.token_ids)
-            known = seq.token_ids[:end]
+            drafts = run.token_ids[len(run.token_ids) - run.num_drafts :]
+            known = [*seq.token_ids, *drafts][:end]
             is_pending = run.token_ids == (PENDING,)
             assert is_pending or list(run.token_ids) == known[run.start :]
             assert len(known) + is_pending == end
@@ -157,9 +158,22 @@ class VirtualModel:
         assert len(run.seeds) == run.num_samples
         if is_broken:
             return [BROKEN] * run.num_samples
+        if run.num_drafts:
+            return self._verify(run, prefix)
         return [
             SampledToken(_digest(prefix[-1], seed, run.num_generated) % VOCAB) for seed in run.seeds
         ]
+
+    def _verify(self, run, prefix: list[int]) -> list[SampledToken]:
+        """Draw a token before each draft while these are right, and one more."""
+        drawn: list[SampledToken] = []
+        first = len(prefix) - 1 - run.num_drafts
+        for i, draft in enumerate((*run.token_ids[1:], None)):
+            token = _digest(prefix[first + i], run.seeds[0], run.num_generated + i) % VOCAB
+            drawn.append(SampledToken(token))
+            if token != draft:
+                break
+        return drawn
 
 
 class Step:

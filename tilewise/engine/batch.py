@@ -35,10 +35,10 @@ class ScheduledSequence(NamedTuple):
         first_new_block: block_ids before this index are what the last batch with this sequence
             said; 0 for a sequence that came since, or came back.
         is_chosen: the first token may be another than the runner has drawn for the sequence last.
-        num_drafts: tokens at the end of token_ids that are guesses, to be verified: a token is drawn
-            from the row of the one before the first of them and from each of theirs, and the result
-            is those that agree with the guesses, and the one after. DRAFT is a guess that the
-            runner makes. num_samples is 1.
+        num_drafts: tokens at the end of token_ids that are guesses, to be verified. A token is
+            drawn from the row of the one before the first of them and from each of theirs; the
+            result is those that agree with the guesses, and the one after. DRAFT is a guess that
+            the runner makes. num_samples is 1.
         known: all tokens of a sequence with drafts, these not included. Its own list, not a copy.
     """
 

@@ -27,7 +27,15 @@ from tilewise.engine.speculative import accepted, with_rows_of_drafts
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks
 
-__all__ = ["CausalModel", "Finished", "ModelRunner", "Runner", "Samples", "StepHandle", "threads_for"]
+__all__ = [
+    "CausalModel",
+    "Finished",
+    "ModelRunner",
+    "Runner",
+    "Samples",
+    "StepHandle",
+    "threads_for",
+]
 
 Samples = list[list[SampledToken]]
 Sampler = Callable[[Tensor, Batch], Samples]

@@ -617,7 +617,9 @@ class Scheduler:
         self.speculation.num_drafts += num_drafts
         self.speculation.num_accepted += right
         known = seq.num_tokens
-        seq.num_computed_tokens += len(drawn)  # the token before the drafts, and those that are right
+        seq.num_computed_tokens += len(
+            drawn
+        )  # the token before the drafts, and those that are right
         seq.num_scheduled_tokens, seq.num_pending = seq.num_computed_tokens, 0
         self.tables.truncate(seq)
         seq.token_ids += [token.token_id for token in drawn[:right]]
