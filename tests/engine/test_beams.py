@@ -17,7 +17,7 @@ from tests.engine.test_scheduler_simulation import (
     random_request,
 )
 from tilewise.engine import beams
-from tilewise.engine.beams import MAX_BEAM_WIDTH, BeamSearch, BeamSearchParams
+from tilewise.engine.beams import MAX_BEAM_WIDTH, Beams, BeamSearch, BeamSearchParams
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import Request, SamplingParams
@@ -143,13 +143,13 @@ def test_thousands_of_schedules_give_the_beams_of_a_search_alone(part: int, over
 
 def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
     seen = dict.fromkeys(("in turns", "preempted", "copies", "forks", "dropped", "hits"), 0)
-    make_way, fork = Scheduler._make_way, BlockTables.fork
+    in_the_way, fork = Beams.is_in_the_way, BlockTables.fork
     take_copies, regroup = BlockTables.take_copies, Roster.regroup
 
-    def making_way(self, seq, lacks_seat):
-        made = make_way(self, seq, lacks_seat)
-        seen["in turns"] += made
-        return made
+    def being_in_the_way(self, seq, lacks_seat):
+        is_there = in_the_way(self, seq, lacks_seat)
+        seen["in turns"] += is_there
+        return is_there
 
     def forking(self, parent, child):
         seen["forks"] += parent.search is not None
@@ -164,7 +164,7 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
         seen["copies"] += len(copies)
         return copies
 
-    monkeypatch.setattr(Scheduler, "_make_way", making_way)
+    monkeypatch.setattr(Beams, "is_in_the_way", being_in_the_way)
     monkeypatch.setattr(BlockTables, "fork", forking)
     monkeypatch.setattr(BlockTables, "take_copies", taking)
     monkeypatch.setattr(Roster, "regroup", regrouping)
@@ -556,6 +556,14 @@ def share_the_token_list(roster, parent, token_ids, index):
     return BRANCH(roster, parent, parent.token_ids, index)
 
 
+def nobody_makes_way(self, seq, lacks_seat):
+    return False
+
+
+def leave_the_order(search, family):
+    return family
+
+
 def mix_up_the_beams(search, sequences):
     return FOLLOW(search, sequences[1:] + sequences[:1])
 
@@ -576,9 +584,9 @@ MISTAKES = [
     (BeamSearch, "choose", let_any_continuation_end),
     (BeamSearch, "_is_done", stop_at_the_first_that_ended),
     (BeamSearch, "_is_done", never_stop_early),
-    (BeamSearch, "order", lambda search, family: family),
+    (BeamSearch, "order", leave_the_order),
     (BeamSearch, "follow", mix_up_the_beams),
-    (Scheduler, "_make_way", lambda self, seq, lacks_seat: False),
+    (Beams, "is_in_the_way", nobody_makes_way),
     (Scheduler, "_preempt_newest", forget_the_row_of_who_is_preempted),
     (Roster, "branch", share_the_token_list),
     (BeamSearchParams, "for_rows", ask_for_too_little),

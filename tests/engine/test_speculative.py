@@ -129,19 +129,25 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
 # --- planted mistakes ---------------------------------------------------------------------------
 
 
-TRUNCATE, TAKE_DRAFTED = BlockTables.truncate, Scheduler._take_drafted
+TRUNCATE, TAKE = BlockTables.truncate, Speculation.take
 DESCRIBE, REGISTER = Scheduler._describe, BlockTables.register
 
 
-def take_all_drafts_for_right(self, seq, num_drafts, drawn, events):
+def take_all_drafts_for_right(self, seq, num_drafts, drawn, tables):
     seq.num_computed_tokens += num_drafts + 1 - len(drawn)
-    TAKE_DRAFTED(self, seq, num_drafts, drawn, events)
+    TAKE(self, seq, num_drafts, drawn, tables)
 
 
-def take_one_too_few(self, seq, num_drafts, drawn, events):
-    TAKE_DRAFTED(self, seq, num_drafts, drawn, events)
-    if seq.finish_reason is None and len(drawn) > 1:
-        seq.token_ids.pop()
+def take_one_too_few(self, seq, num_drafts, drawn, tables):
+    TAKE(self, seq, num_drafts, drawn, tables)
+    if len(drawn) > 1:
+        drawn.pop(0)
+
+
+def take_the_one_after_for_computed(self, seq, num_drafts, drawn, tables):
+    TAKE(self, seq, num_drafts, drawn, tables)
+    seq.num_computed_tokens += 1
+    seq.num_scheduled_tokens += 1
 
 
 def free_one_block_too_many(tables, seq):
@@ -182,26 +188,20 @@ def draw_by_the_wrong_number(self, seq, n):
     return run._replace(num_generated=run.num_generated + 1) if run.num_drafts else run
 
 
-def guess_beyond_the_length(self, seq, room):
+def guess_beyond_the_length(self, seq, room, tables, num_running):
     if seq.search is not None or seq.num_tokens != seq.num_scheduled_tokens + 1:
         return 0
     seq.drafts = (0,) * max(min(room, 5), 0)
     return len(seq.drafts)
 
 
-def go_on_after_the_end(self, seq, num_drafts, drawn, events):
-    TAKE_DRAFTED(self, seq, num_drafts, drawn, events)
-    if seq.finish_reason is not None and len(drawn) > 1:
-        events.append(events[-1])
-
-
 MISTAKES = [
-    (Scheduler, "_take_drafted", take_all_drafts_for_right),
-    (Scheduler, "_take_drafted", take_one_too_few),
-    (Scheduler, "_take_drafted", go_on_after_the_end),
+    (Speculation, "take", take_all_drafts_for_right),
+    (Speculation, "take", take_one_too_few),
+    (Speculation, "take", take_the_one_after_for_computed),
     (Scheduler, "_describe", register_the_drafts),
     (Scheduler, "_describe", draw_by_the_wrong_number),
-    (Scheduler, "_draft", guess_beyond_the_length),
+    (Speculation, "draft", guess_beyond_the_length),
     (BlockTables, "truncate", free_one_block_too_many),
     (BlockTables, "truncate", free_the_block_and_keep_it),
     (BlockTables, "truncate", free_nothing_but_forget_it),

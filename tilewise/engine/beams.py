@@ -26,9 +26,11 @@ from numbers import Real
 from typing import ClassVar, NamedTuple
 
 from tilewise.engine.batch import SampledToken, TokenEvent
+from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import FinishReason, Request, SamplingParams, Sequence
+from tilewise.engine.roster import Roster
 
-__all__ = ["MAX_BEAM_WIDTH", "BeamSearch", "BeamSearchParams", "Branch"]
+__all__ = ["MAX_BEAM_WIDTH", "BeamSearch", "BeamSearchParams", "Beams", "Branch"]
 
 MAX_BEAM_WIDTH = 256  # more is a denial of service, not a workload
 MAX_END_IDS = 64  # each is one more log-probability of each row, and of each beam
@@ -303,3 +305,88 @@ class BeamSearch:
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             length = self._max_len - self._num_prompt_tokens
         return self.params.score(self._next[0].score, length) <= self._ended[-1].score
+
+
+class Beams:
+    """The scheduler's part: forks and drops the sequences of all searches.
+
+    Args:
+        roster: of the scheduler.
+        tables: of the scheduler.
+    """
+
+    def __init__(self, roster: Roster, tables: BlockTables) -> None:
+        self.roster, self.tables = roster, tables
+        self._unsettled: dict[BeamSearch, None] = {}
+
+    def start(self, first: Sequence) -> None:
+        """Let a new sequence be the first of a search."""
+        first.search = BeamSearch(first.request, first, first.max_len)
+        first.is_stepwise = True
+
+    def take(self, seq: Sequence, row: SampledToken) -> tuple[list[TokenEvent], list[int]]:
+        """Take the row of a beam; when those of all are there, let the best go on.
+
+        Returns:
+            The tokens of a search that is done, which the caller ends; and the seq_ids of beams
+            that are gone and held blocks.
+        """
+        search = seq.search
+        assert search is not None
+        if not search.take(seq, row):
+            self._unsettled[search] = None
+            return [], []
+        self._unsettled.pop(search, None)
+        branches = search.choose()
+        if branches:
+            return [], self._branch(search, branches)
+        return search.events(seq.num_cached_tokens), []
+
+    def settle(self) -> None:
+        """After the results of a step, put beams that rest behind those that have yet to run."""
+        for search in self._unsettled:
+            family = self.roster.unfinished(search.request.request_id)
+            if family and family[0].search is search:  # it has not failed in this step
+                self.roster.regroup(search.order(family))
+        self._unsettled.clear()
+
+    def regroup(self, seq: Sequence) -> None:
+        """Do the same for the search of a sequence that got or lost blocks, if it is a beam."""
+        if seq.search is not None:
+            family = self.roster.requests[seq.request.request_id]
+            self.roster.regroup(seq.search.order(family))
+
+    def is_in_the_way(self, seq: Sequence, lacks_seat: bool) -> bool:
+        """Whether the newest that runs is to make way for a beam that waits.
+
+        It does if it is of the same search and rests, unless the blocks that are lacking come free
+        by themselves.
+        """
+        if seq.search is None or (self.tables.has_fenced and not lacks_seat):
+            return False
+        newest = self.roster.running[-1] if self.roster.running else seq
+        return newest is not seq and newest.search is seq.search and seq.search.is_resting(newest)
+
+    def _branch(self, search: BeamSearch, branches: list[Branch]) -> list[int]:
+        """Continue each parent with its first token, fork it for the others, drop who has none."""
+        family = self.roster.unfinished(search.request.request_id)
+        parents = {branch.parent for branch in branches}
+        kept = {s.index for s in parents}
+        free = (i for i in range(len(branches)) if i not in kept)
+        sequences, known = list[Sequence](), {s: list(s.token_ids) for s in parents}
+        for parent, token_id in branches:
+            seq = parent
+            if parent.num_tokens > len(known[parent]):  # it goes on with another token
+                seq = self.roster.branch(parent, list(known[parent]), next(free))
+                seq.search, seq.is_stepwise = search, True
+                seq.num_cached_tokens = parent.num_cached_tokens
+                if parent.block_ids:
+                    self.tables.fork(parent, seq)
+            seq.token_ids.append(token_id)
+            sequences.append(seq)
+        self.roster.regroup(search.order(search.follow(sequences)))
+        gone = [s for s in family if s not in parents]
+        held = [s.seq_id for s in gone if s.block_ids]
+        for seq in gone:
+            self.tables.release(seq)
+        return held

@@ -243,7 +243,7 @@ class DeviceRunner:
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
         logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
-        wanted = max(samplers[i].sampling.logprobs or 0 for i in asking)
+        wanted = max((samplers[i].sampling.logprobs or 0 for i in asking), default=0)
         if wanted <= MOST_LOGPROBS:
             return _Logprobs(asking, ops.token_logprobs(logits, tokens, most))
         logprobs = logits.log_softmax(dim=-1)  # of beams, of which there may be many

@@ -86,17 +86,16 @@ class DraftingRunner:
         runner: of the model.
         draft: of the draft model, over a storage of as many blocks of the same size.
         max_chunk: tokens of one sequence that the draft model computes at a time.
+
+    Attributes:
+        storage: the paged cache of the model.
     """
 
     def __init__(self, runner: ModelRunner, draft: ModelRunner, max_chunk: int) -> None:
         self.runner, self.draft, self.max_chunk = runner, draft, max_chunk
+        self.storage: KVStorage = runner.storage
         self._num_known: dict[int, int] = {}  # tokens that the draft model has of a sequence
         self._left: list[int] = []
-
-    @property
-    def storage(self) -> KVStorage:
-        """The paged cache of the model."""
-        return self.runner.storage
 
     @property
     def num_compilations(self) -> int:

@@ -15,6 +15,11 @@ One step:
      needs one seat; when its prompt is computed, the samples for which there is none wait. Until
      then it keeps the seats of all of them from those behind it.
 
+Beams (`engine.beams`) are sequences like others; one whose log-probabilities are there rests until
+those of all beams of its search are, behind those that have yet to run. If one of these lacks a
+seat or blocks, the last that rests loses its own and is computed again later. Drafts
+(`engine.speculative`) lengthen the run of a sequence and preempt nobody.
+
 Overlap: with max_in_flight = 2 the next step is scheduled while one runs, as if the tokens that it
 draws were known. What they cannot change is known: a sequence that reaches its length with them is
 not scheduled again, one that forks with them waits for them. What they can change, an end token, is
@@ -32,6 +37,10 @@ for a token of that step, or for blocks: in that case no other runs before it, t
 and the next one is scheduled with none unfinished. Who waits for a block of another waits for an
 older one that writes it in this step or an unfinished one; ended or preempted, it writes no more.
 
+Of a search the first that does not rest is meant: those that rest and run before it make way for
+it, and in the end it is alone. With its row it rests, too, and the next one is the first; when all
+rest, each that lives on has a token more, so that a search takes at most max_tokens such rounds.
+
 Source: the unified scheduler of vLLM V1 for the loop; Kwon et al. 2023, "Efficient Memory
 Management for LLM Serving with PagedAttention", section 4.4 for fork and copy-on-write, 4.5 for
 preemption by recomputation.
@@ -39,11 +48,11 @@ preemption by recomputation.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from tilewise.engine import insight
 from tilewise.engine.admission import Limits
 from tilewise.engine.batch import (
     PENDING,
@@ -52,10 +61,11 @@ from tilewise.engine.batch import (
     ScheduledSequence,
     TokenEvent,
 )
-from tilewise.engine.beams import BeamSearch, BeamSearchParams, Branch
+from tilewise.engine.beams import Beams, BeamSearchParams
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
 from tilewise.engine.roster import Roster
+from tilewise.engine.seeds import derive_seed
 from tilewise.engine.speculative import DraftModel, PromptLookup, Speculation
 from tilewise.engine.stats import SchedulerStats
 from tilewise.errors import RequestError
@@ -107,23 +117,20 @@ class Scheduler:
         speculative: PromptLookup | DraftModel | None = None,
     ) -> None:
         self.limits = Limits(
-            num_blocks,
-            block_size,
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_model_len,
+            num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
             max_chunk_tokens,
-        )
+        )  # fmt: skip
         self.tables = BlockTables(num_blocks, block_size, enable_prefix_caching)
         self.seed = seed
         self.roster = Roster()
+        self.beams = Beams(self.roster, self.tables)
         self.max_in_flight = max_in_flight
         self.speculation = None if speculative is None else Speculation(speculative)
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
         self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._left: list[int] = []  # who lost their blocks since the last batch
         self._num_arrivals = 0
-        self._num_preemptions = 0
+        self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
         """Accept a request into the queue, or refuse it and change nothing.
@@ -138,14 +145,14 @@ class Scheduler:
         self.limits.check(request)
         given = request.sampling.seed
         seed = (
-            _derive_seed("arrival", self.seed, self._num_arrivals)
+            derive_seed("arrival", self.seed, self._num_arrivals)
             if given is None
-            else _derive_seed("request", given)
+            else derive_seed("request", given)
         )
         self._num_arrivals += 1
         first = self.roster.enqueue(request, seed, self.limits.max_len(request))
         if isinstance(request.sampling, BeamSearchParams):
-            first.search, first.is_stepwise = BeamSearch(request, first, first.max_len), True
+            self.beams.start(first)
         elif self.speculation is not None:
             first.is_stepwise = self.speculation.suits(request)
 
@@ -210,14 +217,17 @@ class Scheduler:
         step = self._steps.popleft()
         self.tables.end_step(0)
         live, events = self.roster.live, list[TokenEvent]()
-        searches: dict[BeamSearch, None] = {}
         block_size = self.tables.block_size
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
                 continue
             if run.num_drafts:
-                self._take_drafted(seq, run.num_drafts, drawn, events)
+                assert self.speculation is not None
+                self.speculation.take(seq, run.num_drafts, drawn, self.tables)
+                for token in drawn:
+                    if seq.finish_reason is None:
+                        self._append(seq, token, events)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
             if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
@@ -226,10 +236,7 @@ class Scheduler:
                 continue
             seq.num_pending -= 1
             if seq.search is not None:
-                if self._take_row(seq, drawn[0], events):
-                    searches.pop(seq.search, None)
-                else:
-                    searches[seq.search] = None
+                events += self._take_row(seq, drawn[0])
                 continue
             if run.num_samples == 1:
                 self._append(seq, drawn[0], events)
@@ -243,8 +250,7 @@ class Scheduler:
                     self._finish(sample, *seq.ended[sample.index])
                 else:
                     self._append(sample, token, events)
-        for search in searches:  # who rests now stands behind those that have yet to run
-            self._regroup(search)
+        self.beams.settle()
         # Who is admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self._preempt_newest()
@@ -288,7 +294,7 @@ class Scheduler:
         """
         family = self.roster.requests.get(request_id, ())
         if family and family[0].search is not None:  # nothing is left of a search without a beam
-            return self._end_search(family, reason, stop_reason)
+            return self._end(request_id, reason, stop_reason)
         if family and len(family) < family[0].request.sampling.num_samples:
             return self._finish_early(family[0], index, reason, stop_reason)
         for seq in family:
@@ -314,10 +320,7 @@ class Scheduler:
         Returns:
             Whether any was unfinished.
         """
-        unfinished = self.roster.unfinished(request_id)
-        for seq in unfinished:
-            self._finish(seq, FinishReason.ABORT, None)
-        return bool(unfinished)
+        return self._end(request_id, FinishReason.ABORT, None)
 
     def fail(self, request_id: str, error: Exception) -> list[TokenEvent]:
         """End all samples of a request whose numbers cannot be trusted; nobody else is touched.
@@ -349,6 +352,11 @@ class Scheduler:
             for i in indices
         ]
 
+    @property
+    def has_unfinished_steps(self) -> bool:
+        """Whether results of a step are still to come."""
+        return bool(self._steps)
+
     def has_unfinished(self) -> bool:
         """Return whether schedule() has something to do."""
         return bool(self.roster.requests)
@@ -371,41 +379,11 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot."""
-        running, prefix = self.roster.running, self.tables.prefix
-        return SchedulerStats(
-            num_running=len(running),
-            num_waiting=len(self.roster.waiting),
-            num_blocks=self.limits.num_blocks,
-            block_size=self.limits.block_size,
-            blocks_used=self.tables.allocator.num_used,
-            blocks_peak=self.tables.blocks_peak,
-            slots_used=self.tables.slots_used({s: s.num_computed_tokens for s in running}),
-            slots_peak=self.tables.slots_peak,
-            prefix_query_tokens=prefix.num_query_tokens if prefix else 0,
-            prefix_hit_tokens=prefix.num_hit_tokens if prefix else 0,
-            num_preemptions=self._num_preemptions,
-            num_drafts=self.speculation.num_drafts if self.speculation else 0,
-            num_accepted_drafts=self.speculation.num_accepted if self.speculation else 0,
-        )
+        return insight.stats(self)
 
     def explain(self, request_id: str) -> str:
         """Say in one line what a request is doing or what it waits for."""
-        unfinished = self.roster.unfinished(request_id)
-        if not unfinished:
-            return "unknown or finished"
-        seq = unfinished[0]
-        if seq.block_ids:
-            return f"running: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed"
-        place = self.roster.waiting.index(seq)
-        if place > 0:
-            return f"waiting: {place} sequences are before it"
-        running = self.roster.running
-        if sum(map(self._seats, running)) >= self.limits.max_num_seqs:
-            return f"waiting: all {self.limits.max_num_seqs} seats are taken"
-        missing = self.tables.missing_blocks(seq, spare=len(running))
-        if missing:
-            return f"waiting: {missing} more cache blocks must become free"
-        return "waiting: next in line for the token budget"
+        return insight.explain(self, request_id)
 
     def check_integrity(self) -> None:
         """Verify the invariants, between steps or beside unfinished ones; meant for tests.
@@ -413,33 +391,7 @@ class Scheduler:
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        running = self.roster.running
-        self.roster.check_integrity()
-        self.tables.check_integrity(running)
-        has_work = all(
-            s.num_computed_tokens < s.num_tokens or (s.search and s.search.is_resting(s))
-            for s in running
-        )
-        ahead = [
-            (s.num_computed_tokens, s.num_scheduled_tokens, s.num_tokens + s.num_pending)
-            for s in running
-        ]
-        rules = [
-            (len(running) <= self.limits.max_num_seqs, "every running sequence has a seat"),
-            (has_work, "a running sequence has a token to compute"),
-            (all(a <= b <= c for a, b, c in ahead), "computed, scheduled, known or drawn"),
-            (
-                self._steps
-                or all(
-                    a == b and not s.num_pending
-                    for s, (a, b, _) in zip(running, ahead, strict=True)
-                ),
-                "what is scheduled and not computed is in an unfinished step",
-            ),
-        ]
-        for holds, rule in rules:
-            if not holds:
-                raise AssertionError(f"broken invariant: {rule}")
+        insight.check_integrity(self)
 
     def _schedule_running(self) -> tuple[list[tuple[Sequence, int]], int, bool]:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""
@@ -448,7 +400,7 @@ class Scheduler:
         budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
         lacked_blocks = False
         if self.speculation is not None:
-            self.speculation.begin(len(running))
+            self.speculation.begin(len(running), self.limits.max_chunk_tokens)
         i = 0
         while i < len(running) and budget > 0:
             seq = running[i]
@@ -460,7 +412,8 @@ class Scheduler:
                 n = self._chunk_unless_written(seq, budget)
                 start = seq.num_scheduled_tokens
                 if n == 1 and seq.is_stepwise and self.speculation is not None:
-                    n += self._draft(seq, budget - (len(running) - i))
+                    room = budget - (len(running) - i)  # one token for each behind
+                    n += self.speculation.draft(seq, room, self.tables, len(running))
             if n == 0:  # it waits for what an unfinished step draws, or this one or that writes
                 i += 1
             # A token inside a block that the one before it was written to needs nothing.
@@ -487,23 +440,23 @@ class Scheduler:
         running, waiting = self.roster.running, self.roster.waiting
         if not waiting or (len(running) >= self.limits.max_num_seqs and waiting[0].search is None):
             return runs
-        seats = sum(map(self._seats, running))
+        seats = sum(map(self.seats, running))
         while waiting and budget > 0:
             seq = waiting[0]
             if seq.search is not None and seq.search.is_resting(seq):
                 break
             lacks_seat = seats >= self.limits.max_num_seqs
             if lacks_seat or not self.tables.reserve(seq, len(running)):
-                if not self._make_way(seq, lacks_seat):
+                if not self.beams.is_in_the_way(seq, lacks_seat):
                     break
+                self._preempt_newest()
                 seats -= 1
                 continue
-            seats += self._seats(seq)
+            seats += self.seats(seq)
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.roster.admit()
-            if seq.search is not None:
-                self._regroup(seq.search)
+            self.beams.regroup(seq)
             n = self._chunk_unless_written(seq, budget)
             if n:
                 runs.append((seq, n))
@@ -540,30 +493,7 @@ class Scheduler:
             return 1
         return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
 
-    def _draft(self, seq: Sequence, room: int) -> int:
-        """Choose the drafts that a sequence runs behind its last token; return how many.
-
-        They take no block that is not there for them, beside one for each running sequence.
-
-        Args:
-            room: of the budget, without the token itself and one for each sequence behind.
-        """
-        assert self.speculation is not None
-        known, size = seq.num_tokens, self.tables.block_size
-        is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
-        if seq.search is not None or not is_decoding:
-            return 0
-        free = max(self.tables.allocator.num_free - len(self.roster.running), 0)
-        most = min(
-            room,
-            seq.max_len - known - 1,  # the step draws one more token than there are drafts
-            (len(seq.block_ids) + free) * size - known,
-            (self.limits.max_chunk_tokens or room + 1) - 1,
-        )
-        seq.drafts = self.speculation.propose(seq, most)
-        return len(seq.drafts)
-
-    def _seats(self, seq: Sequence) -> int:
+    def seats(self, seq: Sequence) -> int:
         """Seats to keep for a sequence: those of all its samples until it has forked."""
         if seq.num_tokens > seq.num_prompt_tokens:
             return 1
@@ -584,7 +514,7 @@ class Scheduler:
             seq.num_pending = drawn + 1
             if num_generated == 0 and seq.request.sampling.num_samples > 1 and not seq.search:
                 samples = range(1, seq.request.sampling.num_samples)
-                seeds += tuple(_derive_seed("sample", seq.seed, i) for i in samples)
+                seeds += tuple(derive_seed("sample", seq.seed, i) for i in samples)
         drafts, seq.drafts = seq.drafts, ()
         if drafts:
             token_ids, seeds = (seq.token_ids[start], *drafts), (seq.seed,)
@@ -605,100 +535,22 @@ class Scheduler:
             self.tables.fork(parent, child)
         return [parent, *children]
 
-    def _take_drafted(
-        self, seq: Sequence, num_drafts: int, drawn: Seq[SampledToken], events: list[TokenEvent]
-    ) -> None:
-        """Take the drafts that were right and the token after them; forget the others.
-
-        The prefix cache is told of a block when all its tokens are drawn.
-        """
-        assert self.speculation is not None
-        right = len(drawn) - 1
-        self.speculation.num_drafts += num_drafts
-        self.speculation.num_accepted += right
-        known = seq.num_tokens
-        seq.num_computed_tokens += len(
-            drawn
-        )  # the token before the drafts, and those that are right
-        seq.num_scheduled_tokens, seq.num_pending = seq.num_computed_tokens, 0
-        self.tables.truncate(seq)
-        seq.token_ids += [token.token_id for token in drawn[:right]]
-        self.tables.register(seq)
-        del seq.token_ids[known:]
-        for token in drawn:
-            if seq.finish_reason is None:
-                self._append(seq, token, events)
-
-    def _take_row(self, seq: Sequence, row: SampledToken, events: list[TokenEvent]) -> bool:
-        """Take the log-probabilities of a beam; when those of all are there, let the best go on.
-
-        Returns:
-            Whether the logical step is done, or the search is.
-        """
-        search = seq.search
-        assert search is not None
+    def _take_row(self, seq: Sequence, row: SampledToken) -> list[TokenEvent]:
+        """Take the log-probabilities of a beam; return the events of a search that they end."""
         if row.token_id == NO_TOKEN:
-            events += self._fail_not_finite(seq)
-            return True
-        if not search.take(seq, row):
-            return False
-        branches = search.choose()
-        if branches:
-            self._branch(search, branches)
-        else:
-            events += search.events(seq.num_cached_tokens)
-            self._end_search(self.sequences(seq.request.request_id), FinishReason.STOP, None)
-        return True
+            return self._fail_not_finite(seq)
+        events, gone = self.beams.take(seq, row)
+        self._left += gone
+        if events:
+            self._end(seq.request.request_id, FinishReason.STOP, None)
+        return events
 
-    def _branch(self, search: BeamSearch, branches: list[Branch]) -> None:
-        """Continue each parent with its first token, fork it for the others, drop who has none."""
-        family = self.sequences(branches[0].parent.request.request_id)
-        parents = {branch.parent for branch in branches}
-        kept = {s.index for s in parents}
-        free = (i for i in range(len(branches)) if i not in kept)
-        sequences, known = list[Sequence](), {s: list(s.token_ids) for s in parents}
-        for parent, token_id in branches:
-            seq = parent
-            if parent.num_tokens > len(known[parent]):  # it goes on with another token
-                seq = self.roster.branch(parent, list(known[parent]), next(free))
-                seq.search, seq.is_stepwise = search, True
-                seq.num_cached_tokens = parent.num_cached_tokens
-                if parent.block_ids:
-                    self.tables.fork(parent, seq)
-            seq.token_ids.append(token_id)
-            sequences.append(seq)
-        self.roster.regroup(search.order(search.follow(sequences)))
-        for seq in family:
-            if seq not in parents:
-                if seq.block_ids:
-                    self._left.append(seq.seq_id)
-                self.tables.release(seq)
-
-    def _regroup(self, search: BeamSearch) -> None:
-        """Put beams that rest behind those that have yet to run."""
-        self.roster.regroup(search.order(self.sequences(search.request.request_id)))
-
-    def _end_search(
-        self, family: Seq[Sequence], reason: FinishReason, stop_reason: int | str | None
-    ) -> bool:
-        """End all beams of a request; return whether there were any."""
-        for seq in list(family):
+    def _end(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> bool:
+        """End all unfinished sequences of a request; return whether there were any."""
+        unfinished = self.roster.unfinished(request_id)
+        for seq in unfinished:
             self._finish(seq, reason, stop_reason)
-        return bool(family)
-
-    def _make_way(self, seq: Sequence, lacks_seat: bool) -> bool:
-        """Let a beam that rests go for one of its search that has yet to run.
-
-        Returns:
-            Whether there was one, and blocks do not come free without it.
-        """
-        if seq.search is None or (self.tables.has_fenced and not lacks_seat):
-            return False
-        newest = self.roster.running[-1] if self.roster.running else seq
-        if newest is seq or newest.search is not seq.search or not seq.search.is_resting(newest):
-            return False
-        self._preempt_newest()
-        return True
+        return bool(unfinished)
 
     def _fail_not_finite(self, seq: Sequence) -> list[TokenEvent]:
         error = FloatingPointError("logits must be finite, got NaN or infinity from the model")
@@ -738,15 +590,8 @@ class Scheduler:
     def _preempt_newest(self) -> None:
         seq = self.roster.displace()
         self._left.append(seq.seq_id)
-        self._num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
+        self.num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
         self.tables.release(seq)
         seq.num_preemptions += 1
         seq.drafts = ()
-        if seq.search is not None:
-            self._regroup(seq.search)
-
-
-def _derive_seed(*parts: object) -> int:
-    """Return 63 bits that depend on all parts and on nothing else."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        self.beams.regroup(seq)

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from tilewise.engine.batch import Batch, SampledToken
 from tilewise.engine.beams import BeamSearchParams
+from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import Request, Sequence
 
 __all__ = [
@@ -137,14 +138,68 @@ class Speculation:
         self.num_drafts = 0
         self.num_accepted = 0
         self._is_on = True
+        self._most = MAX_DRAFTS
 
     def suits(self, request: Request) -> bool:
         """Whether a request's tokens may be guessed: those of a beam search may not."""
         return not isinstance(request.sampling, BeamSearchParams)
 
-    def begin(self, num_sequences: int) -> None:
-        """Decide about the step that is scheduled now, in which so many sequences run."""
+    def begin(self, num_sequences: int, max_chunk_tokens: int | None) -> None:
+        """Decide about the step that is scheduled now.
+
+        Args:
+            num_sequences: how many run.
+            max_chunk_tokens: tokens of one sequence in a step; None is no limit.
+        """
+        self._most = MAX_DRAFTS if max_chunk_tokens is None else max_chunk_tokens - 1
         self._is_on = self.pace is None or self.pace.is_on(num_sequences)
+
+    def draft(self, seq: Sequence, room: int, tables: BlockTables, num_running: int) -> int:
+        """Choose the drafts that a sequence runs behind its last token; return how many.
+
+        They take no block that is not there for them, beside one for each running sequence.
+
+        Args:
+            seq: its run is one token.
+            room: tokens that the budget has left for drafts.
+            tables: of its blocks.
+            num_running: sequences that hold blocks.
+        """
+        known = seq.num_tokens
+        is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
+        if seq.search is not None or not is_decoding:
+            return 0
+        free = max(tables.allocator.num_free - num_running, 0)
+        most = min(
+            room,
+            self._most,
+            seq.max_len - known - 1,  # the step draws one more token than there are drafts
+            (len(seq.block_ids) + free) * tables.block_size - known,
+        )
+        seq.drafts = self.propose(seq, most)
+        return len(seq.drafts)
+
+    def take(
+        self, seq: Sequence, num_drafts: int, drawn: Seq[SampledToken], tables: BlockTables
+    ) -> None:
+        """Count the drafts that were right as computed, and let go of the blocks of the others.
+
+        The prefix cache is told of a block when all its tokens are drawn.
+
+        Args:
+            seq: it has run num_drafts drafts; its tokens do not have what was drawn yet.
+            drawn: the right ones and one more.
+            tables: of its blocks.
+        """
+        right, known = len(drawn) - 1, seq.num_tokens
+        self.num_drafts += num_drafts
+        self.num_accepted += right
+        seq.num_computed_tokens += len(drawn)  # the token before the drafts, and the right ones
+        seq.num_scheduled_tokens, seq.num_pending = seq.num_computed_tokens, 0
+        tables.truncate(seq)
+        seq.token_ids += [token.token_id for token in drawn[:right]]
+        tables.register(seq)
+        del seq.token_ids[known:]
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return at most `most` guesses of what follows a sequence, of which all is known."""
@@ -196,10 +251,10 @@ class Ngrams:
                     self._next[tuple(token_ids[place - n : place])] = place
         self._num_known = end
         for n in self._lengths:
-            place = self._next.get(tuple(token_ids[end - n :])) if n < end else None
-            if place is not None:
-                period = end - place
-                return tuple(token_ids[place + i % period] for i in range(most))
+            found = self._next.get(tuple(token_ids[end - n :])) if n < end else None
+            if found is not None:
+                period = end - found
+                return tuple(token_ids[found + i % period] for i in range(most))
         return ()
 
 

@@ -1,0 +1,86 @@
+"""What a scheduler says about itself: counts, reasons, broken rules. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tilewise.engine.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from tilewise.engine.scheduler import Scheduler
+
+__all__ = ["check_integrity", "explain", "stats"]
+
+
+def stats(scheduler: Scheduler) -> SchedulerStats:
+    """Return a snapshot."""
+    running, prefix = scheduler.roster.running, scheduler.tables.prefix
+    return SchedulerStats(
+        num_running=len(running),
+        num_waiting=len(scheduler.roster.waiting),
+        num_blocks=scheduler.limits.num_blocks,
+        block_size=scheduler.limits.block_size,
+        blocks_used=scheduler.tables.allocator.num_used,
+        blocks_peak=scheduler.tables.blocks_peak,
+        slots_used=scheduler.tables.slots_used({s: s.num_computed_tokens for s in running}),
+        slots_peak=scheduler.tables.slots_peak,
+        prefix_query_tokens=prefix.num_query_tokens if prefix else 0,
+        prefix_hit_tokens=prefix.num_hit_tokens if prefix else 0,
+        num_preemptions=scheduler.num_preemptions,
+        num_drafts=scheduler.speculation.num_drafts if scheduler.speculation else 0,
+        num_accepted_drafts=scheduler.speculation.num_accepted if scheduler.speculation else 0,
+    )
+
+
+def explain(scheduler: Scheduler, request_id: str) -> str:
+    """Say in one line what a request is doing or what it waits for."""
+    unfinished = scheduler.roster.unfinished(request_id)
+    if not unfinished:
+        return "unknown or finished"
+    seq = unfinished[0]
+    if seq.block_ids:
+        return f"running: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed"
+    place = scheduler.roster.waiting.index(seq)
+    if place > 0:
+        return f"waiting: {place} sequences are before it"
+    running = scheduler.roster.running
+    if sum(map(scheduler.seats, running)) >= scheduler.limits.max_num_seqs:
+        return f"waiting: all {scheduler.limits.max_num_seqs} seats are taken"
+    missing = scheduler.tables.missing_blocks(seq, spare=len(running))
+    if missing:
+        return f"waiting: {missing} more cache blocks must become free"
+    return "waiting: next in line for the token budget"
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    """Verify the invariants, between steps or beside unfinished ones.
+
+    Raises:
+        AssertionError: names the invariant that is broken.
+    """
+    running = scheduler.roster.running
+    scheduler.roster.check_integrity()
+    scheduler.tables.check_integrity(running)
+    has_work = all(
+        s.num_computed_tokens < s.num_tokens or (s.search and s.search.is_resting(s))
+        for s in running
+    )
+    ahead = [
+        (s.num_computed_tokens, s.num_scheduled_tokens, s.num_tokens + s.num_pending)
+        for s in running
+    ]
+    rules = [
+        (len(running) <= scheduler.limits.max_num_seqs, "every running sequence has a seat"),
+        (has_work, "a running sequence has a token to compute"),
+        (all(a <= b <= c for a, b, c in ahead), "computed, scheduled, known or drawn"),
+        (
+            scheduler.has_unfinished_steps
+            or all(
+                a == b and not s.num_pending for s, (a, b, _) in zip(running, ahead, strict=True)
+            ),
+            "what is scheduled and not computed is in an unfinished step",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise AssertionError(f"broken invariant: {rule}")

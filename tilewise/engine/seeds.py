@@ -1,0 +1,13 @@
+"""Seeds of samples: 63 bits each, from what the caller has given. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+
+__all__ = ["derive_seed"]
+
+
+def derive_seed(*parts: object) -> int:
+    """Return 63 bits that depend on all parts and on nothing else."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
