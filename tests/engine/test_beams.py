@@ -283,19 +283,20 @@ def test_beams_are_those_of_transformers(checkpoint, settings):
     asked = [(i, j) for i in range(len(PROMPTS)) for j in range(len(PARAMS))]
     prompts = [{"prompt_token_ids": PROMPTS[i]} for i, _ in asked]
     params = [beam_params(PARAMS[j]) for _, j in asked]
-    for use in range(2):  # the second time from the prefix cache
-        for output, sampling, key in zip(llm.generate(prompts, params), params, asked, strict=True):
-            assert_same(output, sampling, found[key])
-            hits = output.num_cached_tokens
-            assert (
-                use == 0
-                or hits > 0
-                or "num_blocks" in settings
-                or len(PROMPTS[key[0]]) < 5
-                or ("enable_prefix_caching" in settings)
-            )
+    for output, sampling, key in zip(llm.generate(prompts, params), params, asked, strict=True):
+        assert_same(output, sampling, found[key])
     if "num_blocks" in settings:
         assert llm.engine.stats().scheduler.num_preemptions > 0
+    assert_idle(llm)
+
+
+def test_a_prompt_that_is_found_in_the_cache_gives_the_same_beams(checkpoint):
+    directory, _, found = checkpoint
+    llm = checked(LLM(directory, device="cpu", num_blocks=100, block_size=4))
+    for params, hits in ((PARAMS[0], 0), (PARAMS[0], 28), (PARAMS[1], 28)):
+        [output] = llm.generate({"prompt_token_ids": PROMPTS[2]}, beam_params(params))
+        assert output.num_cached_tokens == hits
+        assert_same(output, beam_params(params), found[2, PARAMS.index(params)])
     assert_idle(llm)
 
 
@@ -432,6 +433,21 @@ def test_a_search_can_be_neither_streamed_nor_wider_than_the_vocabulary(checkpoi
     llm.config = replace(llm.config, vocab_size=3)
     with pytest.raises(RequestError, match="beam_width must be at most vocab_size 3, got 4"):
         llm.generate({"prompt_token_ids": [1]}, BeamSearchParams(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_beams_on_a_gpu_are_those_of_a_cpu(graphs):
+    settings = {"dtype": "float32", "num_blocks": 200, "max_num_seqs": 32}
+    gpu = LLM("story", device="cuda", graphs=graphs, **settings)
+    cpu = LLM("story", device="cpu", **settings)
+    for width in (4, 24):  # 24 asks for more log-probabilities than the sampling kernel gives
+        params = BeamSearchParams(width, max_tokens=24)
+        [one], [other] = (llm.generate("Once upon a time", params) for llm in (gpu, cpu))
+        assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
+        for mine, theirs in zip(one.outputs, other.outputs, strict=True):
+            assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+    assert_idle(gpu)
 
 
 # --- the best of more samples -------------------------------------------------------------------

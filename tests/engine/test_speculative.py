@@ -17,16 +17,25 @@ from tests.engine.test_beams import BeamStory, assert_idle, checked
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine import runner as runners
-from tilewise.engine.batch import SampledToken
+from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
 from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.draft_runner import DraftingRunner, check_speculative
 from tilewise.engine.engine import Engine
+from tilewise.engine.inputs import build_inputs
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.runner import ModelRunner
 from tilewise.engine.scheduler import Scheduler
-from tilewise.engine.speculative import DraftModel, Ngrams, Pace, PromptLookup, Speculation
+from tilewise.engine.speculative import (
+    DraftModel,
+    Ngrams,
+    Pace,
+    PromptLookup,
+    Speculation,
+    accepted,
+    with_rows_of_drafts,
+)
 from tilewise.reference.sampling import target_distribution
 
 STEPS = 24
@@ -304,6 +313,19 @@ def test_samples_stops_and_logprobs_are_those_without_guesses(checkpoint, kind):
             assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.gpu
+def test_lookup_on_a_gpu_without_graphs_gives_the_same_tokens():
+    settings = {"dtype": "float32", "num_blocks": 200, "device": "cuda", "graphs": "off"}
+    lookup = PromptLookup(min_ngram=1, is_adaptive=False)
+    plain, llm = LLM("story", **settings), LLM("story", speculative=lookup, **settings)
+    params = [GREEDY, SamplingParams(max_tokens=40, seed=1, ignore_eos=True)]
+    texts = ["Once upon a time, once upon a", "The dog said"]
+    got, wanted = (x.generate(texts, params) for x in (llm, plain))
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in wanted]
+    assert llm.engine.stats().scheduler.num_accepted_drafts > 0
+    assert_idle(llm)
+
+
 def test_a_model_that_drafts_for_itself_is_nearly_always_right():
     draft = DraftModel("story", dtype="float32", is_adaptive=False)
     llm = LLM("story", dtype="float32", num_blocks=80, speculative=draft)
@@ -433,6 +455,37 @@ def _by_run(batch, samples):
 
 
 # --- parts --------------------------------------------------------------------------------------
+
+
+def a_batch() -> Batch:
+    """A prompt's chunk, a run with two drafts, and one without."""
+    params = SamplingParams()
+    return Batch(
+        (
+            ScheduledSequence(1, (5, 6, 7), 0, [0], 0, params),
+            ScheduledSequence(2, (4, 8, 9), 6, [1, 2, 3], 1, params, (11,), 2, num_drafts=2),
+            ScheduledSequence(3, (3,), 2, [4], 1, params, (12,), 1),
+        )
+    )
+
+
+def test_each_draft_has_a_row_of_logits_and_a_number_of_its_stream():
+    batch = a_batch()
+    inputs = build_inputs(batch, 4, torch.device("cpu"))
+    assert inputs.logits_rows.tolist() == [3, 4, 5, 6]
+    assert inputs.ctx.slot_mapping.tolist() == [0, 1, 2, 10, 11, 12, 18]
+    rows = [(s.seq_id, s.num_generated) for s in with_rows_of_drafts(batch).sequences]
+    assert rows == [(1, 0), (2, 2), (2, 3), (2, 4), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "kept"),
+    [([8, 9, 1], [8, 9, 1]), ([8, 5, 9], [8, 5]), ([9, 9, 1], [9]), ([8, -2, 1], [8, -2])],
+)
+def test_drafts_are_right_up_to_the_first_that_was_not_drawn(drawn, kept):
+    samples = [[], *([SampledToken(t)] for t in drawn), [SampledToken(2)]]
+    found = accepted(a_batch(), samples)
+    assert [[t.token_id for t in tokens] for tokens in found] == [[], kept, [2]]
 
 
 def test_the_longest_ngram_that_was_there_last_is_followed():
