@@ -624,3 +624,17 @@ def test_a_mistake_with_beams_shows(monkeypatch, owner, method: str, mistake):
 
     with pytest.raises((AssertionError, ValueError, KeyError, StopIteration)):
         play_many()
+
+
+def test_no_order_of_beams_makes_a_copy_of_a_copy(monkeypatch):
+    """Whoever is preempted while a step is built, no source of a copy is given away."""
+
+    def apart(search, sequences):
+        found = FOLLOW(search, sequences)
+        return found[1::2] + found[0::2]  # beams of one parent no longer side by side
+
+    monkeypatch.setattr(BeamSearch, "follow", apart)
+    for seed in range(150):
+        story = BeamStory(seed, overlap=seed % 2 == 0)
+        story.play()
+        story.judge()
