@@ -85,14 +85,12 @@ def test_thousands_of_schedules_give_the_beams_and_tokens_of_a_request_alone(par
 
 
 def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
-    seen = dict.fromkeys(("for another", "not the last", "late", "swapped", "right", "recalled"), 0)
+    seen = dict.fromkeys(("for another", "late", "swapped", "right", "recalled"), 0)
     who_makes_way = Beams.who_makes_way
 
     def making_way(self, seq, lacks_seat):
         found = who_makes_way(self, seq, lacks_seat)
-        if found is not None:
-            seen["for another"] += found.search is not seq.search
-            seen["not the last"] += found is not self.roster.running[-1]
+        seen["for another"] += found is not None and found.search is not seq.search
         return found
 
     monkeypatch.setattr(Beams, "who_makes_way", making_way)
