@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 PROMPT ?= Once upon a time, there was a little rabbit
 
-.PHONY: demo test check compile-matrix bench docs clean
+.PHONY: demo test check mutants compile-matrix bench docs clean
 
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
@@ -18,6 +18,13 @@ check: $(VENV)/.installed-test ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+mutants: $(VENV)/.installed-test ## plant the known mistakes one by one: every one must be seen
+	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m pytest -q -n 2 -m 'slow or not slow' -k 'mistake' \
+	  tests/kernels/gluon/test_mutations.py tests/kernels/gluon/test_schedules.py \
+	  tests/kernels/gluon/test_fp8_emulated.py tests/kernels/gluon/test_mla.py \
+	  tests/kernels/gluon/test_mla_bytes.py tests/kernels/gluon/test_emulator.py
 
 compile-matrix: $(VENV)/.installed-test ## compile every kernel with every supported Triton, without a GPU
 	for version in $(TRITONS); do \

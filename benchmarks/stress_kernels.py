@@ -47,7 +47,7 @@ def _arguments() -> argparse.Namespace:
 
 def _with_delays(chance: int, most: int) -> None:
     """Start again with a copy of the package whose Hopper kernels stall."""
-    from tests.kernels.gluon_delays import write_package
+    from tests.kernels.gluon.delays import write_package
 
     folder = tempfile.mkdtemp(prefix="tilewise-delayed-")
     count = write_package(Path(folder), chance, most)

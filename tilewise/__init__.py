@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from tilewise.masks import BlockMask
     from tilewise.ops.activation import silu_mul
     from tilewise.ops.adjust_logits import adjust_logits
-    from tilewise.ops.attention import attention, attention_varlen
-    from tilewise.ops.attention_fp8 import attention_fp8, quantize_heads
-    from tilewise.ops.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
-    from tilewise.ops.dropout import dropout_keep_mask
+    from tilewise.ops.attention.api import attention, attention_varlen
+    from tilewise.ops.attention.dropout import dropout_keep_mask
+    from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads
     from tilewise.ops.explain import Explanation, explain
+    from tilewise.ops.latent.api import mla_decode, write_latent_cache
+    from tilewise.ops.latent.expanded import mla_attention, mla_prefill
     from tilewise.ops.merge import merge_states
-    from tilewise.ops.mla import mla_decode, write_latent_cache
-    from tilewise.ops.mla_expanded import mla_attention, mla_prefill
     from tilewise.ops.norm import add_rms_norm, rms_norm
-    from tilewise.ops.paged import paged_attention
-    from tilewise.ops.paged_plan import PagedPlan, plan_paged_attention
+    from tilewise.ops.paged.api import paged_attention
+    from tilewise.ops.paged.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
+    from tilewise.ops.paged.plan import PagedPlan, plan_paged_attention
+    from tilewise.ops.paged.shared_prefixes import SharedPrefixes, shared_prefixes
+    from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
+    from tilewise.ops.paged.tree import tree_mask_from_parents
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
     from tilewise.ops.sampling import sample_tokens, token_logprobs
-    from tilewise.ops.shared_prefixes import SharedPrefixes, shared_prefixes
-    from tilewise.ops.swap import BlockTransfer, swap_blocks
-    from tilewise.ops.tree import tree_mask_from_parents
 
 __version__ = "0.1.0"
 

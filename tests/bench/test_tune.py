@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from tilewise.bench import tune
 from tilewise.kernels import device
-from tilewise.kernels.attention_tiles import candidates
-from tilewise.kernels.tiles import TileConfig
+from tilewise.kernels.tiles.attention import candidates
+from tilewise.kernels.tiles.paged import TileConfig
 
 needs_interpreter = pytest.mark.skipif(not device.interpreting(), reason="the interpreter is off")
 

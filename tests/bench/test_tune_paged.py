@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 from tilewise.bench import tune_paged
 from tilewise.bench.tune_paged import Candidate, Case
-from tilewise.kernels import tiles
 from tilewise.kernels.device import interpreting
-from tilewise.kernels.tiles import TileConfig
+from tilewise.kernels.tiles import paged as tiles
+from tilewise.kernels.tiles.paged import TileConfig
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 DECODE = Case(3, 8, 2, 300, head_dim=64)

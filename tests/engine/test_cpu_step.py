@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.test_cpu_step import resident
+from tests.kernels.cpu.test_step import resident
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.cpu_step import CompiledRunner, runner_for, why_not

@@ -63,8 +63,9 @@ class CacheReader:
 
     def compute_logits(self, hidden):
         if len(hidden) == 0:
-            return torch.zeros(0, VOCAB)
-        return torch.stack([logits_after(self.prefixes[int(row)]) for row in hidden[:, 0]])
+            return torch.zeros(0, VOCAB, device=hidden.device)
+        rows = [logits_after(self.prefixes[int(row)]) for row in hidden[:, 0]]
+        return torch.stack(rows).to(hidden.device)
 
 
 def ids_of(ids, bounds, b):

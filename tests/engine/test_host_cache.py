@@ -130,15 +130,17 @@ def test_a_transfer_that_fails_ends_the_step_and_nobody_reads_what_did_not_move(
 
     monkeypatch.setattr(HostCache, "_out", failing)
     tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    ended = set()
     while engine.has_unfinished():
-        try:
-            events = engine.step()
-        except RuntimeError:
-            engine.scheduler.check_integrity()
-            continue
-        for event in events:
-            tokens[event.request_id].append(event.token.token_id)
+        for event in engine.step():
+            if event.token is None:
+                assert "copy failed" in str(event.error)
+                ended.add(event.request_id)
+            else:
+                tokens[event.request_id].append(event.token.token_id)
+        engine.scheduler.check_integrity()
     assert failed
+    assert ended == {"a", "b"}
     whole = {name for name in prompts if tokens[name] == expected_tokens(prompts[name], params)}
     assert whole == {"c"}  # it was to be swapped; the others were in the step that failed
     assert engine.stats().scheduler.swap_blocks_used == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
 
 import pytest
 import torch
@@ -349,6 +350,16 @@ def test_processors_see_prompt_output_and_logits_in_order(checkpoint, runner):
     assert plain.outputs[0].token_ids == transformers_tokens(model, prompt)
 
 
+def run_together(llm, generations):
+    """Submit requests at once and return when all have ended, however they did."""
+    ended = threading.Semaphore(0)
+    for generation in generations:
+        generation.on_end = ended.release
+    llm.loop.submit(*generations)
+    for _ in generations:
+        assert ended.acquire(timeout=120)
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("failing", ["raises", "wrong shape", "nothing"])
 def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing):
@@ -363,14 +374,11 @@ def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing
 
     llm = engine_of(directory, runner)
     first, second = prompts(2)
-    llm._arrived.extend(
-        mine := [
-            llm._generation({"prompt_token_ids": p}, s)
-            for p, s in ((first, asking(logits_processors=[processor])), (second, PLAIN))
-        ]
-    )
-    while not all(g.output.finished for g in mine):
-        llm._step_all()
+    mine = [
+        llm._generation({"prompt_token_ids": p}, s)
+        for p, s in ((first, asking(logits_processors=[processor])), (second, PLAIN))
+    ]
+    run_together(llm, mine)
     kind = LookupError if failing == "raises" else ValueError
     assert isinstance(mine[0].error, kind)
     assert mine[0].output.outputs[0].finish_reason == "error"
@@ -544,9 +552,7 @@ def test_a_grammar_that_fails_while_it_runs_ends_its_own_request(checkpoint, run
         fill(matcher, words)
 
     monkeypatch.setattr(type(mine[0].request.new_matcher()), "fill_mask", failing)
-    llm._arrived.extend(mine)
-    while not all(g.output.finished for g in mine):
-        llm._step_all()
+    run_together(llm, mine)
     assert "the grammar failed" in str(mine[0].error)
     assert mine[1].output.outputs[0].token_ids == transformers_tokens(model, second)
     assert_idle(llm)

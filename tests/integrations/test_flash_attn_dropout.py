@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tilewise.integrations import flash_attn
-from tilewise.ops import _dispatch
+from tilewise.ops import dispatch
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
 
@@ -25,10 +25,10 @@ P = 0.17
 def place(request, monkeypatch):
     """The device of a test, on which one backend computes."""
     backend, device = request.param
-    monkeypatch.setattr(_dispatch, "_AUTOMATIC", {device: (backend,)})
-    _dispatch.choose.cache_clear()
+    monkeypatch.setattr(dispatch, "_AUTOMATIC", {device: (backend,)})
+    dispatch.choose.cache_clear()
     yield device
-    _dispatch.choose.cache_clear()
+    dispatch.choose.cache_clear()
 
 
 def _qkv(*, seqlen_q: int = 40, seqlen_k: int = 150, heads_k: int = 2, dim: int = 64, place="cpu"):

@@ -11,7 +11,7 @@ import torch
 from tests.integrations.flash_attn_oracle import KVCacheCase, draw, expected
 from tilewise.integrations.flash_attn import flash_attn_with_kvcache
 from tilewise.integrations.flash_attn.pages import row_blocks
-from tilewise.ops import _dispatch
+from tilewise.ops import dispatch
 from tilewise.testing import assert_within_budget
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -105,14 +105,14 @@ class TestCases:
         "name", ["decode", "leftpad_chunk", "page_24", "chunk_sees_all", "rotary_pairs"]
     )
     def test_gpu_kernels_in_the_interpreter(self, name, monkeypatch):
-        monkeypatch.setattr(_dispatch, "_AUTOMATIC", {"cpu": ("triton",)})
-        _dispatch.choose.cache_clear()
+        monkeypatch.setattr(dispatch, "_AUTOMATIC", {"cpu": ("triton",)})
+        dispatch.choose.cache_clear()
         case = replace(next(c for c in CASES if c.name == name), head_dim=32)
         case = replace(case, rotary_dim=min(case.rotary_dim, 32))
         try:
             _check(case, torch.float32, "cpu")
         finally:
-            _dispatch.choose.cache_clear()
+            dispatch.choose.cache_clear()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("place", PLACES)

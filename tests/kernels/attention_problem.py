@@ -199,7 +199,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def computed(problem: Problem) -> dict[str, Tensor]:
     """Run the kernels, forward and backward."""
-    from tilewise.kernels.triton import attention as kernels
+    from tilewise.kernels.triton.attention import launch as kernels
 
     p = problem
     assert kernels.why_not(p.spec) is None

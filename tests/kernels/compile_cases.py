@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tilewise.kernels.attention_tiles import Part, candidates
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
-from tilewise.kernels.tiles import TileConfig
+from tilewise.kernels.tiles.attention import Part, candidates
+from tilewise.kernels.tiles.paged import TileConfig
 
 ARCHITECTURES = (80, 90, 100)
 _PARTS: tuple[Part, ...] = ("fwd", "dkdv", "dq")
@@ -102,9 +102,9 @@ def launch_attention(
     spec: AttentionSpec, part: Part | Literal["dbias"], tile: TileConfig | None = None
 ) -> None:
     """Call the launcher of one part of an attention call; "rows" are part of "dkdv"."""
-    from tilewise.kernels.triton import attention
-    from tilewise.kernels.triton._geometry import extras_of
-    from tilewise.kernels.triton._tile import Sequences
+    from tilewise.kernels.triton.attention import launch as attention
+    from tilewise.kernels.triton.attention.geometry import extras_of
+    from tilewise.kernels.triton.attention.tile import Sequences
 
     def tensor(heads: int, width: int, seqlen: int) -> Tensor:
         rows = (spec.batch * seqlen,) if spec.is_varlen else (spec.batch, seqlen)
@@ -241,50 +241,4 @@ def attention_cases() -> Iterator[Case]:
                 )
 
 
-def launch_repair(spec: AttentionSpec) -> None:
-    """Call the launchers of both repairs."""
-    from tilewise.kernels.triton import attention, attention_repair
-
-    def tensor(heads: int, width: int, seqlen: int) -> Tensor:
-        rows = (spec.batch * seqlen,) if spec.is_varlen else (spec.batch, seqlen)
-        return meta(*rows, heads, width, dtype=spec.dtype)
-
-    q = tensor(spec.num_q_heads, spec.head_dim, spec.max_seqlen_q)
-    k = tensor(spec.num_kv_heads, spec.head_dim, spec.max_seqlen_k)
-    v = tensor(spec.num_kv_heads, spec.v_head_dim, spec.max_seqlen_k)
-    o = tensor(spec.num_q_heads, spec.v_head_dim, spec.max_seqlen_q)
-    cu_seqlens = meta(spec.batch + 1, dtype=torch.int32) if spec.is_varlen else None
-    given = {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "bias": tensor_of_bias(spec),
-        "alibi_slopes": meta(spec.num_q_heads, dtype=torch.float32) if spec.has_alibi else None,
-        "philox": meta(2, dtype=torch.int64) if spec.dropout_p > 0 else None,
-        "mask": tensors_of_mask(spec),
-    }
-    lse = attention._allocate_rows(q, spec)
-    attention_repair.repair_fwd(q, k, v, o, lse, spec, **given)
-    attention_repair.repair_bwd(o, lse, q, k, v, o, lse, q, k, v, spec, **given)
-
-
-def repair_cases() -> Iterator[Case]:
-    """Yield both repairs; they run seldom, so they need not stay in registers."""
-    everything = {"softcap": 30.0, "is_varlen": True, "has_alibi": True, "has_bias": True}
-    everything |= {"mask_tile": (128, 128), "dropout_p": 0.1, "window_left": 1000}
-    specs = {
-        "causal-d128": attention_spec(128),
-        "everything-d80": attention_spec(80, **everything),
-        "mla-d576-512": attention_spec(576, 512),
-        "fp32-d64": attention_spec(64, dtype=torch.float32),
-    }
-    for arch in ARCHITECTURES:
-        for name, spec in specs.items():
-            is_half = spec.dtype != torch.float32
-            yield Case(
-                f"sm_{arch}-repair-{name}", arch, lambda spec=spec: launch_repair(spec),
-                products=is_half, hot=False, slow=True,
-                mma="mma.sync",  # tiles of 32 rows are below what warp-group instructions multiply
-            )  # fmt: skip
-
-
-CASES: list[Case] = [*attention_cases(), *repair_cases()]
+CASES: list[Case] = list(attention_cases())

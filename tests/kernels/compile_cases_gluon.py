@@ -17,12 +17,10 @@ from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
 from tests.kernels.compile_cases_mla import mla_spec
-from tilewise.kernels.gluon import (
-    attention_bwd_launch,
-    attention_fp8,
-    attention_fwd_launch,
-    mla_decode,
-)
+from tilewise.kernels.gluon.attention import fp8 as attention_fp8
+from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
+from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tilewise.kernels.gluon.latent import launch as mla_decode
 from tilewise.kernels.spec import AttentionSpec, PagedSpec
 
 ARCH = 90  # compiled for any other, LLVM aborts the process

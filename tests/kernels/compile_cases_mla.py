@@ -71,7 +71,7 @@ def mla_spec(changes: dict[str, object]) -> PagedSpec:
 
 def launch_mla(spec: PagedSpec) -> None:
     """Call the launcher of attention over latents."""
-    from tilewise.kernels.triton import mla_decode
+    from tilewise.kernels.triton.latent import launch as mla_decode
 
     rows = (spec.num_tokens, spec.num_q_heads)
     scale = None

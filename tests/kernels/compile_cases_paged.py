@@ -86,7 +86,7 @@ def paged_spec(changes: dict[str, object]) -> PagedSpec:
 
 def launch_paged(spec: PagedSpec) -> None:
     """Call the launcher of paged attention."""
-    from tilewise.kernels.triton import paged_attention
+    from tilewise.kernels.triton.paged import launch as paged_attention
 
     slots = (4096, spec.block_size, spec.num_kv_heads)
     per_head = meta(spec.num_q_heads, dtype=torch.float32)
@@ -124,7 +124,7 @@ def _one_group(spec: PagedSpec) -> SharedKeys:
 
 def launch_byte_decode(spec: PagedSpec, *, head_scales: bool = False) -> None:
     """Call the launcher of Hopper's kernel over 8-bit caches."""
-    from tilewise.kernels.gluon import paged_attention
+    from tilewise.kernels.gluon.paged import launch as paged_attention
 
     slots = (4096, spec.block_size, spec.num_kv_heads)
     scale = meta(*(slots[2:] if head_scales else slots), dtype=torch.float32)
@@ -188,7 +188,10 @@ def byte_decode_cases() -> Iterator[Case]:
 
 def launch_elementwise(head_dim: int, dtype: torch.dtype) -> None:
     """Call every launcher that only moves or weighs elements."""
-    from tilewise.kernels.triton import cache_ops, decode_rows, merge, rope, rope_write
+    from tilewise.kernels.triton import merge, rope
+    from tilewise.kernels.triton.paged import cache as cache_ops
+    from tilewise.kernels.triton.paged import rope_write
+    from tilewise.kernels.triton.step import decode_rows
 
     new = meta(512, 8, head_dim, dtype=dtype)
     cache = meta(4096, 16, 8, head_dim, dtype=dtype)

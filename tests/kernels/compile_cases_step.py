@@ -11,7 +11,7 @@ from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
 
 def launch_norms(dim: int, dtype: torch.dtype) -> None:
     """Call every launcher of norms and activations for rows of `dim` channels."""
-    from tilewise.kernels.triton import activation, norm
+    from tilewise.kernels.triton.step import activation, norm
 
     x, weight = meta(8, dim, dtype=dtype), meta(dim, dtype=dtype)
     norm.rms_norm(x, weight, 1e-6)
@@ -21,7 +21,7 @@ def launch_norms(dim: int, dtype: torch.dtype) -> None:
 
 def launch_sampling(vocab: int) -> None:
     """Call the sampler with and without truncation, and both kinds of log-probabilities."""
-    from tilewise.kernels.triton import sampling
+    from tilewise.kernels.triton.step import sampling
 
     logits = meta(8, vocab, dtype=torch.float32)
     real, integer = meta(8, dtype=torch.float32), meta(8, dtype=torch.int32)
@@ -35,7 +35,7 @@ def launch_sampling(vocab: int) -> None:
 
 def launch_adjust(vocab: int) -> None:
     """Call the adjustment of logits with every part that may be left out, and without."""
-    from tilewise.kernels.triton import adjust_logits
+    from tilewise.kernels.triton.step import adjust_logits
 
     logits, rows = meta(8, vocab, dtype=torch.float32), meta(3, dtype=torch.int64)
     mask, which = meta(2, -(-vocab // 32), dtype=torch.int32), meta(3, dtype=torch.int32)
@@ -49,7 +49,7 @@ def launch_adjust(vocab: int) -> None:
 
 def launch_linear(outputs: int, channels: int) -> None:
     """Call the product of few rows on the tile that its table gives."""
-    from tilewise.kernels.triton import linear
+    from tilewise.kernels.triton.step import linear
 
     weight, bias = (
         meta(*shape, dtype=torch.bfloat16) for shape in ((outputs, channels), (outputs,))
@@ -59,7 +59,7 @@ def launch_linear(outputs: int, channels: int) -> None:
 
 def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> None:
     """Call the layers of a decode step, with 8 key heads of 128 channels and blocks of 16."""
-    from tilewise.kernels.triton.decode_layers import DecodeLayers, Shape
+    from tilewise.kernels.triton.step.decode_layers import DecodeLayers, Shape
 
     shape = Shape(
         hidden=hidden, inner=inner, num_q_heads=q_heads, num_kv_heads=8, head_dim=128,
@@ -75,6 +75,14 @@ def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> No
         slot_mapping=meta(rows, dtype=torch.int64), seqlens_k=meta(rows, dtype=torch.int32),
         block_table=meta(rows, 64, dtype=torch.int32),
     )  # fmt: skip
+
+
+def launch_invariant_linear(dtype: torch.dtype) -> None:
+    """Call the product of fixed tiles."""
+    from tilewise.kernels.triton.step import invariant_linear
+
+    x, weight, bias = (meta(*shape, dtype=dtype) for shape in ((300, 4096), (6144, 4096), (6144,)))
+    invariant_linear.launch(x, weight, bias)
 
 
 def step_cases() -> Iterator[Case]:
@@ -106,6 +114,14 @@ def step_cases() -> Iterator[Case]:
                         mma="mma.sync",
                         slow=arch != 90 or sizes[0] != 1024,
                     )
+        for dtype in (torch.bfloat16, torch.float32):
+            yield Case(
+                f"sm_{arch}-invariant-linear-{str(dtype)[6:]}",
+                arch,
+                lambda dtype=dtype: launch_invariant_linear(dtype),  # type: ignore[misc]
+                products=dtype == torch.bfloat16,
+                slow=arch != 90,
+            )
         for vocab in (151_936, 1_000_001):
             yield Case(
                 f"sm_{arch}-sampling-{vocab}",

@@ -210,8 +210,8 @@ LITTLE = {
 
 
 def _forward(call: Call) -> Prepared:
-    from tests.kernels.gluon_problem import assert_forward_right
-    from tilewise.kernels.gluon import attention_fwd_launch
+    from tests.kernels.gluon.problem import assert_forward_right
+    from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 
     problem = p = make_problem(call, "cuda")
 
@@ -223,8 +223,8 @@ def _forward(call: Call) -> Prepared:
 
 
 def _backward(call: Call, deterministic: bool) -> Prepared:
-    from tilewise.kernels.gluon import attention_bwd_launch
-    from tilewise.kernels.triton import attention
+    from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
+    from tilewise.kernels.triton.attention import launch as attention
 
     p = make_problem(call, "cuda")
     o, lse = attention.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
@@ -254,14 +254,14 @@ def _portable(call: Call) -> Prepared:
 
 
 def _few(call: Call) -> Prepared:
-    from tests.kernels import test_gluon_few
+    from tests.kernels.gluon import test_few as test_gluon_few
 
     p = make_problem(call, "cuda")
     return Prepared(lambda: test_gluon_few.launched(p))
 
 
 def _bytes(shape: Any, window: Any, lengths: Any) -> Prepared:
-    from tilewise.kernels.gluon import attention_fp8
+    from tilewise.kernels.gluon.attention import fp8 as attention_fp8
     from tilewise.kernels.spec import AttentionSpec
     from tilewise.testing import make_qkv
 
@@ -281,7 +281,7 @@ def _bytes(shape: Any, window: Any, lengths: Any) -> Prepared:
 
 
 def _paged_bytes(case: Any, dtype: torch.dtype) -> Prepared:
-    from tests.kernels import test_gluon_paged
+    from tests.kernels.gluon import test_paged as test_gluon_paged
     from tilewise import paged_attention, plan_paged_attention
 
     (q, k, v, k_scale, v_scale, *_), options = test_gluon_paged._inputs(case, dtype)
@@ -304,7 +304,8 @@ def _pair(launch: Callable[[Any], tuple[Tensor, Tensor]], inputs: Any) -> Prepar
 
 
 def _latents(case: Any) -> Prepared:
-    from tests.kernels import test_gluon_mla, test_triton_mla
+    from tests.kernels.gluon import test_mla as test_gluon_mla
+    from tests.kernels.triton import test_mla as test_triton_mla
 
     inputs = test_triton_mla.make_inputs(case, "cuda")
     prepared = _pair(test_gluon_mla.launch, inputs)
@@ -312,7 +313,8 @@ def _latents(case: Any) -> Prepared:
 
 
 def _latents_of_bytes(given: Any) -> Prepared:
-    from tests.kernels import test_gluon_mla, test_gluon_mla_bytes
+    from tests.kernels.gluon import test_mla as test_gluon_mla
+    from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
 
     inputs = test_gluon_mla_bytes.make_bytes(given, "cuda")
     prepared = _pair(test_gluon_mla.launch, inputs)
@@ -320,30 +322,28 @@ def _latents_of_bytes(given: Any) -> Prepared:
 
 
 def _portable_paged(case: Any) -> Prepared:
-    from tests.kernels import test_triton_paged
+    from tests.kernels.triton import test_paged as test_triton_paged
 
     return _pair(test_triton_paged.launch, test_triton_paged.make_inputs(case, "cuda"))
 
 
 def _portable_latents(case: Any) -> Prepared:
-    from tests.kernels import test_triton_mla
+    from tests.kernels.triton import test_mla as test_triton_mla
 
     return _pair(test_triton_mla.launch, test_triton_mla.make_inputs(case, "cuda"))
 
 
 def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     """Yield the cases of a Hopper GPU: "family/name" and what prepares it."""
-    from tests.kernels import (
-        test_gluon_attention_bwd,
-        test_gluon_attention_fwd,
-        test_gluon_few,
-        test_gluon_fp8_emulated,
-        test_gluon_mla,
-        test_gluon_mla_bytes,
-        test_gluon_paged,
-        test_triton_mla,
-        test_triton_paged,
-    )
+    from tests.kernels.gluon import test_attention_bwd as test_gluon_attention_bwd
+    from tests.kernels.gluon import test_attention_fwd as test_gluon_attention_fwd
+    from tests.kernels.gluon import test_few as test_gluon_few
+    from tests.kernels.gluon import test_fp8_emulated as test_gluon_fp8_emulated
+    from tests.kernels.gluon import test_mla as test_gluon_mla
+    from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
+    from tests.kernels.gluon import test_paged as test_gluon_paged
+    from tests.kernels.triton import test_mla as test_triton_mla
+    from tests.kernels.triton import test_paged as test_triton_paged
 
     def lazily(make: Callable[..., Prepared], *arguments: Any) -> Callable[[], Prepared]:
         return lambda: make(*arguments)

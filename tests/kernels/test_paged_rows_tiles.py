@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from tilewise.kernels.paged_rows_tiles import extend_config, plan_rows
 from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
 
 
 def _spec(**changes: object) -> PagedSpec:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels import test_triton_mla as latents
-from tests.kernels import test_triton_paged as paged
 from tests.kernels.attention_problem import (
     BRAIN,
     HALF,
@@ -28,11 +26,13 @@ from tests.kernels.attention_problem import (
     expected,
     make_problem,
 )
-from tests.kernels.test_gluon_mla import check as check_latents
-from tilewise.kernels.cpu import attention as cpu
-from tilewise.kernels.gluon import attention as gluon
-from tilewise.kernels.gluon import mla_decode
-from tilewise.kernels.triton import attention as portable
+from tests.kernels.gluon.test_mla import check as check_latents
+from tests.kernels.triton import test_mla as latents
+from tests.kernels.triton import test_paged as paged
+from tilewise.kernels.cpu.attention import launch as cpu
+from tilewise.kernels.gluon.attention import launch as gluon
+from tilewise.kernels.gluon.latent import launch as mla_decode
+from tilewise.kernels.triton.attention import launch as portable
 from tilewise.testing import accumulator_scales, assert_within_budget
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.kernels.attention_tiles import Part, candidates
 from tilewise.kernels.spec import AttentionSpec
-from tilewise.kernels.tiles import padded_head_dim
+from tilewise.kernels.tiles.attention import Part, candidates
+from tilewise.kernels.tiles.paged import padded_head_dim
 
 PARTS: tuple[Part, ...] = ("fwd", "dkdv", "dq")
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 120)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.test_paged import BACKENDS
+from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.ops.adjust_logits import words_of
 from tilewise.reference.adjust import adjust_logits as oracle

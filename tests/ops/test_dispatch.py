@@ -10,7 +10,7 @@ import torch
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.kernels.spec import AttentionSpec
-from tilewise.ops import _dispatch
+from tilewise.ops import dispatch
 
 SPEC = AttentionSpec(
     device_type="cpu",
@@ -26,7 +26,7 @@ SPEC = AttentionSpec(
 
 
 def test_a_cpu_call_runs_on_the_cpu_backend():
-    assert _dispatch.choose("attention", SPEC, None) == "cpu"
+    assert dispatch.choose("attention", SPEC, None) == "cpu"
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ def capability(monkeypatch):
     def have(arch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(device, "arch_of", lambda _: arch)
-        _dispatch.choose.cache_clear()
+        dispatch.choose.cache_clear()
 
     yield have
-    _dispatch.choose.cache_clear()
+    dispatch.choose.cache_clear()
 
 
 CUDA = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
@@ -48,47 +48,47 @@ CUDA = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
 @pytest.mark.parametrize(("arch", "backend"), [(80, "triton"), (90, "gluon"), (100, "triton")])
 def test_a_cuda_call_runs_on_the_kernels_of_its_gpu(capability, arch, backend):
     capability(arch)
-    assert _dispatch.choose("attention", CUDA, None) == backend
+    assert dispatch.choose("attention", CUDA, None) == backend
 
 
 def test_what_hoppers_kernels_refuse_runs_on_the_portable_ones(capability):
     capability(90)
     single = replace(CUDA, dtype=torch.float32)
-    assert _dispatch.choose("attention", single, None) == "triton"
+    assert dispatch.choose("attention", single, None) == "triton"
     with pytest.raises(UnsupportedError, match="'gluon' cannot run attention.*float32"):
-        _dispatch.choose("attention", single, "gluon")
+        dispatch.choose("attention", single, "gluon")
 
 
 def test_hoppers_kernels_are_never_compiled_for_another_gpu(capability):
     capability(80)
     with pytest.raises(UnsupportedError, match="needs a Hopper GPU.*got 8.0"):
-        _dispatch.choose("attention", CUDA, "gluon")
+        dispatch.choose("attention", CUDA, "gluon")
 
 
 def test_a_backend_without_a_kernel_says_so():
-    reason = _dispatch.refusal("merge_states", "gluon", SPEC)
+    reason = dispatch.refusal("merge_states", "gluon", SPEC)
     assert reason == "it has no kernel for this op"
 
 
 def test_the_reference_runs_when_named():
-    assert _dispatch.choose("attention", SPEC, "reference") == "reference"
+    assert dispatch.choose("attention", SPEC, "reference") == "reference"
 
 
 def test_automatic_choice_never_falls_to_the_reference():
     spec = replace(SPEC, device_type="cuda", dtype=torch.float64)
     with pytest.raises(UnsupportedError, match="no backend can run attention on cuda.*float64"):
-        _dispatch.choose("attention", spec, None)
+        dispatch.choose("attention", spec, None)
 
 
 def test_an_unknown_device_is_named():
     with pytest.raises(UnsupportedError, match="cpu or cuda device, got 'mps'"):
-        _dispatch.choose("attention", replace(SPEC, device_type="mps"), None)
+        dispatch.choose("attention", replace(SPEC, device_type="mps"), None)
 
 
 def test_a_missing_package_is_the_reason(monkeypatch):
     def missing(op, backend):
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
-    monkeypatch.setattr(_dispatch, "kernel_module", missing)
-    reason = _dispatch.refusal("attention", "triton", SPEC)
+    monkeypatch.setattr(dispatch, "kernel_module", missing)
+    reason = dispatch.refusal("attention", "triton", SPEC)
     assert reason == "needs the package 'triton', which is not installed"

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise import masks, ops
 from tilewise.integrations.flash_attn import flash_attn_func
-from tilewise.ops import _gradient, _library
-from tilewise.ops._attention_op import AttentionOptions
+from tilewise.ops import derivatives as gradient
+from tilewise.ops import library
+from tilewise.ops.attention.op import AttentionOptions
 from tilewise.testing import make_paged_cache, make_qkv
 
 # Inductor and export of third parties warn about their own deprecations.
@@ -211,8 +212,8 @@ class TestPastTheDispatcher:
         types = [*["Optional[Tensor]"] * 2, "float", "int", "bool", "Optional[str]"]
         rest = (None, 1.0, 3, True, None)[len(args) - 1 :]
         args = (*args, *rest)
-        would_pass = _gradient._would_pass(args, [_gradient._UNCHANGED[t] for t in types])
-        return _gradient.unwatched() and would_pass and not _gradient.records(*args)
+        would_pass = gradient._would_pass(args, [gradient._UNCHANGED[t] for t in types])
+        return gradient.unwatched() and would_pass and not gradient.records(*args)
 
     def test_where_nobody_watches(self):
         x, leaf = torch.zeros(2), torch.zeros(2, requires_grad=True)
@@ -294,14 +295,14 @@ def test_kernels_run_with_the_gpu_of_their_tensors_current(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", made_current)
-    kernel = _library.where_its_tensors_are(lambda first, second: (current[-1], second))
+    kernel = library.where_its_tensors_are(lambda first, second: (current[-1], second))
     assert kernel(_OnAnotherGpu(), 5) == (1, 5)
     assert kernel(torch.ones(1), 5) == (0, 5)
     assert current == [0]
 
 
 def test_every_op_says_by_its_first_argument_where_it_runs():
-    for name in _library._kernels:
+    for name in library._kernels:
         schema = getattr(torch.ops.tilewise, name).default._schema
         assert str(schema.arguments[0].type) == "Tensor", name
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ops.test_paged import BACKENDS
+from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.errors import UnsupportedError
-from tilewise.kernels import linear_tiles
-from tilewise.kernels.linear_tiles import LinearTile
+from tilewise.kernels.tiles import linear as linear_tiles
+from tilewise.kernels.tiles.linear import LinearTile
 from tilewise.nn.layers import project
 from tilewise.testing import assert_within_budget
 
@@ -42,7 +42,7 @@ def _problem(rows, channels, outputs, dtype, place):
 def test_every_tile_keeps_the_budget(
     tile, rows, channels, outputs, has_bias, dtype, backend, place
 ):
-    from tilewise.kernels.triton import linear
+    from tilewise.kernels.triton.step import linear
 
     x, weight, bias = _problem(rows, channels, outputs, dtype, place)
     given = bias if has_bias else None
@@ -130,3 +130,50 @@ def test_refuses():
         ops.linear(x, weight)
     with pytest.raises(UnsupportedError, match="dtype must be float16 or bfloat16"):
         ops.linear(x.float(), weight.float(), backend="triton")
+
+
+@on_each_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("channels", "outputs"), [(96, 100), (40, 70), (1, 3)])
+def test_an_invariant_product_has_rows_of_their_own(channels, outputs, dtype, backend, place):
+    x, weight, bias = _problem(150, channels, outputs, dtype, place)
+    together = ops.invariant_linear(x, weight, bias, backend=backend)
+    wide = F.linear(x.double(), weight.double(), bias.double())
+    eager = F.linear(x, weight, bias)
+    if dtype == torch.float32:  # channel after channel, as tiles are; cuBLAS adds up pairs
+        eager = (x[:, None] * weight).cumsum(-1)[..., -1] + bias
+    assert_within_budget(together, wide, eager)
+    for rows in (slice(0, 1), slice(63, 66), slice(1, 150, 7), slice(149, 150)):
+        some = ops.invariant_linear(x[rows], weight, bias, backend=backend)
+        assert torch.equal(some, together[rows])
+    assert ops.invariant_linear(x[:0], weight, backend=backend).shape == (0, outputs)
+
+
+def test_an_invariant_product_says_what_is_wrong():
+    x, weight, bias = _problem(3, 8, 5, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="weight must have shape"):
+        ops.invariant_linear(x, weight[:, :7].contiguous())
+    with pytest.raises(TypeError, match="bias must"):
+        ops.invariant_linear(x, weight, bias.double())
+    with pytest.raises(UnsupportedError):
+        ops.invariant_linear(x, weight, backend="gluon")
+
+
+def test_models_take_invariant_products_everywhere():
+    from tilewise.models import ModelConfig, build_model
+    from tilewise.nn.invariant import InvariantLinear
+
+    model = build_model(
+        ModelConfig.from_hf(
+            {
+                "architectures": ["LlamaForCausalLM"], "vocab_size": 20, "hidden_size": 16,
+                "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "tie_word_embeddings": True, "max_position_embeddings": 32,
+            }
+        )
+    )  # fmt: skip
+    model.use_invariant_linears()
+    kinds = [type(m) for m in model.modules()]
+    assert torch.nn.Linear not in kinds
+    assert kinds.count(InvariantLinear) == 5
+    assert model.packed_head.get_buffer("weight").data_ptr() == model.embed_tokens.weight.data_ptr()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.ops.test_paged import BACKENDS
+from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.reference import norm as oracle
 from tilewise.testing import assert_within_budget

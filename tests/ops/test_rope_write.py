@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.test_paged import BACKENDS
+from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.reference import paged as oracle
 from tilewise.reference import rope as rope_oracle

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 
 from tilewise import masks, ops
 from tilewise.errors import UnsupportedError
-from tilewise.ops import _gradient
-from tilewise.ops._library import LIBRARY, register
+from tilewise.ops import derivatives as gradient
+from tilewise.ops.library import LIBRARY, register
 from tilewise.testing import make_paged_cache
 
 # The first use of forward mode compiles torch's own decompositions with torch.jit.
@@ -320,16 +320,16 @@ def test_rope_carries_tangents_and_refuses_those_of_its_tables():
 
 def _toy(name: str) -> Callable:
     toy = register(f"{name}(Tensor x) -> Tensor", torch.sin, torch.empty_like)
-    _gradient.register_gradient(
+    gradient.register_gradient(
         name,
         lambda ctx, grad: (grad * ctx.saved_tensors[0].cos(),),
-        lambda ctx, inputs, output: _gradient.save(ctx, *inputs),
+        lambda ctx, inputs, output: gradient.save(ctx, *inputs),
     )
     return toy
 
 
 def test_an_op_without_a_jvp_refuses_dual_numbers_instead_of_losing_tangents():
-    assert _gradient.FORWARD_MODE, "this torch has renamed what _gradient.py needs"
+    assert gradient.FORWARD_MODE, "this torch has renamed what derivatives.py needs"
     toy, x = _toy("toy_without_jvp"), torch.randn(3, requires_grad=True)
     torch.testing.assert_close(torch.autograd.grad(toy(x).sum(), x)[0], x.cos())
     torch.testing.assert_close(func.grad(lambda x: toy(x).sum())(x), x.cos())
@@ -338,7 +338,7 @@ def test_an_op_without_a_jvp_refuses_dual_numbers_instead_of_losing_tangents():
 
 
 def test_a_torch_without_those_names_keeps_backward_mode(monkeypatch):
-    monkeypatch.setattr(_gradient, "FORWARD_MODE", False)
+    monkeypatch.setattr(gradient, "FORWARD_MODE", False)
     toy, x = _toy("toy_without_forward_mode"), torch.randn(3, requires_grad=True)
     torch.testing.assert_close(torch.autograd.grad(toy(x).sum(), x)[0], x.cos())
     assert LIBRARY.ns == "tilewise"

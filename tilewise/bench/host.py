@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import ops
-from tilewise.kernels.gluon import attention_fwd_launch
-from tilewise.kernels.gluon._record import Memory
-from tilewise.kernels.gluon.attention import launch_fwd
-from tilewise.ops._attention_args import prepare_dense
-from tilewise.ops._attention_op import make_spec
+from tilewise.kernels.gluon.attention.launch import launch_fwd
+from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tilewise.kernels.gluon.host.record import Memory
+from tilewise.ops.attention.arguments import prepare_dense
+from tilewise.ops.attention.op import make_spec
 
 _CALLS = 300
 # A process of its own: what the first call waits for, torch and its context already there.

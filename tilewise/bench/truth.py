@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.bench.case import Case
 from tilewise.bench.peers import Run
-from tilewise.ops.dropout import philox_of
+from tilewise.ops.attention.dropout import philox_of
 from tilewise.reference.dropout import keep_mask
 from tilewise.reference.standard import attention
 

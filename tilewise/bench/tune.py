@@ -4,7 +4,7 @@
 
 Each part (fwd, dkdv, dq) is timed alone, on 16,384 tokens and a hidden size of 2,048 as in the
 FlashAttention papers. A row whose result differs from that of the default row is reported and never
-timed. A person reads the rows and commits the best ones to `kernels/attention_tiles.py`.
+timed. A person reads the rows and commits the best ones to `kernels/tiles/attention.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device as facts
-from tilewise.kernels.attention_tiles import Part, candidates
 from tilewise.kernels.spec import AttentionSpec
-from tilewise.kernels.tiles import TileConfig
+from tilewise.kernels.tiles.attention import Part, candidates
+from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.testing import make_qkv
 
 __all__ = ["Row", "tune_attention"]
@@ -79,8 +79,8 @@ def _calls(
     spec: AttentionSpec, device: str
 ) -> dict[Part, Callable[[TileConfig | None], tuple[Tensor, ...]]]:
     """Return one function per part that runs it with given tiles on fixed random inputs."""
-    from tilewise.kernels.triton import attention  # needs triton
-    from tilewise.kernels.triton._tile import Sequences
+    from tilewise.kernels.triton.attention import launch as attention
+    from tilewise.kernels.triton.attention.tile import Sequences
 
     q, k, v = make_qkv(
         spec.batch, spec.max_seqlen_q, spec.max_seqlen_k, spec.num_q_heads, spec.num_kv_heads,

@@ -5,7 +5,7 @@
 For every case the shipped choice comes first, then other tiles, then (decode) other split plans.
 Each is checked against float64 before it is timed: a CUDA graph of calls over several caches, so
 that keys and values come from memory and not from L2. A row is one (case, candidate). A person
-reads the rows and commits the winners to `kernels.tiles`.
+reads the rows and commits the winners to `kernels.tiles.paged`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels import device, tiles
-from tilewise.kernels.paged_rows_tiles import plan_rows
+from tilewise.kernels import device
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles import SplitPlan, TileConfig
+from tilewise.kernels.tiles import paged as tiles
+from tilewise.kernels.tiles.paged import SplitPlan, TileConfig
+from tilewise.kernels.tiles.paged_rows import plan_rows
 from tilewise.reference.paged import paged_attention
 from tilewise.testing import budget_violation
 
@@ -203,9 +204,9 @@ def make_inputs(case: Case, dtype: torch.dtype, where: str, rotated_bytes: int) 
 
 def call_of(inputs: Inputs, candidate: Candidate) -> Callable[[int], Tensor]:
     """Return a function of the cache's index that runs the candidate once."""
-    from tilewise.kernels.triton._quantise import Scales
-    from tilewise.kernels.triton.paged_decode import launch_decode
-    from tilewise.kernels.triton.paged_rows import launch_rows
+    from tilewise.kernels.triton.paged.decode import launch_decode
+    from tilewise.kernels.triton.paged.quantise import Scales
+    from tilewise.kernels.triton.paged.rows import launch_rows
 
     spec = inputs.spec
     tensors: dict[str, Any] = {

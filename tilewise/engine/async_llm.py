@@ -157,8 +157,8 @@ class AsyncLLM:
     async def _prepare(
         self, prompt: Prompt, sampling: SamplingParams, asked: dict[str, Any]
     ) -> Generation:
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None and len(text) > LONG_PROMPT:
+        text = prompt if isinstance(prompt, str) else ""
+        if len(text) > LONG_PROMPT or sampling.structured is not None:  # a grammar is compiled
             return await asyncio.to_thread(self.llm.prepare, prompt, sampling, **asked)
         return self.llm.prepare(prompt, sampling, **asked)
 

@@ -52,12 +52,18 @@ def why_not(model: Decoder, storage: KVStorage) -> str | None:
 
 
 def runner_for(
-    model: Decoder, storage: KVStorage, *, num_parameters: int | None = None
+    model: Decoder,
+    storage: KVStorage,
+    *,
+    num_parameters: int | None = None,
+    batch_invariant: bool = False,
 ) -> ModelRunner:
     """Return a `CompiledRunner` where the model allows it, else a `ModelRunner`."""
     if why_not(model, storage) is None:
-        return CompiledRunner(model, storage)
-    return ModelRunner(model, storage, num_parameters=num_parameters)
+        return CompiledRunner(model, storage, batch_invariant=batch_invariant)
+    return ModelRunner(
+        model, storage, num_parameters=num_parameters, batch_invariant=batch_invariant
+    )
 
 
 class CompiledRunner(ModelRunner):
@@ -68,6 +74,7 @@ class CompiledRunner(ModelRunner):
     Args:
         model: packed, see `why_not`; its weights are shared, not copied.
         storage: the paged cache.
+        batch_invariant: see `ModelRunner`.
 
     Attributes:
         program: the list of operations.
@@ -77,14 +84,18 @@ class CompiledRunner(ModelRunner):
         ValueError: the model cannot be expressed; the message says why.
     """
 
-    def __init__(self, model: Decoder, storage: KVStorage) -> None:
+    def __init__(
+        self, model: Decoder, storage: KVStorage, *, batch_invariant: bool = False
+    ) -> None:
         reason = why_not(model, storage)
         if reason is not None:
             raise ValueError(f"model must be one that a compiled step can run: {reason}")
         assert isinstance(model, Llama)
         linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
         self._num_weights = sum(linear.panels.num_weights for linear in linears)
-        super().__init__(model, storage, num_parameters=self._num_weights)
+        super().__init__(
+            model, storage, num_parameters=self._num_weights, batch_invariant=batch_invariant
+        )
         self._llama = model
         self._attention: list[int] = []  # places of the attention of each layer
         self.program = self._compile(model, storage)
@@ -104,6 +115,7 @@ class CompiledRunner(ModelRunner):
             head_norms=_head_norms(model),
             num_layers=config.num_layers,
             half=config.rope.rotary_dim // 2,
+            batch_invariant=self.batch_invariant,
         )
         x = program.buffer("x", config.hidden_size)
         h = program.buffer("h", config.hidden_size)
@@ -219,6 +231,7 @@ class CompiledRunner(ModelRunner):
             window=config.windows[layer],
             k_scale=k_scale,
             v_scale=v_scale,
+            batch_invariant=self.batch_invariant,
         )
         o[:rows, : config.num_q_heads * dim] = attended.flatten(-2)
 

@@ -57,6 +57,10 @@ class Results:
         self.place = torch.full((1,), RING - 1, dtype=torch.int64, device=device)
 
 
+def _can_fuse(model: CausalModel, storage: KVStorage) -> bool:
+    return storage.layers[0][0].is_cuda and why_not(model, storage) is None
+
+
 class DecodeStep:
     """The decode step of the first `bucket` rows.
 
@@ -66,6 +70,7 @@ class DecodeStep:
         batch: the rows.
         results: where the tokens go.
         bucket: rows of the step.
+        batch_invariant: what `AttentionContext` takes.
 
     Attributes:
         logits: (bucket, V) float32 of the last run.
@@ -78,6 +83,8 @@ class DecodeStep:
         batch: DeviceBatch,
         results: Results,
         bucket: int,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self.model, self.storage, self.batch, self.results = model, storage, batch, results
         self.bucket = bucket
@@ -89,7 +96,7 @@ class DecodeStep:
         device = batch.device
         # On a GPU a few rows wait more for launches than for memory.
         self._fused: FusedLayers | None = None
-        if bucket in FUSED_ROWS and device.type == "cuda" and why_not(model, storage) is None:
+        if bucket in FUSED_ROWS and not batch_invariant and _can_fuse(model, storage):
             assert isinstance(model, Llama)
             self._fused = FusedLayers(model, storage, bucket)
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
@@ -99,6 +106,7 @@ class DecodeStep:
             seqlens_k=torch.zeros(bucket, dtype=torch.int32, device=device),
             block_table=batch.table[:bucket],
             slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
+            batch_invariant=batch_invariant,
             keeps_plans=True,
         )
 

@@ -57,6 +57,7 @@ class DeviceRunner:
         storage: the paged cache on the device of the model.
         max_num_seqs: sequences of a batch at most.
         max_model_len: tokens of a sequence at most.
+        batch_invariant: see `ModelRunner`; the model's products must be invariant, too.
 
     Attributes:
         steps: the decode steps by their number of rows.
@@ -66,9 +67,16 @@ class DeviceRunner:
     """
 
     def __init__(
-        self, model: CausalModel, storage: KVStorage, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: CausalModel,
+        storage: KVStorage,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
+        self.batch_invariant = batch_invariant
         self.storage = storage
         self.host: HostCache | None = None
         self.block_size = storage.spec.block_size
@@ -76,7 +84,7 @@ class DeviceRunner:
         self.compilations = Compilations()
         layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
         self.sharing_tokens: int | None = None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not batch_invariant:
             self.sharing_tokens = SHARING_BYTES // layer_bytes
         max_blocks = math.ceil(max_model_len / self.block_size)
         self.rows = DeviceBatch(max_num_seqs, max_blocks, self.block_size, self.device)
@@ -104,7 +112,10 @@ class DeviceRunner:
         """Return the decode step of so many rows, made when it is first asked for."""
         step = self.steps.get(bucket)
         if step is None:
-            step = DecodeStep(self.model, self.storage, self.rows, self.results, bucket)
+            step = DecodeStep(
+                self.model, self.storage, self.rows, self.results, bucket,
+                batch_invariant=self.batch_invariant,
+            )  # fmt: skip
             self.steps[bucket] = step
         return step
 
@@ -239,6 +250,7 @@ class DeviceRunner:
             seqlens_k=seqlens,
             block_table=rows.table.index_select(0, rows_)[:, :width],
             slot_mapping=slots_,
+            batch_invariant=self.batch_invariant,
             shared=shared,
         )
         hidden = self.model(ids_, positions_, ctx=ctx, kv=self.storage.layers)

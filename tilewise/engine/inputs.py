@@ -92,6 +92,7 @@ def build_inputs(
     *,
     tables: HostTables | None = None,
     sharing_tokens: int | None = None,
+    batch_invariant: bool = False,
 ) -> ModelInputs:
     """Lay out `batch` as packed tensors on `device`.
 
@@ -107,6 +108,7 @@ def build_inputs(
             whole.
         sharing_tokens: keys that reading shared prefixes once must save, for it to be done; None
             never does it.
+        batch_invariant: what `AttentionContext` takes.
     """
     sequences = batch.sequences
     lengths = _int64([len(s.token_ids) for s in sequences])
@@ -147,6 +149,7 @@ def build_inputs(
             seqlens_k=seqlens,
             block_table=table.view(block_table.shape),
             slot_mapping=slots_,
+            batch_invariant=batch_invariant,
             shared=shared,
         ),
         logits_rows=rows,

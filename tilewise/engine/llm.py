@@ -103,6 +103,10 @@ class LLM:
         graphs: on a GPU, steps in which every sequence draws its next token are CUDA graphs:
             captured before this returns ("auto") or when they are first needed ("lazy"), in which
             case the first ones take long. "off" computes every step op by op, and none ahead.
+        batch_invariant: a request has the same tokens and log-probabilities, to the bit, whatever
+            runs beside it, however its prompt is cut, whether it is preempted and whatever the
+            prefix cache has of it. None is True on a CPU and False on a GPU; see
+            docs/batch-invariance.md.
         use_progress: write a line of progress to stderr while graphs are captured.
         speculative: PromptLookup(...) or DraftModel(...): guess several tokens of a sequence and
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
@@ -144,6 +148,7 @@ class LLM:
         seed: int = 0,
         random_weights: bool = False,
         graphs: str = "auto",
+        batch_invariant: bool | None = None,
         use_progress: bool | None = None,
         speculative: PromptLookup | DraftModel | None = None,
     ) -> None:
@@ -166,6 +171,8 @@ class LLM:
             raise ValueError(f"graphs must be one of {', '.join(MODES)}, got {graphs!r}")
         directory = model_directory(model)
         on = compute_device(device)
+        if batch_invariant is None:
+            batch_invariant = on.type == "cpu"
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
         check_speculative(speculative, on, has_graphs)
@@ -177,6 +184,8 @@ class LLM:
         spec = cache_spec(self.config, block_size, dtype_of_cache)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
         self.model.pack_for_inference(is_int8=is_int8)
+        if batch_invariant and on.type == "cuda":
+            self.model.use_invariant_linears()
         max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
@@ -229,7 +238,11 @@ class LLM:
                 scheduler_settings["store"] = block_files(offload_dir, host, identity, offload_gib)
             if has_graphs:
                 runner = on_device = DeviceRunner(
-                    model_, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+                    model_,
+                    storage,
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=max_model_len,
+                    batch_invariant=batch_invariant,
                 )
                 progress = Progress(terminal(use_progress))
                 try:
@@ -246,7 +259,9 @@ class LLM:
                 gc.collect()
                 gc.freeze()
             else:
-                runner = plain = runner_for(model_, storage, num_parameters=num_parameters)
+                runner = plain = runner_for(
+                    model_, storage, num_parameters=num_parameters, batch_invariant=batch_invariant
+                )
                 if isinstance(plain, CompiledRunner):
                     plain.warm_up()
                 else:

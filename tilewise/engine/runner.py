@@ -164,13 +164,16 @@ class ModelRunner:
         num_parameters: of the model, from which a step on a CPU chooses its threads; None leaves
             torch's number of threads alone.
         sampler: logits to tokens; see `tilewise.engine.sampler.sample`.
+        batch_invariant: a token's bits depend on the tokens before it alone: neither on what
+            shares its steps nor on how many of its sequence's tokens come at once.
 
     Attributes:
         block_size: tokens per cache block.
         device: of the model and the cache.
         host: main memory for blocks; may be set before the first step.
-        sharing_tokens: what `build_inputs` takes. None on a CPU, where a sequence's bits do not
-            depend on its neighbours, as they would on whom it shares a prefix with.
+        sharing_tokens: what `build_inputs` takes. None on a CPU and with `batch_invariant`, where
+            a sequence's bits do not depend on its neighbours, as they would on whom it shares a
+            prefix with.
     """
 
     def __init__(
@@ -180,8 +183,10 @@ class ModelRunner:
         *,
         num_parameters: int | None = None,
         sampler: Sampler = sample,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
+        self.batch_invariant = batch_invariant
         self.num_parameters = num_parameters
         self.sampler = sampler
         self._drawn: dict[int, int] = {}  # by seq_id, in the last step
@@ -194,7 +199,7 @@ class ModelRunner:
         self.device = storage.layers[0][0].device
         self._adjuster = Adjuster(self.device)
         self.sharing_tokens: int | None = None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not batch_invariant:
             layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
             self.sharing_tokens = SHARING_BYTES // layer_bytes
 
@@ -229,6 +234,7 @@ class ModelRunner:
             self.device,
             tables=self._tables,
             sharing_tokens=self.sharing_tokens,
+            batch_invariant=self.batch_invariant,
         )
         logits = self.forward(inputs)
         draw = self._adjust_and_sample if adjusts else self.sampler

@@ -18,7 +18,7 @@ from tilewise.integrations import flash_attn
 from tilewise.integrations.flash_attn.cache import PagedCache, RowCache
 from tilewise.integrations.flash_attn.pages import can_page, check_block_table, paged_options
 from tilewise.integrations.flash_attn.rule import Rule, WindowSize, host_int
-from tilewise.ops import _checks
+from tilewise.ops import checks
 
 __all__ = [
     "flash_attn_combine",
@@ -146,10 +146,10 @@ def flash_attn_qkvpacked_func(
         >>> out = flash_attn_qkvpacked_func(torch.randn(1, 128, 12, 64), num_heads_q=8)
     """
     if qkv.dim() == 5:
-        _checks.check_shape("qkv", qkv, (*qkv.shape[:2], 3, *qkv.shape[3:]))
+        checks.check_shape("qkv", qkv, (*qkv.shape[:2], 3, *qkv.shape[3:]))
         q, k, v = qkv.unbind(2)
     else:
-        _checks.check_dims("qkv", qkv, "(B, S, Hq + 2 * Hk, D)")
+        checks.check_dims("qkv", qkv, "(B, S, Hq + 2 * Hk, D)")
         if num_heads_q is None:
             raise ValueError("num_heads_q must be given with a qkv of four dims, got None")
         if num_heads_q > qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
@@ -232,12 +232,12 @@ def flash_attn_varlen_func(
     batch = cu_seqlens_q.shape[0] - 1
     out_rows = None
     if seqused_q is not None:
-        _checks.check_int32("seqused_q", seqused_q, (batch,), q.device)
+        checks.check_int32("seqused_q", seqused_q, (batch,), q.device)
         edges_q = _edges(seqused_q)
         out_rows = _rows(q.shape[0], cu_seqlens_q, edges_q)
         q = q[_rows(q.shape[0], edges_q, cu_seqlens_q).clamp(min=0)]
     if seqused_k is not None:
-        _checks.check_int32("seqused_k", seqused_k, (batch,), k.device)
+        checks.check_int32("seqused_k", seqused_k, (batch,), k.device)
         edges_k = _edges(seqused_k)
         taken = _rows(k.shape[0], edges_k, cu_seqlens_k).clamp(min=0)
         k, v = k[taken], v[taken]
@@ -339,7 +339,7 @@ def flash_attn_with_kvcache(
     )
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if page_table is not None and cache_batch_idx is not None:
-        _checks.check_same_dtype("cache_batch_idx", cache_batch_idx, torch.int32)
+        checks.check_same_dtype("cache_batch_idx", cache_batch_idx, torch.int32)
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
     if cu_seqlens_q is None and k_cache.dtype != _E4M3:
         _refuse_descales(q, descales)
@@ -422,8 +422,8 @@ def flash_attn_combine(
             "out_partial must be (splits, B, S, H, D) or (splits, T, H, D), "
             f"got shape {tuple(out_partial.shape)}"
         )
-    _checks.check_shape("lse_partial", lse_partial, tuple(out_partial.shape[:-1]))
-    _checks.check_same_dtype("lse_partial", lse_partial, torch.float32)
+    checks.check_shape("lse_partial", lse_partial, tuple(out_partial.shape[:-1]))
+    checks.check_same_dtype("lse_partial", lse_partial, torch.float32)
     dtype = out_partial.dtype if out_dtype is None else out_dtype
     parts = out_partial.float()  # rounded once, at the end
     result, lse = parts[0], lse_partial[0].transpose(-1, -2)
@@ -432,7 +432,7 @@ def flash_attn_combine(
     result = torch.where(lse.isneginf().transpose(-1, -2).unsqueeze(-1), 0.0, result)
     if out is None:
         return result.to(dtype), lse.transpose(-1, -2)
-    _checks.check_shape("out", out, tuple(result.shape))
+    checks.check_shape("out", out, tuple(result.shape))
     return out.copy_(result), lse.transpose(-1, -2)
 
 
@@ -461,14 +461,14 @@ def _attend_in_place(
 ) -> tuple[Tensor, Tensor]:
     """Attend to a cache as it is: packed queries, or a cache of 8 bits."""
     packed = cu_seqlens_q is not None
-    _checks.check_dims("q", q, "(T, Hq, D)" if packed else "(B, Sq, Hq, D)")
+    checks.check_dims("q", q, "(T, Hq, D)" if packed else "(B, Sq, Hq, D)")
     if cu_seqlens_q is None:
         batch, longest = q.shape[:2]
         edges = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * longest
     else:
         if max_seqlen_q is None:
             raise ValueError("max_seqlen_q must be given with cu_seqlens_q, got None")
-        _checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
+        checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
         batch, longest, edges = cu_seqlens_q.shape[0] - 1, host_int(max_seqlen_q), cu_seqlens_q
     cache: PagedCache | RowCache
     if page_table is None:
@@ -546,9 +546,9 @@ def _descales(
     for name, scale in descales.items():
         if scale is None:
             scale = torch.ones(batch, num_kv_heads, device=device)
-        _checks.check_same_dtype(name, scale, torch.float32)
-        _checks.check_shape(name, scale, (batch, num_kv_heads))
-        _checks.check_device(name, scale, device)
+        checks.check_same_dtype(name, scale, torch.float32)
+        checks.check_shape(name, scale, (batch, num_kv_heads))
+        checks.check_device(name, scale, device)
         scales.append(scale)
     return scales
 

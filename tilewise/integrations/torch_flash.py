@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tilewise.errors import UnsupportedError
 from tilewise.ops import attention, attention_varlen, paged_attention
-from tilewise.ops._attention_args import prepare_dense, prepare_packed
-from tilewise.ops._attention_op import attention_bwd
-from tilewise.ops.dropout import philox_of
+from tilewise.ops.attention.arguments import prepare_dense, prepare_packed
+from tilewise.ops.attention.dropout import philox_of
+from tilewise.ops.attention.op import attention_bwd
 
 __all__ = ["register_flash_attention"]
 

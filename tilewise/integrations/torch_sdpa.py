@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from tilewise.errors import UnsupportedError
 from tilewise.ops import attention
-from tilewise.ops._attention_args import autocast
-from tilewise.ops._gradient import transforms_active
+from tilewise.ops.attention.arguments import autocast
+from tilewise.ops.derivatives import transforms_active
 
 __all__ = ["replace_sdpa", "scaled_dot_product_attention"]
 

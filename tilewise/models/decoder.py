@@ -13,6 +13,8 @@ from tilewise.cache.spec import KVLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.context import AttentionContext
+from tilewise.nn.invariant import InvariantLinear, use_invariant_linears
+from tilewise.nn.layers import fuse_on_cpu
 from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
 from tilewise.ops.panels import why_not_pack
 
@@ -25,7 +27,8 @@ class Decoder(nn.Module):
     Attributes:
         config: what it was made from.
         embed_tokens: (vocab_size, E); also the output head when lm_head is None (tied).
-        packed_head: a tied head, packed together with the embedding; see `pack_for_inference`.
+        packed_head: a tied head, packed together with the embedding or of fixed tiles; see
+            `pack_for_inference` and `use_invariant_linears`.
         weight_prefix: what a checkpoint of the bare model leaves out of every tensor name.
         ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
         residual_projections: suffixes of parameters that write to the residual stream.
@@ -42,7 +45,7 @@ class Decoder(nn.Module):
             config.vocab_size, config.hidden_size
         )
         self.lm_head: nn.Linear | PackedLinear | None = None
-        self.packed_head: PackedLinear | None = None
+        self.packed_head: PackedLinear | InvariantLinear | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -115,10 +118,23 @@ class Decoder(nn.Module):
         if is_int8:
             self._check_int8()
         pack_linears(self, is_int8=is_int8)
+        if any(isinstance(module, PackedLinear) for module in self.modules()):
+            fuse_on_cpu(self)
         table = self.embed_tokens
         if self.lm_head is None and isinstance(table, nn.Embedding) and can_pack(table.weight):
             self.packed_head = PackedLinear(table.weight, is_int8=is_int8)
             self.embed_tokens = PackedEmbedding(self.packed_head)
+
+    def use_invariant_linears(self) -> None:
+        """Compute all projections in tiles of one size, so that a row's bits depend on no other.
+
+        For inference on a GPU; on a CPU `pack_for_inference` does it. The parameters of the
+        projections are gone afterwards: the model can neither be trained nor saved.
+        """
+        use_invariant_linears(self)
+        table = self.embed_tokens
+        if self.lm_head is None and isinstance(table, nn.Embedding):
+            self.packed_head = InvariantLinear(table.weight)
 
     def _check_int8(self) -> None:
         """Raise ValueError if a projection would stay as it is or cannot be rounded."""

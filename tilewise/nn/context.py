@@ -19,7 +19,7 @@ class AttentionContext:
         seqlens_k: (B,) int32, tokens of each sequence with the new ones counted.
         block_table: (B, max_blocks) int32 cache block ids, in order of position.
         slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
-        batch_invariant: a sequence's bits must not depend on its neighbours.
+        batch_invariant: a row's bits must not depend on its neighbours, of any sequence.
         shared: leading blocks that layers without a window read once for several sequences.
         keeps_plans: the plans stay when lengths change: whoever made the context updates them
             before the layers run. A CUDA graph needs that: make them in a run before the capture.

@@ -27,17 +27,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# On a CPU torch's operations are faster for few rows, and a row's bits must not depend on how many
-# rows there are; a Llama's steps there are compiled whole (`engine.cpu_step`).
+# On a CPU torch's operations are faster for few rows, and a Llama's steps are compiled whole there
+# (`engine.cpu_step`). A module of a packed model rounds as that does, see `fuse_on_cpu`.
 FUSED_ON = ("cuda",)
 
 
-def _fuses(x: Tensor, *parameters: Tensor) -> bool:
+def fuse_on_cpu(module: nn.Module) -> None:
+    """Let norms and activations below `module` round as a compiled step does, in inference."""
+    for child in module.modules():
+        if isinstance(child, (RMSNorm, GatedMLP)):
+            child.fuses_on_cpu = True
+
+
+def _fuses(x: Tensor, *parameters: Tensor, on_cpu: bool = False) -> bool:
     """Whether one kernel of `tilewise.ops` takes the place of torch's: in inference, on a GPU.
 
     They are not differentiable, and torch.compile fuses torch's operations itself.
     """
-    if torch.compiler.is_compiling() or x.device.type not in FUSED_ON:
+    if torch.compiler.is_compiling() or (x.device.type not in FUSED_ON and not on_cpu):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters)):
         return False
@@ -73,16 +80,24 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
+        self.fuses_on_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
-        if _fuses(x, self.weight):
+        if _fuses(x, self.weight, on_cpu=self.fuses_on_cpu):
+            if self.fuses_on_cpu and x.dtype == torch.float32:
+                # A compiled step rounds the quotient before the weight multiplies it, in every
+                # dtype; the kernel does so in 16 bits only.
+                return ops.rms_norm(x, torch.ones_like(self.weight), self.eps) * self.weight
             return ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
-        if _fuses(x, residual, self.weight):
+        if _fuses(x, residual, self.weight, on_cpu=self.fuses_on_cpu):
+            if self.fuses_on_cpu and x.dtype == torch.float32:
+                total = residual + x
+                return self(total), total
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         total = residual + x
         return F.rms_norm(total, self.weight.shape, None, self.eps) * self.weight, total
@@ -105,11 +120,12 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = ACTIVATIONS[activation]
+        self.fuses_on_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., E) to (..., E)."""
         gate_up = project(self.gate_up_proj, x)
-        if self.activation is F.silu and _fuses(gate_up):
+        if self.activation is F.silu and _fuses(gate_up, on_cpu=self.fuses_on_cpu):
             return project(self.down_proj, ops.silu_mul(gate_up))
         gate, up = gate_up.chunk(2, dim=-1)
         y: Tensor = self.down_proj(self.activation(gate) * up)

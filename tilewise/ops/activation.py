@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import _checks, _dispatch
-from tilewise.ops._gradient import lean
-from tilewise.ops._library import register
+from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import lean
+from tilewise.ops.library import register
 
 
 def silu_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
@@ -36,18 +36,18 @@ def silu_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     Example:
         >>> y = silu_mul(torch.randn(3, 2 * 3072))
     """
-    _checks.check_float("gate_up", gate_up)
+    checks.check_float("gate_up", gate_up)
     if gate_up.dim() < 1 or gate_up.shape[-1] < 2 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must be (..., 2 I), got shape {tuple(gate_up.shape)}")
-    _checks.check_last_dim_contiguous("gate_up", gate_up)
-    _dispatch.check_backend_name(backend)
+    checks.check_last_dim_contiguous("gate_up", gate_up)
+    dispatch.check_backend_name(backend)
     y: Tensor = _silu_mul(gate_up, backend)
     return y
 
 
 def _kernel(gate_up: Tensor, backend: str | None) -> Tensor:
-    name = _dispatch.choose("activation", ElementSpec(gate_up.device.type, gate_up.dtype), backend)
-    y: Tensor = _dispatch.kernel_module("activation", name).silu_mul(gate_up)
+    name = dispatch.choose("activation", ElementSpec(gate_up.device.type, gate_up.dtype), backend)
+    y: Tensor = dispatch.kernel_module("activation", name).silu_mul(gate_up)
     return y
 
 

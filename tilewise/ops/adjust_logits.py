@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import _checks, _dispatch
-from tilewise.ops._library import register
+from tilewise.ops import checks, dispatch
+from tilewise.ops.library import register
 
 __all__ = ["adjust_logits", "words_of"]
 
@@ -61,11 +61,11 @@ def adjust_logits(
         >>> adjust_logits(logits, rows, mask=only, mask_of=torch.zeros(1, dtype=torch.int32))
         >>> logits[1].argmax()  # 3
     """
-    _checks.check_same_dtype("logits", logits, torch.float32)
-    _checks.check_dims("logits", logits, "(R, V)")
-    _checks.check_last_dim_contiguous("logits", logits)
-    _checks.check_same_dtype("rows", rows, torch.int64)
-    _checks.check_dims("rows", rows, "(A)")
+    checks.check_same_dtype("logits", logits, torch.float32)
+    checks.check_dims("logits", logits, "(R, V)")
+    checks.check_last_dim_contiguous("logits", logits)
+    checks.check_same_dtype("rows", rows, torch.int64)
+    checks.check_dims("rows", rows, "(A)")
     number, vocab = len(rows), logits.shape[1]
     groups = (
         (("mask", mask, torch.int32), ("mask_of", mask_of, torch.int32)),
@@ -87,28 +87,28 @@ def adjust_logits(
             raise ValueError(f"{missing} must be given with {given[0]}, got None")
         for name, x, dtype in group:
             if x is not None:
-                _checks.check_same_dtype(name, x, dtype)
-                _checks.check_device(name, x, logits.device)
-                _checks.check_last_dim_contiguous(name, x)
-    _checks.check_device("rows", rows, logits.device)
+                checks.check_same_dtype(name, x, dtype)
+                checks.check_device(name, x, logits.device)
+                checks.check_last_dim_contiguous(name, x)
+    checks.check_device("rows", rows, logits.device)
     if mask is not None and mask_of is not None:
-        _checks.check_shape("mask", mask, (len(mask), words_of(vocab)))
-        _checks.check_shape("mask_of", mask_of, (number,))
+        checks.check_shape("mask", mask, (len(mask), words_of(vocab)))
+        checks.check_shape("mask_of", mask_of, (number,))
         if not mask.is_contiguous():
             raise ValueError(f"mask must be contiguous, got strides {tuple(mask.stride())}")
     if bias_rows is not None and bias_ids is not None and bias is not None:
-        _checks.check_dims("bias", bias, "(E)")
-        _checks.check_shape("bias_rows", bias_rows, bias.shape)
-        _checks.check_shape("bias_ids", bias_ids, bias.shape)
+        checks.check_dims("bias", bias, "(E)")
+        checks.check_shape("bias_rows", bias_rows, bias.shape)
+        checks.check_shape("bias_ids", bias_ids, bias.shape)
     if counts is not None and counts_of is not None and penalties is not None:
-        _checks.check_shape("counts", counts, (len(counts), vocab))
-        _checks.check_shape("counts_of", counts_of, (number,))
-        _checks.check_shape("penalties", penalties, (number, 3))
+        checks.check_shape("counts", counts, (len(counts), vocab))
+        checks.check_shape("counts_of", counts_of, (number,))
+        checks.check_shape("penalties", penalties, (number, 3))
         if not penalties.is_contiguous():
             raise ValueError(
                 f"penalties must be contiguous, got strides {tuple(penalties.stride())}"
             )
-    _dispatch.check_backend_name(backend)
+    dispatch.check_backend_name(backend)
     _adjust_logits(
         logits, rows, mask, mask_of, bias_rows, bias_ids, bias, counts, counts_of, penalties,
         backend,
@@ -124,8 +124,8 @@ def _kernel(logits: Tensor, rows: Tensor, *arguments: object) -> None:
     *tensors, backend = arguments
     assert backend is None or isinstance(backend, str)
     spec = ElementSpec(logits.device.type, logits.dtype)
-    name = _dispatch.choose("adjust_logits", spec, backend)
-    _dispatch.kernel_module("adjust_logits", name).launch(logits, rows, *tensors)
+    name = dispatch.choose("adjust_logits", spec, backend)
+    dispatch.kernel_module("adjust_logits", name).launch(logits, rows, *tensors)
 
 
 def _fake(logits: Tensor, *_: object) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE, Batch, Tables
-from tilewise.ops._dispatch import kernel_module
+from tilewise.ops.dispatch import kernel_module
 from tilewise.ops.panels import DTYPES
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
     """Say why a list cannot compute in `dtype` over such a cache, or None when it can."""
     if dtype not in DTYPES:
         return f"dtype must be float32, float16 or bfloat16, got {dtype}"
-    why_not_dtype = kernel_module("rows", "cpu").why_not_dtype
+    why_not_dtype = kernel_module("machine.rows", "cpu").why_not_dtype
     reason: str | None = why_not_dtype(dtype)
     if reason is not None or cache_dtype in (torch.int8, torch.float8_e4m3fn):
         return reason
@@ -44,9 +44,9 @@ def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
 
 def telling_of_compilation(tell: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `tell` when, within this context, a first kernel of the CPU's must be compiled."""
-    context: AbstractContextManager[None] = kernel_module("threads", "cpu").telling_of_compilation(
-        tell
-    )
+    context: AbstractContextManager[None] = kernel_module(
+        "machine.threads", "cpu"
+    ).telling_of_compilation(tell)
     return context
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from tilewise.ops import _checks, _dispatch
+from tilewise.ops import checks, dispatch
 
 __all__ = ["begin_decode", "finish_decode"]
 
@@ -91,7 +91,7 @@ def finish_decode(
 def _module(rows: Tensor, backend: str | None) -> ModuleType:
     if backend not in (None, "triton", "reference"):
         raise ValueError(f"backend must be triton, reference or None, got {backend!r}")
-    _checks.check_dims("position", rows, "(B)")
+    checks.check_dims("position", rows, "(B)")
     if backend is None:
         backend = "triton" if rows.is_cuda else "reference"
-    return _dispatch.kernel_module("decode_rows", backend)
+    return dispatch.kernel_module("decode_rows", backend)

@@ -12,14 +12,17 @@ from torch import Tensor
 from tilewise import cost
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device as devices
-from tilewise.kernels.mla_tiles import mla_work
 from tilewise.kernels.spec import AttentionSpec, PagedSpec
-from tilewise.kernels.tiles import TileConfig
-from tilewise.ops import _attention_op, _dispatch, _mla_op, _paged_op
-from tilewise.ops._attention_args import prepare_dense, prepare_packed
-from tilewise.ops._attention_op import AttentionOptions
-from tilewise.ops._mla_args import prepare_decode
-from tilewise.ops._paged_args import prepare_paged
+from tilewise.kernels.tiles.latent import mla_work
+from tilewise.kernels.tiles.paged import TileConfig
+from tilewise.ops import dispatch
+from tilewise.ops.attention import op as attention_op
+from tilewise.ops.attention.arguments import prepare_dense, prepare_packed
+from tilewise.ops.attention.op import AttentionOptions
+from tilewise.ops.latent import op as mla_op
+from tilewise.ops.latent.arguments import prepare_decode
+from tilewise.ops.paged import op as paged_op
+from tilewise.ops.paged.arguments import prepare_paged
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +91,14 @@ def _backends(
     op: str, spec: AttentionSpec | PagedSpec, named: str | None
 ) -> tuple[str | None, dict[str, str]]:
     try:
-        chosen: str | None = _dispatch.choose(op, spec, named)
+        chosen: str | None = dispatch.choose(op, spec, named)
     except UnsupportedError:
         chosen = None
     refusals = {}
-    for name in _dispatch.BACKENDS:
+    for name in dispatch.BACKENDS:
         if name == chosen:
             continue
-        reason = _dispatch.refusal(op, name, spec)
+        reason = dispatch.refusal(op, name, spec)
         if reason is None:
             reason = f"{named} was named" if named else "runs only when named"
         refusals[name] = reason
@@ -122,11 +125,11 @@ def _lengths(q: Tensor, k: Tensor, options: AttentionOptions) -> list[tuple[int,
 def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Explanation:
     prepare = prepare_packed if op_name == "attention_varlen" else prepare_dense
     q, k, v, options = prepare(q, k, v, **kwargs)
-    spec = _attention_op.make_spec(q, k, v, options)
+    spec = attention_op.make_spec(q, k, v, options)
     backend, refusals = _backends("attention", spec, options.backend)
     tiles: dict[str, TileConfig] = {}
     if backend in ("triton", "gluon"):
-        module = _dispatch.kernel_module("attention", backend)
+        module = dispatch.kernel_module("attention", backend)
         tiles = module.tile_configs(spec, devices.arch_of(q.device))
     rows = tiles["fwd"].tile_m if tiles else max(1, spec.max_seqlen_q)
     work = cost.Cost(0, 0, 0)
@@ -161,7 +164,7 @@ def _explain_paged(
     op_name: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, **kwargs: Any
 ) -> Explanation:
     options = prepare_paged(q, k_cache, v_cache, **kwargs)
-    spec = _paged_op.make_spec(q, k_cache, v_cache, options)
+    spec = paged_op.make_spec(q, k_cache, v_cache, options)
     backend, refusals = _backends("paged_attention", spec, options.backend)
     runs = options.cu_seqlens_q.diff().tolist()
     work = cost.paged_attention_cost(
@@ -187,11 +190,11 @@ def _explain_mla(
     op_name: str, q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, **kwargs: Any
 ) -> Explanation:
     options = prepare_decode(q_latent, q_rope, latent_cache, **kwargs)
-    spec = _mla_op.make_spec(q_latent, q_rope, latent_cache, options)
+    spec = mla_op.make_spec(q_latent, q_rope, latent_cache, options)
     backend, refusals = _backends("mla_decode", spec, options.backend)
     tiles: dict[str, TileConfig] = {}
     if backend == "gluon":
-        tiles = _dispatch.kernel_module("mla_decode", backend).tile_configs(spec)
+        tiles = dispatch.kernel_module("mla_decode", backend).tile_configs(spec)
     if backend == "triton":
         arch, sm_count = devices.arch_of(q_latent.device), devices.sm_count_of(q_latent.device)
         work = mla_work(spec, arch, sm_count)

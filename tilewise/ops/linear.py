@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.linear_tiles import MOST_ROWS, pays
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import _checks, _dispatch
-from tilewise.ops._gradient import lean
-from tilewise.ops._library import register
+from tilewise.kernels.tiles.linear import MOST_ROWS, pays
+from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import lean
+from tilewise.ops.library import register
 
 MOST_LINEAR_ROWS = MOST_ROWS
 
@@ -42,24 +42,24 @@ def linear(
     Example:
         >>> y = linear(x, layer.weight)  # x (4, 1024) on a GPU
     """
-    _checks.check_float("x", x)
+    checks.check_float("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must be (..., K) with K at least 1, got shape {tuple(x.shape)}")
     rows = x.numel() // x.shape[-1]
     if rows > MOST_LINEAR_ROWS:
         raise ValueError(f"x must have at most {MOST_LINEAR_ROWS} rows, got {rows}")
-    _checks.check_last_dim_contiguous("x", x)
-    _checks.check_same_dtype("weight", weight, x.dtype)
-    _checks.check_dims("weight", weight, "(N, K)")
-    _checks.check_shape("weight", weight, (weight.shape[0], x.shape[-1]))
-    _checks.check_device("weight", weight, x.device)
-    _checks.check_last_dim_contiguous("weight", weight)
+    checks.check_last_dim_contiguous("x", x)
+    checks.check_same_dtype("weight", weight, x.dtype)
+    checks.check_dims("weight", weight, "(N, K)")
+    checks.check_shape("weight", weight, (weight.shape[0], x.shape[-1]))
+    checks.check_device("weight", weight, x.device)
+    checks.check_last_dim_contiguous("weight", weight)
     if bias is not None:
-        _checks.check_same_dtype("bias", bias, x.dtype)
-        _checks.check_shape("bias", bias, (weight.shape[0],))
-        _checks.check_device("bias", bias, x.device)
-        _checks.check_last_dim_contiguous("bias", bias)
-    _dispatch.check_backend_name(backend)
+        checks.check_same_dtype("bias", bias, x.dtype)
+        checks.check_shape("bias", bias, (weight.shape[0],))
+        checks.check_device("bias", bias, x.device)
+        checks.check_last_dim_contiguous("bias", bias)
+    dispatch.check_backend_name(backend)
     y: Tensor = _linear(x, weight, bias, backend)
     return y
 
@@ -72,8 +72,8 @@ def linear_pays(weight: Tensor) -> bool:
 
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-    name = _dispatch.choose("linear", ElementSpec(x.device.type, x.dtype), backend)
-    y: Tensor = _dispatch.kernel_module("linear", name).launch(x, weight, bias)
+    name = dispatch.choose("linear", ElementSpec(x.device.type, x.dtype), backend)
+    y: Tensor = dispatch.kernel_module("linear", name).launch(x, weight, bias)
     return y
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import _checks, _dispatch
-from tilewise.ops._gradient import register_gradient, save
-from tilewise.ops._library import register, register_vmap
+from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import register_gradient, save
+from tilewise.ops.library import register, register_vmap
 
 
 def merge_states(
@@ -39,19 +39,19 @@ def merge_states(
         >>> o, lse = merge_states(*attention(q, k[:, :64], v[:, :64], return_lse=True),
         ...                       *attention(q, k[:, 64:], v[:, 64:], return_lse=True))
     """
-    _checks.check_float("o_a", o_a)
-    _checks.check_same_dtype("o_b", o_b, o_a.dtype)
+    checks.check_float("o_a", o_a)
+    checks.check_same_dtype("o_b", o_b, o_a.dtype)
     if o_a.dim() not in (3, 4):
         raise ValueError(f"o_a must be (B, S, H, Dv) or (T, H, Dv), got shape {tuple(o_a.shape)}")
-    _checks.check_shape("o_b", o_b, tuple(o_a.shape))
+    checks.check_shape("o_b", o_b, tuple(o_a.shape))
     lse_shape = (*o_a.shape[:-3], o_a.shape[-2], o_a.shape[-3])
     for name, tensor in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tensor.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"{name} must be float32, got {_checks.dtype_name(tensor.dtype)}")
-        _checks.check_shape(name, tensor, lse_shape)
+            raise TypeError(f"{name} must be float32, got {checks.dtype_name(tensor.dtype)}")
+        checks.check_shape(name, tensor, lse_shape)
     for name, tensor in (("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
-        _checks.check_device(name, tensor, o_a.device)
-    _dispatch.check_backend_name(backend)
+        checks.check_device(name, tensor, o_a.device)
+    dispatch.check_backend_name(backend)
     o, lse = _merge(o_a, lse_a, o_b, lse_b, backend)
     return o, lse
 
@@ -59,8 +59,8 @@ def merge_states(
 def _kernel(
     o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    name = _dispatch.choose("merge", ElementSpec(o_a.device.type, o_a.dtype), backend)
-    o, lse = _dispatch.kernel_module("merge", name).launch(o_a, lse_a, o_b, lse_b)
+    name = dispatch.choose("merge", ElementSpec(o_a.device.type, o_a.dtype), backend)
+    o, lse = dispatch.kernel_module("merge", name).launch(o_a, lse_a, o_b, lse_b)
     return o.contiguous(), lse.contiguous()
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import _checks, _dispatch
-from tilewise.ops._gradient import lean
-from tilewise.ops._library import register
+from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import lean
+from tilewise.ops.library import register
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
@@ -40,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
         >>> y = rms_norm(torch.randn(3, 1024), torch.ones(1024), 1e-6)
     """
     _check(x, weight)
-    _dispatch.check_backend_name(backend)
+    dispatch.check_backend_name(backend)
     y: Tensor = _rms_norm(x, weight, eps, backend)
     return y
 
@@ -69,29 +69,29 @@ def add_rms_norm(
         >>> y, residual = add_rms_norm(torch.randn(3, 64), torch.randn(3, 64), torch.ones(64), 1e-6)
     """
     _check(x, weight)
-    _checks.check_same_dtype("residual", residual, x.dtype)
-    _checks.check_shape("residual", residual, tuple(x.shape))
-    _checks.check_device("residual", residual, x.device)
-    _checks.check_last_dim_contiguous("residual", residual)
-    _dispatch.check_backend_name(backend)
+    checks.check_same_dtype("residual", residual, x.dtype)
+    checks.check_shape("residual", residual, tuple(x.shape))
+    checks.check_device("residual", residual, x.device)
+    checks.check_last_dim_contiguous("residual", residual)
+    dispatch.check_backend_name(backend)
     y, new_residual = _add_rms_norm(x, residual, weight, eps, backend)
     return y, new_residual
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
-    _checks.check_float("x", x)
+    checks.check_float("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must be (..., E) with E at least 1, got shape {tuple(x.shape)}")
-    _checks.check_last_dim_contiguous("x", x)
-    _checks.check_same_dtype("weight", weight, x.dtype)
-    _checks.check_shape("weight", weight, (x.shape[-1],))
-    _checks.check_device("weight", weight, x.device)
-    _checks.check_last_dim_contiguous("weight", weight)
+    checks.check_last_dim_contiguous("x", x)
+    checks.check_same_dtype("weight", weight, x.dtype)
+    checks.check_shape("weight", weight, (x.shape[-1],))
+    checks.check_device("weight", weight, x.device)
+    checks.check_last_dim_contiguous("weight", weight)
 
 
 def _module(x: Tensor, backend: str | None) -> Any:
-    name = _dispatch.choose("norm", ElementSpec(x.device.type, x.dtype), backend)
-    return _dispatch.kernel_module("norm", name)
+    name = dispatch.choose("norm", ElementSpec(x.device.type, x.dtype), backend)
+    return dispatch.kernel_module("norm", name)
 
 
 def _rms_norm_kernel(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> Tensor:

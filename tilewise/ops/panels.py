@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.kernels.cpu.step import panels as plain
 from tilewise.kernels.cpu.step.int8 import pack_int8, rows_of_int8, unpack_int8
 from tilewise.kernels.cpu.step.panels import COLUMNS, Panels, interleave, pack
-from tilewise.ops._dispatch import kernel_module
+from tilewise.ops.dispatch import kernel_module
 
 __all__ = [
     "COLUMNS",
@@ -40,7 +40,7 @@ def why_not_pack(weight: Tensor) -> str | None:
         return f"weight must be a matrix with elements, got shape {tuple(weight.shape)}"
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"the CPU must be x86-64, got {platform.machine()}"
-    reason: str | None = kernel_module("rows", "cpu").why_not_dtype(weight.dtype)
+    reason: str | None = kernel_module("machine.rows", "cpu").why_not_dtype(weight.dtype)
     return reason
 
 
@@ -59,5 +59,5 @@ def multiply(x: Tensor, weight: Panels) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), weight.num_inputs)
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], weight.num_outputs), dtype=weight.dtype)
-    y: Tensor = kernel_module("step.linear", "cpu").launch(rows, weight)
+    y: Tensor = kernel_module("step.panel_linear", "cpu").launch(rows, weight)
     return y.view(*x.shape[:-1], weight.num_outputs)

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import _checks, _dispatch
-from tilewise.ops._gradient import register_gradient, save
-from tilewise.ops._library import register
+from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import register_gradient, save
+from tilewise.ops.library import register
 
 
 def apply_rope(
@@ -38,15 +38,15 @@ def apply_rope(
         >>> angles = torch.arange(128)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
         >>> q = apply_rope(torch.randn(128, 8, 64), angles.cos(), angles.sin())
     """
-    _checks.check_float("x", x)
+    checks.check_float("x", x)
     if x.dim() not in (3, 4):
         raise ValueError(f"x must be (T, H, D) or (B, S, H, D), got shape {tuple(x.shape)}")
-    _checks.check_last_dim_contiguous("x", x)
+    checks.check_last_dim_contiguous("x", x)
     for name, table in (("cos", cos), ("sin", sin)):
         if table.dtype.itemsize < 4 or not table.is_floating_point():
-            raise TypeError(f"{name} must be float32, got {_checks.dtype_name(table.dtype)}")
-        _checks.check_device(name, table, x.device)
-    _checks.check_shape("sin", sin, tuple(cos.shape))
+            raise TypeError(f"{name} must be float32, got {checks.dtype_name(table.dtype)}")
+        checks.check_device(name, table, x.device)
+    checks.check_shape("sin", sin, tuple(cos.shape))
     rows = x.shape[:-2]
     if tuple(cos.shape[:-1]) not in (tuple(rows), tuple(rows[-1:])):
         raise ValueError(
@@ -56,14 +56,14 @@ def apply_rope(
         raise ValueError(
             f"cos must have at most D / 2 = {x.shape[-1] // 2} columns, got {cos.shape[-1]}"
         )
-    _dispatch.check_backend_name(backend)
+    dispatch.check_backend_name(backend)
     rotated: Tensor = _rope(x, cos, sin, interleaved, backend)
     return rotated
 
 
 def _kernel(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backend: str | None) -> Tensor:
-    name = _dispatch.choose("rope", ElementSpec(x.device.type, x.dtype), backend)
-    out: Tensor = _dispatch.kernel_module("rope", name).launch(x, cos, sin, interleaved)
+    name = dispatch.choose("rope", ElementSpec(x.device.type, x.dtype), backend)
+    out: Tensor = dispatch.kernel_module("rope", name).launch(x, cos, sin, interleaved)
     return out.contiguous()
 
 

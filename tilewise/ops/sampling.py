@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import _checks, _dispatch
-from tilewise.ops._gradient import lean
-from tilewise.ops._library import register
+from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import lean
+from tilewise.ops.library import register
 
 MOST_LOGPROBS = 20
 MOST_TOKENS = 1 << 20  # of a vocabulary: more would not fit a sum of integer weights
@@ -77,15 +77,15 @@ def sample_tokens(
         ("counters", counters, torch.int64),
     ):
         if numbers is not None:
-            _checks.check_same_dtype(name, numbers, dtype)
-            _checks.check_shape(name, numbers, rows)
-            _checks.check_device(name, numbers, logits.device)
-            _checks.check_last_dim_contiguous(name, numbers)
+            checks.check_same_dtype(name, numbers, dtype)
+            checks.check_shape(name, numbers, rows)
+            checks.check_device(name, numbers, logits.device)
+            checks.check_last_dim_contiguous(name, numbers)
     if temperature is not None:
         for name, numbers in (("seeds", seeds), ("counters", counters)):
             if numbers is None:
                 raise ValueError(f"{name} must be given with a temperature, got None")
-    _dispatch.check_backend_name(backend)
+    dispatch.check_backend_name(backend)
     tokens, is_finite = _sample_tokens(
         logits, temperature, top_k, top_p, min_p, seeds, counters, backend
     )
@@ -115,30 +115,30 @@ def token_logprobs(
         >>> own, ids, values = token_logprobs(torch.randn(2, 100), torch.tensor([7, 8]), 5)
     """
     _check_logits(logits)
-    _checks.check_same_dtype("token_ids", token_ids, torch.int64)
-    _checks.check_shape("token_ids", token_ids, (logits.shape[0],))
-    _checks.check_device("token_ids", token_ids, logits.device)
-    _checks.check_last_dim_contiguous("token_ids", token_ids)
+    checks.check_same_dtype("token_ids", token_ids, torch.int64)
+    checks.check_shape("token_ids", token_ids, (logits.shape[0],))
+    checks.check_device("token_ids", token_ids, logits.device)
+    checks.check_last_dim_contiguous("token_ids", token_ids)
     if not 0 <= count <= min(MOST_LOGPROBS, logits.shape[1]):
         raise ValueError(
             f"count must be in 0 ... {min(MOST_LOGPROBS, logits.shape[1])}, got {count}"
         )
-    _dispatch.check_backend_name(backend)
+    dispatch.check_backend_name(backend)
     own, ids, values = _token_logprobs(logits, token_ids, count, backend)
     return own, ids, values
 
 
 def _check_logits(logits: Tensor) -> None:
-    _checks.check_same_dtype("logits", logits, torch.float32)
-    _checks.check_dims("logits", logits, "(R, V)")
+    checks.check_same_dtype("logits", logits, torch.float32)
+    checks.check_dims("logits", logits, "(R, V)")
     if not 1 <= logits.shape[1] <= MOST_TOKENS:
         raise ValueError(f"logits must have 1 ... {MOST_TOKENS} columns, got {logits.shape[1]}")
-    _checks.check_last_dim_contiguous("logits", logits)
+    checks.check_last_dim_contiguous("logits", logits)
 
 
 def _module(logits: Tensor, backend: str | None) -> Any:
-    name = _dispatch.choose("sampling", ElementSpec(logits.device.type, logits.dtype), backend)
-    return _dispatch.kernel_module("sampling", name)
+    name = dispatch.choose("sampling", ElementSpec(logits.device.type, logits.dtype), backend)
+    return dispatch.kernel_module("sampling", name)
 
 
 def _sample_kernel(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from tilewise.integrations.flash_attn.pages import (
 )
 from tilewise.integrations.flash_attn.probabilities import dense_rows, signed_probabilities
 from tilewise.integrations.flash_attn.rule import Rule, WindowSize, host_int, padded
-from tilewise.ops import _checks
-from tilewise.ops.dropout import philox_of
+from tilewise.ops import checks
+from tilewise.ops.attention.dropout import philox_of
 
 
 def flash_attn_func(
@@ -129,8 +129,8 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k = host_int(max_seqlen_q), host_int(max_seqlen_k)
     width = v.shape[-1]
     if block_table is not None:
-        _checks.check_dims("cu_seqlens_k", cu_seqlens_k, "(B + 1)")
-        _checks.check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q.device)
+        checks.check_dims("cu_seqlens_k", cu_seqlens_k, "(B + 1)")
+        checks.check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q.device)
         check_block_table(block_table, cu_seqlens_k.shape[0] - 1, k, v)
         if can_page(rule, k, v, max_seqlen_q) and not _needs_gradient(q, k, v):
             out, lse = ops.paged_attention(

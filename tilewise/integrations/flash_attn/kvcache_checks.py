@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.integrations.flash_attn.pages import check_block_table
-from tilewise.ops import _checks
+from tilewise.ops import checks
 
 MAX_SPLITS = 128  # of flash-attn
 
@@ -26,7 +26,7 @@ def check_call(
     num_splits: int,
 ) -> None:
     """Raise ValueError or TypeError unless these arguments fit together."""
-    _checks.check_dims("q", q, "(B, Sq, Hq, D)")
+    checks.check_dims("q", q, "(B, Sq, Hq, D)")
     batch = q.shape[0]
     _check_caches(q, k_cache, v_cache)
     capacity = k_cache.shape[1]
@@ -36,7 +36,7 @@ def check_call(
             if tensor is not None:
                 raise ValueError(f"{name} must be None with a block_table, got a tensor")
         check_block_table(block_table, batch, k_cache, v_cache)
-        _checks.check_device("block_table", block_table, q.device)
+        checks.check_device("block_table", block_table, q.device)
         capacity *= block_table.shape[1]
     elif cache_batch_idx is None and k_cache.shape[0] < batch:
         raise ValueError(
@@ -44,7 +44,7 @@ def check_call(
         )
     for name, tensor in per_sequence.items():
         if tensor is not None:
-            _checks.check_int32(name, tensor, (batch,), q.device)
+            checks.check_int32(name, tensor, (batch,), q.device)
     num_new = _check_new(q, k_cache, v_cache, k, v)
     if num_new > capacity:
         raise ValueError(f"k must have at most the {capacity} tokens of the cache, got {num_new}")
@@ -60,15 +60,15 @@ def check_call(
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _checks.check_dims(name, cache, "(Bc, S, Hk, D)")
-        _checks.check_same_dtype(name, cache, q.dtype)
-        _checks.check_device(name, cache, q.device)
-        _checks.check_last_dim_contiguous(name, cache)
+        checks.check_dims(name, cache, "(Bc, S, Hk, D)")
+        checks.check_same_dtype(name, cache, q.dtype)
+        checks.check_device(name, cache, q.device)
+        checks.check_last_dim_contiguous(name, cache)
     if k_cache.shape[3] != q.shape[3]:
         raise ValueError(
             f"k_cache must have the head dim of q, {q.shape[3]}, got {k_cache.shape[3]}"
         )
-    _checks.check_shape("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
+    checks.check_shape("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
 
 
 def _check_new(
@@ -81,16 +81,16 @@ def _check_new(
         missing, other = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing} must be given with {other}, got None")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        _checks.check_dims(name, new, "(B, Sn, Hk, D)")
-        _checks.check_shape(name, new, (q.shape[0], k.shape[1], *cache.shape[2:]))
-        _checks.check_same_dtype(name, new, q.dtype)
-        _checks.check_device(name, new, q.device)
+        checks.check_dims(name, new, "(B, Sn, Hk, D)")
+        checks.check_shape(name, new, (q.shape[0], k.shape[1], *cache.shape[2:]))
+        checks.check_same_dtype(name, new, q.dtype)
+        checks.check_device(name, new, q.device)
     return k.shape[1]
 
 
 def _check_seqlens(seqlens: int | Tensor | None, most: int, q: Tensor) -> None:
     if isinstance(seqlens, Tensor):
-        _checks.check_int32("cache_seqlens", seqlens, (q.shape[0],), q.device)
+        checks.check_int32("cache_seqlens", seqlens, (q.shape[0],), q.device)
     elif isinstance(seqlens, int | torch.SymInt):
         if not 0 <= seqlens <= most:
             raise ValueError(
@@ -108,10 +108,10 @@ def _check_rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None, capacity: i
         missing, other = names if cos is None else reversed(names)
         raise ValueError(f"{missing} must be given with {other}, got None")
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        _checks.check_dims(name, table, "(R, r / 2)")
-        _checks.check_float(name, table)
-        _checks.check_device(name, table, q.device)
-        _checks.check_shape(name, table, tuple(cos.shape))
+        checks.check_dims(name, table, "(R, r / 2)")
+        checks.check_float(name, table)
+        checks.check_device(name, table, q.device)
+        checks.check_shape(name, table, tuple(cos.shape))
     if 2 * cos.shape[1] > q.shape[3]:
         raise ValueError(
             f"rotary_cos must have at most D / 2 = {q.shape[3] // 2} columns, got {cos.shape[1]}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.integrations.flash_attn.rule import CHANNELS, Rule
-from tilewise.ops import _checks
+from tilewise.ops import checks
 
 MAX_BLOCK = 256  # the page size of flash-attn; a multiple of every tile of keys
 MAX_HEAD_DIM = 256  # of paged_attention on a GPU; wider heads take the dense kernels
@@ -74,11 +74,11 @@ def _period(cache: Tensor) -> int | None:
 
 def check_block_table(block_table: Tensor, batch: int, k: Tensor, v: Tensor) -> None:
     """Raise unless block_table is an int32 (B, max_blocks) for pages k and v."""
-    _checks.check_dims("block_table", block_table, "(B, max_blocks)")
-    _checks.check_int32("block_table", block_table, (batch, block_table.shape[1]), k.device)
+    checks.check_dims("block_table", block_table, "(B, max_blocks)")
+    checks.check_int32("block_table", block_table, (batch, block_table.shape[1]), k.device)
     for name, pages in (("k", k), ("v", v)):
-        _checks.check_dims(name, pages, "(num_blocks, block_size, Hk, D)")
-    _checks.check_shape("v", v, (*k.shape[:3], v.shape[3]))
+        checks.check_dims(name, pages, "(num_blocks, block_size, Hk, D)")
+    checks.check_shape("v", v, (*k.shape[:3], v.shape[3]))
 
 
 def can_page(rule: Rule, k: Tensor, v: Tensor, max_seqlen_q: int) -> bool:

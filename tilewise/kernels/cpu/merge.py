@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.problem import float_type
-from tilewise.kernels.cpu.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
-from tilewise.kernels.cpu.threads import inner, kernel, next_task, run_tasks, zero_scratch
+from tilewise.kernels.cpu.attention.problem import float_type
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
+from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task, run_tasks, zero_scratch
 from tilewise.kernels.spec import ElementSpec
 
 ROWS_PER_TASK = 256  # a decode step of 8 sequences and 32 heads stays on one thread

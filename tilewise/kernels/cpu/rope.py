@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.problem import float_type
-from tilewise.kernels.cpu.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
-from tilewise.kernels.cpu.threads import inner, kernel, next_task, run_tasks, scratch
+from tilewise.kernels.cpu.attention.problem import float_type
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
+from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task, run_tasks, scratch
 from tilewise.kernels.spec import ElementSpec
 
 TOKENS_PER_TASK = 64  # about 100 us of work for 8 heads of 128, several times a thread's wake-up

@@ -1,6 +1,6 @@
 """Hopper's own kernels (sm_90a), in Gluon: TMA, WGMMA, specialised warps.
 
 The launchers have the signatures of `kernels.triton`. No kernel module may hold inline assembly or
-ask for a Triton version: that is in `_compat` and `_warpgroup`, which the CPU emulator of the tests
-replaces.
+ask for a Triton version: that is in `device.compat` and `device.warpgroup`, which the CPU emulator
+of the tests replaces.
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.spec import ElementSpec
-from tilewise.kernels.triton._tile import LN2, LOG2E
+from tilewise.kernels.triton.attention.tile import LN2, LOG2E
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_ELEMENTS = 2048  # of each input: two 16-byte loads of 2-byte elements a thread of four warps

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise import ops
-from tilewise.ops import _checks
+from tilewise.ops import checks
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
 
@@ -47,12 +47,12 @@ def apply_rotary_emb(
         >>> angles = torch.arange(128)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
         >>> q = apply_rotary_emb(torch.randn(2, 128, 8, 64), angles.cos(), angles.sin())
     """
-    _checks.check_dims("x", x, "(B, S, H, D)" if cu_seqlens is None else "(T, H, D)")
+    checks.check_dims("x", x, "(B, S, H, D)" if cu_seqlens is None else "(T, H, D)")
     for name, table in (("cos", cos), ("sin", sin)):
-        _checks.check_dims(name, table, "(R, r / 2)")
-        _checks.check_float(name, table)
-        _checks.check_shape(name, table, tuple(cos.shape))
-        _checks.check_device(name, table, x.device)
+        checks.check_dims(name, table, "(R, r / 2)")
+        checks.check_float(name, table)
+        checks.check_shape(name, table, tuple(cos.shape))
+        checks.check_device(name, table, x.device)
     positions = _positions(x, seqlen_offsets, cu_seqlens, max_seqlen, cos.shape[0])
     # One row more than the tables have, of the angle 0, for positions beyond them.
     wide = torch.promote_types(cos.dtype, torch.float32)
@@ -86,7 +86,7 @@ def _positions(
         if max_seqlen is None:
             raise ValueError("max_seqlen must be given with cu_seqlens, got None")
         batch = cu_seqlens.shape[0] - 1
-        _checks.check_int32("cu_seqlens", cu_seqlens, (batch + 1,), x.device)
+        checks.check_int32("cu_seqlens", cu_seqlens, (batch + 1,), x.device)
         token = torch.arange(x.shape[0], device=x.device)
         sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(
             max=max(batch - 1, 0)
@@ -95,7 +95,7 @@ def _positions(
     if isinstance(seqlen_offsets, Tensor):
         if seqlen_offsets.is_floating_point():
             raise TypeError(f"seqlen_offsets must be integers, got {seqlen_offsets.dtype}")
-        _checks.check_shape("seqlen_offsets", seqlen_offsets, (batch,))
+        checks.check_shape("seqlen_offsets", seqlen_offsets, (batch,))
         if cu_seqlens is None:
             positions = positions + seqlen_offsets.view(-1, 1)
         elif batch:

@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 class Tables(NamedTuple):
     """Arrays that stay: cosines and sines of all positions, flat; weights of the norms of heads,
-    two rows a layer, q's and k's; slopes and sinks of `decode.py`, none."""
+    two rows a layer, q's and k's; slopes and sinks of `paged/decode.py`, none."""
 
     cos: np.ndarray
     sin: np.ndarray
@@ -75,7 +75,7 @@ class Tables(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What `decode.py` writes to: partial results, counters of a layer's splits, lse."""
+    """What `paged/decode.py` writes to: partial results, counters of a layer's splits, lse."""
 
     sums: np.ndarray
     tops: np.ndarray
@@ -85,9 +85,11 @@ class Workspace(NamedTuple):
 
 
 class Likes(NamedTuple):
-    """Empty arrays that tell dtypes: of sums, words, the cache and of packed queries."""
+    """Empty arrays that tell dtypes: of sums, words, the cache and of packed queries; and, by
+    whether it is of uint8 (else of int8), whether attention sums as that of a prompt does."""
 
     real: np.ndarray
     word: np.ndarray
     cache: np.ndarray
     packed: np.ndarray
+    invariant: np.ndarray

@@ -16,12 +16,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.pack import emit_prefetch
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.pack import emit_prefetch
+from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.cpu.step.int8 import SCALE_BYTES, STEP_BYTES, STEPS
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.words import get, narrow, put
-from tilewise.kernels.cpu.threads import inner
 
 AHEAD = 3072  # bytes that are asked for before they are needed
 _i8, _i32, _i64 = (ir.IntType(bits) for bits in (8, 32, 64))

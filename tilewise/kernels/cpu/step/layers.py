@@ -14,7 +14,8 @@ import math
 
 from numba import types
 
-from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, PANELS_OF_INT8, ROWS, STORE
 from tilewise.kernels.cpu.step.dequantise import (
     add_scaled,
@@ -33,7 +34,6 @@ from tilewise.kernels.cpu.step.words import (
     put,
     rounded,
 )
-from tilewise.kernels.cpu.threads import inner
 
 BLOCK_ROWS = 32  # rows of a block of sums
 LOG2_E = 1.4426950408889634

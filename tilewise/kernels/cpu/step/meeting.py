@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.threads import inner
+from tilewise.kernels.cpu.machine.threads import inner
 
 LINE = 128  # bytes from counter to counter: CPUs fetch lines of 64 in pairs
 SPINS = 200  # pauses of 40 to 140 cycles before the first yield: about 10 us

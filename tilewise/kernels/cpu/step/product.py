@@ -20,10 +20,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu import simd
-from tilewise.kernels.cpu.amx import HAS_AMX, ROWS
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.amx import HAS_AMX, ROWS
+from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP
-from tilewise.kernels.cpu.threads import inner
 
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _f32 = ir.FloatType()

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu import threads
-from tilewise.kernels.cpu.decode import SPLIT, chunk_of
-from tilewise.kernels.cpu.decode_launch import CACHE_LIKE, key_bytes, takes_integers
-from tilewise.kernels.cpu.paged_attention import CODES
-from tilewise.kernels.cpu.problem import packed_type
-from tilewise.kernels.cpu.rows import DTYPE_CODES
-from tilewise.kernels.cpu.simd import HAS_BF16_DOT
+from tilewise.kernels.cpu.attention.problem import packed_type
+from tilewise.kernels.cpu.machine import threads
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
+from tilewise.kernels.cpu.machine.simd import HAS_BF16_DOT
+from tilewise.kernels.cpu.paged.decode import SPLIT, chunk_of
+from tilewise.kernels.cpu.paged.decode_launch import CACHE_LIKE, key_bytes, takes_integers
+from tilewise.kernels.cpu.paged.launch import CODES
 from tilewise.kernels.cpu.step.codes import (
     ATTEND,
     BIAS,
@@ -103,6 +103,7 @@ class Program:
         head_norms: (2 L, D) float32, weights of the norms of q and k of each layer, or (2 L, 0).
         num_layers: L.
         half: pairs of channels that rotate.
+        batch_invariant: one row of a sequence attends to the bits that it has among several.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Program:
         head_norms: Tensor,
         num_layers: int,
         half: int,
+        batch_invariant: bool = False,
     ) -> None:
         self.dtype, self.size = dtype, dtype.itemsize
         k_cache, v_cache = kv[:2]
@@ -128,12 +130,16 @@ class Program:
             block_size, *(stride * width for stride in k_cache.stride()[:3]), *scales,
             chunk_of(num_kv_heads * key_bytes(2 * head_dim, width)),
         )  # fmt: skip
-        packed = packed_type(dtype, HAS_BF16_DOT and k_cache.dtype == dtype)
-        if takes_integers(k_cache.dtype, code, head_dim):
-            packed = np.uint16
+        is_wide = width > 1 and k_cache.dtype != dtype
+        packed = packed_type(dtype, HAS_BF16_DOT and not is_wide)
+        if not batch_invariant and width == 1:
+            has_integers = takes_integers(k_cache.dtype, code, head_dim)
+            packed = np.uint16 if has_integers else np.float32
+        self.batch_invariant = batch_invariant
         self._likes = Likes(
-            REAL_LIKE, WORD_LIKE[dtype], CACHE_LIKE[k_cache.dtype], np.empty(0, packed)
-        )
+            REAL_LIKE, WORD_LIKE[dtype], CACHE_LIKE[k_cache.dtype], np.empty(0, packed),
+            np.empty(0, np.uint8 if batch_invariant else np.int8),
+        )  # fmt: skip
         self._group = num_q_heads // num_kv_heads
         self._num_layers = num_layers
         self._head_norms = head_norms.contiguous().numpy()
@@ -309,7 +315,9 @@ class Program:
     def _workspace(self, batch: Batch) -> Workspace:
         """What attention to the batch needs, of memory that is kept from step to step."""
         num_sequences = len(batch.lengths)
-        splits = int((batch.lengths // SPLIT).sum()) + 2 * num_sequences
+        splits = 1
+        if not self.batch_invariant:
+            splits = int((batch.lengths // SPLIT).sum()) + 2 * num_sequences
         key = (num_sequences, 1 << (splits - 1).bit_length())
         if self._workspace_key != key:
             num_kv_heads, dim = self.shape.num_kv_heads, self.shape.head_dim

@@ -3,22 +3,26 @@
 What      rows of an int64 array say what to do: embed, normalise, multiply by weights, rotate and
           write to the cache, attend, each from buffer to buffer; see `program.py`, which makes it.
 Grid      every thread walks the whole list; the tasks of an operation are shared, see `meeting.py`.
-One task  some rows, or some weights for up to some hundred rows, or a task of `decode.py`.
+One task  some rows, or some weights for up to some hundred rows, or a task of `paged/decode.py`.
 Traffic   that of the operations; between two of them nothing but two atomic counters.
-Numerics  those of `layers.py`, `rope_write.py` and `decode.py`. How tasks are cut depends on the
-          number of threads, what each element is computed from does not.
+Numerics  those of `layers.py`, `paged/rope_write.py` and `paged/decode.py`. How tasks are cut
+          depends on the number of threads, what each element is computed from does not.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
-from tilewise.kernels.cpu import amx
-from tilewise.kernels.cpu.decode import decode_attention, place_sequences, plan_decode
-from tilewise.kernels.cpu.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
-from tilewise.kernels.cpu.quantise import INT8
-from tilewise.kernels.cpu.rope_write import Rows, move_heads
-from tilewise.kernels.cpu.rows import F32
+from tilewise.kernels.cpu.attention.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
+from tilewise.kernels.cpu.machine import amx
+from tilewise.kernels.cpu.machine.rows import F32
+from tilewise.kernels.cpu.machine.threads import inner, keep_alive, kernel, scratch
+from tilewise.kernels.cpu.paged.decode import decode_attention, place_sequences, plan_decode
+from tilewise.kernels.cpu.paged.decode_tiles import decode_tiles, heads_of_task
+from tilewise.kernels.cpu.paged.quantise import INT8
+from tilewise.kernels.cpu.paged.rope_write import Rows, move_heads
 from tilewise.kernels.cpu.step.codes import (
     ATTEND,
     BIAS,
@@ -55,7 +59,6 @@ from tilewise.kernels.cpu.step.layers import (
 from tilewise.kernels.cpu.step.meeting import LINE, add_at, read_at, wait_until_zero, write_at
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
-from tilewise.kernels.cpu.threads import inner, keep_alive, kernel, scratch
 
 # Rows that meet a block of weights before the next: what fits half of an L2 cache of 2 MiB.
 CHUNK_BYTES = 1 << 20
@@ -106,7 +109,7 @@ def _rotate(op, eps, shape, tables, batch, token, row):
 
 @inner
 def _attend(op, scale, shape, tables, batch, work, likes, num_threads, starts, splits, counter):
-    """Attend from every sequence's one row, as `paged_attention.py` would."""
+    """Attend from every sequence's one row, as `paged/launch.py` would."""
     size = 2 if shape.code != F32 else 4
     head, group = shape.head_dim * size, shape.num_q_heads // shape.num_kv_heads
     num_sequences = len(starts)
@@ -120,18 +123,45 @@ def _attend(op, scale, shape, tables, batch, work, likes, num_threads, starts, s
     )  # fmt: skip
     for sequence in range(num_sequences):
         starts[sequence, K], starts[sequence, V] = op[K_CACHE], op[V_CACHE]
-    num_slots = plan_decode(starts, op[WINDOW], shape.num_kv_heads, splits)
-    heads_per_task = shape.num_kv_heads
-    while num_slots // heads_per_task < 4 * num_threads and heads_per_task % 2 == 0:
-        heads_per_task //= 2
     arrays = Arrays(likes.real, likes.packed, starts, batch.table, tables.slopes, tables.sinks)
-    first = op[LAYER] * num_sequences * shape.num_kv_heads
-    finished = work.finished[first : first + num_sequences * shape.num_kv_heads]
-    decode_attention(
-        sizes, Rule(True, scale, 0.0, False, False), arrays, likes.cache, shape.chunk,
-        heads_per_task, splits, work.sums, work.tops, work.totals, finished, work.lse, counter,
-        num_slots // heads_per_task,
-    )  # fmt: skip
+    rule = Rule(True, scale, 0.0, False, False)
+    _decode(likes.invariant, sizes, rule, arrays, likes.cache, shape.chunk, op[LAYER], num_threads,
+            splits, work, counter)  # fmt: skip
+
+
+def _decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
+            counter):  # fmt: skip
+    """One row of each sequence against its keys, in one of two orders of sums."""
+    raise NotImplementedError
+
+
+@overload(_decode)
+def _choose_decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
+                   counter):  # fmt: skip
+    """Only the kernel that is used is compiled."""
+
+    def in_tiles(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
+                 counter):  # fmt: skip
+        num_sequences = len(arrays.starts)
+        heads_per_task = heads_of_task(sizes, num_sequences, num_threads)
+        decode_tiles(sizes, rule, arrays, heads_per_task, work.lse, counter,
+                     num_sequences * sizes.num_kv_heads // heads_per_task)  # fmt: skip
+
+    def in_splits(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
+                  counter):  # fmt: skip
+        num_sequences, num_kv_heads = len(arrays.starts), sizes.num_kv_heads
+        num_slots = plan_decode(arrays.starts, sizes.window_left, num_kv_heads, splits)
+        heads_per_task = num_kv_heads
+        while num_slots // heads_per_task < 4 * num_threads and heads_per_task % 2 == 0:
+            heads_per_task //= 2
+        first = layer * num_sequences * num_kv_heads
+        finished = work.finished[first : first + num_sequences * num_kv_heads]
+        decode_attention(
+            sizes, rule, arrays, cache, chunk, heads_per_task, splits, work.sums, work.tops,
+            work.totals, finished, work.lse, counter, num_slots // heads_per_task,
+        )  # fmt: skip
+
+    return in_tiles if invariant.dtype == types.uint8 else in_splits
 
 
 @inner

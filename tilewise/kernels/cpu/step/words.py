@@ -14,10 +14,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu import simd
+from tilewise.kernels.cpu.machine import simd
 
 _i16, _f32 = ir.IntType(16), ir.FloatType()
-_HALF = ir.HalfType() if simd.HAS_HALF else _f32  # see `rows.py`
+_HALF = ir.HalfType() if simd.HAS_HALF else _f32  # see `machine/rows.py`
 
 
 def narrow(builder, word_type, value):

@@ -1,0 +1,191 @@
+"""The packaged model's tokens and log-probabilities, bit for bit, whatever happens around them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.engine.checkpoint import VOCAB, write_checkpoint
+from tilewise.engine.cpu_step import CompiledRunner
+from tilewise.engine.llm import LLM
+from tilewise.engine.request import SamplingParams
+from tilewise.ops.panels import why_not_pack
+
+pytestmark = pytest.mark.skipif(
+    why_not_pack(torch.empty(2, 2)) is not None, reason="needs packed weights, so an x86 CPU"
+)
+STEPS = 24
+ADJECTIVES = ("big", "small", "red", "old", "kind", "sad", "happy", "lost")
+NOUNS = ("dog", "cat", "bird", "tree", "king", "girl", "boy", "fox")
+ENDINGS = ("", ", who lived in a forest", ". One day it rained, and all the animals came to see")
+COUNTS = [64, pytest.param(200, marks=pytest.mark.slow)]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+class Asked(NamedTuple):
+    prompts: list[dict[str, list[int]]]
+    params: list[SamplingParams]
+
+
+class Answer(NamedTuple):
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def make(dtype, **settings):
+    return LLM("story", dtype=dtype, device="cpu", **{"enable_prefix_caching": False, **settings})
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def llm(request):
+    return make(request.param)
+
+
+@pytest.fixture(scope="module", params=COUNTS)
+def asked(request, llm):
+    """Greedy and seeded requests in turn, prompts of 8 to 30 tokens."""
+    words = itertools.product(ENDINGS, ADJECTIVES, NOUNS, ("ran", "slept"))
+    prompts, params = [], []
+    for i, (ending, adjective, noun, verb) in enumerate(itertools.islice(words, request.param)):
+        text = f"Once upon a time a {adjective} {noun} {verb}{ENDINGS[i % 3]}{ending}"
+        prompts.append({"prompt_token_ids": llm.tokenizer.encode(text)})
+        params.append(
+            SamplingParams(
+                temperature=(0.0, 1.0, 0.8)[i % 3], top_p=0.9 if i % 3 == 2 else 1.0, seed=i,
+                max_tokens=STEPS, ignore_eos=True, logprobs=0,
+            )
+        )  # fmt: skip
+    return Asked(prompts, params)
+
+
+def answers(llm, asked):
+    return [answer(o.outputs[0]) for o in llm.generate(asked.prompts, asked.params)]
+
+
+def answer(completion):
+    tokens = tuple(completion.token_ids)
+    found = zip(completion.logprobs, tokens, strict=True)
+    return Answer(tokens, tuple(values[token] for values, token in found))
+
+
+@pytest.fixture(scope="module")
+def expected(llm, asked):
+    return answers(llm, asked)
+
+
+def test_it_is_the_default_on_a_cpu(llm):
+    assert isinstance(llm.engine.runner, CompiledRunner)
+    assert llm.engine.runner.batch_invariant
+
+
+def test_alone(llm, asked, expected):
+    found = [answers(llm, Asked([p], [s]))[0] for p, s in zip(*asked, strict=True)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("tokens", [7, 64])
+def test_in_chunks(llm, asked, expected, tokens):
+    other = make(llm.model.dtype, max_num_batched_tokens=tokens, max_num_seqs=min(tokens, 64))
+    assert answers(other, asked) == expected
+
+
+def test_preempted(llm, asked, expected):
+    other = make(llm.model.dtype, num_blocks=24)
+    assert answers(other, asked) == expected
+    assert other.engine.scheduler.stats().num_preemptions >= 3
+
+
+def test_with_a_prefix_cache_cold_and_warm(llm, asked, expected):
+    other = make(llm.model.dtype, enable_prefix_caching=True)
+    assert answers(other, asked) == expected
+    assert answers(other, asked) == expected
+
+
+def test_generated_blocks_that_are_found_again(llm, asked, expected):
+    other = make(llm.model.dtype, enable_prefix_caching=True)
+    answers(other, asked)
+    longer = [
+        {"prompt_token_ids": [*p["prompt_token_ids"], *e.tokens]}
+        for p, e in zip(asked.prompts, expected, strict=True)
+    ]
+    follow_up = Asked(longer, asked.params)
+    outputs = other.generate(*follow_up)
+    assert all(o.num_cached_tokens >= len(p["prompt_token_ids"]) // 16 * 16
+               for o, p in zip(outputs, asked.prompts, strict=True))  # fmt: skip
+    assert sum(o.num_cached_tokens for o in outputs) > sum(
+        len(p["prompt_token_ids"]) for p in asked.prompts
+    )
+    assert [answer(o.outputs[0]) for o in outputs] == answers(llm, follow_up)
+
+
+def test_several_samples_of_a_prompt(llm, asked):
+    params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=STEPS, ignore_eos=True,
+                            logprobs=0)  # fmt: skip
+    alone = [llm.generate(prompt, params)[0] for prompt in asked.prompts[:8]]
+    crowd = make(llm.model.dtype, max_num_batched_tokens=11, max_num_seqs=11, num_blocks=24)
+    together = crowd.generate(asked.prompts[:8], params)
+    for one, other in zip(alone, together, strict=True):
+        assert [answer(c) for c in one.outputs] == [answer(c) for c in other.outputs]
+
+
+def test_log_probabilities_are_those_of_the_forward_pass(llm, asked, expected):
+    with torch.inference_mode():
+        for prompt, found in zip(asked.prompts, expected, strict=True):
+            ids = [*prompt["prompt_token_ids"], *found.tokens]
+            logits = llm.model.compute_logits(llm.model(torch.tensor([ids])))[0]
+            rows = logits[len(prompt["prompt_token_ids"]) - 1 : -1].log_softmax(-1)
+            own = rows.gather(-1, torch.tensor(found.tokens)[:, None])[:, 0]
+            assert tuple(own.tolist()) == found.logprobs
+
+
+def test_it_can_be_turned_off():
+    assert not make(torch.bfloat16, batch_invariant=False).engine.runner.batch_invariant
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_norm_wide_heads", "gpt2"])
+def test_other_models_alone_and_preempted(case, tmp_path):
+    write_checkpoint(tmp_path, case)
+    draw = random.Random(1)
+    prompts = [
+        {"prompt_token_ids": [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 40))]}
+        for _ in range(12)
+    ]
+    params = [
+        SamplingParams(temperature=float(i % 2), seed=i, max_tokens=16, ignore_eos=True, logprobs=0)
+        for i in range(12)
+    ]
+    asked = Asked(prompts, params)
+    settings = {"device": "cpu", "block_size": 4, "dtype": torch.bfloat16}
+    roomy = LLM(tmp_path, num_blocks=400, enable_prefix_caching=False, **settings)
+    alone = [answers(roomy, Asked([p], [s]))[0] for p, s in zip(*asked, strict=True)]
+    assert answers(roomy, asked) == alone
+    tight = LLM(tmp_path, num_blocks=26, max_num_batched_tokens=13, max_num_seqs=8, **settings)
+    assert answers(tight, asked) == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu(dtype):
+    words = [f"Once upon a time a {a} {n}" for a in ADJECTIVES for n in NOUNS]
+    params = [
+        SamplingParams(temperature=float(i % 2), seed=i, max_tokens=STEPS, ignore_eos=True,
+                       logprobs=0)
+        for i in range(len(words))
+    ]  # fmt: skip
+
+    def on_gpu(num_blocks=2000, **settings):  # several share the memory
+        settings |= {"num_blocks": num_blocks, "batch_invariant": True}
+        return LLM("story", dtype=dtype, device="cuda", **settings)
+
+    roomy = on_gpu(enable_prefix_caching=False)
+    asked = Asked(words, params)
+    alone = [answers(roomy, Asked([p], [s]))[0] for p, s in zip(*asked, strict=True)]
+    assert answers(roomy, asked) == alone
+    for settings in ({"num_blocks": 40}, {"max_num_batched_tokens": 64, "max_num_seqs": 64}):
+        assert answers(on_gpu(**settings), asked) == alone
+    warm = on_gpu()
+    assert answers(warm, asked) == answers(warm, asked) == alone

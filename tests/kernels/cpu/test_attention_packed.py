@@ -1,0 +1,101 @@
+"""Packed attention on the CPU with a bias and slopes of its own for each sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.attention import launch as cpu
+from tilewise.kernels.spec import AttentionSpec
+from tilewise.reference import standard
+from tilewise.testing import accumulator_scales, assert_within_budget
+
+LENGTHS = [(70, 70), (0, 5), (1, 130), (67, 40), (3, 0)]
+MAX_Q, MAX_K = 80, 140  # more than the longest sequence: a launcher must not count on equality
+HQ, HK, D, DV = 4, 2, 32, 24
+
+BIASES = {
+    "of each sequence": (len(LENGTHS), HQ, MAX_Q, MAX_K),
+    "of heads": (1, HQ, MAX_Q, MAX_K),
+    "of positions": (MAX_Q, MAX_K),
+    "of keys": (len(LENGTHS), 1, 1, MAX_K),
+    "of queries": (HQ, MAX_Q, 1),
+}
+
+
+def edges_of(side: int) -> Tensor:
+    lengths = torch.tensor([0, *(pair[side] for pair in LENGTHS)])
+    return lengths.cumsum(0).to(torch.int32)
+
+
+def spec_of(dtype: torch.dtype) -> AttentionSpec:
+    return AttentionSpec(
+        "cpu", dtype, len(LENGTHS), MAX_Q, MAX_K, HQ, HK, D, DV, window_right=0,
+        softmax_scale=D**-0.5, is_varlen=True, has_bias=True, needs_dbias=True, has_alibi=True,
+    )  # fmt: skip
+
+
+def by_autograd(tensors: dict[str, Tensor], do: Tensor, dlse: Tensor, slopes: Tensor):
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    o, lse = standard.attention_varlen(
+        **leaves, cu_seqlens_q=edges_of(0), cu_seqlens_k=edges_of(1), causal=True,
+        alibi_slopes=slopes, return_lse=True,
+    )  # fmt: skip
+    seen = lse.isfinite()
+    loss = (o * do).sum() + torch.where(seen, lse * dlse, 0.0).sum()
+    return {"o": o, "lse": lse} | dict(
+        zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(loss, leaves.values()), strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name", BIASES)
+def test_bias_and_slopes_count_from_the_start_of_a_sequence(name: str, dtype: torch.dtype) -> None:
+    total_q, total_k = (sum(side) for side in zip(*LENGTHS, strict=True))
+    tensors = {
+        "q": torch.randn(total_q, HQ, D), "k": torch.randn(total_k, HK, D),
+        "v": torch.randn(total_k, HK, DV), "bias": torch.randn(BIASES[name]),
+    }  # fmt: skip
+    tensors = {key: tensor.to(dtype) for key, tensor in tensors.items()}
+    slopes = torch.rand(len(LENGTHS), HQ) * 0.2
+    do, dlse = torch.randn(total_q, HQ, DV).to(dtype), torch.randn(HQ, total_q)
+    q, k, v, bias = tensors.values()
+    extra = {"cu_seqlens_q": edges_of(0), "cu_seqlens_k": edges_of(1), "alibi_slopes": slopes,
+             "bias": bias}  # fmt: skip
+    o, lse = cpu.launch_fwd(q, k, v, spec_of(dtype), **extra)
+    grads = cpu.launch_bwd(do, dlse.to(lse), q, k, v, o, lse, spec_of(dtype), **extra)
+    assert grads[4] is None
+    actual = dict(zip(("o", "lse", "dq", "dk", "dv", "dbias"), (o, lse, *grads[:4]), strict=True))
+    doubles = {key: tensor.double() for key, tensor in tensors.items()}
+    truth = by_autograd(doubles, do.double(), dlse.double(), slopes.double())
+    eager = by_autograd(tensors, do, dlse, slopes)
+    scales = accumulator_scales(q, k, v, do, D**-0.5)
+    scales["dbias"] = do.double().norm(dim=-1).max().item() * v.double().norm(dim=-1).max().item()
+    for key, value in actual.items():
+        if dtype == torch.float64:
+            torch.testing.assert_close(value, truth[key], rtol=0, atol=1e-10)
+        else:
+            assert_within_budget(value, truth[key], eager[key], name=key, scale=scales[key])
+
+
+def test_gradient_of_the_bias_only_when_wanted() -> None:
+    total_q, total_k = (sum(side) for side in zip(*LENGTHS, strict=True))
+    q, k, v = torch.randn(total_q, HQ, D), torch.randn(total_k, HK, D), torch.randn(total_k, HK, DV)
+    extra = {"cu_seqlens_q": edges_of(0), "cu_seqlens_k": edges_of(1),
+             "bias": torch.randn(MAX_Q, MAX_K)}  # fmt: skip
+    spec = replace(spec_of(q.dtype), has_alibi=False)
+    o, lse = cpu.launch_fwd(q, k, v, spec, **extra)
+    do = torch.randn_like(o)
+    with_it = cpu.launch_bwd(do, None, q, k, v, o, lse, spec, **extra)
+    without = cpu.launch_bwd(
+        do, None, q, k, v, o, lse, replace(spec, needs_dbias=False), **extra
+    )  # fmt: skip
+    assert with_it[3] is not None
+    assert with_it[3].shape == (MAX_Q, MAX_K)
+    assert without[3] is None
+    for one, other in zip(with_it[1:3], without[1:3], strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(with_it[0], without[0])

@@ -1,0 +1,80 @@
+"""Products of blocks of rows, and the row sums that the backward pass subtracts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from tests.kernels.cpu.test_attention import spec_of
+from tilewise.kernels.cpu.attention import launch as cpu
+from tilewise.kernels.cpu.attention.delta import delta_kernel
+from tilewise.kernels.cpu.attention.gradients import BackwardPlan, place_gradients
+from tilewise.kernels.cpu.attention.problem import SCORE_ROW, TILE_M
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.blocks import (
+    BLOCK,
+    UNROLLED,
+    add_block,
+    rescale_block,
+    set_block,
+)
+from tilewise.kernels.cpu.machine.threads import run_tasks
+
+LANES = simd.lanes_of(np.float32)
+WIDTH = 2 * LANES
+
+
+@njit
+def products(c, a, b, words, scale, columns):
+    """Rows 0 ... of c with a by rows, the next ones with a by columns, the last ones rescaled."""
+    ldc = WIDTH
+    set_block(c, 0, ldc, columns, a, 0, words, 1, b, 0, words)
+    add_block(c, BLOCK * ldc, ldc, columns, a, 0, 1, BLOCK, b, 0, words)
+    rescale_block(c, 2 * BLOCK * ldc, ldc, columns, a, 0, words, 1, b, 0, words, scale, 0)
+
+
+@pytest.mark.parametrize("columns", [LANES, WIDTH])
+@pytest.mark.parametrize("words", [0, 2 * UNROLLED, 34])
+def test_blocks_are_products(words: int, columns: int) -> None:
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal(n * words).astype(np.float32) for n in (BLOCK, WIDTH))
+    c = random.standard_normal((3, BLOCK, WIDTH)).astype(np.float32)
+    scale = random.standard_normal(BLOCK).astype(np.float32)
+    panel = b.reshape(words, WIDTH).astype(np.float64)
+    by_rows = a.reshape(BLOCK, words) @ panel
+    by_columns = a.reshape(words, BLOCK).T @ panel
+    expected = c.astype(np.float64)
+    expected[:, :, :columns] = np.stack(
+        [by_rows, c[1] + by_columns, c[2] * scale[:, None] + by_rows]
+    )[:, :, :columns]
+    products(c.reshape(-1), a, b, words, scale, columns)
+    if words == 0:
+        expected[0, :, :columns] = 0
+    np.testing.assert_allclose(c, expected, rtol=0, atol=1e-5)
+
+
+def test_tiles_are_whole_blocks_of_rows() -> None:
+    assert TILE_M % BLOCK == 0
+    assert BLOCK % UNROLLED == 0
+    assert SCORE_ROW % LANES == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_delta_is_the_row_sum_less_dlse(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v, o, do = (torch.randn(2, 37, 3, 21).to(dtype) for _ in range(5))
+    dlse = torch.randn(2, 3, 37)
+    spec = spec_of([q, k, v], {}, {})
+    problem = cpu.describe(
+        q, k, v, o, spec, cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, bias=None,
+        alibi_slopes=None, sinks=None, philox=None, mask=None,
+    )  # fmt: skip
+    plan = BackwardPlan.of(spec, None)
+    grads = place_gradients(problem, plan, do, q, k, v, torch.zeros(0), None, None)
+    grads = grads._replace(rows_per_task=10, num_row_tasks=8)
+    delta = dlse.clone()
+    run_tasks(delta_kernel, 8, problem.sizes, grads, problem.arrays, delta.view(-1).numpy())
+    expected = (do.double() * o.double()).sum(-1).transpose(1, 2) - dlse
+    torch.testing.assert_close(delta.double(), expected, rtol=0, atol=1e-5)

@@ -1,0 +1,99 @@
+"""How CPU kernels are compiled, cached and spread over threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import njit
+
+from tilewise.kernels.cpu.machine import threads
+
+WRITE_ONE_ROW = """
+import torch
+from tilewise.kernels.cpu.paged import cache as cache_ops
+k, cache = torch.randn(1, 1, 8), torch.zeros(1, 4, 1, 8)
+cache_ops.write_kv_cache(k, k, cache, cache.clone(), torch.tensor([2]))
+assert torch.equal(cache[0, 2], k[0])
+"""
+
+RUN_IN_A_FORKED_CHILD = """
+import os, numpy as np
+from tilewise.kernels.cpu.machine import threads
+
+def work(seen, counter, num_tasks):
+    seen.append(1)
+
+import torch
+torch.set_num_threads(2)
+threads.run_tasks(work, 2, [])
+child = os.fork()
+if child == 0:
+    seen = []
+    threads.run_tasks(work, 2, seen)
+    os._exit(0 if seen else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def run(script: str, **environment: str) -> None:
+    root = str(Path(__file__).parents[3])
+    subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": root, **environment},
+        check=True,
+        timeout=240,
+    )
+
+
+def test_kernels_run_where_no_cache_can_be_written() -> None:
+    run(WRITE_ONE_ROW, NUMBA_CACHE_DIR="/proc/no-such-folder")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    run(RUN_IN_A_FORKED_CHILD)
+
+
+def test_importing_the_launchers_compiles_nothing() -> None:
+    run(
+        "from tilewise.kernels.cpu import merge, rope\n"
+        "from tilewise.kernels.cpu.attention import launch\n"
+        "from tilewise.kernels.cpu.paged import cache, launch\n"
+        "from tilewise.kernels.cpu.attention.forward import attention_forward as kernel\n"
+        "assert not kernel.signatures"
+    )
+
+
+def test_an_error_in_a_helper_thread_reaches_the_caller() -> None:
+    def fail(counter: np.ndarray, num_tasks: int) -> None:
+        raise RuntimeError("from a task")
+
+    with pytest.raises(RuntimeError, match="from a task"):
+        threads.run_tasks(fail, 2)
+
+
+def test_a_bare_pointer_reads_and_writes_its_array() -> None:
+    @njit
+    def swap(array):
+        pointer = threads.bare(array)
+        pointer[0], pointer[2] = pointer[2], pointer[0]
+        return pointer[1]
+
+    array = np.array([1, 2, 3])
+    assert swap(array) == 2
+    assert array.tolist() == [3, 2, 1]
+
+
+def test_the_cache_stamp_changes_with_any_file_of_the_folder() -> None:
+    names = {name for name, _, _ in threads._sources()}
+    assert {
+        "machine/simd.py",
+        "machine/gemm.py",
+        "attention/forward.py",
+        "paged/decode.py",
+    } <= names

@@ -1,0 +1,133 @@
+"""Compile one variant of the e4m3 kernel for sm_90 and tell what became of it, as JSON.
+
+    python -m tests.kernels.gluon.fp8_compile HEAD_DIM [causal] [window] [lengths]
+
+Run with TRITON_INTERPRET=0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.kernels import sass
+from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
+from tilewise.kernels.gluon.forward.fp8.tiles import variant_of
+from tilewise.kernels.gluon.host.descriptors import tile_layout
+from tilewise.kernels.spec import AttentionSpec
+
+_NAMES = {torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}
+
+
+def _descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
+    layout = tile_layout(dtype, rows, columns)
+    return f"tensordesc<{_NAMES[dtype]}[1, 1, {rows}, {columns}],{layout!r}>"
+
+
+def compile_variant(spec: AttentionSpec) -> Any:
+    """Return the compiled kernel of a call."""
+    variant = variant_of(spec)
+    e4m3, width = torch.float8_e4m3fn, variant.HEAD_DIM // variant.PARTS
+    signature = {
+        "q_desc": _descriptor(e4m3, 64, variant.HEAD_DIM),
+        "k_desc": _descriptor(e4m3, variant.TILE_N, variant.HEAD_DIM),
+        "v_desc": _descriptor(e4m3, width, variant.TILE_N),
+        "o_desc": _descriptor(torch.bfloat16, 64, width),
+    }
+    constants: dict[str, Any] = {"VARIANT": variant}
+    attributes = {}
+    for index, name in enumerate(attention_fp8_fwd_kernel.arg_names):
+        if name in signature:
+            continue
+        if name == "seqlens_ptr" and not spec.has_seqlens_k:
+            signature[name], constants[name] = "constexpr", None
+        elif name.endswith("_ptr"):
+            pointer = {"seqlens_ptr": "*i32", "counter_ptr": "*i32"}
+            signature[name] = pointer.get(name, "*fp32")
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            kind = {"softmax_scale": "fp32", "VARIANT": "constexpr"}
+            signature[name] = kind.get(name, "i32")
+    source = GluonASTSource(
+        fn=attention_fp8_fwd_kernel, signature=signature, constexprs=constants, attrs=attributes
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    """Return what the assembler complained of, and what the loops over keys hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        ptx.write_text(kernel.asm["ptx"])
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        instructions, labels = sass.disassemble(cubin)
+    loops = []
+    for begin, end in _tightest_loops(instructions, labels):
+        body = instructions[begin:end]
+        if any(i.startswith("MUFU.RCP") for i in body):
+            continue  # a loop over output tiles: it divides
+        loops.append(
+            {
+                "length": end - begin,
+                "local": sum(i.startswith(("LDL", "STL")) for i in body),
+                "permutations": sum(i.startswith("PRMT") for i in body),
+            }
+        )
+    return {
+        "complaints": re.findall(r"C75\d\d.*", report),
+        "products": sum(i.startswith("QGMMA") for i in instructions),
+        "loops": loops,
+        "overwritten": sass.overwritten_operands(instructions),
+        "shared": kernel.metadata.shared,
+    }
+
+
+def _tightest_loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """Return (begin, end) of the innermost loops that multiply."""
+    loops = []
+    for index, instruction in enumerate(instructions):
+        jump = re.search(r"BRA.*`\((\.L_\S+?)\)", instruction)
+        if jump and labels.get(jump[1], index + 1) <= index:
+            body = instructions[labels[jump[1]] : index + 1]
+            if any(i.startswith("QGMMA") for i in body):
+                loops.append((labels[jump[1]], index + 1))
+    return [
+        (a, b)
+        for a, b in loops
+        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
+    ]
+
+
+def main(head_dim: int, features: list[str]) -> None:
+    """Compile and print."""
+    spec = AttentionSpec(
+        device_type="cuda",
+        dtype=torch.float8_e4m3fn,
+        batch=2,
+        max_seqlen_q=4096,
+        max_seqlen_k=4096,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        window_left=1000 if "window" in features else -1,
+        window_right=0 if "causal" in features else -1,
+        has_seqlens_k="lengths" in features,
+    )
+    print(json.dumps(describe(compile_variant(spec))))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

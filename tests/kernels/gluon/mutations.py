@@ -1,0 +1,443 @@
+"""Mistakes to make in the product's Hopper kernels, each in one place of their text.
+
+A mistake must be seen by the emulator: as a race, a deadlock, misuse, or wrong numbers. One that is
+harmless says why; it is listed because somebody may take the line that it changes for needed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kernels.gluon.emulator import Program
+from tilewise.kernels import gluon
+
+_FOLDER = Path(gluon.__file__).parent
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change of one kernel function's text.
+
+    Attributes:
+        place: "files:function", a pattern of file names in tilewise/kernels/gluon and who is meant.
+        old, new: what stands there exactly once, and what takes its place.
+        call: the call that must show it, a key of CALLS in test_gluon_mutations.py.
+        harmless: why nothing goes wrong, if nothing does.
+    """
+
+    place: str
+    old: str
+    new: str
+    call: str
+    harmless: str | None = None
+
+    def program(self) -> Program:
+        """Return the kernels with this change."""
+        pattern, function = self.place.split(":")
+        found = [
+            (".".join(file.relative_to(_FOLDER).with_suffix("").parts), match)
+            for file in sorted(_FOLDER.glob(f"{pattern}.py"))
+            for match in re.finditer(
+                rf"^def {function}\(.*?(?=^@|^class |\Z)", file.read_text(), re.DOTALL | re.M
+            )
+            if self.old in match[0]
+        ]
+        assert len(found) == 1, f"{len(found)} functions {self.place} have {self.old!r}"
+        [(module, match)] = found
+        assert match[0].count(self.old) == 1, f"{match[0].count(self.old)} times: {self.old!r}"
+
+        def change(text: str) -> str:
+            body = match[0].replace(self.old, self.new)
+            return text[: match.start()] + body + text[match.end() :]
+
+        return Program({f"{gluon.__name__}.{module}": change})
+
+
+def _without(place: str, line: str, call: str, harmless: str | None = None) -> Mutation:
+    return Mutation(place, line, "pass", call, harmless)
+
+
+def _later(place: str, first: str, second: str, call: str, harmless: str | None = None) -> Mutation:
+    """Exchange two neighbours."""
+    return Mutation(place, first + second, second + first, call, harmless)
+
+
+_LOAD, _QUERIES = "forward/*:load_tiles", "forward/*:_load_queries"
+_TILES, _ATTEND = "forward/*:compute_tiles", "forward/*:_attend"
+_STEP, _ISSUE = "forward/*:_step", "forward/*:_begin_scores"
+_COMPUTE, _PASS = "forward/*:_compute_tile", "forward/*:_pass_by"
+_OUT, _SHARED = "forward/*:_store_columns", "forward/*:_allocate"
+_PV = "    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
+_FREE_V = "    mbarrier.arrive(shared.v_empty.index(before), count=1)\n"
+_QK = "    s = warpgroup_mma_wait(1, deps=(s,))\n"
+_FREE_K = (
+    "    if not tile.release_together:\n"
+    "        mbarrier.arrive(shared.k_empty.index(stage), count=1)\n"
+)
+_ANNOUNCE = "    if tile.dynamic:\n        _announce(shared, group, number)\n"
+_LOAD_Q = (
+    "    row = rows.first_q + rows.first_row + group * 64\n"
+    "    at = [b, rows.h, row, 0]\n"
+    "    at_high = [b, rows.h, row, tile.d]\n"
+    "    full = shared.q_full.index(group)\n"
+    "    _load(q, q_high, at, at_high, full, shared.q, shared.q_high, group, tile)\n"
+)
+
+FORWARD = {
+    # The loader.
+    "k_is_loaded_before_its_place_is_free": _without(
+        _LOAD, "mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)", "full"
+    ),
+    "v_is_loaded_before_its_place_is_free": _without(
+        _LOAD, "mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)", "full"
+    ),
+    "q_is_loaded_before_its_place_is_free": _without(
+        _QUERIES, "mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)", "full"
+    ),
+    "the_wrong_phase_of_free_k": Mutation(
+        _LOAD, "k_empty.index(stage), phase ^ 1", "k_empty.index(stage), phase", "full"
+    ),
+    "the_wrong_phase_of_free_v": Mutation(
+        _LOAD, "v_empty.index(stage), phase ^ 1", "v_empty.index(stage), phase", "full"
+    ),
+    "the_wrong_phase_of_free_q": Mutation(_QUERIES, "(visit & 1) ^ 1", "(visit & 1)", "full"),
+    "phases_that_do_not_count_rounds": Mutation(
+        _LOAD, "(step // tile.stages) & 1", "step & 1", "full"
+    ),
+    "v_in_the_wrong_stage": Mutation(
+        _LOAD, "shared.v.index(stage)", "shared.v.index((stage + 1) % tile.stages)", "full"
+    ),
+    "v_reported_at_the_barrier_of_k": Mutation(
+        _LOAD, "shared.v_full.index(stage), shared.v.index",
+        "shared.k_full.index(stage), shared.v.index", "full",
+    ),
+    "half_of_the_bytes_of_q_and_k": Mutation(
+        "forward/*:_load", "mbarrier.expect(full, tiles.block_type.nbytes)",
+        "mbarrier.expect(full, tiles.block_type.nbytes // 2)", "full",
+    ),
+    "a_tile_announced_after_its_queries": _later(_QUERIES, _ANNOUNCE, _LOAD_Q, "causal"),
+    "a_counter_that_is_not_reset": _without(_LOAD, "gl.atomic_xchg(counter, 0)", "causal"),
+    "an_end_that_is_not_announced": _without(
+        _LOAD, "_announce(shared, group, work.num_tiles)", "causal"
+    ),
+    "an_end_announced_without_arrival": _without(
+        _LOAD, "mbarrier.arrive(shared.q_full.index(group), count=1)", "causal"
+    ),
+    "a_place_in_the_ring_that_stands_still": Mutation(_LOAD, "step += 1", "step += 0", "full"),
+    # Barriers.
+    "k_freed_by_one_warpgroup": Mutation(
+        _SHARED, "k_empty.index(stage), count=GROUPS", "k_empty.index(stage), count=1", "full"
+    ),
+    "v_freed_by_one_warpgroup": Mutation(
+        _SHARED, "v_empty.index(stage), count=GROUPS", "v_empty.index(stage), count=1", "full"
+    ),
+    "v_that_arrives_twice": Mutation(
+        _SHARED, "v_full.index(stage), count=1", "v_full.index(stage), count=2", "full"
+    ),
+    # A warpgroup.
+    "k_multiplied_before_it_is_there": _without(
+        _STEP, "mbarrier.wait(shared.k_full.index(stage), (step // tile.stages) & 1)", "full"
+    ),
+    "v_multiplied_before_it_is_there": _without(
+        _STEP, "mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)", "full"
+    ),
+    "q_multiplied_before_it_is_there": Mutation(
+        _COMPUTE, "mbarrier.wait(shared.q_full.index(GROUP), visit & 1)\n    task", "task", "full"
+    ),
+    "the_last_v_multiplied_before_it_is_there": _without(
+        _ATTEND, "mbarrier.wait(shared.v_full.index(stage), (last // tile.stages) & 1)", "full"
+    ),
+    "the_wrong_phase_of_v": Mutation(
+        _STEP, "((step - 1) // tile.stages) & 1", "(step // tile.stages) & 1", "full"
+    ),
+    "the_values_of_this_step_instead_of_the_last": Mutation(
+        _STEP, "before = (step - 1) % tile.stages", "before = step % tile.stages", "full"
+    ),
+    "v_freed_before_its_product_is_done": _later(_STEP, _PV, _FREE_V, "full"),
+    "v_not_freed": _without(_STEP, _FREE_V.strip(), "full"),
+    "k_freed_before_its_product_is_done": _later(
+        _STEP, _QK, _FREE_K, "full",
+        harmless="K of a stage is loaded anew only after V of the stage before has been freed, "
+        "which comes after the wait for this product",
+    ),
+    "a_sum_used_before_it_is_done": Mutation(
+        _STEP, "warpgroup_mma_wait(0, deps=(acc, p_before))",
+        "warpgroup_mma_wait(1, deps=(acc, p_before))", "full",
+    ),
+    "scores_used_before_they_are_done": Mutation(
+        _STEP, "warpgroup_mma_wait(1, deps=(s,))", "warpgroup_mma_wait(2, deps=(s,))", "full"
+    ),
+    "q_not_freed": Mutation(
+        _ATTEND,
+        "    if not tile.q_in_registers:\n"
+        "        mbarrier.arrive(shared.q_empty.index(GROUP), count=1)\n",
+        "", "full",
+    ),
+    "a_sum_that_is_not_rescaled": _without(_STEP, "acc = scale_rows(acc, alpha)", "full"),
+    "nobody_begins_the_turns": _without(
+        _TILES, 'named_barrier("arrive", SCHEDULER_BARRIER, 256, 4)', "full"
+    ),
+    "a_turn_that_is_not_passed_on": Mutation(_STEP, "_arrive_scheduler(tile, GROUP)", "pass",
+    "full"),
+    "a_turn_that_is_not_waited_for": _without(
+        _ISSUE, 'named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)', "full"
+    ),
+    # A warpgroup that has nothing to do.
+    "k_that_is_not_read_is_not_freed": _without(
+        _PASS, "mbarrier.arrive(shared.k_empty.index(stage), count=1)", "short"
+    ),
+    "v_that_is_not_read_is_not_freed": _without(
+        _PASS, "mbarrier.arrive(shared.v_empty.index(stage), count=1)", "short"
+    ),
+    "k_freed_before_it_is_there": _without(
+        _PASS, "mbarrier.wait(shared.k_full.index(stage), phase)", "wide_short"
+    ),
+    "v_freed_before_it_is_there": _without(
+        _PASS, "mbarrier.wait(shared.v_full.index(stage), phase)", "wide_short"
+    ),
+    "a_turn_kept_by_who_does_not_multiply": _without(_PASS, "_arrive_scheduler(tile, GROUP)",
+    "short"),
+    "a_turn_passed_on_before_it_came": _without(
+        _PASS, 'named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)', "short"
+    ),
+    "q_that_is_not_read_is_not_freed": _without(
+        _TILES, "mbarrier.arrive(shared.q_empty.index(GROUP), count=1)", "short"
+    ),
+    "a_block_that_some_rows_see_is_passed_by": Mutation(
+        "forward/span:hidden_steps", "walk.last + 1 - blocks", "walk.last + 2 - blocks", "wide"
+    ),
+    "o_copied_before_it_is_fenced": Mutation(
+        _OUT, "        fence_async_shared()\n        tma_store(", "        tma_store(", "full"
+    ),
+    "o_overwritten_while_it_is_copied": _without(_OUT, "tma.store_wait(0)", "full"),
+    "an_end_before_o_has_left": _without(_TILES, "    tma.store_wait(0)", "full"),
+    # What is visible.
+    "one_block_too_few_is_masked": Mutation(
+        "forward/span:walk_of", "free_begin = gl.maximum(end -",
+        "free_begin = gl.maximum(end - 1 -",
+        "causal",
+    ),
+    "values_of_no_sequence_are_not_cleared": Mutation(
+        "forward/values:clear_hidden", "gl.where(gl.expand_dims(seen, 1), part.load(layout), 0.0)",
+        "part.load(layout)", "nan",
+    ),
+    "cleared_values_that_are_not_fenced": _without(
+        "forward/values:clear_hidden", "fence_async_shared()", "nan"
+    ),
+}  # fmt: skip
+
+_MOVE, _SEND = "backward/*:_load_step", "backward/*:send_dq"
+_PREPOST = "backward/prepost:"
+_FOLD, _CONSUME = "backward/*:_step", "backward/*:consume"
+_LEAVE, _STORE = "backward/*:_leave_dq", "backward/*:store_keys"
+_KERNEL = "backward/kernel:attention_bwd_kernel"
+_LOAD_APART = "backward/dkdv:load_for_dkdv"
+_DV, _DK = "backward/dkdv_warpgroups:make_dv", "backward/dkdv_warpgroups:make_dk"
+_DQ_OF_ROWS = "backward/dq_warpgroup:make_dq"
+_DKDV = "dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p_half, ds_half))\n"
+_FREE_Q = "    mbarrier.arrive(bars.empty.index(stage), count=1)\n"
+_DQ = "        dq = warpgroup_mma_wait(1, deps=(dq_sum,))\n"
+_FREE_DS = "        mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)\n"
+_SYNC = '            named_barrier("sync", DQ_WRITTEN, 288, 1)\n'
+_FREE_DQ = "            mbarrier.arrive(bars.dq_empty.index(0), count=1)\n"
+_COUNTS = "barriers(STAGES, 2),\n        barriers(1, 1), barriers(2, 2), barriers(2, 2),"
+
+BACKWARD = {
+    # The two warps that move tiles.
+    "q_is_loaded_before_its_place_is_free": _without(
+        _MOVE, "mbarrier.wait(bars.empty.index(stage), ((step // STAGES) & 1) ^ 1)", "causal"
+    ),
+    "the_wrong_phase_of_free_q": Mutation(
+        _MOVE, "((step // STAGES) & 1) ^ 1", "(step // STAGES) & 1", "causal"
+    ),
+    "v_reported_at_the_barrier_of_k": Mutation(
+        _MOVE, "first_key, 0], bars.kv_full.index(1)", "first_key, 0], bars.kv_full.index(0)",
+        "causal",
+    ),
+    "the_bytes_of_lse_forgotten": Mutation(
+        _MOVE, "q_desc.block_type.nbytes + lse_desc.block_type.nbytes", "q_desc.block_type.nbytes",
+        "causal",
+    ),
+    "do_of_another_tile": Mutation(
+        _MOVE, "tma_load(do_desc, [b, head, row, 0]",
+        "tma_load(do_desc, [b, head, row + TILE_M, 0]", "causal",
+    ),
+    "dq_sent_before_it_is_there": Mutation(
+        _SEND, _SYNC + "            if rank", "            if rank", "ordered"
+    ),
+    "dq_freed_while_it_is_sent": Mutation(
+        _SEND, "            tma.store_wait(0)\n", "            pass\n", "ordered"
+    ),
+    "dq_not_freed": Mutation(
+        _SEND, _FREE_DQ + "            if LATE", "            if LATE", "ordered"
+    ),
+    "dq_added_to_what_nobody_stored": Mutation(
+        _SEND, "tma_store(dq_desc", "tma_add(dq_desc", "ordered"
+    ),
+    "dq_stored_over_what_others_added": Mutation(
+        _SEND, "            if rank == 0:", "            if rank != 0:", "ordered"
+    ),
+    "dq_added_before_its_turn": Mutation(_SEND, "while found < rank:", "while False:", "ordered"),
+    "dq_told_of_before_it_is_written": Mutation(
+        _SEND, "wait_for_copies()\n                gl.atomic_add(semaphores_ptr + at_tile",
+        "gl.atomic_add(semaphores_ptr + at_tile", "ordered",
+    ),
+    "dq_told_of_late_but_before_it_is_written": Mutation(
+        _SEND, "wait_for_copies()\n                gl.atomic_add(semaphores_ptr + before",
+        "gl.atomic_add(semaphores_ptr + before", "ordered_causal",
+    ),
+    "dq_never_told_of": _without(
+        _SEND, 'gl.atomic_add(semaphores_ptr + at_tile, 1, sem="release")', "ordered"
+    ),
+    "added_dq_freed_while_it_is_sent": Mutation(
+        _SEND, "tma.store_wait(0)  # the buffer has been read", "pass", "causal"
+    ),
+    # What CTAs do for one another.
+    "row_terms_loaded_before_they_are_there": _without(
+        _MOVE, "wait_for_preprocess(work.index, shape, prepost)", "prepost"
+    ),
+    "dq_added_before_it_is_zero": _without(
+        _SEND, "wait_for_preprocess(work.index, shape, prepost)", "prepost",
+        harmless="dq is made of row terms, which the loader has waited for; this is for the fence",
+    ),
+    "dq_rounded_before_it_is_complete": Mutation(
+        _PREPOST + "run_prepost", "                shape.num_tiles\n", "                0\n",
+        "prepost",
+    ),
+    "dq_called_complete_before_it_is_written": Mutation(
+        _SEND, "    wait_for_copies()\n    if LATE and", "    if LATE and", "prepost"
+    ),
+    "row_terms_of_a_tile_that_is_not_there": _without(
+        _PREPOST + "_preprocess", "mbarrier.wait(full.index(stage), (part // STAGES) & 1)",
+        "prepost",
+    ),
+    "dq_of_a_tile_that_is_not_there": _without(
+        _PREPOST + "_postprocess",
+        "mbarrier.wait(full.index(STAGES + stage), (part // STAGES) & 1)", "prepost",
+    ),
+    "preprocessing_that_is_not_reported": _without(
+        _PREPOST + "_report_preprocess", 'gl.atomic_add(prepost.counts + index, 1, sem="release")',
+        "prepost"
+    ),
+    # Barriers.
+    "q_freed_by_one_warpgroup": Mutation(
+        _KERNEL, _COUNTS, _COUNTS.replace("(STAGES, 2)", "(STAGES, 1)"), "causal"
+    ),
+    "ds_complete_with_one_half": Mutation(
+        _KERNEL, _COUNTS, _COUNTS.replace("(1, 1), barriers(2, 2)", "(1, 1), barriers(2, 1)"),
+        "causal",
+    ),
+    "ds_freed_by_one_warpgroup": Mutation(
+        _KERNEL, _COUNTS, _COUNTS.replace("(2, 2), barriers(2, 2)", "(2, 2), barriers(2, 1)"),
+        "causal",
+    ),
+    # A consumer.
+    "do_multiplied_before_it_is_there": _without(
+        _FOLD, "mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)", "causal"
+    ),
+    "q_multiplied_before_it_is_there": Mutation(
+        _FOLD, ", pred=more)", ", pred=False)", "causal"
+    ),
+    "k_multiplied_before_it_is_there": _without(
+        _CONSUME, "mbarrier.wait(bars.kv_full.index(0), 0)", "causal"
+    ),
+    "v_multiplied_before_it_is_there": _without(
+        _CONSUME, "mbarrier.wait(bars.kv_full.index(1), 0)", "causal"
+    ),
+    "ds_overwritten_while_it_is_multiplied": _without(
+        _FOLD, "mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)", "causal"
+    ),
+    "ds_that_is_not_fenced": Mutation(
+        _FOLD, "    fence_async_shared()\n    mbarrier.arrive(bars.ds_full",
+        "    mbarrier.arrive(bars.ds_full", "causal",
+    ),
+    "ds_multiplied_before_the_other_half_is_there": _without(
+        _FOLD, "mbarrier.wait(bars.ds_full.index(before % 2), (before // 2) & 1)", "causal"
+    ),
+    "the_last_ds_multiplied_before_the_other_half_is_there": _without(
+        _CONSUME, "mbarrier.wait(bars.ds_full.index(last % 2), (last // 2) & 1)", "causal"
+    ),
+    "dq_of_this_step_instead_of_the_last": Mutation(
+        _FOLD, "_dq_half(bufs.ds.index(before % 2)", "_dq_half(bufs.ds.index(parity)", "causal"
+    ),
+    "q_freed_before_its_products_are_done": Mutation(
+        _FOLD, _DKDV + _FREE_Q, _FREE_Q.strip() + "\n        " + _DKDV, "causal"
+    ),
+    "dk_used_before_it_is_done": Mutation(
+        _FOLD, "(1, deps=(dv_sum, dk_sum", "(2, deps=(dv_sum, dk_sum", "causal"
+    ),
+    "dq_used_before_it_is_done": Mutation(
+        _FOLD, "warpgroup_mma_wait(1, deps=(dq_sum,))", "warpgroup_mma_wait(2, deps=(dq_sum,))",
+        "causal",
+    ),
+    "ds_freed_before_its_product_is_done": _later(_FOLD, _DQ, _FREE_DS, "causal"),
+    "ds_not_freed": _without(_FOLD, _FREE_DS.strip(), "causal"),
+    "dq_overwritten_while_it_is_sent": _without(
+        _LEAVE, "mbarrier.wait(bars.dq_empty.index(0), (step & 1) ^ 1)", "causal"
+    ),
+    "dq_that_is_not_fenced": _without(_LEAVE, "fence_async_shared()", "causal"),
+    "dq_that_nobody_is_told_of": _without(
+        _LEAVE, 'named_barrier("arrive", DQ_WRITTEN, 288, 4)', "causal"
+    ),
+    "dk_that_is_not_fenced": _without(_STORE, "fence_async_shared()", "causal"),
+    "dk_overwritten_while_it_is_copied": _without(_STORE, "tma.store_wait(0)", "causal"),
+    "dk_in_the_wrong_half": Mutation(
+        _STORE, "half = buffer.index(0).slice(PART * 64, 64, 2)",
+        "half = buffer.index(0).slice(64 - PART * 64, 64, 2)", "causal",
+    ),
+    "a_diagonal_one_off": Mutation(
+        "backward/*:hide", "begin = diagonal - shape.window_right",
+        "begin = diagonal - shape.window_right - 1", "causal",
+    ),
+    "queries_of_no_sequence_are_not_cleared": _without(
+        _FOLD, "clear_queries(do, work, tile, variant)", "nan"
+    ),
+    "cleared_keys_that_are_not_fenced": _without(
+        "backward/*:clear_keys", "fence_async_shared()", "nan"
+    ),
+    # Where dq has a kernel of its own.
+    "q_of_a_step_loaded_over_one_in_use": _without(
+        _LOAD_APART, "mbarrier.wait(bars.q_empty.index(stage), phase)", "apart"
+    ),
+    "do_of_a_step_loaded_over_one_in_use": _without(
+        _LOAD_APART, "mbarrier.wait(bars.do_empty.index(stage), phase)", "apart"
+    ),
+    "the_bytes_of_the_last_channels_forgotten": Mutation(
+        _LOAD_APART, "k_desc.block_type.nbytes + HIGH", "k_desc.block_type.nbytes", "apart"
+    ),
+    "p_overwritten_before_it_is_read": _without(
+        _DV, "mbarrier.wait(bars.p_empty.index(parity), ((step // 2) & 1) ^ 1)", "apart"
+    ),
+    "p_read_before_it_is_there": _without(
+        _DK, "mbarrier.wait(bars.p_full.index(parity), (step // 2) & 1)", "apart"
+    ),
+    "do_freed_before_its_product_is_done": Mutation(
+        _DV, "warpgroup_mma_wait(GROUPS, ", "warpgroup_mma_wait(GROUPS + 1, ", "apart"
+    ),
+    "q_freed_before_the_product_of_its_last_channels_is_done": Mutation(
+        _DK, "1, deps=(dk_sum, dk_high_sum", "2, deps=(dk_sum, dk_high_sum", "apart"
+    ),
+    "dropped_probabilities_have_a_gradient": Mutation(
+        "backward/logits:keep_signed", "gl.where(p > 0.0, dp * keep_scale, 0.0)", "dp * keep_scale",
+        "apart",
+    ),
+    "dk_leaves_through_keys_that_the_other_reads": Mutation(
+        _DK, "bufs.p, variant, 0,", "bufs.k_high, variant, 0,", "apart"
+    ),
+    "k_of_a_tile_loaded_over_one_in_use": _without(
+        "backward/dq:load_for_dq",
+        "mbarrier.wait(bars.k_empty.index(at), ((slot // SLOTS) & 1) ^ 1)", "apart",
+    ),
+    "k_of_a_tile_multiplied_before_it_is_there": _without(
+        _DQ_OF_ROWS, "mbarrier.wait(bars.k_full.index(at_k), ((slot + BEHIND) // SLOTS) & 1)",
+        "apart",
+    ),
+    "v_of_a_tile_freed_before_its_product_is_done": Mutation(
+        _DQ_OF_ROWS, "dp = warpgroup_mma_wait(0, ", "dp = warpgroup_mma_wait(1, ", "apart"
+    ),
+    "dq_of_rows_that_is_not_fenced": _without(
+        "backward/dq_warpgroup:_store_queries", "fence_async_shared()", "apart"
+    ),
+}  # fmt: skip

@@ -1,0 +1,81 @@
+"""Attention calls on Hopper's kernels without a GPU: the launchers, run in the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.kernels.attention_problem import Problem, expected
+from tests.kernels.gluon.emulator import Program, emulated
+from tilewise.kernels import device
+from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
+from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tilewise.testing import assert_within_budget
+
+# Both warpgroups clear rows that no query sees: what they write is the same, whoever comes first.
+IDEMPOTENT = frozenset({"clear_hidden", "clear_rows", "_clear_rows"})
+_UNCHANGED = Program()
+
+
+def refusals(problem: Problem) -> tuple[str | None, str | None]:
+    """Return why the forward and the backward kernels would refuse the call on a GPU."""
+    spec = replace(problem.spec, device_type="cuda")
+    return attention_fwd_launch.why_not_fwd(spec), attention_bwd_launch.why_not_bwd(spec)
+
+
+@contextlib.contextmanager
+def _emulated(
+    seed: int, program: Program, num_sms: int, resident: int | None = None
+) -> Iterator[list[str]]:
+    """Emulate a device that runs one CTA on each of `num_sms` multiprocessors, or fewer."""
+    with (
+        mock.patch.object(device, "sm_count_of", return_value=num_sms),
+        emulated(
+            seed, program=program, resident=resident or num_sms, idempotent=IDEMPOTENT
+        ) as kernels,
+    ):
+        yield kernels
+
+
+def forward(
+    problem: Problem, seed: int = 0, *, program: Program = _UNCHANGED, num_sms: int = 4
+) -> dict[str, Tensor]:
+    """Return o and lse."""
+    p = problem
+    with _emulated(seed, program, num_sms) as kernels:
+        o, lse = attention_fwd_launch.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
+    assert kernels or p.q.numel() == 0
+    return {"o": o, "lse": lse}
+
+
+def backward(
+    problem: Problem,
+    o: Tensor,
+    lse: Tensor,
+    seed: int = 0,
+    *,
+    program: Program = _UNCHANGED,
+    num_sms: int = 4,
+    resident: int | None = None,
+) -> dict[str, Tensor]:
+    """Return the gradients; resident: CTAs that really run at a time."""
+    p = problem
+    with _emulated(seed, program, num_sms, resident) as kernels:
+        gradients = attention_bwd_launch.launch_bwd(
+            p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors
+        )
+    assert kernels or p.q.numel() == 0 or p.k.numel() == 0
+    named = zip(("dq", "dk", "dv", "dbias", "dsinks"), gradients, strict=True)
+    return {name: gradient for name, gradient in named if gradient is not None}
+
+
+def assert_forward_right(problem: Problem, results: dict[str, Tensor]) -> None:
+    """Judge o and lse alone, where the backward kernels refuse the call."""
+    truth, eager = (expected(problem, dtype) for dtype in (torch.float64, problem.call.dtype))
+    for name, result in results.items():
+        assert_within_budget(result, truth[name], eager[name], name=name, scale=0.0)

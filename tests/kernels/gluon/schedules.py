@@ -1,0 +1,189 @@
+"""Small calls of every Hopper kernel whose hand-overs are run in thousands of schedules.
+
+Each is one run of the emulator: its results are judged there, and what its warps did is replayed
+(gluon_emulator.replay). Calls are small, and CTAs few, so that a CTA has many tiles of few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem
+from tests.kernels.gluon import test_fp8_emulated as test_gluon_fp8_emulated
+from tests.kernels.gluon import test_mla as test_gluon_mla
+from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
+from tests.kernels.gluon import test_paged as test_gluon_paged
+from tests.kernels.gluon.emulator import Program, Recording, Replay, recorded
+from tests.kernels.gluon.problem import assert_forward_right, backward, forward
+from tests.kernels.triton.test_mla import Case as Latents
+from tests.kernels.triton.test_mla import make_inputs
+from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
+from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+
+_UNCHANGED = Program()
+PACKED = Call(
+    heads=(2, 1), dims=(128, 128), dtype=BRAIN, window=CAUSAL,
+    lengths=((100, 100), (40, 70), (128, 128), (190, 190)),
+)  # fmt: skip
+_LATENTS = Latents("", (2, 1, 1), (280, 10, 150), 2, test_gluon_mla.WIDTHS, 64, BRAIN)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of the attention kernels.
+
+    Attributes:
+        kernels: those that are recorded: "forward" or "backward".
+        tile: changes of the forward tile, for rows of the table that only long calls choose.
+        prepost: the backward kernel does prepost of other heads, as it does of large calls.
+        resident: CTAs of the backward kernel at a time.
+    """
+
+    call: Call
+    kernels: str = "forward"
+    tile: tuple[tuple[str, Any], ...] = ()
+    deterministic: bool = False
+    prepost: bool = False
+    resident: int = 1
+
+    def run(self, seed: int, program: Program) -> list[Recording]:
+        torch.manual_seed(0)
+        problem = make_problem(self.call, "cpu")
+        problem.spec = replace(problem.spec, deterministic=self.deterministic)
+        table = attention_fwd_launch.tile_config_fwd
+        counter = torch.zeros(1, dtype=torch.int32)
+
+        def tile_of(*arguments: Any, **options: Any) -> Any:
+            tile = table(*arguments, **options)._replace(**dict(self.tile))
+            return tile._replace(rows=64 * tile.warpgroups)
+
+        with ExitStack() as stack:
+            patch = stack.enter_context
+            patch(mock.patch.object(attention_fwd_launch, "tile_config_fwd", tile_of))
+            patch(mock.patch.object(attention_fwd_launch, "_counter", return_value=counter))
+            if self.prepost:
+                patch(mock.patch.object(attention_bwd_plan, "L2_BYTES", 1))
+                patch(mock.patch.object(attention_bwd_plan, "_FEW_WAVES", 0))
+            if self.kernels == "forward":
+                with recorded() as recordings:
+                    results = forward(problem, seed, program=program, num_sms=1)
+                assert_forward_right(problem, results)
+                return recordings
+            results = forward(problem, num_sms=1)
+            with recorded() as recordings:
+                gradients = backward(
+                    problem, **results, seed=seed, program=program, num_sms=1,
+                    resident=self.resident,
+                )  # fmt: skip
+            for name, gradient in gradients.items():
+                truth = _gradients(self)[name]
+                torch.testing.assert_close(gradient, truth, rtol=1e-2, atol=1e-2, msg=name)
+            return recordings
+
+
+_known: dict[Attention, dict[str, torch.Tensor]] = {}
+
+
+def _gradients(case: Attention) -> dict[str, torch.Tensor]:
+    """Return the gradients of a call by the unchanged kernels, which other tests judge."""
+    if case not in _known:
+        torch.manual_seed(0)
+        problem = make_problem(case.call, "cpu")
+        problem.spec = replace(problem.spec, deterministic=case.deterministic)
+        _known[case] = backward(problem, **forward(problem), seed=1)
+    return _known[case]
+
+
+def _bytes(seed: int, program: Program) -> list[Recording]:
+    with recorded() as recordings:
+        o, lse, truth = test_gluon_fp8_emulated.run(
+            (1, 200, 700, 1, 1, 64), (-1, 0), None, seed=seed, num_sms=1, program=program
+        )
+    test_gluon_fp8_emulated.assert_within_format(o, lse, truth)
+    return recordings
+
+
+def _latents(seed: int, program: Program) -> list[Recording]:
+    torch.manual_seed(0)
+    inputs = make_inputs(_LATENTS, "cpu")
+    with recorded() as recordings:
+        results = test_gluon_mla.run_emulated(inputs, seed, program, num_sms=1)
+    test_gluon_mla.check(inputs, *results)
+    return recordings
+
+
+def _latents_of_bytes(seed: int, program: Program) -> list[Recording]:
+    torch.manual_seed(0)
+    given = test_gluon_mla_bytes.Bytes(_LATENTS, torch.float8_e4m3fn)
+    inputs = test_gluon_mla_bytes.make_bytes(given, "cpu")
+    with recorded() as recordings:
+        results = test_gluon_mla.run_emulated(inputs, seed, program, num_sms=1)
+    test_gluon_mla_bytes.check(inputs, *results)
+    return recordings
+
+
+def _paged(seed: int, program: Program) -> list[Recording]:
+    torch.manual_seed(0)
+    case = test_gluon_paged.Case("", (380, 33), (1, 1), (4, 4), head_dim=64)
+    with recorded() as recordings:
+        test_gluon_paged.run_emulated(case, torch.int8, seed, program)
+    return recordings
+
+
+_LITTLE = ((100, 100), (30, 60), (140, 140))
+CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
+    "packed_causal": Attention(PACKED).run,
+    "every_tile_alike": Attention(Call(200, 500, (2, 1), (128, 128), 1, BRAIN)).run,
+    "short_tiles": Attention(Call(60, 200, (3, 1), (128, 128), 1, BRAIN)).run,
+    "windows": Attention(Call(200, 300, (1, 1), (128, 128), 1, BRAIN, (70, 0))).run,
+    "lengths": Attention(
+        Call(100, 200, (1, 1), (64, 64), 3, BRAIN, CAUSAL, seqlens_k=(190, 0, 77))
+    ).run,
+    "three_warpgroups": Attention(
+        Call(300, 200, (2, 1), (64, 64), 1, BRAIN, CAUSAL),
+        tile=(("warpgroups", 3), ("stages", 3), ("release_together", True)),
+    ).run,
+    "wide": Attention(Call(150, 150, (2, 1), (256, 256), 1, BRAIN, CAUSAL)).run,
+    "latent_heads": Attention(
+        Call(heads=(2, 1), dims=(192, 128), dtype=BRAIN, window=CAUSAL, lengths=_LITTLE)
+    ).run,
+    "masked": Attention(
+        Call(130, 300, (2, 1), (64, 64), 1, HALF, mask=(1, 2), mask_tile=(128, 128))
+    ).run,
+    "backward": Attention(Call(500, 130, (1, 1), (64, 64), 1, BRAIN), "backward").run,
+    "backward_packed": Attention(
+        Call(heads=(1, 1), dims=(128, 128), dtype=BRAIN, window=CAUSAL, lengths=_LITTLE[:2]),
+        "backward",
+    ).run,
+    "backward_in_order": Attention(
+        Call(150, 200, (1, 1), (64, 64), 1, BRAIN), "backward", deterministic=True, resident=2
+    ).run,
+    "backward_prepost": Attention(
+        Call(100, 100, (3, 3), (64, 64), 1, BRAIN), "backward", prepost=True, resident=2
+    ).run,
+    "backward_apart": Attention(
+        Call(200, 150, (1, 1), (192, 128), 1, BRAIN, CAUSAL), "backward"
+    ).run,
+    "backward_wide": Attention(
+        Call(150, 100, (1, 1), (256, 256), 1, BRAIN, CAUSAL, dropout_p=0.2), "backward"
+    ).run,
+    "8_bits": _bytes,
+    "paged_decode": _paged,
+    "latents": _latents,
+    "latents_of_8_bits": _latents_of_bytes,
+}  # fmt: skip
+
+
+def replayed(recordings: Sequence[Recording], schedules: int, first: int = 0) -> int:
+    """Replay each recorded kernel in so many schedules; return how many there were."""
+    for recording in recordings:
+        replay = Replay(recording)
+        for seed in range(first, first + schedules):
+            replay.run(seed)
+    return schedules * len(recordings)

@@ -1,0 +1,234 @@
+"""Launching past Triton: parameters land where the kernel reads them, or Triton launches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.gluon.driver import SCRATCH, STREAM, Kernel, pretended_gpu
+from tilewise.kernels.gluon.host import descriptors
+from tilewise.kernels.gluon.host import launch as _launch
+from tilewise.kernels.gluon.host import repeat as _repeat
+
+
+class Pair(NamedTuple):
+    """Two arguments in one."""
+
+    left: object
+    right: object
+
+
+@pytest.fixture
+def driver():
+    with pretended_gpu() as it:
+        yield it
+
+
+def knows(driver, kernel, types):
+    driver.types[kernel.compiled.function] = types
+
+
+TYPES = ["u64", "u32", "f32", "u64", "u64", *SCRATCH]
+KINDS = ("*bf16", "i32", "fp32", ("*fp32", "*i32"), "constexpr")
+
+
+def arguments(number=3):
+    x, y, z = torch.zeros(16).bfloat16(), torch.zeros(16), torch.zeros(4, dtype=torch.int32)
+    return (x, number, 0.5, Pair(y, z)), [x, y, z]
+
+
+def test_the_second_call_writes_every_parameter_in_its_place(driver):
+    kernel = Kernel(TYPES, KINDS)
+    knows(driver, kernel, TYPES[:-2])
+    given, _ = arguments()
+    _launch.launch(kernel, 9, *given, TILE=64)
+    assert len(kernel.launches) == 1
+    assert not driver.seen
+    given, (x, y, z) = arguments(number=-8)
+    _launch.launch(kernel, 7, *given, TILE=64)
+    assert len(kernel.launches) == 1
+    want = [x.data_ptr(), -8, 0.5, y.data_ptr(), z.data_ptr()]
+    (seen,) = driver.seen
+    assert seen.values == want
+    assert (seen.function, seen.shared) == (kernel.compiled.function, 1000)
+    assert (seen.grid, seen.block, seen.stream) == ((7, 1, 1), (12 * 32, 1, 1), STREAM)
+
+
+def test_a_grid_may_have_two_axes(driver):
+    kernel = Kernel(TYPES, KINDS)
+    knows(driver, kernel, TYPES[:-2])
+    for _ in range(2):
+        _launch.launch(kernel, (3, 5), *arguments()[0], TILE=64)
+    assert kernel.launches[0][0] == (3, 5)
+    assert driver.seen[0].grid == (3, 5, 1)
+
+
+def test_none_has_no_parameter(driver):
+    kernel = Kernel(["u64", "u32", *SCRATCH], ("*fp32", "i32"))
+    knows(driver, kernel, ["u64", "u32"])
+    x = torch.zeros(8)
+    for _ in range(2):
+        _launch.launch(kernel, 1, Pair(None, x), 4)
+    assert driver.seen[0].values == [x.data_ptr(), 4]
+
+
+def test_a_descriptor_brings_its_map_its_sizes_and_its_strides(driver):
+    types = ["b8", *["u32"] * 4, *["u64"] * 4, "u32"]
+    kernel = Kernel([*types, *SCRATCH], ("tensordesc", "i32"))
+    knows(driver, kernel, types)
+    x = torch.zeros(2, 128, 3, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        _launch.launch(kernel, 1, descriptors.descriptor(x, 64, 64), 11)
+    found = driver.seen[0].values
+    assert found[0][0] == x.data_ptr()
+    assert found[1:5] == [2, 3, 128, 64]
+    assert found[5:9] == [128 * 3 * 64, 64, 3 * 64, 1]
+    assert found[9] == 11
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        (Kernel([*TYPES, "u64"], KINDS), "another number of parameters"),
+        (Kernel(TYPES, KINDS, num_ctas=2), "a cluster"),
+        (Kernel(TYPES, KINDS, global_scratch_size=64), "scratch memory"),
+        (Kernel(TYPES, KINDS, {(1,): [["tt.divisibility", 16]]}), "a multiple compiled in"),
+        (Kernel(["u64", *TYPES[2:]], ("*bf16", "constexpr", *KINDS[2:])), "a value compiled in"),
+    ],
+)
+def test_what_is_unexpected_goes_tritons_way(driver, kernel, why):
+    for number in (1, 2, 3):
+        _launch.launch(kernel, 1, *arguments()[0], TILE=64)
+        assert len(kernel.launches) == number, why
+    assert not driver.seen
+
+
+def test_what_triton_compiles_anew_for_is_another_launch(driver):
+    kernel = Kernel(TYPES, KINDS)
+    knows(driver, kernel, TYPES[:-2])
+    (x, number, scale, pair), _ = arguments()
+    _launch.launch(kernel, 1, x, number, scale, pair, TILE=64)
+    _launch.launch(kernel, 1, x, number, scale, pair, TILE=32)  # another constant
+    _launch.launch(kernel, 1, x[1:], number, scale, pair, TILE=64)  # another alignment
+    _launch.launch(kernel, 1, x.half(), number, scale, pair, TILE=64)  # another dtype
+    assert len(kernel.launches) == 4
+    _launch.launch(kernel, 1, x, 2**40, scale, pair, TILE=64)  # too wide for the parameter
+    assert len(kernel.launches) == 5
+    assert not driver.seen
+
+
+class TestIntegersThatTritonMayCompileIn:
+    """Strides that are marked in no way: 1 and multiples of 16 change the kernel."""
+
+    KINDS = ("*bf16", "i32", "i32")
+
+    def kernel(self, driver, types, *kinds, attributes=None):
+        params = [SimpleNamespace(do_not_specialize=marked) for marked in (False, False, True)]
+        kernel = Kernel([*types, *SCRATCH], ("*bf16", *kinds), attributes, params)
+        knows(driver, kernel, types)
+        return kernel
+
+    def test_each_value_is_another_launch(self, driver):
+        divisible = {(1,): [["tt.divisibility", 16]]}
+        kernel = self.kernel(driver, ["u64", "u32", "u32"], "i32", "i32", attributes=divisible)
+        x = torch.zeros(16)
+        for stride in (32, 48, 32):
+            _launch.launch(kernel, 1, x, stride, 7)
+        assert len(kernel.launches) == 2
+        assert [seen.values for seen in driver.seen] == [[x.data_ptr(), 32, 7]]
+
+    def test_not_every_value_is_remembered(self, driver, monkeypatch):
+        monkeypatch.setattr(_launch, "_remembered", {})
+        monkeypatch.setattr(_launch, "_MAX_REMEMBERED", 4)
+        kernel = self.kernel(driver, ["u64", "u32", "u32"], "i32", "i32")
+        x = torch.zeros(16)
+        for stride in (1, 2, 3, 4, 5, 5, 1):
+            _launch.launch(kernel, 1, x, stride, 7)
+        (calls,) = _launch._remembered.values()
+        assert len(calls.prepared) <= 4
+        assert len(kernel.launches) == 6  # 1 came anew
+        assert [seen.values for seen in driver.seen] == [[x.data_ptr(), 5, 7]]
+
+    def test_a_constant_has_no_parameter(self, driver):
+        kernel = self.kernel(driver, ["u64", "u32"], "constexpr", "i32")
+        x = torch.zeros(16)
+        for number in (7, 9):
+            _launch.launch(kernel, 1, x, 1, number)
+        assert len(kernel.launches) == 1
+        assert driver.seen[0].values == [x.data_ptr(), 9]
+
+
+def test_numbers_in_tuples_are_refused(driver):
+    with pytest.raises(TypeError, match="numbers must be arguments of their own, got 4 in Pair"):
+        _launch.launch(Kernel(TYPES, KINDS), 1, Pair(4, None))
+
+
+def test_an_error_of_the_driver_is_raised(driver):
+    kernel = Kernel(TYPES, KINDS)
+    _launch.launch(kernel, 1, *arguments()[0])
+    knows(driver, kernel, TYPES[:-2])
+    driver.status = 700
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        _launch.launch(kernel, 1, *arguments()[0])
+
+
+def test_a_descriptor_does_not_keep_its_tensor_alive():
+    import weakref
+
+    x = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16)
+    watched = weakref.ref(x.untyped_storage())
+    descriptors.descriptor(x, 64, 64)
+    del x
+    assert watched() is None
+
+
+class Watcher:
+    """Keeps what it is told of launches."""
+
+    def __init__(self):
+        self.told = []
+
+    def launched(self, *launch):
+        self.told.append(launch)
+
+
+def test_a_repeated_launch_takes_new_addresses_and_keeps_the_rest(driver, monkeypatch):
+    types = ["b8", *["u32"] * 4, *["u64"] * 4, "u64", "u32", "f32", "u64", "u64"]
+    kernel = Kernel([*types, *SCRATCH], ("tensordesc", *KINDS))
+    knows(driver, kernel, types)
+    x = torch.zeros(2, 128, 3, 64, dtype=torch.bfloat16)
+    given, tensors = arguments(number=-8)
+    given = (descriptors.descriptor(x, 64, 64), *given)
+    watcher = Watcher()
+    monkeypatch.setattr(_launch.watching, "watcher", watcher, raising=False)
+    for _ in range(2):
+        _launch.launch(kernel, 9, *given)
+    addresses = [each.data_ptr() for each in (*tensors, x)]
+    repeat = _repeat.Repeat(*watcher.told[1], addresses.index)
+    repeat.start(6, (16, 32, 48, 4096))
+    repeat.start(6, (16, 32, 64, 8192))
+    first, again, other = driver.seen
+    (encoded, beside), shape_and_strides = first.values[0], first.values[1:9]
+    assert encoded == x.data_ptr()
+    assert again.values == [(4096, beside), *shape_and_strides, 16, -8, 0.5, 32, 48]
+    assert other.values == [(8192, beside), *shape_and_strides, 16, -8, 0.5, 32, 64]
+    assert (again.stream, again.function, again.grid) == (6, first.function, first.grid)
+    _launch.launch(kernel, 9, *given)
+    assert driver.seen[3] == first  # whose parameters lie elsewhere
+
+
+def test_a_watcher_is_told_who_only_triton_can_launch(driver, monkeypatch):
+    watcher = Watcher()
+    monkeypatch.setattr(_launch.watching, "watcher", watcher, raising=False)
+    _launch.launch(Kernel([*TYPES, "u64"], KINDS), 1, *arguments()[0])
+    assert watcher.told[0][0] is None
+    kernel = Kernel(TYPES, KINDS)
+    _launch.launch(kernel, 1, *arguments()[0])
+    _launch.launch(kernel, 1, *arguments(number=2**40)[0])  # too wide for the parameter
+    assert watcher.told[1][0] is not None
+    assert watcher.told[2][0] is None

@@ -1,0 +1,153 @@
+"""Plant known mistakes in a copy of the repository, one at a time: some test must fail.
+
+    python -m tests.mutants [PART OF A NAME ...]
+
+These are mistakes of host code and of small CPU kernels. Those of Hopper's kernels are tables that
+the emulator's tests run; `make mutants` runs both. A mistake that no test sees ends the run with
+status 1, and so does a line that is no longer there to be changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_TIMEOUT_S = 900  # the tests of one mistake, some of which compile kernels first
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        file: what it changes, below the repository's root.
+        old, new: text that stands there exactly once, and what takes its place.
+        tests: arguments of pytest, of which one must fail.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def plant(self, root: Path) -> None:
+        """Make the change in a copy of the repository."""
+        path = root / self.file
+        text = path.read_text()
+        found = text.count(self.old)
+        if found != 1:
+            raise ValueError(f"{self.file} must hold the text to be changed once, got {found}")
+        path.write_text(text.replace(self.old, self.new))
+
+
+_ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
+_PLAIN, _ARGUMENTS = "tilewise/ops/attention/plain.py", "tilewise/ops/attention/arguments.py"
+_TEST_PLAIN, _TEST_ATTENTION = (
+    "tests/ops/attention/test_plain.py",
+    "tests/ops/attention/test_api.py",
+)
+
+MUTANTS = {
+    # The block allocator and the prefix cache.
+    "a_block_is_freed_by_the_first_of_its_owners": Mutant(
+        _ALLOCATOR, "            if self._ref[block] == 0:\n                self._link(block)",
+        "            self._link(block)", ("tests/cache/test_allocator.py",),
+    ),
+    "worthless_blocks_are_reused_last": Mutant(
+        _ALLOCATOR, "before = self._prev[end] if self._cached[block] else end",
+        "before = self._prev[end]", ("tests/cache/test_allocator.py",),
+    ),
+    "a_shared_free_block_stays_in_the_free_list": Mutant(
+        _ALLOCATOR, "                self._unlink(block)\n            self._ref[block] += 1",
+        "            self._ref[block] += 1", ("tests/cache/test_allocator.py",),
+    ),
+    "the_last_token_is_found_too": Mutant(
+        _PREFIX, "(len(token_ids) - 1) // size * size", "len(token_ids) // size * size",
+        ("tests/cache/test_prefix.py",),
+    ),
+    "a_block_is_found_behind_any_parent": Mutant(
+        _PREFIX, "            blocks.append(block)\n            parent = block",
+        "            blocks.append(block)", ("tests/cache/test_prefix.py",),
+    ),
+    # Remembered plain calls of attention.
+    "a_plain_call_is_remembered_without_the_strides_of_k": Mutant(
+        _PLAIN, "q.stride(), k.stride(), v.stride()", "q.stride(), v.stride()", (_TEST_PLAIN,)
+    ),
+    "a_plain_call_is_remembered_without_the_dtype_of_q": Mutant(
+        _PLAIN, "q.dtype, k.dtype, v.dtype", "k.dtype, v.dtype", (_TEST_PLAIN,)
+    ),
+    "a_plain_call_forgets_deterministic_mode": Mutant(
+        _PLAIN, "numbers, torch.are_deterministic_algorithms_enabled(),", "numbers,",
+        (_TEST_PLAIN,),
+    ),
+    # What arguments mean.
+    "a_window_with_a_right_side_forgets_causal": Mutant(
+        _ARGUMENTS, "window_bounds(rule.causal, rule.window)",
+        "window_bounds(rule.causal and rule.window is None, rule.window)",
+        (_TEST_ATTENTION, "-k", "causal_hides and reference"),
+    ),
+    "a_scale_of_zero_is_the_default": Mutant(
+        _ARGUMENTS, "q.shape[-1] ** -0.5 if rule.softmax_scale is None else rule.softmax_scale",
+        "rule.softmax_scale or q.shape[-1] ** -0.5", (_TEST_ATTENTION, "-k", "reference"),
+    ),
+    # A kernel of the CPU.
+    "delta_with_the_gradient_of_lse_added": Mutant(
+        "tilewise/kernels/cpu/attention/delta.py", "sizes.v_head_dim) - delta[at]",
+        "sizes.v_head_dim) + delta[at]", ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
+    ),
+    "delta_of_another_head": Mutant(
+        "tilewise/kernels/cpu/attention/delta.py", "query * sizes.o_row + head * sizes.o_head",
+        "query * sizes.o_row", ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
+    ),
+}  # fmt: skip
+
+
+def verdict(mutant: Mutant, root: Path) -> str:
+    """Return "seen", "NOT SEEN" or what went wrong, of a mistake in the copy `root`."""
+    kept = (root / mutant.file).read_text()
+    try:
+        mutant.plant(root)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests],
+            cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True,
+            timeout=_TIMEOUT_S,
+        )  # fmt: skip
+    except ValueError as error:
+        return f"NOT PLANTED: {error}"
+    except subprocess.TimeoutExpired:
+        return "seen"  # a loop without end
+    finally:
+        (root / mutant.file).write_text(kept)
+    if done.returncode == 1:  # of pytest: tests ran, and some failed
+        return "seen"
+    return "NOT SEEN" if done.returncode == 0 else f"NO RESULT\n{done.stdout[-2000:]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Plant the mistakes whose names hold one of the words; return 0 if all are seen."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("words", nargs="*", help="parts of names; all mistakes without any")
+    words = parser.parse_args(arguments).words
+    names = [name for name in MUTANTS if not words or any(word in name for word in words)]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "repository"
+        ignored = shutil.ignore_patterns(".git", ".venv", ".cache", "*_cache", "__pycache__")
+        shutil.copytree(ROOT, root, ignore=ignored)
+        for name in names:
+            found = verdict(MUTANTS[name], root)
+            missed += found != "seen"
+            print(f"{found:10}{name}", flush=True)
+    print(f"{len(names) - missed} of {len(names)} mistakes are seen")
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""attention_fp8 and quantize_heads: every backend against float64 on the dequantised values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth
+from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
+from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads
+from tilewise.reference import fp8, standard
+from tilewise.testing import assert_within_budget, make_qkv
+
+CASES = {
+    "square": ((2, 33, 33, 4, 4, 64), {}),
+    "causal, grouped": ((1, 70, 70, 8, 2, 64), {"causal": True}),
+    "one kv head": ((1, 40, 130, 4, 1, 128), {"causal": True}),
+    "more queries than keys": ((1, 50, 21, 2, 2, 64), {"causal": True}),
+    "one query": ((2, 1, 77, 2, 1, 64), {"causal": True}),
+    "window": ((1, 90, 100, 2, 2, 64), {"window": 17}),
+    "window on both sides": ((1, 90, 100, 2, 2, 64), {"window": (9, 3)}),
+    "window to the right of few keys": ((1, 200, 50, 2, 2, 64), {"window": (None, 60)}),
+    "narrow heads": ((1, 20, 30, 2, 2, 24), {"softmax_scale": 0.3}),
+    "softcap": ((1, 20, 30, 2, 2, 64), {"softcap": 5.0}),
+}
+
+
+def _inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return list(make_qkv(*shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("shape", "rule"), CASES.values(), ids=CASES.keys())
+def test_the_cpu_computes_the_rule(shape, rule, dtype):
+    q, k, v = _inputs(shape, dtype)
+    o, lse = attention_fp8(q, k, v, return_lse=True, backend="cpu", **rule)
+    wide = [fp8.dequantize_heads(*fp8.quantize_heads(x)) for x in (q, k, v)]
+    truth, lse_truth = standard.attention(*wide, return_lse=True, **rule)
+    eager = standard.attention(*(x.to(dtype) for x in wide), **rule)
+    assert o.dtype == dtype
+    assert_within_budget(o, truth, eager, name="o")
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), lse_truth, rtol=1e-5, atol=1e-5)
+
+
+def test_automatic_choice_on_a_cpu_is_the_cpu():
+    q, k, v = _inputs((1, 9, 9, 2, 2, 64))
+    assert torch.equal(attention_fp8(q, k, v), attention_fp8(q, k, v, backend="cpu"))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_rows_that_see_nothing_are_zero(backend):
+    q, k, v = _inputs((2, 12, 7, 2, 1, 64))
+    lengths = torch.tensor([7, 0], dtype=torch.int32)
+    o, lse = attention_fp8(
+        q, k, v, causal=True, seqlens_k=lengths, return_lse=True, backend=backend
+    )
+    assert torch.equal(o[0, :5], torch.zeros(5, 2, 64, dtype=torch.bfloat16))
+    assert torch.equal(o[1], torch.zeros(12, 2, 64, dtype=torch.bfloat16))
+    assert bool((lse[1] == -torch.inf).all())
+    assert bool(lse[0, :, 5:].isfinite().all())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_keys_past_a_sequence_are_never_read(backend):
+    q, k, v = _inputs((2, 5, 20, 2, 2, 64))
+    lengths = torch.tensor([20, 11], dtype=torch.int32)
+    want = attention_fp8(q, k, v, seqlens_k=lengths, backend=backend)
+    k[1, 11:] = float("nan")
+    v[1, 11:] = float("inf")
+    got = attention_fp8(q, k, v, seqlens_k=lengths, backend=backend)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_tensors_quantised_before_give_the_same(backend):
+    q, k, v = _inputs((2, 9, 14, 4, 2, 64))
+    (q8, q_scale), (k8, k_scale) = (quantize_heads(x, rotation=4) for x in (q, k))
+    v8, v_scale = quantize_heads(v)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    got, lse = attention_fp8(q8, k8, v8, return_lse=True, backend=backend, **scales)
+    want, lse_want = attention_fp8(q, k, v, rotate=True, seed=4, return_lse=True, backend=backend)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, want)
+    assert torch.equal(lse, lse_want)
+
+
+def test_strided_inputs_are_read_where_they_lie():
+    packed = torch.randn(2, 10, 3, 4, 64).bfloat16()
+    q, k, v = packed.unbind(2)
+    want = attention_fp8(*(x.contiguous() for x in (q, k, v)))
+    assert torch.equal(attention_fp8(q, k, v), want)
+
+
+def test_empty_calls_have_a_result():
+    q, k, v = _inputs((1, 0, 5, 2, 2, 64))
+    assert attention_fp8(q, k, v).shape == (1, 0, 2, 64)
+    q, k, v = _inputs((1, 3, 0, 2, 2, 64))
+    o, lse = attention_fp8(q, k, v, return_lse=True)
+    assert torch.equal(o, torch.zeros_like(o))
+    assert bool((lse == -torch.inf).all())
+
+
+REFUSALS = {
+    "dtype": ({"q": torch.zeros(1, 2, 2, 64)}, TypeError, "q must be float16, bfloat16 or float8"),
+    "mixed": ({"k": torch.zeros(1, 3, 2, 64).half()}, TypeError, "k must have dtype bfloat16"),
+    "dims": ({"q": torch.zeros(2, 2, 64).bfloat16()}, ValueError, r"q must be \(B, S, H, D\)"),
+    "batch": ({"k": torch.zeros(2, 3, 2, 64).bfloat16()}, ValueError, "batch of q, 1, got 2"),
+    "head dim": ({"k": torch.zeros(1, 3, 2, 32).bfloat16()}, ValueError, "head dim of q, 64"),
+    "keys": ({"v": torch.zeros(1, 4, 2, 64).bfloat16()}, ValueError, "v must have the shape of k"),
+    "scale": ({"q_scale": torch.ones(1, 2)}, ValueError, "q_scale must be given with e4m3 tensors"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap must be at least 0"),
+    "lengths": ({"seqlens_k": torch.tensor([3])}, TypeError, "seqlens_k must have dtype int32"),
+    "backend": ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    "window": ({"window": 0}, ValueError, "window must be at least 1"),
+    "gluon on a cpu": ({"backend": "triton"}, UnsupportedError, "cannot run attention_fp8"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_wrong_arguments_are_refused(given, error, message, monkeypatch):
+    monkeypatch.setattr(device, "interpreting", lambda: False)
+    q, k, v = _inputs((1, 2, 3, 2, 2, 64))
+    call = {"q": q, "k": k, "v": v} | given
+    with pytest.raises(error, match=message):
+        attention_fp8(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+
+
+def test_heads_must_divide():
+    q, k, v = _inputs((1, 2, 3, 2, 2, 64))
+    with pytest.raises(ValueError, match="multiple of key heads"):
+        attention_fp8(torch.cat((q, q[:, :, :1]), dim=2), k, v)
+
+
+def test_scales_must_fit():
+    q8, scale = quantize_heads(torch.randn(1, 3, 2, 64))
+    scales = {"q_scale": scale, "k_scale": scale, "v_scale": scale[0]}
+    with pytest.raises(ValueError, match=r"v_scale must have shape \(1, 2\)"):
+        attention_fp8(q8, q8, q8, **scales)
+    with pytest.raises(ValueError, match="k_scale must be given .* got none"):
+        attention_fp8(q8, q8, q8, q_scale=scale)
+    scales["v_scale"] = scale
+    with pytest.raises(ValueError, match="rotate them in quantize_heads"):
+        attention_fp8(q8, q8, q8, rotate=True, **scales)
+
+
+def test_rotation_needs_a_power_of_two():
+    q, k, v = _inputs((1, 2, 3, 2, 2, 24))
+    with pytest.raises(ValueError, match="power of two, got 24"):
+        attention_fp8(q, k, v, rotate=True)
+    with pytest.raises(ValueError, match="power of two, got 24"):
+        quantize_heads(q, rotation=1)
+
+
+def test_gradients_are_refused_and_no_grad_is_not():
+    q, k, v = _inputs((1, 2, 3, 2, 2, 64))
+    q.requires_grad_()
+    with pytest.raises(UnsupportedError, match="it has no gradient"):
+        attention_fp8(q, k, v)
+    with pytest.raises(UnsupportedError, match="it has no gradient"):
+        quantize_heads(q)
+    with torch.no_grad():
+        assert not attention_fp8(q, k, v).requires_grad
+
+
+def test_quantize_heads_refuses_what_it_cannot_read():
+    with pytest.raises(TypeError, match="x must be float16, bfloat16 or float32, got float64"):
+        quantize_heads(torch.zeros(1, 2, 2, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="stride 1"):
+        quantize_heads(torch.zeros(1, 2, 8, 2).transpose(2, 3))
+    with pytest.raises(ValueError, match=r"seqlens must have shape \(1,\)"):
+        quantize_heads(torch.zeros(1, 2, 2, 8), seqlens=torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+class TestTheBoundary:
+    def test_the_ops_are_opcheck_clean(self):
+        q, k, v = _inputs((2, 5, 9, 4, 2, 64))
+        lengths = torch.tensor([9, 4], dtype=torch.int32)
+        rule = (lengths, 3, -1, 0, 0.2, 0.0, None)
+        op = torch.ops.tilewise.attention_fp8_fwd.default
+        torch.library.opcheck(op, (q, k, v, None, None, None, *rule))
+        quantise = torch.ops.tilewise.quantize_heads.default
+        torch.library.opcheck(quantise, (q, None, None))
+        torch.library.opcheck(quantise, (k, lengths, 1))
+
+    def test_a_compiled_call_has_no_graph_break(self):
+        q, k, v = _inputs((1, 6, 6, 2, 2, 64))
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q8, q_scale = quantize_heads(q)
+            k8, k_scale = quantize_heads(k)
+            v8, v_scale = quantize_heads(v)
+            scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+            return attention_fp8(q8, k8, v8, causal=True, **scales) + attention_fp8(q, k, v)
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(q, k, v), call(q, k, v))
+
+
+GPU_CASES = {
+    **{name: case for name, case in CASES.items() if name not in ("narrow heads", "softcap")},
+    "long": ((1, 1100, 1300, 4, 2, 128), {"causal": True}),
+    "wide": ((2, 300, 427, 4, 2, 256), {"causal": True}),
+    "wide, whole": ((1, 200, 640, 2, 2, 256), {}),
+    "long window": ((1, 900, 1000, 2, 2, 128), {"window": (300, 40)}),
+    "left only": ((1, 900, 1000, 2, 2, 64), {"window": (200, None)}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["centred", "positive"])
+@pytest.mark.parametrize(("shape", "rule"), GPU_CASES.values(), ids=GPU_CASES.keys())
+def test_hopper_stays_within_its_format(shape, rule, kind):
+    q, k, v = (x.cuda() for x in _inputs(shape))
+    if kind == "positive":  # sums of one sign show what an accumulator of few bits loses
+        v = v.abs()
+    o, lse = attention_fp8(q, k, v, return_lse=True, backend="gluon", **rule)
+    assert_within_format(o, lse, dequantised_truth(q, k, v, **rule))
+
+
+@pytest.mark.gpu
+def test_hopper_gives_every_sequence_its_own_length():
+    q, k, v = (x.cuda() for x in _inputs((3, 300, 700, 4, 2, 128)))
+    lengths = torch.tensor([650, 33, 0], dtype=torch.int32, device="cuda")
+    want = attention_fp8(q, k, v, causal=True, seqlens_k=lengths, backend="gluon")
+    for b, length in enumerate(lengths.tolist()):
+        k[b, length:], v[b, length:] = float("nan"), float("nan")
+    rule = {"causal": True, "seqlens_k": lengths}
+    o, lse = attention_fp8(q, k, v, return_lse=True, backend="gluon", **rule)
+    assert torch.equal(o, want)
+    k, v = k.nan_to_num(0.0), v.nan_to_num(0.0)
+    assert_within_format(o, lse, dequantised_truth(q, k, v, **rule))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hopper_reads_e4m3_as_it_writes_it(head_dim):
+    q, k, v = (x.cuda() for x in _inputs((2, 333, 555, 4, 2, head_dim)))
+    lengths = torch.tensor([555, 77], dtype=torch.int32, device="cuda")
+    q8, q_scale = quantize_heads(q)
+    (k8, k_scale), (v8, v_scale) = (quantize_heads(x, seqlens=lengths) for x in (k, v))
+    k8.view(torch.uint8)[1, 77:] = 0x7F  # NaN
+    v8.view(torch.uint8)[1, 77:] = 0x7F
+    rule = {"causal": True, "seqlens_k": lengths, "backend": "gluon"}
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    assert torch.equal(attention_fp8(q8, k8, v8, **scales, **rule), attention_fp8(q, k, v, **rule))
+
+
+@pytest.mark.gpu
+def test_hopper_replays_and_repeats_bit_for_bit():
+    q, k, v = (x.cuda() for x in _inputs((1, 1000, 1000, 4, 4, 128)))
+    want = attention_fp8(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attention_fp8(q, k, v, causal=True)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(o, want)
+        assert torch.equal(attention_fp8(q, k, v, causal=True), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_gpu_quantises_bit_for_bit_like_the_rule(head_dim, dtype):
+    x = torch.randn(2, 333, 3, head_dim, device="cuda").to(dtype)
+    lengths = torch.tensor([333, 40], dtype=torch.int32, device="cuda")
+    x[0, :, 1] = 0.0
+    for seqlens in (None, lengths):
+        x8, scale = quantize_heads(x, seqlens=seqlens)
+        want, scale_want = fp8.quantize_heads(x, seqlens=seqlens)
+        assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(scale, scale_want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 128, 256])
+def test_the_gpu_rotates_like_the_rule(head_dim):
+    x = torch.randn(1, 300, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    x8, scale = quantize_heads(x, rotation=9)
+    want, scale_want = fp8.quantize_heads(x, rotation=9)
+    torch.testing.assert_close(scale, scale_want, rtol=1e-5, atol=0)
+    # Sums of float32 in another order may fall on the other side of a rounding.
+    assert (x8.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 1e-3
+
+
+@pytest.mark.gpu
+def test_the_portable_kernels_agree_with_hoppers():
+    q, k, v = (x.cuda() for x in _inputs((2, 200, 300, 4, 2, 128)))
+    o, lse = attention_fp8(q, k, v, causal=True, return_lse=True, backend="triton")
+    assert_within_format(o, lse, dequantised_truth(q, k, v, causal=True))

@@ -1,0 +1,136 @@
+"""A plan changes who reads which keys and nothing else, and follows lengths in place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import PagedPlan, paged_attention, plan_paged_attention
+from tilewise.kernels.device import interpreting
+from tilewise.testing import make_paged_cache
+
+pytest.importorskip("triton")
+BACKENDS = ["cpu", "reference", *(["triton"] if interpreting() else [])]
+interpreted = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
+
+
+def _call(lengths: list[int], runs: list[int], **cache: Any) -> tuple[tuple[Tensor, ...], Any]:
+    k_cache, v_cache, table, seqlens_k = make_paged_cache(lengths, 16, 2, 32, **cache)
+    starts = torch.tensor([0, *runs]).cumsum(0).int()
+    q = torch.randn(sum(runs), 4, 32, generator=torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {
+        "block_table": table,
+        "seqlens_k": seqlens_k,
+        "cu_seqlens_q": starts,
+        "max_seqlen_q": max(runs),
+    }
+    return (q, k_cache, v_cache), options
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("runs", [[1, 1, 1], [3, 1, 2], [40, 1, 1]], ids=str)
+def test_results_are_those_without_a_plan(backend: str, runs: list[int]) -> None:
+    tensors, options = _call([700, 20, 90], runs)
+    plan = plan_paged_attention(*tensors, backend=backend, **options)
+    want = paged_attention(*tensors, backend=backend, return_lse=True, **options)
+    got = paged_attention(*tensors, backend=backend, plan=plan, return_lse=True, **options)
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plan_is_reused_for_other_caches_scales_and_sinks(backend: str) -> None:
+    tensors, options = _call([700, 20, 90], [1, 1, 1])
+    plan = plan_paged_attention(*tensors, backend=backend, **options)
+    options |= {"softmax_scale": 0.3, "sinks": torch.tensor([0.1, 2.0, -1.0, 0.5])}
+    options |= {"backend": backend}
+    q, k_cache, v_cache = tensors
+    others = (q, v_cache, k_cache)
+    got = paged_attention(*others, plan=plan, **options)
+    torch.testing.assert_close(got, paged_attention(*others, **options), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_update_follows_new_lengths_at_the_same_address() -> None:
+    tensors, options = _call([700, 20, 90], [1, 1, 1])
+    options["backend"] = "triton"
+    plan = plan_paged_attention(*tensors, **options)
+    address = plan.records.data_ptr()
+    options["seqlens_k"].copy_(torch.tensor([15, 17, 90]))
+    stale = plan.records.clone()
+    plan.update(options["seqlens_k"], options["cu_seqlens_q"])
+    assert plan.records.data_ptr() == address
+    assert not torch.equal(stale, plan.records)
+    got = paged_attention(*tensors, plan=plan, **options)
+    torch.testing.assert_close(got, paged_attention(*tensors, **options), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_batch_invariant_bits_do_not_depend_on_a_plan() -> None:
+    tensors, options = _call([5000, 20], [1, 1])
+    options |= {"backend": "triton", "batch_invariant": True}
+    plan = plan_paged_attention(*tensors, **options)
+    assert len(plan.records) == 0  # keys are not split
+    want = paged_attention(*tensors, **options)
+    assert torch.equal(want, paged_attention(*tensors, plan=plan, **options))
+
+
+def test_a_cpu_needs_no_records() -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    plan = plan_paged_attention(*tensors, backend="cpu", **options)
+    assert isinstance(plan, PagedPlan)
+    assert plan.records.shape == (0, 8)
+    plan.update(options["seqlens_k"], options["cu_seqlens_q"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 7}, "plan must be for window_left 6, got one for -1"),
+        ({"max_seqlen_q": 2}, "plan must be for max_seqlen_q 2, got one for 1"),
+        ({"batch_invariant": True}, "plan must be for batch_invariant True, got one for False"),
+        ({"backend": "reference"}, "plan must be for backend 'reference', got one for 'cpu'"),
+    ],
+)
+def test_plans_of_other_calls_are_refused(changes: dict[str, Any], message: str) -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    plan = plan_paged_attention(*tensors, **options)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*tensors, plan=plan, **(options | changes))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("plan", "PagedPlan"), ("shared", "SharedPrefixes")])
+def test_what_is_no_plan_and_no_prefixes_is_refused(name: str, kind: str) -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    with pytest.raises(TypeError, match=f"{name} must be of type {kind}, got Tensor"):
+        paged_attention(*tensors, **options, **{name: options["seqlens_k"]})
+
+
+def test_updates_of_other_batches_are_refused() -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    plan = plan_paged_attention(*tensors, **options)
+    with pytest.raises(ValueError, match="seqlens_k must have shape"):
+        plan.update(torch.zeros(3, dtype=torch.int32), options["cu_seqlens_q"])
+
+
+def test_a_plan_of_another_device_is_refused() -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    plan = plan_paged_attention(*tensors, **options)
+    plan = replace(plan, records=plan.records.to("meta"))
+    with pytest.raises(ValueError, match="plan must be on cpu, got meta"):
+        paged_attention(*tensors, plan=plan, **options)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_calls_take_a_plan_and_refuse_that_of_others() -> None:
+    tensors, options = _call([70, 20], [1, 1])
+    plan = plan_paged_attention(*tensors, **options)
+    compiled = torch.compile(paged_attention, fullgraph=True, backend="aot_eager")
+    got = compiled(*tensors, plan=plan, **options)
+    assert torch.equal(got, paged_attention(*tensors, **options))
+    with pytest.raises(ValueError, match="plan must be for softcap 2.0, got one for 0.0"):
+        compiled(*tensors, plan=plan, softcap=2.0, **options)

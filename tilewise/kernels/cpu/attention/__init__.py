@@ -1,0 +1,1 @@
+"""Dense and packed attention on a CPU."""

@@ -1,0 +1,453 @@
+"""Tiled exact attention, backward: probabilities are recomputed, nothing is stored but lse.
+
+What      dq, dk, dv and the gradient of the bias, from do, lse and delta.
+Grid      tasks of rows, see `delta.py`, then one task per (chunk of 4 key tiles, sequence, key
+          head), all taken from one counter.
+One task  for each tile of TILE_N keys, for each tile of TILE_M query rows that sees it: S = Q K^T,
+          dP = dO V^T, then P and dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q, dQ = dS K.
+          Pairs of bfloat16 are packed between; floats are multiplied from where they were computed.
+Traffic   K and V are read once; Q and dO once per tile of keys, from the L3 cache; dq is kept in
+          float32, and chunks add to it in turn.
+Numerics  sums in float32 (float64 for float64); P and dS are rounded to the type of the product's
+          operands. Sums have one owner, or their owners an order: bits repeat on any thread count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba.extending import overload
+
+from tilewise.kernels.cpu.attention.backward_scores import differentiate_rows
+from tilewise.kernels.cpu.attention.delta import delta_of_rows
+from tilewise.kernels.cpu.attention.forward import add_rows_exactly, score_tile
+from tilewise.kernels.cpu.attention.gradients import TILES_PER_CHUNK
+from tilewise.kernels.cpu.attention.problem import (
+    DK,
+    DO,
+    DQ,
+    DV,
+    K_LEN,
+    Q_LEN,
+    SCORE_ROW,
+    TILE_M,
+    TILE_N,
+    K,
+    Q,
+    V,
+)
+from tilewise.kernels.cpu.attention.visibility import (
+    WORD,
+    WORDS,
+    new_seen,
+    see_tile,
+    seeing_rows,
+    view_columns,
+)
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.blocks import BLOCK, add_block, set_block
+from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
+from tilewise.kernels.cpu.machine.pack import (
+    gather_tile,
+    pair_tile,
+    prefetch,
+    prefetch_to_write,
+    transpose_tile,
+)
+from tilewise.kernels.cpu.machine.rows import F32, F64, copy_rows, store_row
+from tilewise.kernels.cpu.machine.threads import (
+    borrowed,
+    inner,
+    keep_alive,
+    kernel,
+    next_task,
+    scratch,
+    zero_scratch,
+)
+from tilewise.kernels.cpu.machine.turns import (
+    Turn,
+    end_turn,
+    publish_rows,
+    wait_for_count,
+    wait_for_rows,
+)
+
+ROWS_AHEAD = 6  # that are fetched before they are written: a row is a few lines, far apart
+
+
+@inner
+def _pack_rows(like, s, dp, p_words, ds_words, ds_rows, begin, end):
+    """Round P and dS to the operands' type: words along the queries, and dS also row by row."""
+    lanes = lanes_in(like)
+    for row in range(0, TILE_M, 2):
+        for column in range(begin, end, lanes):
+            at, below = row * SCORE_ROW + column, (row + 1) * SCORE_ROW + column
+            p0, p1 = simd.load(s, at), simd.load(s, below)
+            ds0, ds1 = simd.load(dp, at), simd.load(dp, below)
+            simd.store(ds_rows, at, ds0)
+            simd.store(ds_rows, below, ds1)
+            simd.store_pair(p_words, row * SCORE_ROW + 2 * column, p0, p1)
+            simd.store_pair(ds_words, row * SCORE_ROW + 2 * column, ds0, ds1)
+
+
+@inner
+def _clear_beyond(like, scores, end):
+    """Zeros right of the columns that were computed: a block of keys may reach over their end."""
+    lanes = lanes_in(like)
+    zero = simd.splat(like, 0.0)
+    if end < TILE_N and WORD % BLOCK > 0:
+        for row in range(TILE_M):
+            for column in range(row * SCORE_ROW + end, row * SCORE_ROW + end + BLOCK, lanes):
+                simd.store(scores.s, column, zero)
+                simd.store(scores.dp, column, zero)
+
+
+@inner
+def _see_words(seen, tops, bottoms):
+    """Rows tops[w] ... bottoms[w], multiples of BLOCK, hold all that see a key of word w."""
+    tops[:], bottoms[:] = TILE_M, 0
+    for block in range(TILE_M // BLOCK):
+        for word in range(seen.begin[block] // WORD, seen.end[block] // WORD):
+            tops[word] = min(tops[word], block * BLOCK)
+            bottoms[word] = block * BLOCK + BLOCK
+
+
+@inner
+def _add_transposed(c, ld, dim, words, panels, tops, bottoms, begin, end):
+    """c (keys, dim) += words^T (keys, queries) @ panels (queries, dim)."""
+    width = panel_columns(c)
+    elements = words_to_elements(words)
+    for column in range(0, dim, width):
+        for key in range(begin, end, BLOCK):
+            word, last = key // WORD, min(key + BLOCK, end) - 1
+            top = min(tops[word], tops[last // WORD])
+            bottom = max(bottoms[word], bottoms[last // WORD])
+            add_block(
+                c, key * ld + column, ld, dim - column,
+                words, top * SCORE_ROW + key * elements, elements, SCORE_ROW * elements,
+                panels, column * TILE_M + top * width, (bottom - top) // elements,
+            )  # fmt: skip
+
+
+def _shared_scratch(array, count, like):
+    """`array` itself where it is of like's type, else a new `scratch`."""
+
+
+@overload(_shared_scratch, jit_options={"error_model": "numpy"})
+def _overload_shared_scratch(array, count, like):
+    if array.dtype == like.dtype:
+        return lambda array, count, like: array
+    return lambda array, count, like: scratch(count, like)
+
+
+class _Keys(NamedTuple):
+    """Scratch of a tile of keys: rows, operands of the products, and sums of the gradients."""
+
+    k_rows: np.ndarray
+    v_rows: np.ndarray
+    k_panels: np.ndarray
+    v_panels: np.ndarray
+    k_pairs: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+class _Queries(NamedTuple):
+    """Scratch of a tile of query rows."""
+
+    q_rows: np.ndarray
+    do_rows: np.ndarray
+    q_pairs: np.ndarray
+    do_pairs: np.ndarray
+    dq: np.ndarray
+
+
+class _Scores(NamedTuple):
+    """Scratch of queries x keys: products, then P and dS, then both as operands."""
+
+    s: np.ndarray
+    dp: np.ndarray
+    slack: np.ndarray
+    p_words: np.ndarray
+    ds_words: np.ndarray
+    ds_rows: np.ndarray
+    bias: np.ndarray
+    ones: np.ndarray
+    keep: np.ndarray
+    tops: np.ndarray
+    bottoms: np.ndarray
+
+
+@inner
+def _new_scratch(like, packed, words_like, index_like, ld, ldv):
+    """Allocate a task's scratch, zeroed where padding must stay zero."""
+    key_rows = (TILE_N + BLOCK - 1) // BLOCK * BLOCK
+    keys = _Keys(
+        zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed),
+        scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed), scratch(TILE_N * ld, packed),
+        scratch(key_rows * ld, like), scratch(key_rows * ldv, like),
+    )  # fmt: skip
+    queries = _Queries(
+        zero_scratch(TILE_M * ld, packed), zero_scratch(TILE_M * ldv, packed),
+        scratch(TILE_M * ld, packed), scratch(TILE_M * ldv, packed), scratch(TILE_M * ld, like),
+    )  # fmt: skip
+    area = TILE_M * SCORE_ROW + BLOCK
+    s, dp = scratch(area, like), scratch(area, like)
+    ds_rows = _shared_scratch(dp, area, packed)
+    scores = _Scores(
+        s, dp, zero_scratch(area, like), _shared_scratch(s, area, packed),
+        _shared_scratch(dp, area, packed), ds_rows, zero_scratch(TILE_N, like),
+        zero_scratch(TILE_M, like), scratch(WORDS, words_like), scratch(WORDS, index_like),
+        scratch(WORDS, index_like),
+    )  # fmt: skip
+    scores.ones[:] = 1
+    return keys, queries, scores
+
+
+@inner
+def _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv):
+    """Gather and pack a tile of K and V; return 0.0, or NaN when K holds an infinity or NaN."""
+    like, starts = arrays.like, arrays.starts
+    padded = (count + 31) // 32 * 32
+    check = gather_tile(
+        like, sizes.k_code, keys.k_rows, ld, sizes.head_dim, key, count, padded,
+        starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row, arrays.table, 0, 0, 0,
+    )  # fmt: skip
+    gather_tile(
+        like, sizes.k_code, keys.v_rows, ldv, sizes.v_head_dim, key, count, padded,
+        starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row, arrays.table, 0, 0, 0,
+    )  # fmt: skip
+    transpose_tile(like, keys.k_rows, padded, ld, keys.k_panels)
+    transpose_tile(like, keys.v_rows, padded, ldv, keys.v_panels)
+    pair_tile(like, keys.k_rows, padded, ld, keys.k_pairs, TILE_N)
+    return check
+
+
+@inner
+def _fetch_rows(sizes, grads, starts, dq, sequence, first_head, first_row, num_rows):
+    """Prefetch the rows of dq of a tile, and those of q and do of the next one."""
+    size = 8 if sizes.q_code == F64 else 4 if sizes.q_code == F32 else 2
+    base, real = dq.ctypes.data, dq.itemsize
+    for row in range(first_row, min(first_row + 2 * TILE_M, num_rows)):
+        query = row // sizes.group
+        head = first_head + row - query * sizes.group
+        if row < first_row + TILE_M:
+            at = starts[sequence, DQ] + query * grads.dq_row + head * sizes.head_dim
+            for line in range(0, sizes.head_dim * real, 64):
+                prefetch_to_write(base + at * real + line)
+        else:
+            at = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
+            for line in range(0, sizes.head_dim * size, 64):
+                prefetch(at + line)
+            at = starts[sequence, DO] + query * grads.do_row + head * grads.do_head
+            for line in range(0, sizes.v_head_dim * size, 64):
+                prefetch(at + line)
+
+
+@inner
+def _add_query_rows(sizes, rule, grads, dq, tile, start, first_head, first_row, rows, ld):
+    """dq += scale * the rows of a tile, each to its head's row."""
+    lanes = lanes_in(dq)
+    scale, done = simd.splat(dq, rule.scale), sizes.head_dim // lanes * lanes
+    for row in range(rows):
+        query = (first_row + row) // sizes.group
+        head = first_head + first_row + row - query * sizes.group
+        where = start + query * grads.dq_row + head * sizes.head_dim
+        for column in range(0, done, lanes):
+            part = simd.load(tile, row * ld + column)
+            simd.store(dq, where + column, simd.fma(part, scale, simd.load(dq, where + column)))
+        for column in range(done, sizes.head_dim):
+            dq[where + column] += tile[row * ld + column] * dq.dtype.type(rule.scale)
+
+
+@inner
+def _store_keys(like, code, tile, ld, scale, start, row_bytes, count, dim):
+    """Rows of a gradient of keys, times `scale`, to memory `row_bytes` apart."""
+    size = 8 if code == F64 else 4 if code == F32 else 2
+    for row in range(-ROWS_AHEAD, count):
+        later = start + min(row + ROWS_AHEAD, count - 1) * row_bytes
+        for line in range(0, dim * size, 64):
+            prefetch_to_write(later + line)
+        if row >= 0:
+            store_row(like, code, tile, row * ld, scale, start + row * row_bytes, dim)
+
+
+@inner
+def _query_gradient(sizes, rule, grads, starts, dq, keys, queries, scores, seen, is_finite, turn,
+                    sequence, first_head, first_row, rows, count, ld):  # fmt: skip
+    """dq += dS K for one tile of rows."""
+    head_dim = sizes.head_dim
+    if is_finite:
+        width, elements = panel_columns(scores.s), words_to_elements(scores.ds_rows)
+        for column in range(0, head_dim, width):
+            for block in range((rows + BLOCK - 1) // BLOCK):
+                begin, end = seen.begin[block], seen.end[block]
+                set_block(
+                    queries.dq, block * BLOCK * ld + column, ld, head_dim - column,
+                    scores.ds_rows, block * BLOCK * SCORE_ROW + begin, SCORE_ROW, elements,
+                    keys.k_pairs, column * TILE_N + begin * width, (end - begin) // elements,
+                )  # fmt: skip
+    else:
+        queries.dq[:] = 0
+        add_rows_exactly(queries.dq, 0, ld, head_dim, scores.ds_rows, keys.k_rows, ld, scores.ones,
+                         seen, count, rows)  # fmt: skip
+    wait_for_rows(turn, first_row + rows)
+    _add_query_rows(sizes, rule, grads, dq, queries.dq, starts[sequence, DQ], first_head, first_row,
+                    rows, ld)  # fmt: skip
+
+
+@inner
+def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, keys, queries,
+                   scores, seen, is_finite, turn, chunk, sequence, kv_head, first_row, key, count,
+                   ld, ldv):  # fmt: skip
+    """What one tile of query rows adds to the gradients of a tile of keys, and to dq."""
+    like, starts = arrays.like, arrays.starts
+    first_head = kv_head * sizes.group
+    num_rows = starts[sequence, Q_LEN] * sizes.group
+    rows = min(TILE_M, num_rows - first_row)
+    begin, end = TILE_N, 0
+    for block in range(TILE_M // BLOCK):
+        if seen.end[block] > 0:
+            begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
+    copy_rows(
+        like, sizes.q_code, queries.q_rows, ld, sizes.head_dim,
+        starts[sequence, Q] + first_head * sizes.q_head, sizes.q_row, sizes.q_head, sizes.group,
+        first_row, rows, TILE_M,
+    )  # fmt: skip
+    copy_rows(
+        like, sizes.q_code, queries.do_rows, ldv, sizes.v_head_dim,
+        starts[sequence, DO] + first_head * grads.do_head, grads.do_row, grads.do_head, sizes.group,
+        first_row, rows, TILE_M,
+    )  # fmt: skip
+    pair_tile(like, queries.q_rows, TILE_M, ld, queries.q_pairs, TILE_M)
+    pair_tile(like, queries.do_rows, TILE_M, ldv, queries.do_pairs, TILE_M)
+    blocks = TILE_M // BLOCK
+    score_tile(scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, seen.begin,
+               seen.end, blocks)  # fmt: skip
+    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, seen.begin,
+               seen.end, blocks)  # fmt: skip
+    if grads.has_dbias:
+        wait_for_rows(turn, first_row + rows)
+    # What follows travels to the L2 cache while this computes.
+    _fetch_rows(sizes, grads, starts, dq, sequence, first_head, first_row, num_rows)
+    differentiate_rows(sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores,
+                       chunk, sequence, first_head, first_row, rows, key, begin, end, 0,
+                       TILE_M)  # fmt: skip
+    _clear_beyond(like, scores, end)
+    if scores.p_words.itemsize == 2:
+        _pack_rows(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows,
+                   begin, end)  # fmt: skip
+    _see_words(seen, scores.tops, scores.bottoms)
+    _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs,
+                    scores.tops, scores.bottoms, begin, end)  # fmt: skip
+    _add_transposed(keys.dk, ld, sizes.head_dim, scores.ds_words, queries.q_pairs,
+                    scores.tops, scores.bottoms, begin, end)  # fmt: skip
+    _query_gradient(sizes, rule, grads, starts, dq, keys, queries, scores, seen, is_finite, turn,
+                    sequence, first_head, first_row, rows, count, ld)  # fmt: skip
+
+
+@inner
+def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, turn,
+                   sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
+    """Gradients of keys first_key ... end_key of one key head."""
+    like, starts = arrays.like, arrays.starts
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
+    ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
+    owned = _new_scratch(like, arrays.packed_like, mask.bits, starts[0], ld, ldv)
+    owned_seen = new_seen(mask.bits, starts[0])
+    (keys, queries, scores), seen = borrowed(owned), borrowed(owned_seen)
+    for key in range(first_key, min(end_key, k_len), TILE_N):
+        count = min(TILE_N, k_len - key)
+        check = _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv)
+        keys.dk[:] = 0
+        keys.dv[:] = 0
+        owned_view = view_columns(sizes, mask, sequence, kv_head, key, count)
+        view = borrowed(owned_view)
+        begin, end = seeing_rows(sizes, q_len, k_len, key, count)
+        for first_row in range(begin, end, TILE_M):
+            rows = min(TILE_M, q_len * sizes.group - first_row)
+            if see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
+                _backward_tile(
+                    sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, keys, queries,
+                    scores, seen, check == 0.0, turn, chunk, sequence, kv_head, first_row, key,
+                    count, ld, ldv,
+                )  # fmt: skip
+                if key + TILE_N >= min(end_key, k_len):
+                    publish_rows(turn, first_row + rows)
+        keep_alive(owned_view)
+        _store_keys(
+            like, sizes.k_code, keys.dk, ld, rule.scale,
+            starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head, grads.dk_row,
+            count, sizes.head_dim,
+        )  # fmt: skip
+        _store_keys(
+            like, sizes.k_code, keys.dv, ldv, dropout.scale,
+            starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head, grads.dv_row,
+            count, sizes.v_head_dim,
+        )  # fmt: skip
+    keep_alive(owned)
+    keep_alive(owned_seen)
+
+
+@kernel
+def attention_backward(
+    sizes,
+    rule,
+    grads,
+    arrays,
+    mask,
+    dropout,
+    lse,
+    delta,
+    dq,
+    dbias,
+    done,
+    counter,
+    num_tasks,
+):
+    """Take tasks until none is left; see the head of this file.
+
+    Args:
+        sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
+            gradients lie.
+        lse, delta: flat; delta holds dlse, and then rowsum(do * o) - dlse; laid out alike.
+        dq: flat, zeroed, (rows, Hq, D).
+        dbias: flat, zeroed, or empty.
+        done: (num_tasks + 1,) int64, zeroed, see `Turn`; the last counts tasks of rows.
+        counter: (1,) int64, the next task.
+    """
+    arrays, mask = borrowed(arrays), borrowed(mask)
+    lse, delta, dq, dbias = (
+        borrowed(lse),
+        borrowed(delta),
+        borrowed(dq),
+        borrowed(dbias),
+    )
+    done = borrowed(done)
+    rows_done = done[len(done) - 1 :]
+    num_sequences = len(arrays.starts)
+    heads = 1 if grads.shares_heads else sizes.num_kv_heads
+    chunk_keys = TILES_PER_CHUNK * TILE_N
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            return
+        if task < grads.num_row_tasks:
+            delta_of_rows(sizes, grads, arrays.like, arrays.starts, delta, task)
+            next_task(rows_done)
+            continue
+        wait_for_count(rows_done, grads.num_row_tasks)
+        task -= grads.num_row_tasks
+        chunk, owner = task // grads.num_owners, task % grads.num_owners
+        first_sequence, first_head = owner // heads, owner % heads
+        end_sequence = num_sequences if grads.shares_batch else first_sequence + 1
+        end_head = sizes.num_kv_heads if grads.shares_heads else first_head + 1
+        turn = Turn(done, task, task - grads.num_owners, 0)
+        for sequence in range(first_sequence, end_sequence):
+            for kv_head in range(first_head, end_head):
+                _backward_task(
+                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, turn,
+                    sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
+                )  # fmt: skip
+                turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)

@@ -1,0 +1,516 @@
+"""Tiled exact attention, backward, on CPUs with tile registers (Intel AMX).
+
+What      dq, dk, dv and the gradient of the bias, as `backward.py`, for all dtypes but float64.
+Grid      one task per (chunk of 4 key tiles, sequence, key head), taken from a counter.
+One task  for each panel of up to 4 tiles of keys, for each strip of up to 256 query rows that sees
+          it: packs the rows once; for each tile of keys, S = Q K^T, dP = dO V^T, P, dS and
+          dQ += dS K by 64 rows, then dV^T += dO^T P and dK^T += Q^T dS by the strip, for a sum in
+          tile registers must take in many queries to be worth its load and store.
+Traffic   K and V are read once; Q and dO once per panel of keys, from the L3 cache; dq, in
+          float32, is updated once per panel.
+Numerics  see `machine/amx_tiles.py`: bfloat16 in one part, float16 in two, float32 in three, and P
+          and dS in as many. Sums have one owner, or their owners an order: bits repeat on any
+          threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.kernels.cpu.attention.backward_scores import differentiate_rows
+from tilewise.kernels.cpu.attention.forward import add_rows_exactly
+from tilewise.kernels.cpu.attention.gradients import TILES_PER_CHUNK
+from tilewise.kernels.cpu.attention.problem import (
+    DK,
+    DO,
+    DQ,
+    DV,
+    K_LEN,
+    Q_LEN,
+    TILE_M,
+    TILE_N,
+    K,
+    Q,
+    V,
+)
+from tilewise.kernels.cpu.attention.visibility import (
+    WORDS,
+    new_seen,
+    see_tile,
+    seeing_rows,
+    view_columns,
+)
+from tilewise.kernels.cpu.machine import amx, simd
+from tilewise.kernels.cpu.machine.amx_pack import (
+    clear_scores,
+    load_flat_rows,
+    load_key_rows,
+    pack_scores,
+    prefetch_flat_rows,
+    take_part,
+    transpose_rows,
+)
+from tilewise.kernels.cpu.machine.amx_tiles import SIDE, multiply_tiles
+from tilewise.kernels.cpu.machine.blocks import BLOCK
+from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_block, transpose_tile
+from tilewise.kernels.cpu.machine.rows import store_row
+from tilewise.kernels.cpu.machine.threads import (
+    borrowed,
+    inner,
+    keep_alive,
+    kernel,
+    next_task,
+    scratch,
+    zero_scratch,
+)
+from tilewise.kernels.cpu.machine.turns import Turn, end_turn, publish_rows, wait_for_rows
+
+PANEL_ELEMENTS = 6 * TILE_N * 128  # parts of K in a panel; all scratch stays below 1.7 MiB
+
+
+class _Keys(NamedTuple):
+    """Scratch of a panel of keys, by tiles: operands of the products, and sums of the gradients."""
+
+    rows: np.ndarray
+    k_panels: np.ndarray
+    v_panels: np.ndarray
+    k_pairs: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    check: np.ndarray
+
+
+class _Queries(NamedTuple):
+    """Scratch of a strip of query rows: rows and columns of q and do, by parts, and sums of dq."""
+
+    q_rows: np.ndarray
+    do_rows: np.ndarray
+    q_columns: np.ndarray
+    do_columns: np.ndarray
+    dq: np.ndarray
+
+
+class _Scores(NamedTuple):
+    """Scratch of a tile: products, then P and dS; of a strip: both as operands."""
+
+    s: np.ndarray
+    dp: np.ndarray
+    slack: np.ndarray
+    p_words: np.ndarray
+    ds_words: np.ndarray
+    ds_rows: np.ndarray
+    words: np.ndarray
+    bias: np.ndarray
+    ones: np.ndarray
+    keep: np.ndarray
+    stage: np.ndarray
+
+
+class _Shape(NamedTuple):
+    """Padded head dims, rows of a strip, tiles of a panel, parts of an operand."""
+
+    ld: int
+    ldv: int
+    strip: int
+    tiles: int
+    parts: int
+
+
+@inner
+def _shape_of(sizes, parts):
+    ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
+    tiles = PANEL_ELEMENTS // (TILE_N * max(ld, ldv) * parts)
+    return _Shape(ld, ldv, 256 if parts == 1 else 128, min(max(tiles, 1), 4), parts)
+
+
+@inner
+def _new_scratch(like, packed, words_like, shape):
+    """Allocate a task's scratch, zeroed where padding must stay zero."""
+    ld, ldv, strip, parts = shape.ld, shape.ldv, shape.strip, shape.parts
+    key_area, query_area, area = shape.tiles * TILE_N, strip * parts, TILE_M * TILE_N
+    widest = max(ld, ldv)
+    keys = _Keys(
+        zero_scratch(TILE_N * widest * 2, packed), scratch(key_area * ld * parts, packed),
+        scratch(key_area * ldv * parts, packed), scratch(key_area * ld * parts, packed),
+        scratch(key_area * ld, like), scratch(key_area * ldv, like), scratch(shape.tiles, like),
+    )  # fmt: skip
+    queries = _Queries(
+        zero_scratch(query_area * ld, packed), zero_scratch(query_area * ldv, packed),
+        scratch(query_area * ld, packed), scratch(query_area * ldv, packed),
+        scratch(strip * ld, like),
+    )  # fmt: skip
+    scores = _Scores(
+        scratch(area, like), scratch(area, like), zero_scratch(area, like),
+        scratch(query_area * TILE_N, packed), scratch(query_area * TILE_N, packed),
+        scratch(area * parts, packed), scratch(512, packed), zero_scratch(TILE_N, like),
+        zero_scratch(TILE_M, like), scratch(WORDS, words_like),
+        zero_scratch(TILE_N * widest, like),
+    )  # fmt: skip
+    scores.ones[:] = 1
+    return keys, queries, scores
+
+
+@inner
+def _load_tile(like, code, rows, stage, panels, pairs, tile, parts, ld, dim, first, count,
+               start, row_bytes):  # fmt: skip
+    """Pack a tile of keys as panels of its transpose, and as pairs unless `pairs` is empty.
+
+    Returns 0.0, or NaN when a row holds an infinity or NaN.
+    """
+    padded, area = (count + 31) // 32 * 32, TILE_N * ld
+    if parts == 1:
+        rows[:] = 0
+        check = load_key_rows(like, code, rows, ld, dim, first, count, start, row_bytes)
+    else:
+        stage[:] = 0
+        check = load_key_rows(like, code, stage, ld, dim, first, count, start, row_bytes)
+    for part in range(parts):
+        if parts > 1:
+            take_part(like, stage, padded * ld, rows)
+        at = (tile * parts + part) * area
+        transpose_tile(like, rows, padded, ld, panels[at : at + area])
+        if len(pairs) > 0:
+            pair_tile(like, rows, padded, ld, pairs[at : at + area], TILE_N)
+    return check
+
+
+@inner
+def _load_keys(sizes, arrays, keys, stage, shape, sequence, kv_head, first_key, end_key):
+    """Pack a panel of K and V, tile by tile, and clear the sums of dk and dv."""
+    like, starts = arrays.like, arrays.starts
+    for tile in range((end_key - first_key + TILE_N - 1) // TILE_N):
+        key = first_key + tile * TILE_N
+        count = min(TILE_N, end_key - key)
+        keys.check[tile] = _load_tile(
+            like, sizes.k_code, keys.rows, stage, keys.k_panels, keys.k_pairs, tile,
+            shape.parts, shape.ld, sizes.head_dim, key, count,
+            starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row,
+        )  # fmt: skip
+        _load_tile(
+            like, sizes.k_code, keys.rows, stage, keys.v_panels, keys.rows[:0], tile,
+            shape.parts, shape.ldv, sizes.v_head_dim, key, count,
+            starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
+        )  # fmt: skip
+    keys.dk[:] = 0
+    keys.dv[:] = 0
+
+
+@inner
+def _load_queries(sizes, grads, arrays, queries, scores, shape, sequence, first_head, first_row,
+                  num_rows):  # fmt: skip
+    """Pack a strip of q and do, rows and columns, and clear the sums of dq."""
+    like, starts = arrays.like, arrays.starts
+    strip, parts, group = shape.strip, shape.parts, sizes.group
+    for tile in range(0, strip, TILE_M):
+        row = first_row + tile
+        rows = max(min(TILE_M, num_rows - row), 0)
+        load_flat_rows(
+            like, sizes.q_code, queries.q_rows, tile * shape.ld, shape.ld, strip * shape.ld, parts,
+            scores.stage, sizes.head_dim, starts[sequence, Q] + first_head * sizes.q_head,
+            sizes.q_row, sizes.q_head, group, row, rows,
+        )  # fmt: skip
+        scores.stage[: shape.ld] = 0
+        load_flat_rows(
+            like, sizes.q_code, queries.do_rows, tile * shape.ldv, shape.ldv, strip * shape.ldv,
+            parts, scores.stage, sizes.v_head_dim,
+            starts[sequence, DO] + first_head * grads.do_head, grads.do_row, grads.do_head, group,
+            row, rows,
+        )  # fmt: skip
+        scores.stage[: shape.ldv] = 0
+        for part in range(parts):
+            at = part * strip * shape.ld
+            transpose_rows(queries.q_rows, at + tile * shape.ld, shape.ld, queries.q_columns,
+                           at + tile, strip, scores.words)  # fmt: skip
+            at = part * strip * shape.ldv
+            transpose_rows(queries.do_rows, at + tile * shape.ldv, shape.ldv, queries.do_columns,
+                           at + tile, strip, scores.words)  # fmt: skip
+    queries.dq[:] = 0
+
+
+@inner
+def _prefetch_queries(sizes, grads, starts, sequence, first_head, first_row, last_row):
+    prefetch_flat_rows(
+        sizes.q_code, sizes.head_dim, starts[sequence, Q] + first_head * sizes.q_head, sizes.q_row,
+        sizes.q_head, sizes.group, first_row, last_row,
+    )  # fmt: skip
+    prefetch_flat_rows(
+        sizes.q_code, sizes.v_head_dim, starts[sequence, DO] + first_head * grads.do_head,
+        grads.do_row, grads.do_head, sizes.group, first_row, last_row,
+    )  # fmt: skip
+
+
+@inner
+def _union(seen, first, count):
+    """Columns that any of the blocks first ... first + count of BLOCK rows sees."""
+    begin, end = TILE_N, 0
+    for block in range(first, first + count):
+        if seen.end[block] > 0:
+            begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
+    return min(begin, end), end
+
+
+@inner
+def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape):
+    """C = rows panels^T for SIDE rows of a tile and keys begin ... end."""
+    multiply_tiles(
+        c, top * TILE_N + begin, TILE_N, SIDE, end - begin,
+        rows, (first + top) * ld, ld, shape.strip * ld,
+        panels, (area + begin) * ld, 64, SIDE * ld, TILE_N * ld, ld // 32, shape.parts, False,
+    )  # fmt: skip
+
+
+@inner
+def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
+    """dq += dS K for one tile of rows, first ... of the strip."""
+    for row in range(0, TILE_M, SIDE):
+        begin, end = _union(seen, row // BLOCK, SIDE // BLOCK)
+        multiply_tiles(
+            queries.dq, (first + row) * ld, ld, SIDE, ld,
+            scores.ds_rows, row * TILE_N + begin, TILE_N, TILE_M * TILE_N,
+            k_pairs, base + begin * 32, 64, TILE_N * 32, TILE_N * ld, (end - begin) // 32, parts,
+            True,
+        )  # fmt: skip
+
+
+@inner
+def _store_query_gradient(sizes, grads, starts, dq, sums, sequence, first_head, first_row,
+                          rows, ld):  # fmt: skip
+    """Add a strip's sums to dq."""
+    head_dim = sizes.head_dim
+    lanes = simd.REGISTER_BYTES // dq.itemsize
+    done = head_dim // lanes * lanes
+    for row in range(rows):
+        query = (first_row + row) // sizes.group
+        head = first_head + first_row + row - query * sizes.group
+        where = starts[sequence, DQ] + query * grads.dq_row
+        where += head * head_dim
+        for column in range(0, done, lanes):
+            total = simd.add(simd.load(dq, where + column), simd.load(sums, row * ld + column))
+            simd.store(dq, where + column, total)
+        for column in range(done, head_dim):
+            dq[where + column] += sums[row * ld + column]
+
+
+@inner
+def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
+                   scores, seen, shape, chunk, sequence, kv_head, first_row, first, key,
+                   tile):  # fmt: skip
+    """P and dS of tile `tile` of the panel and rows first_row + first ..., and their share of dq.
+
+    Returns the columns that rows see.
+    """
+    like, starts, parts = arrays.like, arrays.starts, shape.parts
+    first_head = kv_head * sizes.group
+    num_rows, row = starts[sequence, Q_LEN] * sizes.group, first_row + first
+    begin, end = _union(seen, 0, TILE_M // BLOCK)
+    area = tile * parts * TILE_N
+    rows = min(TILE_M, num_rows - row)
+    # 32 rows of S and dP stay in an L1 cache of 48 KiB until they are operands.
+    for top in range(0, TILE_M, SIDE):
+        low, high = _union(seen, top // BLOCK, SIDE // BLOCK)
+        _multiply_rows(scores.s, top, low, high, queries.q_rows, first, shape.ld, keys.k_panels,
+                       area, shape)  # fmt: skip
+        _multiply_rows(scores.dp, top, low, high, queries.do_rows, first, shape.ldv,
+                       keys.v_panels, area, shape)  # fmt: skip
+        differentiate_rows(
+            sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores, chunk, sequence,
+            first_head, row, rows, key, low, high, top, top + SIDE,
+        )  # fmt: skip
+        pack_scores(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows,
+                    scores.words, first, shape.strip, parts, low, high, top,
+                    top + SIDE)  # fmt: skip
+    if keys.check[tile] == 0.0:
+        _add_query_gradient(queries, scores, keys.k_pairs, seen, shape.ld, first,
+                            area * shape.ld, parts)  # fmt: skip
+        return begin, end
+    count = min(TILE_N, starts[sequence, K_LEN] - key)
+    load_key_rows(like, sizes.k_code, scores.stage, shape.ld, sizes.head_dim, key, count,
+                  starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row)  # fmt: skip
+    add_rows_exactly(queries.dq, first * shape.ld, shape.ld, sizes.head_dim, scores.dp,
+                     scores.stage, shape.ld, scores.ones, seen, count, rows)  # fmt: skip
+    scores.stage[:] = 0
+    return begin, end
+
+
+@inner
+def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, begin, end):
+    """c^T += operand^T words over the strip's rows first ... last, for keys begin ... end."""
+    multiply_tiles(
+        c, at + begin, TILE_N, ld, end - begin,
+        operand, first, shape.strip, shape.strip * ld,
+        words, begin * shape.strip + first * SIDE, 64, SIDE * shape.strip, shape.strip * TILE_N,
+        (last - first) // 32, shape.parts, True,
+    )  # fmt: skip
+
+
+@inner
+def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
+                    scores, seen, view, shape, chunk, sequence, kv_head, first_row, key,
+                    tile):  # fmt: skip
+    """What a strip of query rows adds to the gradients of one tile of keys, and to dq."""
+    starts = arrays.starts
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
+    num_rows = q_len * sizes.group
+    first, last, begin, end = shape.strip, 0, TILE_N, 0
+    share = TILE_M // shape.tiles
+    for at in range(0, min(shape.strip, num_rows - first_row), TILE_M):
+        row = first_row + at
+        # Rows of the next strip travel to the L2 cache while these are computed.
+        later = row + shape.strip + tile * share
+        _prefetch_queries(sizes, grads, starts, sequence, kv_head * sizes.group, later,
+                          min(later + share, num_rows))  # fmt: skip
+        if see_tile(sizes, mask, view, seen, q_len, k_len, row, min(TILE_M, num_rows - row), key):
+            low, high = _backward_tile(
+                sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
+                scores, seen, shape, chunk, sequence, kv_head, first_row, at, key, tile,
+            )  # fmt: skip
+            begin, end = min(begin, low), max(end, high)
+            first, last = min(first, at), at + TILE_M
+        else:
+            clear_scores(scores.p_words, scores.ds_words, at, shape.strip, shape.parts)
+    if first < last:
+        area = tile * TILE_N
+        _add_key_gradient(keys.dv, area * shape.ldv, sizes.v_head_dim, shape.ldv,
+                          queries.do_columns, scores.p_words, shape, first, last, begin,
+                          end)  # fmt: skip
+        _add_key_gradient(keys.dk, area * shape.ld, sizes.head_dim, shape.ld, queries.q_columns,
+                          scores.ds_words, shape, first, last, begin, end)  # fmt: skip
+
+
+@inner
+def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, start, row_bytes):
+    """Transpose the sums of a tile of keys and store their rows."""
+    for key in range(0, count, 16):
+        for channel in range(0, ld, 16):
+            transpose_block(sums, at + channel * TILE_N + key, TILE_N, stage, key * ld + channel,
+                            ld)  # fmt: skip
+    for row in range(count):
+        store_row(like, code, stage, row * ld, factor, start + row * row_bytes, dim)
+    stage[: TILE_N * ld] = 0
+
+
+@inner
+def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, parts,
+                   turn, sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
+    """Gradients of keys first_key ... end_key of one key head."""
+    like, starts = arrays.like, arrays.starts
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
+    shape = _shape_of(sizes, parts)
+    owned = _new_scratch(like, arrays.packed_like, mask.bits, shape)
+    owned_seen = new_seen(mask.bits, starts[0])
+    (keys, queries, scores), seen = borrowed(owned), borrowed(owned_seen)
+    num_rows = q_len * sizes.group
+    end_key = min(end_key, k_len)
+    for panel in range(first_key, end_key, shape.tiles * TILE_N):
+        panel_end = min(panel + shape.tiles * TILE_N, end_key)
+        _load_keys(
+            sizes,
+            arrays,
+            keys,
+            scores.stage,
+            shape,
+            sequence,
+            kv_head,
+            panel,
+            panel_end,
+        )
+        scores.stage[:] = 0
+        owned_view = view_columns(sizes, mask, sequence, kv_head, panel, panel_end - panel)
+        view = borrowed(owned_view)
+        begin, end = seeing_rows(sizes, q_len, k_len, panel, panel_end - panel)
+        for first_row in range(begin, end, shape.strip):
+            last_row = min(first_row + shape.strip, num_rows)
+            if grads.has_dbias:
+                wait_for_rows(turn, last_row)
+            _load_queries(sizes, grads, arrays, queries, scores, shape, sequence,
+                          kv_head * sizes.group, first_row, num_rows)  # fmt: skip
+            for tile in range((panel_end - panel + TILE_N - 1) // TILE_N):
+                _backward_strip(
+                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
+                    scores, seen, view, shape, chunk, sequence, kv_head, first_row,
+                    panel + tile * TILE_N, tile,
+                )  # fmt: skip
+            wait_for_rows(turn, last_row)
+            _store_query_gradient(
+                sizes, grads, starts, dq, queries.dq, sequence, kv_head * sizes.group,
+                first_row, last_row - first_row, shape.ld,
+            )  # fmt: skip
+            if panel_end == end_key:
+                publish_rows(turn, last_row)
+        keep_alive(owned_view)
+        for key in range(panel, panel_end, TILE_N):
+            count, tile = min(TILE_N, panel_end - key), (key - panel) // TILE_N
+            address = starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head
+            _store_key_gradient(
+                like, sizes.k_code, keys.dk, tile * TILE_N * shape.ld, shape.ld, sizes.head_dim,
+                scores.stage, count, rule.scale, address, grads.dk_row,
+            )  # fmt: skip
+            address = starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head
+            _store_key_gradient(
+                like, sizes.k_code, keys.dv, tile * TILE_N * shape.ldv, shape.ldv,
+                sizes.v_head_dim, scores.stage, count, dropout.scale, address, grads.dv_row,
+            )  # fmt: skip
+    keep_alive(owned)
+    keep_alive(owned_seen)
+
+
+@kernel
+def attention_backward(
+    sizes,
+    rule,
+    grads,
+    arrays,
+    mask,
+    dropout,
+    lse,
+    delta,
+    dq,
+    dbias,
+    done,
+    parts,
+    counter,
+    num_tasks,
+):
+    """Take tasks until none is left; see the head of this file.
+
+    Args:
+        sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
+            gradients lie.
+        lse, delta: flat, laid out alike; delta = rowsum(do * o) - dlse.
+        dq: flat, zeroed, (rows, Hq, D); not yet multiplied by the softmax scale.
+        dbias: flat, zeroed, or empty.
+        done: (num_tasks,) int64, zeroed, see `Turn`.
+        parts: bfloat16 numbers that an operand is the sum of.
+        counter: (1,) int64, the next task.
+    """
+    arrays, mask = borrowed(arrays), borrowed(mask)
+    lse, delta, dq, dbias = (
+        borrowed(lse),
+        borrowed(delta),
+        borrowed(dq),
+        borrowed(dbias),
+    )
+    done = borrowed(done)
+    num_sequences = len(arrays.starts)
+    heads = 1 if grads.shares_heads else sizes.num_kv_heads
+    chunk_keys = TILES_PER_CHUNK * TILE_N
+    amx.configure()
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            amx.release()
+            return
+        chunk, owner = task // grads.num_owners, task % grads.num_owners
+        first_sequence, first_head = owner // heads, owner % heads
+        end_sequence = num_sequences if grads.shares_batch else first_sequence + 1
+        end_head = sizes.num_kv_heads if grads.shares_heads else first_head + 1
+        turn = Turn(done, task, task - grads.num_owners, 0)
+        for sequence in range(first_sequence, end_sequence):
+            for kv_head in range(first_head, end_head):
+                _backward_task(
+                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, parts,
+                    turn, sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
+                )  # fmt: skip
+                turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)

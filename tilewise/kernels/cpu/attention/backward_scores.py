@@ -1,0 +1,145 @@
+"""The part of attention's gradient between the matrix products, one tile of scores at a time.
+
+What      products q . k and do . v -> p = exp(s - lse) and ds = p (dp - delta), and what a
+          tile adds to the gradient of the bias.
+Grid      none: called by one thread of a kernel on that thread's scratch.
+One call  some rows of a tile, of which columns begin ... end are wanted.
+Traffic   S and dP are read and written once, in the L1 and L2 caches.
+Numerics  float32 (float64 for float64). Columns out of sight and rows without keys become exact
+          zeros, whatever their products were.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tilewise.kernels.cpu.attention.forward import load_bias_row
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, SCORE_ROW
+from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
+from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, lanes_of
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.blocks import BLOCK
+from tilewise.kernels.cpu.machine.gemm import lanes_in
+from tilewise.kernels.cpu.machine.philox import keep_row
+from tilewise.kernels.cpu.machine.threads import inlined, inner
+
+
+@inlined
+def _gradient_row(like, factor, row_lse, row_delta, s, dp, base, begin, end, seen, wi, dropout,
+                  keep):  # fmt: skip
+    """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - row_delta), zero where not visible.
+
+    With dropout, s <- 0 where dropped, and dp counts as dropout.scale dp where kept, else as 0.
+    With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` goes on from there.
+    """
+    lanes = lanes_in(like)
+    factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
+    delta, log2_e = simd.splat(like, row_delta), simd.splat(like, LOG2_E)
+    zero, scale = simd.splat(like, 0.0), simd.splat(like, dropout.scale)
+    for first in range(begin, end, WORD):
+        word = seen[wi + first // WORD]
+        for lane in range(0, WORD, lanes):
+            column = base + first + lane
+            p = simd.exp2(simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e))
+            x = simd.load(dp, column)
+            kept = p
+            if dropout.threshold > 0:
+                stays = lanes_of(like, keep[first // WORD], lane)
+                x = simd.select(stays, simd.mul(x, scale), zero)
+                kept = simd.select(stays, p, zero)
+            ds = simd.mul(p, simd.sub(x, delta))
+            if word != -1:
+                sight = lanes_of(like, word, lane)
+                kept = simd.select(sight, kept, zero)
+                ds = simd.select(sight, ds, zero)
+            simd.store(s, column, kept)
+            simd.store(dp, column, ds)
+
+
+@inner
+def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
+    """dp *= 1 - tanh^2 over a row; columns out of sight stay zero."""
+    lanes = lanes_in(like)
+    zero = simd.splat(like, 0.0)
+    for first in range(begin, end, WORD):
+        word = seen[wi + first // WORD]
+        for lane in range(0, WORD, lanes):
+            column = base + first + lane
+            ds = simd.mul(simd.load(dp, column), simd.load(slack, column))
+            simd.store(dp, column, simd.select(lanes_of(like, word, lane), ds, zero))
+
+
+@inner
+def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base, begin, end):
+    """Add a row of ds to the bias gradient, which may repeat along any dim."""
+    where = (
+        chunk * grads.dbias_chunk
+        + sequence * grads.dbias_batch
+        + head * grads.dbias_head
+        + query * grads.dbias_row
+        + key * grads.dbias_column
+    )
+    for column in range(begin, end):
+        dbias[where + column * grads.dbias_column] += dp[base + column]
+
+
+@inner
+def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores,
+                       chunk, sequence, first_head, first_row, num_rows, key, begin, end, top,
+                       bottom):  # fmt: skip
+    """Products S and dP -> P and dS in place, zero wherever a row sees no key.
+
+    Rows top ... bottom of a tile, of which the first `num_rows` exist.
+    """
+    like = arrays.like
+    lanes = lanes_in(like)
+    zero = simd.splat(like, 0.0)
+    factor = rule.scale if rule.is_scaled_only else 1.0
+    offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
+    num_heads = sizes.num_kv_heads * sizes.group
+    left, right = begin, end
+    for row in range(top, bottom):
+        begin, end = max(left, seen.begin[row // BLOCK]), min(right, seen.end[row // BLOCK])
+        end_key = min(end, arrays.starts[sequence, K_LEN] - key)
+        base, is_alive = row * SCORE_ROW, row < num_rows
+        query, head = (first_row + row) // sizes.group, first_head
+        head += first_row + row - query * sizes.group
+        at = arrays.starts[sequence, LSE] + head * sizes.lse_head + query
+        if is_alive:
+            is_alive = lse[at] != -math.inf
+        if not is_alive or begin >= end:
+            begin = end = right
+        for first, last in ((left, begin), (end, right)):
+            for column in range(base + first, base + last, lanes):
+                simd.store(scores.s, column, zero)
+                simd.store(scores.dp, column, zero)
+        if begin == end:
+            continue
+        if not rule.is_scaled_only:
+            if rule.has_bias:
+                load_bias_row(sizes, like, scores.bias, sequence, head, query, key, end_key)
+            slope = arrays.slopes[sequence * sizes.slopes_batch + head]
+            logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
+                       scores.slack, base)  # fmt: skip
+        if dropout.threshold > 0:
+            keep_row(dropout, scores.keep, 0, sequence * num_heads + head, query, key)
+        _gradient_row(
+            like, factor, lse[at], delta[at], scores.s, scores.dp, base, begin, end, seen.words,
+            row * WORDS, dropout, scores.keep,
+        )  # fmt: skip
+        if grads.has_dbias:
+            _add_bias_gradient(
+                grads,
+                dbias,
+                chunk,
+                sequence,
+                head,
+                query,
+                key,
+                scores.dp,
+                base,
+                begin,
+                end_key,
+            )
+        if rule.softcap > 0.0:
+            _chain_softcap(like, scores.dp, scores.slack, base, begin, end, seen.words, row * WORDS)

@@ -1,0 +1,266 @@
+"""Tiled exact attention, forward, on CPUs with tile registers (Intel AMX).
+
+What      o = softmax(logits) v and lse, as `forward.py`, for operands of bfloat16.
+Grid      one task per (sequence, key head, block of query tiles), as there.
+One task  holds up to 8 tiles of 64 query rows (heads of a group side by side) with their sums;
+          for each tile of 128 keys: packs K and V; per 32 query rows what `forward_strips.py` does.
+Traffic   a task reads q once and writes o once; K and V are read once per task.
+Numerics  see `forward_softmax.py`. A row's bits depend on its own keys alone, not on threads or
+          neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.kernels.cpu.attention.amx_keys import pair_values, transpose_keys
+from tilewise.kernels.cpu.attention.forward_softmax import LANES, LOWEST
+from tilewise.kernels.cpu.attention.forward_strips import (
+    STRIPS,
+    Rows,
+    Sight,
+    attend_strips,
+    new_scores,
+    new_sight,
+    see_strips,
+)
+from tilewise.kernels.cpu.attention.problem import (
+    K_LEN,
+    LSE,
+    Q_LEN,
+    TASK,
+    TILE_M,
+    TILE_N,
+    K,
+    O,
+    Q,
+    V,
+)
+from tilewise.kernels.cpu.attention.softmax import LOG2_E
+from tilewise.kernels.cpu.attention.visibility import (
+    WORD,
+    WORDS,
+    end_seen,
+    first_seen,
+    next_tile,
+    view_rows,
+)
+from tilewise.kernels.cpu.machine import amx, simd
+from tilewise.kernels.cpu.machine.amx_tiles import SIDE
+from tilewise.kernels.cpu.machine.pack import gather_tile, prefetch_rows
+from tilewise.kernels.cpu.machine.rows import load_row, store_row
+from tilewise.kernels.cpu.machine.threads import (
+    borrowed,
+    inner,
+    keep_alive,
+    kernel,
+    next_task,
+    scratch,
+    zero_scratch,
+)
+
+ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two sets of the L1 cache
+
+
+class _Keys(NamedTuple):
+    """Scratch of a tile of keys: 16 rows, zero past the head dim, and operands of both products."""
+
+    rows: np.ndarray
+    k_panels: np.ndarray
+    v_panels: np.ndarray
+
+
+@inner
+def _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv):
+    """Pack a tile of K and V; say if all of V is finite."""
+    like, starts = arrays.like, arrays.starts
+    transpose_keys(
+        like, sizes.k_code, keys.k_panels, keys.rows, ld, sizes.head_dim, key, count,
+        starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row,
+        arrays.table, sequence, sizes.block_size, sizes.k_block,
+        sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row, sizes.k_scale_block,
+    )  # fmt: skip
+    return pair_values(
+        like, sizes.k_code, keys.v_panels, keys.rows, ldv, sizes.v_head_dim, key, count,
+        starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
+        arrays.table, sequence, sizes.block_size, sizes.v_block,
+        sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row, sizes.v_scale_block,
+    )  # fmt: skip
+
+
+@inner
+def _attend_exactly(sizes, rule, arrays, dropout, rows, sight, scores, v_panels, v_rows, k_panels,
+                    ld, ldv, acc_row, count, sequence, kv_head, first_row, num_rows,
+                    key):  # fmt: skip
+    """`attend_strips` where V holds inf or NaN, which must not reach rows that do not see it."""
+    starts = arrays.starts
+    v_panels[:] = 0
+    for turn in range(count):
+        single = Sight(sight.words, sight.begin, sight.end, sight.is_whole,
+                       sight.strips[3 * turn : 3 * turn + 3])  # fmt: skip
+        attend_strips(sizes, rule, arrays, dropout, rows, single, scores, k_panels, v_panels, ld,
+                      ldv, acc_row, 1, sequence, kv_head, first_row, num_rows, key)  # fmt: skip
+        strip, begin, end = single.strips
+        top = strip * SIDE
+        for column in range(begin, min(end, starts[sequence, K_LEN] - key)):
+            gather_tile(
+                arrays.like, sizes.k_code, v_rows, ldv, sizes.v_head_dim, key + column, 1, 1,
+                starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
+                arrays.table, sequence, sizes.block_size, sizes.v_block,
+                sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row,
+                sizes.v_scale_block,
+            )  # fmt: skip
+            for row in range(min(SIDE, num_rows - top)):
+                if sight.words[(top + row) * WORDS + column // WORD] >> column % WORD & 1:
+                    x = simd.load_one(scores.p, row * TILE_N + column)
+                    for channel in range(sizes.v_head_dim):
+                        y = simd.load_one(v_rows, channel)
+                        rows.acc[(top + row) * acc_row + channel] += x * y
+
+
+@inner
+def _prefetch_keys(sizes, arrays, sequence, kv_head, first, last):
+    starts = arrays.starts
+    prefetch_rows(first, last, sizes.k_size * sizes.head_dim,
+                  starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row, arrays.table, sequence,
+                  sizes.block_size, sizes.k_block)  # fmt: skip
+    prefetch_rows(first, last, sizes.k_size * sizes.v_head_dim,
+                  starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row, arrays.table, sequence,
+                  sizes.block_size, sizes.v_block)  # fmt: skip
+
+
+@inner
+def _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld, acc_row):
+    """Query rows to scratch; maxima and sums of rows that have seen their sink alone."""
+    like, starts, group = arrays.like, arrays.starts, sizes.group
+    padded = (num_rows + TILE_M - 1) // TILE_M * TILE_M
+    rows.m[:] = LOWEST
+    rows.l[: 2 * padded * LANES] = 0
+    rows.acc[: padded * acc_row] = 0
+    rows.parity[:] = 0
+    for row in range(num_rows):
+        query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
+        address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
+        load_row(like, sizes.q_code, rows.q, row * ld, address, sizes.head_dim)
+        if arrays.sinks[head] > -math.inf:
+            sink = arrays.sinks[head] * LOG2_E
+            rows.m[row] = math.ceil(sink)
+            rows.l[2 * row * LANES] = 2.0 ** (sink - rows.m[row])
+            rows.l[(2 * row + 1) * LANES] = rows.l[2 * row * LANES]
+
+
+@inner
+def _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row, num_rows,
+                acc_row):  # fmt: skip
+    """Divide the sums, store o and lse."""
+    like, starts, group = arrays.like, arrays.starts, sizes.group
+    for row in range(num_rows):
+        query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
+        first = (rows.parity[row // SIDE] * len(rows.m) + row) * 2 * LANES
+        total = simd.sum_lanes(simd.load(rows.l, first))
+        inverse, log_sum = like.dtype.type(0.0), -math.inf
+        if total != 0.0:
+            inverse = like.dtype.type(dropout.scale) / simd.sum_lanes(
+                simd.load(rows.l, first + LANES)
+            )
+            log_sum = rows.m[row] / LOG2_E + math.log(total)
+        address = starts[sequence, O] + query * sizes.o_row + head * sizes.o_head
+        store_row(like, sizes.q_code, rows.acc, row * acc_row, inverse, address, sizes.v_head_dim)
+        lse[starts[sequence, LSE] + head * sizes.lse_head + query] = log_sum
+
+
+@inner
+def _new_scratch(sizes, arrays, mask, tiles):
+    """Scratch of tasks of up to `tiles` tiles, zero where padding must stay zero."""
+    like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
+    ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
+    area = tiles * TILE_M
+    return (
+        Rows(zero_scratch(area * ld, packed), scratch(area * (ldv + ACC_PAD), like),
+             scratch(area, like), scratch(4 * area * LANES, like),
+             scratch(tiles * STRIPS, starts[0])),
+        _Keys(zero_scratch(LANES * max(ld, ldv), packed), scratch(TILE_N * ld, packed),
+              scratch(TILE_N * ldv, packed)),
+        new_scores(like, packed, mask.bits),
+        new_sight(tiles, mask.bits, starts[0]),
+    )  # fmt: skip
+
+
+@inner
+def _forward_task(sizes, rule, arrays, mask, dropout, lse, spare, sequence, kv_head, first_tile,
+                  tiles):  # fmt: skip
+    """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    rows, keys, scores, sight = spare
+    starts = arrays.starts
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
+    group = sizes.group
+    ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
+    acc_row = ldv + ACC_PAD
+    first_row = first_tile * TILE_M
+    num_rows = min(tiles * TILE_M, q_len * group - first_row)
+    owned_view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
+    view = borrowed(owned_view)
+    _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld, acc_row)
+    key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
+    end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
+    key = next_tile(mask, view, key, end_key)
+    while key < end_key:
+        following = next_tile(mask, view, key + TILE_N, end_key)
+        count = see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
+        if count > 0:
+            is_finite = _load_keys(sizes, arrays, keys, sequence, kv_head, key,
+                                   min(TILE_N, end_key - key), ld, ldv)  # fmt: skip
+            # The next tile's rows travel to the L2 cache while this one is computed.
+            _prefetch_keys(sizes, arrays, sequence, kv_head, following,
+                           min(following + TILE_N, end_key))  # fmt: skip
+            if is_finite:
+                attend_strips(
+                    sizes, rule, arrays, dropout, rows, sight, scores, keys.k_panels, keys.v_panels,
+                    ld, ldv, acc_row, count, sequence, kv_head, first_row, num_rows, key,
+                )  # fmt: skip
+            else:
+                _attend_exactly(
+                    sizes, rule, arrays, dropout, rows, sight, scores, keys.v_panels, keys.rows,
+                    keys.k_panels, ld, ldv, acc_row, count, sequence, kv_head, first_row, num_rows,
+                    key,
+                )  # fmt: skip
+        key = following
+    _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row, num_rows, acc_row)
+    keep_alive(owned_view)
+
+
+@kernel
+def attention_forward(sizes, rule, arrays, mask, dropout, lse, tiles, counter, num_tasks):
+    """Take tasks until none is left; see the head of this file.
+
+    Args:
+        sizes, rule, arrays, mask, dropout: parts of a `Problem`; o is written through addresses.
+        lse: flat array of like's type.
+        tiles: query tiles of a task.
+        counter: (1,) int64, the next task.
+    """
+    arrays, mask, lse = borrowed(arrays), borrowed(mask), borrowed(lse)
+    starts = arrays.starts
+    owned = _new_scratch(sizes, arrays, mask, tiles)
+    spare = borrowed(owned)
+    amx.configure()
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            break
+        sequence = 0
+        while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= task:
+            sequence += 1
+        task -= starts[sequence, TASK]
+        num_tiles = (starts[sequence, Q_LEN] * sizes.group + TILE_M - 1) // TILE_M
+        num_blocks = (num_tiles + tiles - 1) // tiles
+        first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
+        _forward_task(
+            sizes, rule, arrays, mask, dropout, lse, spare, sequence, task % sizes.num_kv_heads,
+            first, min(tiles, num_tiles - first),
+        )  # fmt: skip
+    amx.release()
+    keep_alive(owned)

@@ -1,0 +1,174 @@
+"""Softmax between the products in tile registers, by blocks of 32 rows and 32 keys.
+
+What      products q . k -> probabilities in bfloat16, their sums, and the powers of two that keep
+          them in range.
+Grid      none: called by one thread of a kernel on that thread's scratch.
+One call  some rows of a block of scores.
+Traffic   scores are read once and probabilities written once, in the L1 cache.
+Numerics  base 2: p = 2^(c s - m) with an integer m, raised to the ceiling of a row's largest logit
+          when one exceeds it by more than 8. Sums are rescaled by powers of two, exactly, and so
+          seldom that no pass over the scores looks for maxima. p <= 256 is rounded to bfloat16; the
+          log-sum-exp takes the sum of p, o is divided by that of rounded ones, so that a row of
+          one key is its value. Lanes of sums have a fixed order. The polynomial is within 8e-8 of
+          2^f (float32 rounds at 6e-8); 2^-inf is 0. A key out of sight is one of -inf, NaN too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, lanes_of
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.threads import inlined, inner
+
+LANES = 16
+SLACK = 8.0  # how far, in base 2, a logit may exceed m: far from overflow, seldom reached
+_i16, _i32 = ir.IntType(16), ir.IntType(32)
+_FLOOR = 1  # rounding of VREDUCEPS: what is left of x above its floor
+# The constant is 1, so that powers of integers are exact.
+_POWERS = [1.0, *simd.chebyshev(np.exp2, 0.0, 1.0, 5)[1:]]
+LOWEST = -3.4e38  # m of a row that has seen nothing: c s - m is far above SLACK, and not NaN
+
+
+def _masked(builder, name, operands, kind):
+    """A masked AVX-512 instruction on all lanes."""
+    tail = [ir.Constant(kind, ir.Undefined), _i16(-1), _i32(4)]  # 4: rounds as the CPU is set
+    return simd.call_llvm(builder, f"x86.avx512.mask.{name}.512", kind, [*operands, *tail])
+
+
+@intrinsic
+def power_of_two(typingctx, a):
+    """2^a, lane by lane, of float32; a <= 128."""
+
+    def codegen(context, builder, sig, args):
+        (x,) = args
+        fraction = _masked(builder, "reduce.ps", [x, _i32(_FLOOR)], x.type)
+        power = simd.horner(builder, fraction, _POWERS)
+        return _masked(builder, "scalef.ps", [power, x], x.type)
+
+    return a(a), codegen
+
+
+@intrinsic
+def _max_of_rows(typingctx, rows, first):
+    """Lane r is the largest of rows[first + 16 r : first + 16 r + 16]."""
+    dtype = simd.float_of(rows)
+
+    def codegen(context, builder, sig, args):
+        pointer = simd.pointer_to(context, builder, rows, *args)
+        kind, order_ir = simd.vector_ir(dtype), ir.VectorType(_i32, LANES)
+        vectors = []
+        for row in range(LANES):
+            place = builder.gep(pointer, [ir.IntType(64)(row * LANES)])
+            vectors.append(simd.load_vector(builder, place, kind, 4))
+        # A round halves the vectors: bit `distance` of the lane tells which of two rows it holds.
+        distance = LANES // 2
+        while distance > 0:
+            merged = []
+            for a, b in zip(vectors[:distance], vectors[distance:], strict=True):
+                kept = [lane + LANES * bool(lane & distance) for lane in range(LANES)]
+                moved = [(lane ^ distance) + LANES * bool(lane & distance) for lane in range(LANES)]
+                low, high = (
+                    builder.shuffle_vector(a, b, ir.Constant(order_ir, order))
+                    for order in (kept, moved)
+                )
+                is_larger = builder.fcmp_ordered(">", low, high)
+                merged.append(builder.select(is_larger, low, high))
+            vectors = merged
+            distance //= 2
+        return vectors[0]
+
+    return simd.Vector(dtype)(rows, types.int64), codegen
+
+
+@inlined
+def exponentiate_rows(like, s, si, p, pi, ldp, rows, factor, shifts, first, is_whole, seen, wi,
+                      sums, old, new, drops, keep, ki):  # fmt: skip
+    """p = 2^(factor s + shift) of `rows` rows of 32 keys; return the largest exponents, in lanes.
+
+    If one exceeds SLACK, what was computed is of no use: `raise_rows` and begin anew.
+
+    Args:
+        s, si: scores, 32 from row to row.
+        p, pi, ldp: probabilities, `ldp` elements from row to row.
+        shifts, first: -m of the rows, from shifts[first] on.
+        is_whole: every row sees every key; else bits of seen[wi :], WORDS from row to row, tell.
+        sums, old, new: of p, 16 lanes, and of p as rounded, 16 lanes, of each row; where those so
+            far begin, and where those with this block go.
+        drops, keep, ki: whether p becomes 0, after it was summed, where bits of keep[ki :] are 0.
+    """
+    lowest, zero = simd.splat(like, -math.inf), simd.splat(like, 0.0)
+    factors, largest = simd.splat(like, factor), lowest
+    for row in range(rows):
+        shift = simd.splat(like, shifts[first + row])
+        x = simd.fma(simd.load(s, si + row * WORD), factors, shift)
+        y = simd.fma(simd.load(s, si + row * WORD + LANES), factors, shift)
+        if not is_whole:
+            word = seen[wi + row * WORDS]
+            x = simd.select(lanes_of(like, word, 0), x, lowest)
+            y = simd.select(lanes_of(like, word, LANES), y, lowest)
+        largest = simd.maximum(x, largest)  # not NaN, whatever x is
+        largest = simd.maximum(y, largest)
+        x, y = power_of_two(x), power_of_two(y)
+        before, after = old + row * 2 * LANES, new + row * 2 * LANES
+        simd.store(sums, after, simd.add(simd.load(sums, before), simd.add(x, y)))
+        rounded = simd.load(sums, before + LANES)
+        rounded = simd.store_line(p, pi + row * ldp, x, y, rounded)
+        simd.store(sums, after + LANES, rounded)
+        if drops:
+            word = keep[ki + row * WORDS]
+            x = simd.select(lanes_of(like, word, 0), x, zero)
+            y = simd.select(lanes_of(like, word, LANES), y, zero)
+            simd.store_line(p, pi + row * ldp, x, y, zero)
+    return largest
+
+
+@inner
+def _scale(values, start, end, factor):
+    """values[start : end] *= factor, floats or bfloat16; whole registers."""
+    factors = simd.splat(values, factor)
+    for column in range(start, end, LANES):
+        simd.store(values, column, simd.mul(simd.load(values, column), factors))
+
+
+@inner
+def raise_rows(like, s, si, p, pi, ldp, columns, factor, seen, wi, m, at, sums, li, acc, ai, ldacc,
+               dim, spare):  # fmt: skip
+    """Raise m of those of 16 rows of a block that exceed it by more than SLACK; rescale their sums.
+
+    Args:
+        s, si, factor, seen, wi: see `exponentiate_rows`.
+        p, pi, ldp, columns: probabilities of the `columns` keys of this tile before the block.
+        m, at: exponents, m[at] of the first row.
+        sums, li: sums of probabilities, 32 lanes a row.
+        acc, ai, ldacc, dim: sums of P V, `dim` (a multiple of 16) of a row.
+        spare: scratch of 256 floats.
+    """
+    lowest, one = simd.splat(like, -math.inf), simd.splat(like, 1.0)
+    for row in range(LANES):
+        word, first = seen[wi + row * WORDS], si + row * WORD
+        x = simd.select(lanes_of(like, word, 0), simd.load(s, first), lowest)
+        y = simd.select(lanes_of(like, word, LANES), simd.load(s, first + LANES), lowest)
+        simd.store(spare, row * LANES, simd.maximum(x, simd.maximum(y, lowest)))
+    largest, old = _max_of_rows(spare, 0), simd.load(m, at)
+    top = simd.mul(largest, simd.splat(like, factor))
+    # Rounded as in `exponentiate_rows`: whether a row is raised must not depend on its neighbours.
+    excess = simd.fma(largest, simd.splat(like, factor), simd.sub(simd.splat(like, 0.0), old))
+    stays = simd.at_least(simd.splat(like, SLACK), excess)
+    new = simd.select(stays, old, simd.ceil(top))
+    simd.store(m, at, new)
+    is_fresh = simd.at_least(simd.splat(like, LOWEST), old)
+    change = simd.select(is_fresh, one, power_of_two(simd.sub(old, new)))
+    if simd.holds_everywhere(simd.at_least(change, one)):
+        return
+    simd.store(spare, 0, change)
+    for row in range(LANES):
+        if spare[row] != 1.0:
+            _scale(sums, li + row * 2 * LANES, li + (row + 1) * 2 * LANES, spare[row])
+            _scale(acc, ai + row * ldacc, ai + row * ldacc + dim, spare[row])
+            _scale(p, pi + row * ldp, pi + row * ldp + columns, spare[row])

@@ -1,0 +1,274 @@
+"""Strips of 32 query rows against a tile of keys, with both kinds of registers at work.
+
+What      per block of 32 keys S = Q K^T and softmax; per tile O += P V. Between the rows of the
+          softmax of a block, in vector registers, come S of the next block and P V of the strip
+          before, in tile registers: the CPU does both at once.
+Grid      none: called by one thread of `forward_amx.py` on that thread's scratch.
+One call  all strips of a task that see some of the tile's keys.
+Traffic   two blocks of S, 4 KiB each, and two strips of P, 8 KiB each, stay in the L1 cache while
+          K, V, q and the sums stream through it.
+Numerics  see `forward_softmax.py`.
+"""
+
+# ruff: noqa: E741 - m, l, s and p are the names of the papers
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.kernels.cpu.attention.forward import load_bias_row
+from tilewise.kernels.cpu.attention.forward_softmax import (
+    LANES,
+    LOWEST,
+    SLACK,
+    exponentiate_rows,
+    raise_rows,
+)
+from tilewise.kernels.cpu.attention.problem import K_LEN, Q_LEN, TILE_M, TILE_N
+from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
+from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, Seen, see_tile
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.amx_tiles import SIDE, multiply_block
+from tilewise.kernels.cpu.machine.blocks import BLOCK
+from tilewise.kernels.cpu.machine.philox import keep_row
+from tilewise.kernels.cpu.machine.threads import inner, scratch, zero_scratch
+
+STRIPS = TILE_M // SIDE  # of a tile of rows
+_CHUNK = 8  # rows of softmax between products
+_BLOCK, _AREA = SIDE * SIDE, SIDE * TILE_N
+
+
+class Rows(NamedTuple):
+    """Scratch of a task's query rows.
+
+    Attributes:
+        q: (rows, ld) bfloat16, zero past the head dim.
+        acc: (rows, ldv + a few) sums of P V.
+        m: (rows,) exponents, see `forward_softmax.py`.
+        l: (2, rows, 2, 16) sums of p and of p rounded, in lanes: the last ones, and those before.
+        parity: (strips,) which are the last ones.
+    """
+
+    q: np.ndarray
+    acc: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    parity: np.ndarray
+
+
+class Sight(NamedTuple):
+    """What the tiles of a task see of a tile of keys: parts of a `Seen` for each, and strips.
+
+    Attributes:
+        words, begin, end, is_whole: `Seen` of tile t, from t * TILE_M times WORDS, over BLOCK, and
+            from t.
+        strips: (strips, 3) of those that see keys: number, first and end column; flat.
+    """
+
+    words: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    is_whole: np.ndarray
+    strips: np.ndarray
+
+
+class Scores(NamedTuple):
+    """Scratch of two blocks of scores, two strips of probabilities, and the rows at work."""
+
+    s: np.ndarray
+    p: np.ndarray
+    shifts: np.ndarray
+    spare: np.ndarray
+    bias: np.ndarray
+    keep: np.ndarray
+
+
+@inner
+def new_scores(like, packed, words_like):
+    """Allocate `Scores`."""
+    return Scores(
+        scratch(2 * _BLOCK, like), scratch(2 * _AREA, packed), scratch(SIDE, like),
+        scratch(LANES * LANES, like), zero_scratch(2 * WORD, like),
+        zero_scratch(SIDE * WORDS, words_like),
+    )  # fmt: skip
+
+
+@inner
+def new_sight(tiles, words_like, index_like):
+    """Allocate `Sight` for `tiles` tiles of rows; other arguments are arrays of int32 and int64."""
+    blocks = tiles * (TILE_M // BLOCK)
+    return Sight(
+        scratch(tiles * TILE_M * WORDS, words_like), scratch(blocks, index_like),
+        scratch(blocks, index_like), zero_scratch(tiles, index_like),
+        scratch(tiles * STRIPS * 3, index_like),
+    )  # fmt: skip
+
+
+@inner
+def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key):
+    """Find the strips of rows first_row ... first_row + num_rows that see keys; return how many."""
+    blocks, count = TILE_M // BLOCK, 0
+    for tile in range((num_rows + TILE_M - 1) // TILE_M):
+        seen = Seen(
+            sight.words[tile * TILE_M * WORDS :], sight.begin[tile * blocks : (tile + 1) * blocks],
+            sight.end[tile * blocks : (tile + 1) * blocks], sight.is_whole[tile : tile + 1],
+        )  # fmt: skip
+        row = tile * TILE_M
+        rows = min(TILE_M, num_rows - row)
+        if not see_tile(sizes, mask, view, seen, q_len, k_len, first_row + row, rows, key):
+            continue
+        for strip in range(STRIPS):
+            begin, end = TILE_N, 0
+            for block in range(strip * SIDE // BLOCK, (strip + 1) * SIDE // BLOCK):
+                if seen.end[block] > 0:
+                    begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
+            if begin < end:
+                sight.strips[3 * count] = tile * STRIPS + strip
+                sight.strips[3 * count + 1], sight.strips[3 * count + 2] = begin, end
+                count += 1
+    return count
+
+
+@inner
+def _finish_logits(sizes, rule, arrays, scores, si, sequence, kv_head, first_row, rows, key):
+    """Turn a block of products into logits, where a factor alone does not."""
+    like = arrays.like
+    k_len = arrays.starts[sequence, K_LEN]
+    offset = k_len - arrays.starts[sequence, Q_LEN] - key
+    for row in range(rows):
+        query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
+        head += kv_head * sizes.group
+        if rule.has_bias:
+            load_bias_row(sizes, like, scores.bias, sequence, head, query, key,
+                          min(WORD, k_len - key))  # fmt: skip
+        slope = arrays.slopes[sequence * sizes.slopes_batch + head]
+        logits_row(like, rule, scores.s, si + row * WORD, 0, WORD, slope, query + offset,
+                   scores.bias, scores.bias, WORD)  # fmt: skip
+
+
+@inner
+def _draw_rows(sizes, dropout, keep, sequence, kv_head, first_row, rows, key):
+    """Bits of the keys of a tile that the rows of a strip keep."""
+    num_heads = sizes.num_kv_heads * sizes.group
+    for row in range(rows):
+        query, member = (first_row + row) // sizes.group, (first_row + row) % sizes.group
+        head = sequence * num_heads + kv_head * sizes.group + member
+        keep_row(dropout, keep, row * WORDS, head, query, key)
+
+
+@inner
+def _score(rows, scores, k_panels, ld, strip, column, buffer):
+    """32 columns of S of a strip."""
+    multiply_block(scores.s, buffer * _BLOCK, SIDE, rows.q, strip * SIDE * ld, ld, k_panels,
+                   column * ld, 2 * SIDE, ld // SIDE, False)  # fmt: skip
+
+
+@inner
+def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, column):
+    """32 columns of O += P V of a strip."""
+    multiply_block(
+        rows.acc, strip * SIDE * acc_row + column, acc_row, scores.p, buffer * _AREA + begin,
+        TILE_N, v_panels, column * TILE_N + begin * SIDE, 2 * SIDE, (end - begin) // SIDE, True,
+    )  # fmt: skip
+
+
+@inner
+def _exponentiate(like, scores, sight, rows, factor, is_whole, words, at, si, pi, top, count,
+                  parity, area, drops):  # fmt: skip
+    """`exponentiate_rows` of rows top ... of the block at si."""
+    old, new = parity * area + at + top, (1 - parity) * area + at + top
+    return exponentiate_rows(
+        like, scores.s, si + top * SIDE, scores.p, pi + top * TILE_N, TILE_N, count, factor,
+        scores.shifts, top, is_whole, sight.words, words + top * WORDS, rows.l,
+        old * 2 * LANES, new * 2 * LANES, drops, scores.keep, top * WORDS + words % WORDS,
+    )  # fmt: skip
+
+
+@inner
+def _raise(like, scores, sight, rows, factor, words, at, si, pi, columns, parity, area, acc_row,
+           ldv):  # fmt: skip
+    """`raise_rows` of a block of 32 rows; the shifts follow."""
+    for top in range(0, SIDE, LANES):
+        raise_rows(
+            like, scores.s, si + top * SIDE, scores.p, pi - columns + top * TILE_N, TILE_N, columns,
+            factor, sight.words, words + top * WORDS, rows.m, at + top, rows.l,
+            (parity * area + at + top) * 2 * LANES, rows.acc, (at + top) * acc_row, acc_row, ldv,
+            scores.spare,
+        )  # fmt: skip
+    _lower(like, scores, rows, at)
+
+
+@inner
+def _lower(like, scores, rows, at):
+    """Shifts of the rows of a strip; say whether any of them has seen nothing."""
+    zero, seen = simd.splat(like, 0.0), simd.splat(like, -LOWEST / 2.0)
+    low, high = simd.load(rows.m, at), simd.load(rows.m, at + LANES)
+    low, high = simd.sub(zero, low), simd.sub(zero, high)
+    simd.store(scores.shifts, 0, low)
+    simd.store(scores.shifts, LANES, high)
+    return not simd.holds_everywhere(simd.at_least(seen, simd.maximum(low, high)))
+
+
+@inner
+def attend_strips(sizes, rule, arrays, dropout, rows, sight, scores, k_panels, v_panels, ld, ldv,
+                  acc_row, count, sequence, kv_head, first_row, num_rows, key):  # fmt: skip
+    """Let `count` strips attend to a tile of keys."""
+    like, drops, strips = arrays.like, dropout.threshold > 0, sight.strips
+    factor = like.dtype.type(LOG2_E * (rule.scale if rule.is_scaled_only else 1.0))
+    limit, area = simd.splat(like, SLACK), len(rows.m)
+    block = 0
+    _score(rows, scores, k_panels, ld, strips[0], strips[1], 0)
+    for turn in range(count):
+        strip, begin, end = strips[3 * turn], strips[3 * turn + 1], strips[3 * turn + 2]
+        at, buffer = strip * SIDE, turn & 1
+        adding, added = ldv // SIDE if turn > 0 else 0, 0
+        is_whole = sight.is_whole[strip // STRIPS] != 0
+        if drops:
+            _draw_rows(sizes, dropout, scores.keep, sequence, kv_head, first_row + at,
+                       min(SIDE, num_rows - at), key)  # fmt: skip
+        for column in range(begin, end, SIDE):
+            si, pi = (block & 1) * _BLOCK, buffer * _AREA + column
+            words, parity = strip * SIDE * WORDS + column // WORD, rows.parity[strip]
+            if not rule.is_scaled_only:
+                _finish_logits(sizes, rule, arrays, scores, si, sequence, kv_head, first_row + at,
+                               min(SIDE, num_rows - at), key + column)  # fmt: skip
+            if _lower(like, scores, rows, at):
+                _raise(like, scores, sight, rows, factor, words, at, si, pi, column - begin, parity,
+                       area, acc_row, ldv)  # fmt: skip
+            largest = simd.splat(like, -math.inf)
+            last = adding * (column + SIDE - begin) // (end - begin)
+            for top in range(0, SIDE, _CHUNK):
+                largest = simd.maximum(largest, _exponentiate(
+                    like, scores, sight, rows, factor, is_whole, words, at, si, pi, top, _CHUNK,
+                    parity, area, drops,
+                ))  # fmt: skip
+                # Between the rows of this block: P V of the strip before, S of the next block.
+                if top == 0:
+                    if column + SIDE < end:
+                        _score(rows, scores, k_panels, ld, strip, column + SIDE, 1 - (block & 1))
+                    elif turn + 1 < count:
+                        _score(rows, scores, k_panels, ld, strips[3 * turn + 3],
+                               strips[3 * turn + 4], 1 - (block & 1))  # fmt: skip
+                elif added < last:
+                    _add_values(rows, scores, v_panels, acc_row, strips[3 * turn - 3],
+                                strips[3 * turn - 2], strips[3 * turn - 1], 1 - buffer,
+                                added * SIDE)  # fmt: skip
+                    added += 1
+            while added < last:
+                _add_values(rows, scores, v_panels, acc_row, strips[3 * turn - 3],
+                            strips[3 * turn - 2], strips[3 * turn - 1], 1 - buffer,
+                            added * SIDE)  # fmt: skip
+                added += 1
+            if not simd.holds_everywhere(simd.at_least(limit, largest)):
+                _raise(like, scores, sight, rows, factor, words, at, si, pi, column - begin, parity,
+                       area, acc_row, ldv)  # fmt: skip
+                _exponentiate(like, scores, sight, rows, factor, is_whole, words, at, si, pi, 0,
+                              SIDE, parity, area, drops)  # fmt: skip
+            rows.parity[strip] = 1 - parity
+            block += 1
+    for column in range(0, ldv, SIDE):
+        _add_values(rows, scores, v_panels, acc_row, strips[3 * count - 3], strips[3 * count - 2],
+                    strips[3 * count - 1], count - 1 & 1, column)  # fmt: skip

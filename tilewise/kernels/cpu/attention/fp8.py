@@ -1,0 +1,45 @@
+"""Attention of e4m3 tensors on the CPU: dequantised to float32, then the exact kernels.
+
+What      o = softmax(logits) v of the numbers x8 * scale.
+Grid      that of the float32 kernels, see launch.py.
+One call  makes float32 copies of q, k and v.
+Traffic   that of float32 attention and the copies: this backend is for correctness, not for speed.
+Numerics  float32 throughout; probabilities are not rounded to e4m3, so o is nearer to the rule than
+          a GPU's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.attention import launch as attention
+from tilewise.kernels.spec import AttentionSpec, dequantised
+
+__all__ = ["QUANTIZES", "launch_fwd", "why_not"]
+
+QUANTIZES = False  # takes e4m3 tensors with their scales only
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """Say why these kernels cannot run `spec`, or return None when they can."""
+    return attention.why_not(replace(spec, dtype=torch.float32))
+
+
+def launch_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    scales: tuple[Tensor, Tensor, Tensor],
+    seqlens_k: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
+    exact = replace(spec, dtype=torch.float32)
+    wide = (dequantised(x, s, exact.dtype) for x, s in zip((q, k, v), scales, strict=True))
+    o, lse = attention.launch_fwd(*wide, exact, seqlens_k=seqlens_k)
+    return o.to(dtype), lse

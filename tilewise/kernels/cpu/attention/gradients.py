@@ -1,0 +1,117 @@
+"""How the backward pass is cut into tasks, and where its gradients lie."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from tilewise.kernels.cpu.attention.problem import (
+    DK,
+    DO,
+    DQ,
+    DV,
+    Q_LEN,
+    TILE_N,
+    Gradients,
+    Problem,
+    byte_strides,
+)
+from tilewise.kernels.spec import AttentionSpec
+
+ROW_ELEMENTS = 1 << 16  # of do that a task of `delta.py` multiplies with o
+TILES_PER_CHUNK = 4  # 512 keys: their operands and sums fill the better part of an L2 cache
+
+
+class BackwardPlan(NamedTuple):
+    """How the backward pass is cut into tasks, from shapes alone, so that bits do not depend on
+    threads.
+
+    Attributes:
+        num_chunks: parts of the keys, of TILES_PER_CHUNK tiles.
+        num_owners: tasks per chunk.
+        dbias_shape: (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) that tasks add to, or (0,).
+    """
+
+    num_chunks: int
+    num_owners: int
+    dbias_shape: tuple[int, ...]
+    shares_batch: bool
+    shares_heads: bool
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, bias: Tensor | None) -> BackwardPlan:
+        shares_batch = shares_heads = False
+        wide: tuple[int, ...] = (0,)
+        if bias is not None:
+            shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+            if shape[2] == 1 or shape[3] == 1:
+                # A bias of O(N) per head: sequences and heads may have copies, summed afterwards.
+                wide = (spec.batch, spec.num_q_heads, *shape[2:])
+            else:
+                shares_batch, shares_heads = shape[0] == 1, shape[1] == 1
+                wide = shape
+        owners = 1 if shares_batch else spec.batch
+        owners *= 1 if shares_heads else spec.num_kv_heads
+        num_chunks = max(1, -(-spec.max_seqlen_k // (TILES_PER_CHUNK * TILE_N)))
+        if bias is not None:
+            # Chunks add to one number in turn where it has a row of its own; else each has a copy.
+            is_number = wide[2] == wide[3] == 1
+            wide = (num_chunks if is_number else 1, *wide)
+        return cls(num_chunks, owners, wide, shares_batch, shares_heads)
+
+
+def place_gradients(
+    problem: Problem,
+    plan: BackwardPlan,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor,
+    first_q: np.ndarray | None,
+    first_k: np.ndarray | None,
+) -> Gradients:
+    """Write the gradients' addresses into problem.arrays.starts and describe their strides.
+
+    Args:
+        dq: like q; its places are in elements, the others are addresses.
+        first_q, first_k: first row of each sequence of packed tensors, None for dense ones.
+    """
+    starts = problem.arrays.starts
+    batch = np.arange(len(starts))
+    first_q = batch if first_q is None else first_q
+    first_k = batch if first_k is None else first_k
+    for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
+        starts[:, column] = tensor.data_ptr() + first * tensor.stride(0) * tensor.element_size()
+    starts[:, DQ] = first_q * dq.stride(0)
+    (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
+    rows_per_task = max(1, ROW_ELEMENTS // max(1, do.shape[-1] * do.shape[-2]))
+    strides = [0] * 5
+    if dbias.ndim == 5:
+        strides = [
+            stride if size > 1 else 0
+            for stride, size in zip(dbias.stride(), dbias.shape, strict=True)
+        ]
+    return Gradients(
+        do_row=do_row,
+        do_head=do_head,
+        dk_row=dk_row,
+        dk_head=dk_head,
+        dv_row=dv_row,
+        dv_head=dv_head,
+        dq_row=dq.stride(-3),
+        has_dbias=dbias.ndim == 5,
+        shares_batch=plan.shares_batch,
+        shares_heads=plan.shares_heads,
+        dbias_chunk=strides[0],
+        dbias_batch=strides[1],
+        dbias_head=strides[2],
+        dbias_row=strides[3],
+        dbias_column=strides[4],
+        num_chunks=plan.num_chunks,
+        num_owners=plan.num_owners,
+        rows_per_task=rows_per_task,
+        num_row_tasks=int((-(-starts[:, Q_LEN] // rows_per_task)).sum()),
+    )

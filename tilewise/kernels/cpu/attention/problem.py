@@ -1,0 +1,264 @@
+"""What the tile kernels need to know of one call: strides, sizes and rules as plain numbers.
+
+A query tile mixes the heads that share a key head: flat row r of a sequence is query r // G of
+head hk * G + r % G, so a tile of keys is packed once for the whole group.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
+
+TILE_M = 64 if simd.NUM_REGISTERS == 32 else 66  # query rows: 8 or 11 register blocks
+TILE_N = 128  # keys: one panel of V (128 x 32 bfloat16, 8 KiB) and P's block fit the L1 cache
+# From row to row of a tile of scores: 66 rows 512 bytes apart would share 8 sets of an L1 cache.
+SCORE_ROW = TILE_N if simd.NUM_REGISTERS == 32 else TILE_N + 16
+
+# Columns of `Problem.starts`: where a sequence's first rows are, and how long it is.
+Q, K, V, O, LSE, Q_LEN, K_LEN, TASK, DO, DK, DV, DQ = range(12)  # noqa: E741
+NUM_STARTS = 12
+
+
+class Sizes(NamedTuple):
+    """Shapes, dtype codes and byte strides; k_size is the bytes of a key element.
+
+    lse_head counts elements. block_size is 0 for dense and packed keys. bias_* are byte strides
+    of the broadcast bias. slopes_batch is Hq where each sequence has slopes of its own, else 0.
+    k_scale, v_scale are the addresses of the scales of an 8-bit cache, the strides in bytes.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    v_head_dim: int
+    window_left: int
+    window_right: int
+    q_code: int
+    k_code: int
+    k_size: int
+    q_row: int
+    q_head: int
+    k_row: int
+    k_head: int
+    v_row: int
+    v_head: int
+    o_row: int
+    o_head: int
+    lse_head: int
+    block_size: int
+    k_block: int
+    v_block: int
+    bias: int
+    bias_code: int
+    bias_batch: int
+    bias_head: int
+    bias_row: int
+    bias_column: int
+    slopes_batch: int = 0
+    k_scale: int = 0
+    k_scale_block: int = 0
+    k_scale_row: int = 0
+    k_scale_head: int = 0
+    v_scale: int = 0
+    v_scale_block: int = 0
+    v_scale_row: int = 0
+    v_scale_head: int = 0
+
+
+class Rule(NamedTuple):
+    """How a product q . k becomes a logit.
+
+    is_scaled_only: no softcap, bias or ALiBi, and a positive scale, so that the largest product
+    is the largest logit and the scale can wait until exp2.
+    """
+
+    is_scaled_only: bool
+    scale: float
+    softcap: float
+    has_bias: bool
+    has_alibi: bool
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call.
+
+    Attributes:
+        like: empty array of the float type to compute in.
+        packed_like: empty array of the type of the product's operands; uint16 is bfloat16.
+        starts: (B, 12) int64, see the column names above.
+        table: (B, M) int32 block table, (0, 0) without one.
+        slopes: (Hq,) or (B * Hq,) of like's type, 0 where there is none.
+        sinks: (Hq,) of like's type, -inf where there is none.
+    """
+
+    like: np.ndarray
+    packed_like: np.ndarray
+    starts: np.ndarray
+    table: np.ndarray
+    slopes: np.ndarray
+    sinks: np.ndarray
+
+
+class Gradients(NamedTuple):
+    """Where gradients lie: byte strides; dbias_*, in elements, are 0 where bias is broadcast.
+
+    shares_batch, shares_heads: the bias gradient of all sequences, or heads, is one and the same
+    memory, so one task must own them all.
+    rows_per_task, num_row_tasks: queries of a task of `delta.py`, and how many those are.
+    """
+
+    do_row: int
+    do_head: int
+    dk_row: int
+    dk_head: int
+    dv_row: int
+    dv_head: int
+    dq_row: int
+    has_dbias: bool
+    shares_batch: bool
+    shares_heads: bool
+    dbias_chunk: int
+    dbias_batch: int
+    dbias_head: int
+    dbias_row: int
+    dbias_column: int
+    num_chunks: int
+    num_owners: int
+    rows_per_task: int
+    num_row_tasks: int
+
+
+class Mask(NamedTuple):
+    """A block mask, its lists as in `spec.MaskTensors` but flat.
+
+    Attributes:
+        shift_q, shift_k: a mask tile has 2**shift_q queries and 2**shift_k keys; 0 without a mask.
+        num_rows, num_columns: tiles of queries and of keys.
+        batch_step, head_step: from list to list of the next sequence and query head, in units of
+            num_rows or num_columns lists; 0 where shared.
+        tree, tree_row, tree_starts: a tree mask of paged attention, flat bytes, the length of its
+            rows, and the row of each sequence's first query; row lengths of 0 without one.
+    """
+
+    shift_q: int
+    shift_k: int
+    num_rows: int
+    num_columns: int
+    batch_step: int
+    head_step: int
+    bits: np.ndarray
+    rows: np.ndarray
+    row_entries: np.ndarray
+    columns: np.ndarray
+    column_entries: np.ndarray
+    tree: np.ndarray = np.empty(0, np.uint8)
+    tree_row: int = 0
+    tree_starts: np.ndarray = np.empty(0, np.int64)
+
+
+_NO_TILES = np.empty(0, np.int32)
+NO_MASK = Mask(0, 0, 0, 0, 0, 0, *[_NO_TILES] * 5)
+
+
+class Dropout(NamedTuple):
+    """Which probabilities are dropped, see `machine/philox.py`.
+
+    Attributes:
+        threshold: how many of 65,536 values drop a probability; 0 is off.
+        scale: what the kept ones are multiplied by.
+        key0, key1, offset: 32-bit words of the seed and of the counter.
+    """
+
+    threshold: int
+    scale: float
+    key0: int
+    key1: int
+    offset: int
+
+
+NO_DROPOUT = Dropout(0, 1.0, 0, 0, 0)
+
+
+class Problem(NamedTuple):
+    """One call as the kernels take it."""
+
+    sizes: Sizes
+    rule: Rule
+    arrays: Arrays
+    mask: Mask = NO_MASK
+    dropout: Dropout = NO_DROPOUT
+
+
+def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask:
+    """The block mask of a spec with `tile` as the kernels take it."""
+    if mask is None or tile is None:
+        return NO_MASK
+    batch, heads, num_rows, _ = mask.rows.shape
+    return Mask(
+        tile[0].bit_length() - 1,
+        tile[1].bit_length() - 1,
+        num_rows,
+        mask.columns.shape[2],
+        heads if batch > 1 else 0,
+        1 if heads > 1 else 0,
+        *(tensor.contiguous().view(-1).numpy() for tensor in mask),
+    )
+
+
+def dropout_numbers(philox: Tensor | None, spec: AttentionSpec) -> Dropout:
+    """The dropout of a spec as the kernels take it; `philox` is int64 (2,), seed and offset."""
+    if philox is None or spec.dropout_threshold == 0:
+        return NO_DROPOUT
+    low = 0xFFFFFFFF
+    seed, offset = philox.tolist()
+    return Dropout(
+        spec.dropout_threshold, spec.dropout_scale, seed & low, seed >> 32 & low, offset & low
+    )
+
+
+def float_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of statistics and sums for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def packed_type(dtype: torch.dtype, has_bf16_dot: bool) -> type:
+    """NumPy type of the operands of the product for inputs of `dtype`."""
+    if dtype == torch.float64:
+        return np.float64
+    return np.uint16 if dtype == torch.bfloat16 and has_bf16_dot else np.float32
+
+
+@functools.cache
+def _constant(num_heads: int, value: float, dtype: type) -> np.ndarray:
+    return np.full(num_heads, value, dtype)
+
+
+def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type) -> np.ndarray:
+    """A (Hq,) or (B, Hq) tensor, flat, or `default` for each head; not to be written to."""
+    if values is None:
+        return _constant(num_heads, default, dtype)
+    # numpy() forbids its tensor to be resized ever after, and FSDP resizes parameters: a copy.
+    return values.detach().to(float_type(values.dtype), copy=True).reshape(-1).numpy().astype(dtype)
+
+
+def byte_strides(tensor: Tensor) -> tuple[int, int]:
+    """Bytes from row to row and from head to head of a (..., S, H, D) tensor."""
+    size = tensor.element_size()
+    return tensor.stride(-3) * size, tensor.stride(-2) * size
+
+
+def bias_numbers(bias: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """Address, dtype code and four byte strides of `bias` broadcast to `shape`."""
+    if bias is None:
+        return 0, F32, 0, 0, 0, 0
+    wide = bias.detach().expand(shape)
+    size = bias.element_size()
+    return wide.data_ptr(), DTYPE_CODES[bias.dtype], *(stride * size for stride in wide.stride())

@@ -1,0 +1,109 @@
+"""The part of attention between the two matrix products, one row of a score tile at a time.
+
+What      products q . k -> logits -> probabilities, their sum and the running maximum.
+Grid      none: called by one thread of a kernel on that thread's scratch.
+One call  a row's columns begin ... end (multiples of 32) of a tile of keys.
+Traffic   the row is read twice and written once, in the L1 cache.
+Numerics  e^x = 2^(x log2 e) with x = logit - m fused and small, so that its rounding is too.
+          Columns out of sight become exact zeros whatever their product was, NaN included. A row
+          without keys keeps m = -inf.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu.attention.visibility import WORD, lanes_of
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.threads import inlined, inner
+
+LOG2_E = math.log2(math.e)
+
+
+@intrinsic
+def _lane_numbers(typingctx, like):
+    """The vector 0, 1, ..., LANES - 1."""
+    dtype = simd.float_of(like)
+
+    def codegen(context, builder, sig, args):
+        kind = simd.vector_ir(dtype)
+        return simd.ir.Constant(kind, [float(lane) for lane in range(kind.count)])
+
+    return simd.Vector(dtype)(like), codegen
+
+
+@inner
+def logits_row(like, rule, s, si, begin, end, slope, diagonal, bias, slack, di):
+    """Turn a row of products into logits in place.
+
+    s = scale q.k; s = softcap tanh(s / softcap); s += bias; s -= slope |diagonal - column|.
+
+    Args:
+        diagonal: the query's own position, in columns of the tile.
+        bias: the row's bias, by column of the tile.
+        slack: with a softcap, slack[di + column] = 1 - tanh^2, its derivative.
+    """
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    scale = simd.splat(like, rule.scale)
+    one = simd.splat(like, 1.0)
+    softcap = simd.splat(like, rule.softcap)
+    slopes = simd.splat(like, slope)
+    numbers = _lane_numbers(like)
+    for column in range(begin, end, lanes):
+        x = simd.mul(simd.load(s, si + column), scale)
+        if rule.softcap > 0.0:
+            t = simd.tanh(simd.div(x, softcap))
+            x = simd.mul(t, softcap)
+            simd.store(slack, di + column, simd.sub(one, simd.mul(t, t)))
+        if rule.has_bias:
+            x = simd.add(x, simd.load(bias, column))
+        if rule.has_alibi:
+            distance = simd.absolute(simd.sub(simd.splat(like, float(diagonal - column)), numbers))
+            x = simd.sub(x, simd.mul(slopes, distance))
+        simd.store(s, si + column, x)
+
+
+@inlined
+def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep):
+    """p = exp(factor * s - new maximum); return (maximum, sum of p, rescaling of old sums).
+
+    Args:
+        factor: what s still needs to be a logit, positive.
+        seen, wi: bits of the visible columns, from seen[wi] on.
+        m: the row's maximum so far.
+        drops, keep: whether p becomes 0, after it was summed, where the bits of `keep` are 0.
+    """
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    lowest = simd.splat(like, -math.inf)
+    largest = lowest
+    for first in range(begin, end, WORD):
+        word = seen[wi + first // WORD]
+        for lane in range(0, WORD, lanes):
+            x = simd.load(s, si + first + lane)
+            if word != -1:
+                x = simd.select(lanes_of(like, word, lane), x, lowest)
+            largest = simd.maximum(x, largest)
+    top = like.dtype.type(simd.max_lanes(largest) * like.dtype.type(factor))
+    new = max(m, top)
+    shift = new if new > -math.inf else like.dtype.type(0.0)
+    factors, log2_e = simd.splat(like, factor), simd.splat(like, LOG2_E)
+    shifts = simd.splat(like, -shift)
+    zero = simd.splat(like, 0.0)
+    total = zero
+    for first in range(begin, end, WORD):
+        word = seen[wi + first // WORD]
+        for lane in range(0, WORD, lanes):
+            column = first + lane
+            x = simd.exp2(simd.mul(simd.fma(simd.load(s, si + column), factors, shifts), log2_e))
+            if word != -1:
+                x = simd.select(lanes_of(like, word, lane), x, zero)
+            total = simd.add(total, x)
+            if drops:
+                x = simd.select(lanes_of(like, keep[first // WORD], lane), x, zero)
+            simd.store(p, pi + column, x)
+    rescale = like.dtype.type(1.0)
+    if new != m:
+        rescale = simd.max_lanes(simd.exp2(simd.mul(simd.splat(like, m - shift), log2_e)))
+    return new, simd.sum_lanes(total), rescale

@@ -1,0 +1,412 @@
+"""Attention over a paged cache of latents on the CPU: decoding, and runs of several new tokens.
+
+What      o = softmax(scale (q_latent . z + q_rope . k_rope)) z for all heads, and lse; causal among
+          the new tokens of a sequence.
+Grid      one task per (sequence, split of its keys, block of rows), taken from a counter; a row is
+          one new token and head. What splits found is merged by a second round of tasks.
+One task  up to 128 rows, whose sums stay in its L2 cache while its keys pass by in tiles of 128.
+Traffic   a latent is read from memory once per block of rows: once in all for one token of 128
+          heads, and it serves as key and as value. Partial sums are under half of that, in cache.
+Numerics  as in `tiles/paged.py`. Where keys are split depends on the lengths and, unless a batch
+          must not matter, on the batch; never on threads, so neither do the bits of a result.
+"""
+
+# ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from tilewise.kernels.cpu.attention.problem import float_type, packed_type
+from tilewise.kernels.cpu.latent.tiles import (
+    ACC_PAD,
+    KEYS,
+    PAD,
+    ROWS,
+    Source,
+    gather_keys,
+    new_tile,
+    score_rows,
+    score_tile,
+    softmax_tile,
+    weigh_exactly,
+    weigh_tile,
+)
+from tilewise.kernels.cpu.machine import amx, simd
+from tilewise.kernels.cpu.machine.pack import transpose_tile
+from tilewise.kernels.cpu.machine.rows import BF16, DTYPE_CODES, load_row, store_row, why_not_dtype
+from tilewise.kernels.cpu.machine.threads import (
+    inner,
+    kernel,
+    next_task,
+    run_tasks,
+    scratch,
+    zero_scratch,
+)
+from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
+from tilewise.kernels.spec import PagedSpec
+
+SPLIT = 512  # keys of a task at least; 64 rows leave sums a quarter as large as these keys
+MAX_SPLITS = 16  # of a sequence whose bits must not depend on its neighbours
+TASKS_PER_CORE = 4  # of other calls: more would only leave more sums, fewer keep cores waiting
+MAX_SPLIT_BLOCKS = 4  # more blocks of rows keep the threads busy without splits of the keys
+MERGE_ROWS = 4  # of one task of the second round
+LOG2_E = math.log2(math.e)
+
+# Columns of `starts`: where a sequence's first rows are, how long it is, how it is cut.
+Q_LATENT, Q_ROPE, O, ROW, Q_LEN, K_LEN, TASK, BLOCKS, SPLITS, SPLIT_KEYS, SLOT = range(11)
+
+
+class Sizes(NamedTuple):
+    """Shapes, dtype codes and byte strides; lse_head counts elements; scale is 0 without scales;
+    split_keys is 0 where a sequence's own length decides."""
+
+    num_heads: int
+    rank: int
+    rope_dim: int
+    q_code: int
+    cache_code: int
+    row_size: int
+    q_row: int
+    q_head: int
+    rope_row: int
+    rope_head: int
+    o_row: int
+    o_head: int
+    lse_head: int
+    cache: int
+    cache_block: int
+    cache_row: int
+    scale: int
+    scale_block: int
+    scale_row: int
+    block_size: int
+    block_rows: int
+    split_keys: int
+    scale_log2: float
+    uses_amx: bool
+
+
+class Arrays(NamedTuple):
+    """The float type to compute in and the type of the products' operands, as empty arrays; starts
+    (B, 11) int64; the block table; and what splits leave: sums, tops and totals, by slot and row.
+    """
+
+    like: np.ndarray
+    packed_like: np.ndarray
+    starts: np.ndarray
+    table: np.ndarray
+    sums: np.ndarray
+    tops: np.ndarray
+    totals: np.ndarray
+
+
+def why_not(spec: PagedSpec) -> str | None:
+    """Say why these kernels cannot run `spec`, or return None when they can."""
+    if spec.device_type != "cpu":
+        return f"device must be cpu, got {spec.device_type}"
+    if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
+        return f"cache dtype must be float64 with float64 queries only, got {spec.cache_dtype}"
+    reason = None if spec.cache_dtype in BYTE_CODES else why_not_dtype(spec.cache_dtype)
+    return why_not_dtype(spec.dtype) or reason
+
+
+def launch(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    spec: PagedSpec,
+    *,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    latent_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend from each sequence's new rows to its cached latents, causally.
+
+    Args:
+        q_latent: (T, Hq, R) packed; strided in all dims but the last, like the other tensors.
+        q_rope: (T, Hq, Dr).
+        latent_cache: (N, P, R + Dr).
+        spec: head_dim is R + Dr and v_head_dim is R.
+        block_table: int32 (B, M); entries past a sequence's last block are never read.
+        seqlens_k: int32 (B,), tokens with the new ones counted.
+        cu_seqlens_q: int32 (B + 1,).
+        latent_scale: float32 (N, P, 2) of an 8-bit cache: of a row's first R elements, of the rest.
+
+    Returns:
+        o (T, Hq, R) of q's dtype; lse (Hq, T), float32, float64 for float64.
+
+    Source: DeepSeek-V2 (2024), section 2.1; Dao et al. 2023, Flash-Decoding (split keys).
+    """
+    q_latent, q_rope = (
+        q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
+        for q in (q_latent.detach(), q_rope.detach())
+    )
+    o = torch.empty(q_latent.shape, dtype=q_latent.dtype)
+    lse = torch.empty((spec.num_q_heads, spec.num_tokens), dtype=float_type(spec.dtype))
+    edges = cu_seqlens_q.contiguous().numpy()
+    num_rows = int(edges[-1])
+    if num_rows != spec.num_tokens:
+        o[num_rows:] = 0
+        lse[:, num_rows:] = float("-inf")
+    starts = np.zeros((spec.num_seqs, 11), np.int64)
+    longest = max(1, int(np.diff(edges).max(initial=0)))
+    block_rows = min(ROWS, -(-longest * spec.num_q_heads // PAD) * PAD)
+    lengths = seqlens_k.contiguous().numpy()
+    split_keys = 0
+    if not spec.batch_invariant:
+        # Of the machine's cores, not of the threads in use: results do not depend on those.
+        blocks = -(-np.diff(edges) * spec.num_q_heads // block_rows)
+        tasks = TASKS_PER_CORE * (os.cpu_count() or 1)
+        split_keys = max(SPLIT, int((blocks * lengths.astype(np.int64)).sum()) // tasks)
+    sizes = _sizes(q_latent, q_rope, latent_cache, latent_scale, o, spec, block_rows, split_keys)
+    num_tasks, num_slots = _plan(
+        sizes, starts, edges, lengths, q_latent.data_ptr(),
+        q_rope.data_ptr(), o.data_ptr(),
+    )  # fmt: skip
+    real = np.float64 if spec.dtype == torch.float64 else np.float32
+    ldv = -(-spec.v_head_dim // 32) * 32
+    is_narrow = spec.cache_dtype == spec.dtype or spec.cache_dtype in BYTE_CODES
+    arrays = Arrays(
+        like=np.empty(0, real),
+        packed_like=np.empty(0, packed_type(spec.dtype, simd.HAS_BF16_DOT and is_narrow)),
+        starts=starts,
+        table=block_table.contiguous().numpy(),
+        sums=np.empty(num_slots * block_rows * (ldv + ACC_PAD), real),
+        tops=np.empty(num_slots * block_rows, real),
+        totals=np.empty(num_slots * block_rows, real),
+    )
+    flat = lse.view(-1).numpy()
+    run_tasks(attend_latents, num_tasks, sizes, arrays, flat)
+    if num_slots > 0:
+        merges = -(-num_rows * spec.num_q_heads // MERGE_ROWS)
+        run_tasks(merge_splits, merges, sizes, arrays, flat)
+    return o, lse
+
+
+def _sizes(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    latent_scale: Tensor | None,
+    o: Tensor,
+    spec: PagedSpec,
+    block_rows: int,
+    split_keys: int,
+) -> Sizes:
+    """Put the call into the numbers that the kernels take."""
+    size, q_size = latent_cache.element_size(), q_latent.element_size()
+    is_bf16 = spec.dtype == torch.bfloat16 and (
+        spec.cache_dtype == torch.bfloat16 or spec.cache_dtype in BYTE_CODES
+    )
+    scale, scale_block, scale_row = 0, 0, 0
+    if latent_scale is not None:
+        scale, (scale_block, scale_row, _) = latent_scale.data_ptr(), latent_scale.stride()
+    return Sizes(
+        num_heads=spec.num_q_heads,
+        rank=spec.v_head_dim,
+        rope_dim=spec.head_dim - spec.v_head_dim,
+        q_code=DTYPE_CODES[spec.dtype],
+        cache_code=(DTYPE_CODES | BYTE_CODES)[spec.cache_dtype],
+        row_size=latent_cache.shape[2] * size,
+        q_row=q_latent.stride(0) * q_size,
+        q_head=q_latent.stride(1) * q_size,
+        rope_row=q_rope.stride(0) * q_size,
+        rope_head=q_rope.stride(1) * q_size,
+        o_row=o.stride(0) * q_size,
+        o_head=o.stride(1) * q_size,
+        lse_head=spec.num_tokens,
+        cache=latent_cache.data_ptr(),
+        cache_block=latent_cache.stride(0) * size,
+        cache_row=latent_cache.stride(1) * size,
+        scale=scale,
+        scale_block=scale_block * 4,
+        scale_row=scale_row * 4,
+        block_size=latent_cache.shape[1],
+        block_rows=block_rows,
+        split_keys=split_keys,
+        scale_log2=float(spec.softmax_scale) * LOG2_E,
+        uses_amx=amx.HAS_AMX and is_bf16,
+    )
+
+
+@kernel
+def _plan(sizes, starts, edges, lengths, q_latent, q_rope, o):
+    """Fill starts; return how many tasks there are, and slots for what splits leave."""
+    num_tasks = num_slots = 0
+    for sequence in range(len(starts)):
+        first = types.int64(edges[sequence])
+        run, length = types.int64(edges[sequence + 1]) - first, types.int64(lengths[sequence])
+        starts[sequence, Q_LATENT] = q_latent + first * sizes.q_row
+        starts[sequence, Q_ROPE] = q_rope + first * sizes.rope_row
+        starts[sequence, O] = o + first * sizes.o_row
+        starts[sequence, ROW] = first
+        starts[sequence, Q_LEN], starts[sequence, K_LEN] = run, length
+        blocks = (run * sizes.num_heads + sizes.block_rows - 1) // sizes.block_rows
+        keys = sizes.split_keys
+        if keys == 0:
+            keys = max((length + MAX_SPLITS - 1) // MAX_SPLITS, SPLIT)
+        keys = (keys + KEYS - 1) // KEYS * KEYS
+        splits = 1
+        if blocks <= MAX_SPLIT_BLOCKS:
+            splits = max((length + keys - 1) // keys, 1)
+        starts[sequence, SPLIT_KEYS] = keys
+        starts[sequence, TASK], starts[sequence, SLOT] = num_tasks, num_slots
+        starts[sequence, BLOCKS], starts[sequence, SPLITS] = blocks, splits
+        num_tasks += blocks * splits
+        num_slots += blocks * splits if splits > 1 else 0
+    return num_tasks, num_slots
+
+
+@inner
+def _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld):
+    """Rows [q_latent, q_rope] of a block to scratch."""
+    for row in range(num_rows):
+        token = (first_row + row) // sizes.num_heads
+        head = (first_row + row) % sizes.num_heads
+        address = starts[sequence, Q_LATENT] + token * sizes.q_row + head * sizes.q_head
+        load_row(like, sizes.q_code, q, row * ld, address, sizes.rank)
+        address = starts[sequence, Q_ROPE] + token * sizes.rope_row + head * sizes.rope_head
+        load_row(like, sizes.q_code, q, row * ld + sizes.rank, address, sizes.rope_dim)
+
+
+@inner
+def _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q, acc, ai,
+                  ld, ldv):  # fmt: skip
+    """Fold keys first ... last - 1 into acc, m and l of num_rows rows, `rows` with padding."""
+    like, starts = arrays.like, arrays.starts
+    _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld)
+    transpose_tile(like, q, rows, ld, tile.q)
+    acc[ai : ai + rows * (ldv + ACC_PAD)] = 0
+    tile.m[:] = -math.inf
+    tile.l[:] = 0
+    before = starts[sequence, K_LEN] - starts[sequence, Q_LEN] + 1  # keys that token 0 sees
+    source = Source(
+        sizes.cache, sizes.cache_row, sizes.cache_block, sizes.block_size, sizes.cache_code,
+        sizes.rank + sizes.rope_dim, sizes.row_size, sizes.rank, sizes.scale, sizes.scale_row,
+        sizes.scale_block, arrays.table, sequence,
+    )  # fmt: skip
+    # Rows that the matrix unit can read where they are: sixteen side by side, nothing after them.
+    in_place = (
+        sizes.uses_amx and sizes.cache_code == BF16 and sizes.block_size % 16 == 0
+        and source.width == ld
+    )  # fmt: skip
+    end = min(last, before + (first_row + num_rows - 1) // sizes.num_heads)
+    for key in range(first, end, KEYS):
+        count = min(KEYS, end - key)
+        padded = (count + 31) // 32 * 32
+        hides = before + first_row // sizes.num_heads < key + count
+        is_whole = count == padded and not hides
+        if not is_whole:
+            for row in range(rows):
+                seen = before + (first_row + row) // sizes.num_heads - key
+                tile.seen[row] = min(max(seen, 0), count)
+        check = like.dtype.type(0.0)
+        if in_place and not hides:
+            score_rows(tile, source, ld, ldv, rows, key, count, padded, end)
+        else:
+            check = gather_keys(like, tile, source, ld, key, count, padded)
+            score_tile(tile, source, sizes.uses_amx, ld, rows, padded, key + KEYS, end)
+        softmax_tile(like, tile, sizes.scale_log2, rows, padded, is_whole)
+        if check == 0.0 or not hides:
+            weigh_tile(like, tile, sizes.uses_amx, acc, ai, ld, ldv, rows, padded)
+        else:
+            weigh_exactly(tile, acc, ai, ld, ldv, rows, count)
+
+
+@inner
+def _store_row(sizes, like, starts, lse, sequence, row, values, vi, top, total):
+    """Write o and lse of one row from its sums."""
+    token, head = row // sizes.num_heads, row % sizes.num_heads
+    inverse = like.dtype.type(0.0) if total == 0.0 else like.dtype.type(1.0) / total
+    address = starts[sequence, O] + token * sizes.o_row + head * sizes.o_head
+    store_row(like, sizes.q_code, values, vi, inverse, address, sizes.rank)
+    value = -math.inf if total == 0.0 else (top + math.log2(total)) / LOG2_E
+    lse[head * sizes.lse_head + starts[sequence, ROW] + token] = value
+
+
+@kernel
+def attend_latents(sizes, arrays, lse, counter, num_tasks):
+    """Take tasks until none is left; see the head of this file."""
+    like, starts = arrays.like, arrays.starts
+    ld = (sizes.rank + sizes.rope_dim + 31) // 32 * 32
+    ldv = (sizes.rank + 31) // 32 * 32
+    tile = new_tile(like, arrays.packed_like, ld, sizes.block_rows)
+    q = zero_scratch(sizes.block_rows * ld, arrays.packed_like)
+    own = scratch(sizes.block_rows * (ldv + ACC_PAD), like)
+    if sizes.uses_amx:
+        amx.configure()
+    sequence = 0
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            break
+        while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= task:
+            sequence += 1
+        local = task - starts[sequence, TASK]
+        blocks, splits = starts[sequence, BLOCKS], starts[sequence, SPLITS]
+        split, first_row = local // blocks, local % blocks * sizes.block_rows
+        num_rows = min(sizes.block_rows, starts[sequence, Q_LEN] * sizes.num_heads - first_row)
+        rows = (num_rows + PAD - 1) // PAD * PAD
+        first, last = 0, starts[sequence, K_LEN]
+        if splits > 1:
+            first = split * starts[sequence, SPLIT_KEYS]
+            last = min(first + starts[sequence, SPLIT_KEYS], last)
+            slot = (starts[sequence, SLOT] + local) * sizes.block_rows
+            _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q,
+                          arrays.sums, slot * (ldv + ACC_PAD), ld, ldv)  # fmt: skip
+            arrays.tops[slot : slot + num_rows] = tile.m[:num_rows]
+            arrays.totals[slot : slot + num_rows] = tile.l[:num_rows]
+            continue
+        _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q,
+                      own, 0, ld, ldv)  # fmt: skip
+        for row in range(num_rows):
+            _store_row(sizes, like, starts, lse, sequence, first_row + row, own,
+                       row * (ldv + ACC_PAD), tile.m[row], tile.l[row])  # fmt: skip
+    if sizes.uses_amx:
+        amx.release()
+
+
+@kernel
+def merge_splits(sizes, arrays, lse, counter, num_tasks):
+    """Combine the splits of MERGE_ROWS rows at a time, in their order, and write o and lse."""
+    like, starts = arrays.like, arrays.starts
+    ldv = (sizes.rank + 31) // 32 * 32
+    merged = scratch(ldv, like)
+    sequence = 0
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            return
+        for row in range(task * MERGE_ROWS, (task + 1) * MERGE_ROWS):
+            token = row // sizes.num_heads
+            while sequence + 1 < len(starts) and starts[sequence + 1, ROW] <= token:
+                sequence += 1
+            row -= starts[sequence, ROW] * sizes.num_heads
+            splits, blocks = starts[sequence, SPLITS], starts[sequence, BLOCKS]
+            if splits == 1 or row >= starts[sequence, Q_LEN] * sizes.num_heads:
+                continue
+            first = starts[sequence, SLOT] + row // sizes.block_rows
+            top = -math.inf
+            for split in range(splits):
+                at = (first + split * blocks) * sizes.block_rows + row % sizes.block_rows
+                top = max(top, arrays.tops[at])
+            merged[:] = 0
+            total = like.dtype.type(0.0)
+            for split in range(splits):
+                at = (first + split * blocks) * sizes.block_rows + row % sizes.block_rows
+                if arrays.totals[at] == 0.0:
+                    continue
+                weight = like.dtype.type(2.0 ** (arrays.tops[at] - top))
+                total += arrays.totals[at] * weight
+                for column in range(ldv):
+                    merged[column] += weight * arrays.sums[at * (ldv + ACC_PAD) + column]
+            _store_row(sizes, like, starts, lse, sequence, row, merged, 0, top, total)

@@ -1,0 +1,321 @@
+"""One tile of latents against the rows of a task: it is loaded once, as keys and as values.
+
+What      S^T = Z Q^T, softmax down its columns, O += P Z[:, :R], for rows of all heads and of a few
+          new tokens. Transposed scores need no transposed keys, and their softmax no sum across
+          the lanes of a register: a lane is a row.
+Grid      none: called by one thread of `launch.py` on that thread's scratch.
+One call  up to KEYS keys and ROWS rows.
+Traffic   rows of the cache are copied to scratch once, while those of the next tile are fetched;
+          scratch (keys 147 KB, values paired 147 KB, sums 262 KB for 128 rows) lies in the L2.
+Numerics  logits in base 2; m, l and sums float32 (float64 for float64); P is rounded to the type of
+          the product's operands, and so is a row of an 8-bit cache times its two scales. A key out
+          of sight counts for nothing, whatever it holds.
+"""
+
+# ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.kernels.cpu.machine import amx, simd
+from tilewise.kernels.cpu.machine.gemm import (
+    MR,
+    multiply,
+    multiply_add,
+    multiply_add_rows,
+    panel_columns,
+    words_to_elements,
+)
+from tilewise.kernels.cpu.machine.pack import (
+    gather_tile,
+    pair_tile,
+    prefetch_rows,
+    row_address,
+    transpose_block,
+)
+from tilewise.kernels.cpu.machine.threads import inner, scratch, zero_scratch
+from tilewise.kernels.cpu.paged.quantise import INT8, load_values
+from tilewise.kernels.device import l2_bytes
+
+# Of a tile: 128 in floats and again as values are 590 KB, more than an L2 of 512 KiB. With 64, read
+# where they are, 16 heads took 15 % less on an EPYC with AVX2, and 128 heads 5 %.
+KEYS = 128 if simd.HAS_BF16_DOT or l2_bytes() > 1 << 20 else 64
+# Rows 2 KB apart share few sets of the L1 cache: it holds a column of 64, but not of 128.
+COPIES_FLOATS = KEYS > 64
+ROWS = 128  # of a task: all heads of DeepSeek-V3, and as many as its sums fit half an L2 cache
+VALUE_ROWS = KEYS + 2  # of a panel: 8 KB apart, panels would share a set of the L1 cache
+ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two sets of the L1 cache
+PAD = 16  # rows are padded to a tile of the matrix unit
+
+
+class Source(NamedTuple):
+    """Where the rows of one sequence lie: addresses and strides in bytes.
+
+    Of 8-bit rows the first `rank` elements have the scale at `scale`, the others the next one.
+    """
+
+    start: int
+    row: int
+    block: int
+    block_size: int
+    code: int
+    width: int
+    row_size: int
+    rank: int
+    scale: int
+    scale_row: int
+    scale_block: int
+    table: np.ndarray
+    sequence: int
+
+
+class Tile(NamedTuple):
+    """Scratch of one task.
+
+    Attributes:
+        keys: (KEYS, ld) rows of the cache, zero past their width.
+        values: the same in paired panels; where floats are not copied they are read from the keys.
+        q: panels of the queries, transposed.
+        s: (KEYS, padded rows) scores.
+        p: probabilities in words of a pair of keys (of a key for floats): (words, padded rows).
+        p_rows: the same as rows of KEYS, for the matrix unit.
+        zeros: a row of them.
+        m, l, rescale: of each row; seen: how many keys of the tile it sees, as a float.
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    q: np.ndarray
+    s: np.ndarray
+    p: np.ndarray
+    p_rows: np.ndarray
+    zeros: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    rescale: np.ndarray
+    seen: np.ndarray
+
+
+@inner
+def new_tile(like, packed, ld, rows):
+    """Scratch for tasks of up to `rows` rows, a multiple of PAD."""
+    whole = (rows + 31) // 32 * 32
+    return Tile(
+        zero_scratch(KEYS * ld, packed), scratch(VALUE_ROWS * ld, packed),
+        zero_scratch(whole * ld, packed), scratch(KEYS * rows, like), scratch(KEYS * rows, packed),
+        scratch(KEYS * rows, packed), zero_scratch(ld, packed),
+        scratch(rows, like), scratch(rows, like), scratch(rows, like), scratch(rows, like),
+    )  # fmt: skip
+
+
+@inner
+def _address(source, key):
+    """Address of the row of `key`."""
+    return row_address(source.start, key, source.row, source.table, source.sequence,
+                       source.block_size, source.block)  # fmt: skip
+
+
+@inner
+def gather_keys(like, tile, source, ld, first, count, padded):
+    """Copy keys first ... first + count to scratch, zeros up to `padded`; pair them as values.
+
+    Returns 0.0, or NaN when a row holds an infinity or NaN.
+    """
+    if source.code < INT8:
+        check = gather_tile(
+            like, source.code, tile.keys, ld, source.width, first, count, padded, source.start,
+            source.row, source.table, source.sequence, source.block_size, source.block,
+        )  # fmt: skip
+    else:
+        check = _gather_bytes(like, tile.keys, source, ld, first, count, padded)
+    if COPIES_FLOATS or tile.keys.itemsize == 2:
+        pair_tile(like, tile.keys, padded, ld, tile.values, VALUE_ROWS)
+    return check
+
+
+@inner
+def _gather_bytes(like, keys, source, ld, first, count, padded):
+    """`gather_tile` of 8-bit rows: both parts of a row, each times its scale."""
+    check = like.dtype.type(0.0)
+    rank = source.rank
+    for row in range(count):
+        at = _address(source, first + row)
+        scale = row_address(source.scale, first + row, source.scale_row, source.table,
+                            source.sequence, source.block_size, source.scale_block)  # fmt: skip
+        start = row * ld
+        check += load_values(like, source.code, keys, start, at, rank, scale)
+        check += load_values(like, source.code, keys, start + rank, at + rank,
+                             source.width - rank, scale + 4)  # fmt: skip
+    keys[count * ld : padded * ld] = 0
+    return check
+
+
+@inner
+def score_rows(tile, source, ld, ldv, rows, first, count, padded, end):
+    """s = keys q^T and the values in pairs, from rows that lie in groups of 16 in the cache.
+
+    The 32 rows after those at work are fetched meanwhile, up to `end`: a tenth of the time for 64
+    heads and more, nothing for 16 (one core of a Xeon, 2026-11-20). Slots past `count` may hold
+    anything: `softmax_tile` does not look at their scores, and as values they are zeros.
+    """
+    passes, nothing = (rows + 31) // 32, tile.zeros.ctypes.data
+    for key in range(0, padded, 32):
+        at = _address(source, first + key)
+        later = at if key + 16 >= count else _address(source, first + key + 16)
+        ahead, further, fetches = at, at, 0
+        if first + key + 64 <= end:
+            ahead, further = _address(source, first + key + 32), _address(source, first + key + 48)
+            fetches = (16 + passes - 1) // passes
+        for row in range(0, rows, 32):
+            skipped = min(row // 32 * fetches, 16 - fetches) * source.row
+            if row + 16 < rows:
+                amx.score_2(tile.s, key * rows + row, rows, at, later, source.row, tile.q, row * ld,
+                            ld // 32, ahead + skipped, further + skipped, fetches)  # fmt: skip
+            else:
+                amx.score_1(tile.s, key * rows + row, rows, at, later, source.row, tile.q, row * ld,
+                            ld // 32, ahead + skipped, further + skipped, fetches)  # fmt: skip
+        for pair in range(key, key + 32, 2):
+            even = odd = nothing
+            if pair < count:
+                even = (at if pair < key + 16 else later) + pair % 16 * source.row
+            if pair + 1 < count:
+                odd = even + source.row
+            amx.pair_rows(even, odd, tile.values, pair * 32, VALUE_ROWS * 32, ldv // 32)
+
+
+@inner
+def score_tile(tile, source, uses_amx, ld, rows, padded, ahead, end):
+    """s = keys q^T for `padded` keys (a multiple of 32) in scratch and `rows` rows (of PAD).
+
+    Rows of the cache from `ahead` to `end` are fetched meanwhile.
+    """
+    width = panel_columns(tile.s)
+    elements = words_to_elements(tile.keys)
+    share = (KEYS * width + rows - 1) // rows
+    for row in range(0, rows, width):
+        begin = ahead + row // width * share
+        prefetch_rows(begin, min(begin + share, end), source.row_size, source.start, source.row,
+                      source.table, source.sequence, source.block_size, source.block)  # fmt: skip
+        if uses_amx:
+            for key in range(0, padded, 32):
+                at = tile.keys.ctypes.data + key * ld * 2
+                if row + 16 < rows:
+                    amx.score_2(tile.s, key * rows + row, rows, at, at + 32 * ld, 2 * ld, tile.q,
+                                row * ld, ld // 32, at, at, 0)  # fmt: skip
+                else:
+                    amx.score_1(tile.s, key * rows + row, rows, at, at + 32 * ld, 2 * ld, tile.q,
+                                row * ld, ld // 32, at, at, 0)  # fmt: skip
+        else:
+            for key in range(0, padded, MR):
+                multiply(
+                    tile.s, key * rows + row, rows, min(width, rows - row),
+                    tile.keys, key * ld, ld, elements,
+                    tile.q, row * ld, ld // elements, tile.s,
+                )  # fmt: skip
+
+
+@inner
+def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
+    """p = 2^(scale s - m), new m and l of each row; without is_whole only what `seen` counts."""
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    scale, lowest = simd.splat(like, scale_log2), simd.splat(like, -math.inf)
+    zero, least = simd.splat(like, 0.0), simd.splat(like, -3e38)
+    is_paired = tile.p.itemsize == 2
+    for row in range(0, rows, lanes):
+        old, seen = simd.load(tile.m, row), simd.load(tile.seen, row)
+        even, odd = lowest, lowest  # two chains, since each maximum waits for the one before
+        for key in range(0, padded, 2):
+            x = simd.mul(simd.load(tile.s, key * rows + row), scale)
+            y = simd.mul(simd.load(tile.s, (key + 1) * rows + row), scale)
+            if not is_whole:
+                x = simd.select(simd.at_least(seen, simd.splat(like, key + 1.0)), x, lowest)
+                y = simd.select(simd.at_least(seen, simd.splat(like, key + 2.0)), y, lowest)
+            even, odd = simd.maximum(x, even), simd.maximum(y, odd)
+        new = simd.maximum(simd.maximum(even, odd), old)
+        shift = simd.select(simd.at_least(new, least), new, zero)
+        minus = simd.sub(zero, shift)
+        even, odd = zero, zero
+        for key in range(0, padded, 2):
+            x = simd.exp2(simd.fma(simd.load(tile.s, key * rows + row), scale, minus))
+            y = simd.exp2(simd.fma(simd.load(tile.s, (key + 1) * rows + row), scale, minus))
+            if not is_whole:
+                x = simd.select(simd.at_least(seen, simd.splat(like, key + 1.0)), x, zero)
+                y = simd.select(simd.at_least(seen, simd.splat(like, key + 2.0)), y, zero)
+            even, odd = simd.add(even, x), simd.add(odd, y)
+            if is_paired:
+                simd.store_pair(tile.p, key * rows + 2 * row, x, y)
+            else:
+                simd.store(tile.p, key * rows + row, x)
+                simd.store(tile.p, (key + 1) * rows + row, y)
+        factor = simd.exp2(simd.sub(old, shift))
+        simd.store(tile.m, row, new)
+        total = simd.add(even, odd)
+        simd.store(tile.l, row, simd.fma(simd.load(tile.l, row), factor, total))
+        simd.store(tile.rescale, row, factor)
+
+
+@inner
+def _rescale_rows(like, acc, ai, lda, rows, rescale):
+    """Multiply the rows whose maximum has grown, few once a sequence is under way."""
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    for row in range(rows):
+        if rescale[row] != 1.0:
+            factor = simd.splat(like, rescale[row])
+            for column in range(ai + row * lda, ai + (row + 1) * lda, lanes):
+                simd.store(acc, column, simd.mul(simd.load(acc, column), factor))
+
+
+@inner
+def weigh_tile(like, tile, uses_amx, acc, ai, ld, ldv, rows, padded):
+    """acc = acc * rescale + p values, for the first ldv columns of the values."""
+    width = panel_columns(acc)
+    elements = words_to_elements(tile.p)
+    lda = ldv + ACC_PAD
+    if uses_amx:
+        _rescale_rows(like, acc, ai, lda, rows, tile.rescale)
+        for key in range(0, padded, 32):
+            for row in range(0, rows, 16):
+                transpose_block(tile.p, key * rows + 2 * row, 2 * rows, tile.p_rows,
+                                row * KEYS + key, KEYS)  # fmt: skip
+        for column in range(0, ldv, 32):
+            for row in range(0, rows, 32):
+                at = ai + row * lda + column
+                if row + 16 < rows:
+                    amx.add_2(acc, at, lda, tile.p_rows, row * KEYS, KEYS,
+                              tile.values, column * VALUE_ROWS, padded // 32)  # fmt: skip
+                else:
+                    amx.add_1(acc, at, lda, tile.p_rows, row * KEYS, KEYS,
+                              tile.values, column * VALUE_ROWS, padded // 32)  # fmt: skip
+        return
+    for column in range(0, ldv, width):
+        for row in range(0, rows, MR):
+            if elements == 1 and not COPIES_FLOATS:  # the keys are the values
+                multiply_add_rows(
+                    acc, ai + row * lda + column, lda, ldv - column, tile.p, row, 1, rows,
+                    tile.keys, column, ld, padded, tile.rescale, row,
+                )  # fmt: skip
+            else:
+                multiply_add(
+                    acc, ai + row * lda + column, lda, ldv - column,
+                    tile.p, row * elements, elements, rows * elements,
+                    tile.values, column * VALUE_ROWS, padded // elements, tile.rescale, row,
+                )  # fmt: skip
+
+
+@inner
+def weigh_exactly(tile, acc, ai, ld, ldv, rows, count):
+    """The same over visible keys alone, for tiles with inf or NaN that some row does not see."""
+    elements = words_to_elements(tile.p)
+    for row in range(rows):
+        at = ai + row * (ldv + ACC_PAD)
+        for column in range(ldv):
+            acc[at + column] *= tile.rescale[row]
+        for key in range(min(count, int(tile.seen[row]))):
+            word = (key // elements * rows + row) * elements + key % elements
+            x = simd.load_one(tile.p, word)
+            for column in range(ldv):
+                acc[at + column] += x * simd.load_one(tile.keys, key * ld + column)

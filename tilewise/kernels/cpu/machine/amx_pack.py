@@ -1,0 +1,157 @@
+"""Operands of the products in tile registers: rows split into bfloat16 parts, and rearranged.
+
+What      `amx_tiles.py` multiplies rows of bfloat16 by words of two. Rows of q, k, do and v come
+          from memory; columns of q and do are rows of their transposes; p and ds become words along
+          the queries.
+Grid      none: called by one thread of a kernel on that thread's scratch.
+One call  one tile of rows, or of scores.
+Traffic   every element is read and written once per layout and part, in the L2 cache.
+Numerics  part i is the bfloat16 nearest to what parts 0 ... i - 1 leave, see `amx_tiles.py`.
+"""
+
+from __future__ import annotations
+
+from tilewise.kernels.cpu.attention.problem import TILE_M, TILE_N
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.pack import pair_words, prefetch, transpose_block
+from tilewise.kernels.cpu.machine.rows import F32, load_row
+from tilewise.kernels.cpu.machine.threads import inlined, inner
+
+_SIDE = 16  # rows and columns of a transposed block of words
+_PANEL = 32  # keys of a panel of words
+AHEAD = 16  # rows from the one that is loaded to the one that is asked for
+
+
+@inner
+def split_rows(like, source, count, target, base, part, parts):
+    """target[base + i part : ] = part i of source[0 : count], floats; count is a multiple of 16."""
+    for at in range(0, count, _SIDE):
+        rest = simd.load(source, at)
+        for index in range(parts):
+            where = base + index * part + at
+            simd.store(target, where, rest)
+            if index + 1 < parts:
+                rest = simd.sub(rest, simd.load(target, where))
+
+
+@inner
+def take_part(like, rest, count, target):
+    """target = the part of `rest` that bfloat16 holds; rest -= target."""
+    for at in range(0, count, _SIDE):
+        whole = simd.load(rest, at)
+        simd.store(target, at, whole)
+        simd.store(rest, at, simd.sub(whole, simd.load(target, at)))
+
+
+@inner
+def load_key_rows(like, code, target, ld, dim, first, count, start, row_bytes):
+    """Rows first ... first + count to target[row ld]; return 0.0, or NaN if not all are finite."""
+    check = like.dtype.type(0.0)
+    size = 4 if code == F32 else 2
+    for row in range(count):
+        ahead = start + (first + row + AHEAD) * row_bytes
+        for line in range(0, dim * size, 64):
+            prefetch(ahead + line)
+        check += load_row(like, code, target, row * ld, start + (first + row) * row_bytes, dim)
+    return check
+
+
+@inner
+def load_flat_rows(like, code, target, base, ld, part, parts, stage, dim, start, row_bytes,
+                   head_bytes, group, first_row, rows):  # fmt: skip
+    """Flat query rows first_row ... to target[base + row ld], TILE_M of them, zeros past `rows`."""
+    query, member = first_row // group, first_row % group
+    size = 4 if code == F32 else 2
+    for row in range(rows):
+        address = start + query * row_bytes + member * head_bytes
+        # By then the row is there, but for the first strip of a panel.
+        ahead = start + (first_row + row + AHEAD) // group * row_bytes
+        for line in range(0, dim * size, 64):
+            prefetch(ahead + (first_row + row + AHEAD) % group * head_bytes + line)
+        if parts == 1:
+            load_row(like, code, target, base + row * ld, address, dim)
+        else:
+            load_row(like, code, stage, 0, address, dim)
+            split_rows(like, stage, ld, target, base + row * ld, part, parts)
+        member += 1
+        if member == group:
+            query, member = query + 1, 0
+    for index in range(parts):
+        first = base + index * part
+        target[first + rows * ld : first + TILE_M * ld] = 0
+
+
+@inner
+def prefetch_flat_rows(code, dim, start, row_bytes, head_bytes, group, first_row, last_row):
+    """Ask for flat query rows first_row ... last_row, so that they travel to the L2 cache."""
+    size = 4 if code == F32 else 2
+    for row in range(first_row, last_row):
+        query = row // group
+        address = start + query * row_bytes + (row - query * group) * head_bytes
+        for line in range(0, dim * size, 64):
+            prefetch(address + line)
+
+
+@inner
+def transpose_rows(source, si, ld, target, ti, target_row, words):
+    """TILE_M rows of `ld` bfloat16 to ld rows of TILE_M, `target_row` apart.
+
+    `words` is scratch of 16 x 16 words.
+    """
+    for row in range(0, TILE_M, 2 * _SIDE):
+        for column in range(0, ld, _SIDE):
+            for word in range(_SIDE):
+                even = si + (row + 2 * word) * ld + column
+                pair_words(source, even, even + ld, words, word * 2 * _SIDE)
+            transpose_block(words, 0, 2 * _SIDE, target, ti + column * target_row + row, target_row)
+
+
+@inlined
+def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, row_part, parts):
+    """Two rows of a register of columns as words, and each to `rows`, part by part."""
+    for index in range(parts):
+        simd.store_pair(words, word_at + index * word_part, upper, lower)
+        simd.store(rows, above + index * row_part, upper)
+        simd.store(rows, below + index * row_part, lower)
+        if index + 1 < parts:
+            upper = simd.sub(upper, simd.load(rows, above + index * row_part))
+            lower = simd.sub(lower, simd.load(rows, below + index * row_part))
+
+
+@inner
+def pack_scores(like, s, dp, p_words, ds_words, ds_rows, spare, first_row, strip, parts, begin,
+                end, top, bottom):  # fmt: skip
+    """P and dS of rows top ... bottom of a tile as words, and dS as rows; zeros around.
+
+    Words lie in panels of 32 keys, [part][panel][pair of the strip's queries][key]. `spare` is
+    scratch of two registers of columns.
+    """
+    word_part = strip * TILE_N
+    for row in range(top, bottom, 2):
+        line = (first_row + row) * _PANEL
+        for column in range(begin, end, _SIDE):
+            at = row * TILE_N + column
+            word = line + column // _PANEL * strip * _PANEL + column % _PANEL * 2
+            upper, lower = simd.load(s, at), simd.load(s, at + TILE_N)
+            _store_parts(upper, lower, p_words, word, word_part, spare, 0, _SIDE, 0, parts)
+            upper, lower = simd.load(dp, at), simd.load(dp, at + TILE_N)
+            _store_parts(upper, lower, ds_words, word, word_part, ds_rows, at, at + TILE_N,
+                         TILE_M * TILE_N, parts)  # fmt: skip
+    for start, stop in ((0, begin), (end, TILE_N)):
+        _clear_panels(p_words, ds_words, first_row + top, bottom - top, strip, parts, start, stop)
+
+
+@inner
+def _clear_panels(p_words, ds_words, first_row, rows, strip, parts, begin, end):
+    """Zero the words of some rows for keys begin ... end."""
+    for part in range(parts):
+        for column in range(begin, end, _PANEL):
+            at = (part * TILE_N + column) * strip + first_row * _PANEL
+            p_words[at : at + rows * _PANEL] = 0
+            ds_words[at : at + rows * _PANEL] = 0
+
+
+@inner
+def clear_scores(p_words, ds_words, first_row, strip, parts):
+    """Words of a tile that no row sees."""
+    _clear_panels(p_words, ds_words, first_row, TILE_M, strip, parts, 0, TILE_N)

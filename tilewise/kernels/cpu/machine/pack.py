@@ -1,0 +1,219 @@
+"""Rearrange tiles of rows into the panels that `gemm.py` multiplies by.
+
+What      A tile is `count` rows in scratch, `ld` elements apart. Two layouts come of it:
+          transposed panels, where rows of the tile are columns of the operand (K in Q K^T);
+          paired panels, where rows of the tile run along the operand's K (V in P V).
+Grid      none: called by one thread of a kernel on that thread's scratch.
+One call  packs one tile; also gathers a tile from a dense tensor or from cache blocks.
+Traffic   reads and writes every element of the tile once per layout, in the L2 cache.
+Numerics  copies bits.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.gemm import panel_columns, words_to_elements
+from tilewise.kernels.cpu.machine.threads import inner
+from tilewise.kernels.cpu.paged.quantise import load_values
+
+_i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+def _order(lanes):
+    return ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
+
+
+def emit_transpose(builder, rows):
+    """Transpose as many vectors as they have lanes.
+
+    log2(lanes) rounds; the round of distance d exchanges bit d of the row with bit d of the lane.
+    """
+    rows, lanes, distance = list(rows), len(rows), 1
+    while distance < lanes:
+        low = [lane if not lane & distance else lanes + lane - distance for lane in range(lanes)]
+        high = [lane + distance if not lane & distance else lanes + lane for lane in range(lanes)]
+        for row in range(lanes):
+            if not row & distance:
+                a, b = rows[row], rows[row + distance]
+                rows[row] = builder.shuffle_vector(a, b, _order(low))
+                rows[row + distance] = builder.shuffle_vector(a, b, _order(high))
+        distance *= 2
+    return rows
+
+
+@intrinsic
+def transpose_block(typingctx, source, si, source_row, target, ti, target_row):
+    """Transpose LANES x LANES words; a word is a float or a pair of bfloat16."""
+
+    def codegen(context, builder, sig, args):
+        source_, si_, source_row_, target_, ti_, target_row_ = args
+        word = _i64 if source.dtype == types.float64 else _i32
+        align = 2 if source.dtype == types.uint16 else 4
+        lanes = simd.REGISTER_BYTES * 8 // word.width
+        kind = ir.VectorType(word, lanes)
+        read = simd.pointer_to(context, builder, source, source_, si_)
+        rows = [
+            simd.load_vector(
+                builder, builder.gep(read, [builder.mul(source_row_, _i64(row))]), kind, align
+            )
+            for row in range(lanes)
+        ]
+        write = simd.pointer_to(context, builder, target, target_, ti_)
+        for row, value in enumerate(emit_transpose(builder, rows)):
+            pointer = builder.gep(write, [builder.mul(target_row_, _i64(row))])
+            simd.store_vector(builder, value, pointer, align)
+        return context.get_dummy_value()
+
+    index = types.int64
+    return types.void(source, index, index, target, index, index), codegen
+
+
+@intrinsic
+def pair_words(typingctx, source, even, odd, target, ti):
+    """Interleave LANES bfloat16 of two rows: words of (even[lane], odd[lane])."""
+
+    def codegen(context, builder, sig, args):
+        source_, even_, odd_, target_, ti_ = args
+        lanes = simd.REGISTER_BYTES // 4
+        kind = ir.VectorType(_i16, lanes)
+        low, high = (
+            simd.load_vector(
+                builder, simd.pointer_to(context, builder, source, source_, at), kind, 2
+            )
+            for at in (even_, odd_)
+        )
+        order = _order([half * lanes + lane for lane in range(lanes) for half in (0, 1)])
+        pointer = simd.pointer_to(context, builder, target, target_, ti_)
+        simd.store_vector(builder, builder.shuffle_vector(low, high, order), pointer, 2)
+        return context.get_dummy_value()
+
+    index = types.int64
+    return types.void(source, index, index, target, index), codegen
+
+
+@inner
+def transpose_tile(like, source, count, ld, panels):
+    """Transposed panels of `count` rows (a multiple of the panel width) of `ld` elements.
+
+    Word w of row r goes to panels[r // P][w][r % P], P = panel_columns; a panel has ld's words.
+    """
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    elements = words_to_elements(source)
+    width = panel_columns(like) * elements
+    words = ld // elements
+    for row in range(0, count, lanes):
+        panel = row // (2 * lanes)
+        base = panel * words * width + (row - panel * 2 * lanes) * elements
+        for word in range(0, words, lanes):
+            transpose_block(
+                source, row * ld + word * elements, ld, panels, base + word * width, width
+            )
+
+
+@inner
+def pair_tile(like, source, count, ld, panels, tile_rows):
+    """Paired panels of `count` rows (even) of `ld` elements (a multiple of the panel width).
+
+    Column c of rows 2 w, 2 w + 1 (of row w for floats) goes to panels[c // P][w][c % P]; a panel
+    has the words of tile_rows rows.
+    """
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    elements = words_to_elements(source)
+    width = panel_columns(like) * elements
+    words = tile_rows // elements
+    for column in range(0, ld, lanes):
+        panel = column // (2 * lanes)
+        base = panel * words * width + (column - panel * 2 * lanes) * elements
+        for word in range(count // elements):
+            if elements == 2:
+                even = 2 * word * ld + column
+                pair_words(source, even, even + ld, panels, base + word * width)
+            else:
+                vector = simd.load(source, word * ld + column)
+                simd.store(panels, base + word * width, vector)
+
+
+def emit_prefetch(builder, address, writes=False):
+    """Ask for the cache line at `address`, an int; harmless wherever it points."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [pointer, _i32(int(writes)), _i32(2), _i32(1)])  # to L2, data
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """See `emit_prefetch`."""
+
+    def codegen(context, builder, sig, args):
+        emit_prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def prefetch_to_write(typingctx, address):
+    """`prefetch` of a line that will be written: other cores give it up."""
+
+    def codegen(context, builder, sig, args):
+        emit_prefetch(builder, args[0], writes=True)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@inner
+def row_address(start, row, row_bytes, table, sequence, block_size, block_bytes):
+    """Address of key `row` of a sequence: in a dense tensor, or in cache blocks if block_size > 0.
+
+    Block ids are int32; they widen to int64 before the stride multiplies them.
+    """
+    if block_size == 0:
+        return start + row * row_bytes
+    block = row // block_size
+    return (
+        start
+        + types.int64(table[sequence, block]) * block_bytes
+        + (row - block * block_size) * row_bytes
+    )
+
+
+@inner
+def prefetch_rows(
+    first, last, row_size, start, row_bytes, table, sequence, block_size, block_bytes
+):
+    """Prefetch rows first ... last - 1 of a sequence, row_size bytes each."""
+    for row in range(first, last):
+        address = row_address(start, row, row_bytes, table, sequence, block_size, block_bytes)
+        for line in range(0, row_size, 64):
+            prefetch(address + line)
+
+
+@inner
+def gather_tile(
+    like, code, scratch, ld, dim, first, count, padded, start, row_bytes, table, sequence,
+    block_size, block_bytes, scale=0, scale_bytes=0, scale_block=0,
+):  # fmt: skip
+    """Rows first ... first + count of a sequence to scratch, zeros up to `padded` rows.
+
+    scale, scale_bytes and scale_block are start, row_bytes and block_bytes of 8-bit rows' scales.
+    Returns 0.0, or NaN when a row holds an infinity or NaN.
+    """
+    check = like.dtype.type(0.0)
+    for row in range(count):
+        address = row_address(
+            start, first + row, row_bytes, table, sequence, block_size, block_bytes
+        )
+        scale_address = row_address(
+            scale, first + row, scale_bytes, table, sequence, block_size, scale_block
+        )
+        check += load_values(like, code, scratch, row * ld, address, dim, scale_address)
+    for index in range(count * ld, padded * ld):
+        scratch[index] = 0
+    return check

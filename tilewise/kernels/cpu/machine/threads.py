@@ -1,0 +1,195 @@
+"""Run a compiled kernel on as many threads as torch uses.
+
+Kernels are compiled without numba's own thread pool: its fall-back layer aborts the process when
+two Python threads enter it, its OpenMP layer when a forked child does. Here a kernel is a function
+that releases the GIL and takes task numbers from a shared counter until none is left; it runs on
+the caller's thread and on helpers from a pool, and whoever comes late finds less to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils, event
+from numba.extending import intrinsic
+
+
+def _sources() -> list[tuple[str, float, int]]:
+    """Name, time and size of every file that a kernel may be made of."""
+    folder = Path(__file__).parents[1]
+    files = sorted(folder.rglob("*.py"))
+    return [
+        (str(file.relative_to(folder)), file.stat().st_mtime, file.stat().st_size) for file in files
+    ]
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile `function` when it is first called, once per machine: later processes load it.
+
+    Numba compiles a cached function anew when its own file changes; these are made of all files of
+    the folder cpu/, so the stamp is of them all. Where no cache can be written, nothing is cached.
+    """
+    try:
+        compiled = njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:
+        return njit(nogil=True, error_model="numpy")(function)
+    cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if cache_file is not None:
+        cache_file._source_stamp = _sources()
+    return compiled
+
+
+class _First(event.Listener):
+    """Calls `tell` when the first function is compiled, which loading from the cache is not."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.tell: Callable[[], None] | None = tell
+
+    def on_start(self, event: event.Event) -> None:
+        tell, self.tell = self.tell, None
+        if tell is not None:
+            tell()
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
+@contextmanager
+def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` when, within this context, a first kernel must be compiled."""
+    with event.install_listener("numba:compile", _First(tell)):
+        yield
+
+
+# What kernels call: never called from Python, so no wrapper is built for it.
+inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# What kernels call for every row or block: a call would count references to each array, atomically.
+inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, inline="always")
+
+
+def _new_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="tilewise-kernel")
+
+
+_pool = _new_pool()
+
+
+def pool() -> ThreadPoolExecutor:
+    """The threads that help, as many as there are cores."""
+    return _pool
+
+
+def _renew_pool() -> None:
+    """A forked child inherits the pool but none of its threads."""
+    global _pool
+    _pool = _new_pool()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_pool)
+
+
+def run_tasks(function: Callable[..., None], num_tasks: int, *args: Any) -> None:
+    """Call function(*args, counter, num_tasks) on as many threads as torch uses."""
+    counter = np.zeros(1, np.int64)
+    helpers = min(num_tasks, torch.get_num_threads()) - 1
+    futures = [_pool.submit(function, *args, counter, num_tasks) for _ in range(helpers)]
+    try:
+        function(*args, counter, num_tasks)
+    finally:
+        for future in futures:
+            future.cancel() or future.result()
+
+
+def run_alone(function: Callable[..., None], num_tasks: int, *args: Any) -> None:
+    """Call function(*args, counter, num_tasks) on this thread only: for kernels of microseconds."""
+    function(*args, np.zeros(1, np.int64), num_tasks)
+
+
+@intrinsic
+def next_task(typingctx, counter):
+    """Atomically take the number in counter[0] and leave the next one."""
+
+    def codegen(context, builder, sig, args):
+        data = cgutils.create_struct_proxy(counter)(context, builder, value=args[0]).data
+        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "acq_rel")
+
+    return types.int64(counter), codegen
+
+
+@inner
+def scratch(count, like):
+    """An uninitialised array of `count` elements of like's dtype on a cache-line boundary."""
+    raw = np.empty(count + 64 // like.itemsize, like.dtype)
+    skip = (-raw.ctypes.data % 64) // like.itemsize
+    return raw[skip : skip + count]
+
+
+@inner
+def zero_scratch(count, like):
+    """A zeroed `scratch`."""
+    array = scratch(count, like)
+    array[:] = 0
+    return array
+
+
+@intrinsic
+def borrowed(typingctx, value):
+    """`value`, an array or a tuple of arrays and numbers, without a share in its memory.
+
+    A call counts references to the arrays it passes on, by atomic additions of 5 ns each: a third
+    of a backward pass. To a borrowed array there is nothing to count; its owner must outlive it,
+    see `keep_alive`.
+    """
+
+    def lend(context, builder, kind, item):
+        if isinstance(kind, types.Array):
+            array = cgutils.create_struct_proxy(kind)(context, builder, value=item)
+            array.meminfo = cgutils.get_null_value(array.meminfo.type)
+            array.parent = cgutils.get_null_value(array.parent.type)
+            return array._getvalue()
+        if isinstance(kind, types.BaseTuple):
+            items = [
+                lend(context, builder, each, builder.extract_value(item, index))
+                for index, each in enumerate(kind)
+            ]
+            return context.make_tuple(builder, kind, items)
+        return item
+
+    def codegen(context, builder, sig, args):
+        return lend(context, builder, value, args[0])
+
+    return value(value), codegen
+
+
+@intrinsic
+def bare(typingctx, array):
+    """A pointer to array[0], which vectors are loaded from and numbers indexed by like the array.
+
+    Passing on even a borrowed array calls a function that finds nothing to count; a pointer costs
+    nothing. The array must outlive it, see `keep_alive`.
+    """
+
+    def codegen(context, builder, sig, args):
+        return cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
+
+    return types.CPointer(array.dtype)(array), codegen
+
+
+@intrinsic
+def keep_alive(typingctx, owner):
+    """Hold the memory of `owner`, an array or a tuple of them, until here."""
+
+    def codegen(context, builder, sig, args):
+        return context.get_dummy_value()
+
+    return types.void(owner), codegen

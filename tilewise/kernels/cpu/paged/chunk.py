@@ -1,0 +1,283 @@
+"""One chunk of keys meets the query heads that share its key head.
+
+What      scores, softmax and weighted sum of a chunk, into acc, m and l.
+Grid      none: called by one thread of `decode.py` for every chunk and key head of a task.
+One call  4 query heads per pass; the rows of the next chunk are prefetched meanwhile.
+Traffic   the chunk's rows come from the L2 cache, where the call before had them brought.
+Numerics  see `decode.py`. What is passed on here is numbers and bare pointers: references to arrays
+          that are counted for every chunk and head took a fifth of the time.
+"""
+
+# ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from tilewise.kernels.cpu.attention.softmax import LOG2_E
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.pack import prefetch
+from tilewise.kernels.cpu.machine.products import LARGEST_INTEGER
+from tilewise.kernels.cpu.machine.rows import read_f32
+from tilewise.kernels.cpu.machine.threads import inlined
+from tilewise.kernels.cpu.paged.cache_rows import HEADS, LINE, has_integers, span_of, unit_of
+from tilewise.kernels.cpu.paged.dot_products import (
+    dots_1,
+    dots_4,
+    keys_1,
+    keys_4,
+    max_1,
+    max_4,
+    spread_4,
+    sum_1,
+    sum_4,
+)
+from tilewise.kernels.cpu.paged.quantise import E4M3, E4M3_FACTOR, SMALLEST_SCALE
+from tilewise.kernels.cpu.paged.weighted_sums import (
+    weigh_1,
+    weigh_4,
+    weigh_dry_1,
+    weigh_dry_4,
+    weigh_rest_1,
+    weigh_rest_4,
+)
+from tilewise.kernels.cpu.paged.weights import store_pairs_1, store_pairs_4
+
+
+class Rows(NamedTuple):
+    """Bare pointers to the addresses of rows and, in an 8-bit cache, of scales, by key of a task
+    and of the chunk after it; and to those of the rows to prefetch."""
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    ahead: Any
+
+
+class Sums(NamedTuple):
+    """Bare pointers to what a task keeps: packed queries; in registers' width what their products
+    are multiplied by; sums; and m and l in registers' width."""
+
+    q: Any
+    scale: Any
+    acc: Any
+    m: Any
+    l: Any
+
+
+class Strip(NamedTuple):
+    """Bare pointers to what is used within a chunk: scores; factors of old sums and, behind them,
+    what an integer weight is worth; slopes; scales."""
+
+    s: Any
+    rescale: Any
+    slopes: Any
+    k_scale: Any
+    v_scale: Any
+
+
+@inlined
+def look_ahead(sizes, rows, chunk, at, first_head, num_heads):
+    """Addresses of the rows of the chunk at `at`, to prefetch while the one before is computed.
+
+    In the order of memory, all heads of a key side by side: the CPU's own prefetcher then follows
+    ahead of us; rows of one head alone are too far apart for it. Keys and values take turns, since
+    two streams come faster than one, unless their rows differ in size. Every head's pass over its
+    keys takes the next `chunk` of them, and then its pass over its values.
+    """
+    k_head, v_head = first_head * sizes.k_head, first_head * sizes.v_head
+    if sizes.head_dim == sizes.v_head_dim:
+        to = 0
+        for key in range(at, at + chunk):
+            k_row, v_row = rows.k[key] + k_head, rows.v[key] + v_head
+            for head in range(num_heads):
+                rows.ahead[to + 2 * head] = k_row + head * sizes.k_head
+                rows.ahead[to + 2 * head + 1] = v_row + head * sizes.v_head
+            to += 2 * num_heads
+    else:
+        to = within = 0
+        for key in range(at, at + chunk):
+            for head in range(num_heads):
+                rows.ahead[to + within] = rows.k[key] + k_head + head * sizes.k_head
+                rows.ahead[to + chunk + within] = rows.v[key] + v_head + head * sizes.v_head
+                within += 1
+                if within == chunk:
+                    within = 0
+                    to += 2 * chunk
+
+
+@inlined
+def fetch_scales(sizes, rows, chunk, at, first_head):
+    """Prefetch the scales of the chunk at `at`, those of all its heads side by side."""
+    for key in range(at, at + chunk):
+        prefetch(rows.k_scale[key] + first_head * sizes.k_scale_head)
+        prefetch(rows.v_scale[key] + first_head * sizes.v_scale_head)
+
+
+@inlined
+def _fill_scales(sizes, like, rows, strip, at, kv_head, count):
+    """Scales of `count` keys of one key head of an 8-bit cache."""
+    factor = E4M3_FACTOR if sizes.k_code == E4M3 else 1.0
+    for key in range(count):
+        k_scale = read_f32(like, rows.k_scale[at + key] + kv_head * sizes.k_scale_head)
+        v_scale = read_f32(like, rows.v_scale[at + key] + kv_head * sizes.v_scale_head)
+        strip.k_scale[key], strip.v_scale[key] = k_scale * factor, v_scale * factor
+
+
+@inlined
+def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_scales,
+             in_integers):  # fmt: skip
+    """Turn products [key][head] into probabilities; m[lane:], l[lane:], rescale hold heads, tiled.
+
+    Args:
+        distance: positions from the chunk's first key to the query.
+        has_scales: whether a scale per key multiplies the product, and another what is left in s.
+        in_integers: whether what is left in s is pairs of integers, see `weights.py`.
+    """
+    total = count * heads
+    scale, softcap = simd.load(sums.scale, lane), simd.splat(like, rule.softcap)
+    lowest, log2_e = simd.splat(like, -math.inf), simd.splat(like, LOG2_E)
+    zero = simd.splat(like, 0.0)
+    offsets = keys_1(like) if heads == 1 else keys_4(like)
+    slope = simd.load(strip.slopes, 0)
+    old = simd.load(sums.m, lane)
+    top = old
+    for at in range(0, total, lanes):
+        x = simd.mul(simd.load(strip.s, at), scale)
+        if has_scales:
+            k_scale = (
+                simd.load(strip.k_scale, at) if heads == 1 else spread_4(strip.k_scale, at // HEADS)
+            )
+            x = simd.mul(x, k_scale)
+        if rule.softcap > 0.0:
+            x = simd.mul(simd.tanh(simd.div(x, softcap)), softcap)
+        if rule.has_alibi:
+            far = simd.sub(simd.splat(like, float(distance - at // heads)), offsets)
+            x = simd.sub(x, simd.mul(slope, far))
+        if at + lanes > total:
+            x = simd.select(simd.within(like, at, 0, total), x, lowest)
+        simd.store(strip.s, at, x)
+        top = simd.maximum(x, top)
+    new = max_1(top) if heads == 1 else max_4(top)
+    shift = simd.select(simd.at_least(new, simd.splat(like, -3e38)), new, zero)
+    partial, largest, check = zero, zero, zero
+    for at in range(0, total, lanes):
+        x = simd.exp2(simd.mul(simd.sub(simd.load(strip.s, at), shift), log2_e))
+        partial = simd.add(partial, x)
+        if has_scales:
+            v_scale = (
+                simd.load(strip.v_scale, at) if heads == 1 else spread_4(strip.v_scale, at // HEADS)
+            )
+            x = simd.mul(x, v_scale)
+        if in_integers:
+            if at + lanes > total:
+                x = simd.select(simd.within(like, at, 0, total), x, zero)
+            largest = simd.maximum(simd.absolute(x), largest)
+            check = simd.fma(x, zero, check)
+        simd.store(strip.s, at, x)
+    if in_integers:
+        largest = max_1(largest) if heads == 1 else max_4(largest)
+        check = sum_1(check) if heads == 1 else sum_4(check)
+        unit = simd.mul(largest, simd.splat(like, 1.0 / LARGEST_INTEGER))
+        is_usual = simd.at_least(unit, simd.splat(like, SMALLEST_SCALE))
+        inverse = simd.select(is_usual, simd.div(simd.splat(like, 1.0), unit), zero)
+        simd.store(strip.rescale, lanes, simd.add(unit, check))
+        for at in range(0, total, lanes):
+            x = simd.mul(simd.load(strip.s, at), inverse)
+            if heads == 1:
+                store_pairs_1(strip.s, at // 2, x)
+            else:
+                store_pairs_4(strip.s, at // 2, x)
+    factor = simd.exp2(simd.mul(simd.sub(old, shift), log2_e))
+    added = sum_1(partial) if heads == 1 else sum_4(partial)
+    simd.store(sums.m, lane, new)
+    simd.store(sums.l, lane, simd.fma(simd.load(sums.l, lane), factor, added))
+    simd.store(strip.rescale, 0, factor)
+
+
+@inlined
+def _weigh(sizes, like, cache_like, heads, ci, ld, rows, strip, sums, at, shift, later, count):
+    """acc = acc * rescale + p V for one pass of heads."""
+    unit, span, dim = unit_of(cache_like, like), span_of(cache_like, like), sizes.v_head_dim
+    unit_bytes = unit * sizes.k_size
+    column = 0
+    while column + span <= dim:
+        offset = column // unit * unit_bytes
+        if heads == 1 and offset % LINE == 0:
+            weigh_1(
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, 0,
+            )  # fmt: skip
+        elif heads == 1:
+            weigh_dry_1(
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, 0,
+            )  # fmt: skip
+        elif offset % LINE == 0:
+            weigh_4(
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, 0,
+            )  # fmt: skip
+        else:
+            weigh_dry_4(
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, 0,
+            )  # fmt: skip
+        column += span
+    while column < dim:
+        offset, rest = column // unit * unit_bytes, min(unit, dim - column)
+        if heads == 1:
+            weigh_rest_1(
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, rest,
+            )  # fmt: skip
+        else:
+            weigh_rest_4(
+                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
+                shift, rows.ahead, later, offset, count, rest,
+            )  # fmt: skip
+        column += unit
+
+
+@inlined
+def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, distance, slopes, rows,
+                 at, later, chunk, count, strip, sums, qi, ci, state):  # fmt: skip
+    """One chunk of keys for the padded query heads of one key head, into acc, m and l.
+
+    Args:
+        like, cache_like: bare pointers of the types to compute in and to read.
+        lanes: of a register.
+        distance: positions from the chunk's first key to the query.
+        at, count: the chunk's first key in `rows`, and how many.
+        later, chunk: where in `rows.ahead` this head's share begins; half of it is `chunk` long.
+        qi, ci, state: where the key head's queries, sums and m and l begin.
+    """
+    unit = unit_of(cache_like, like)
+    heads = 1 if sizes.group == 1 else HEADS
+    ld = (sizes.head_dim + unit - 1) // unit * unit
+    ldv = (sizes.v_head_dim + unit - 1) // unit * unit
+    if has_scales:
+        _fill_scales(sizes, like, rows, strip, at, kv_head, count)
+    for index in range((sizes.group + heads - 1) // heads):
+        start = qi + index * heads * ld
+        for key in range(0, count, lanes // heads):
+            if heads == 1:
+                dots_1(
+                    cache_like, strip.s, key, rows.k, at + key, kv_head * sizes.k_head,
+                    rows.ahead, later + key, sums.q, start, ld, sizes.head_dim,
+                )  # fmt: skip
+            else:
+                dots_4(
+                    cache_like, strip.s, key * HEADS, rows.k, at + key, kv_head * sizes.k_head,
+                    rows.ahead, later + key, sums.q, start, ld, sizes.head_dim,
+                )  # fmt: skip
+        if rule.has_alibi:
+            for lane in range(lanes):
+                head = min(index * heads + lane % heads, sizes.group - 1)
+                strip.slopes[lane] = slopes[kv_head * sizes.group + head]
+        _softmax(like, lanes, rule, heads, count, distance, strip, sums, state + index * lanes,
+                 has_scales, has_integers(cache_like, sums.q))  # fmt: skip
+        _weigh(sizes, like, cache_like, heads, ci + index * heads * ldv, ldv, rows, strip, sums, at,
+               kv_head * sizes.v_head, later + chunk, count)  # fmt: skip

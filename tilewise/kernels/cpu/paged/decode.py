@@ -1,0 +1,323 @@
+"""Decoding: one new token per sequence against its cache, at the speed of memory.
+
+What      softmax(q k) v for the query heads of each key head, and lse, for cached keys.
+Grid      one task per (sequence, split of 512 keys, some or all key heads), taken from a counter;
+          whoever ends the last split of a (sequence, key head) merges them, in a fixed order.
+One task  walks its keys in chunks, and for each chunk over its key heads: scores of 4 query heads
+          per pass, softmax, weighted sum (`chunk.py`).
+Traffic   each K and V row is read from memory once, in the order in which blocks hold them; a chunk
+          of all heads and the one prefetched meanwhile fill a quarter of the L2 cache.
+Numerics  float32 (float64 for float64) throughout, but that bfloat16 and float16 queries of an int8
+          cache and its probabilities become 16-bit integers, see `machine/products.py` and
+          `weights.py`. The scales of an 8-bit cache multiply logits and probabilities, not keys and
+          values. Splits lie at multiples of 512 positions, so a sequence's bits depend on nothing
+          but itself, whatever the batch or the threads.
+"""
+
+# ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
+
+from __future__ import annotations
+
+import math
+
+from numba import types
+
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.products import LARGEST_INTEGER
+from tilewise.kernels.cpu.machine.rows import load_row, store_row
+from tilewise.kernels.cpu.machine.threads import (
+    bare,
+    inlined,
+    inner,
+    keep_alive,
+    kernel,
+    next_task,
+    scratch,
+    zero_scratch,
+)
+from tilewise.kernels.cpu.paged.cache_rows import HEADS, has_bytes, lanes_in, order_of, unit_of
+from tilewise.kernels.cpu.paged.chunk import (
+    Rows,
+    Strip,
+    Sums,
+    attend_chunk,
+    fetch_scales,
+    look_ahead,
+)
+from tilewise.kernels.cpu.paged.quantise import SMALLEST_SCALE
+from tilewise.kernels.device import l2_bytes
+
+# Keys between two softmax updates, at least and at most. On a Xeon with 2 MiB of L2 64 took 16 %
+# less than 32 with the cache in L2, 3 % with int8 from memory (8 x 4,096 tokens, heads 32 / 8,
+# D 128; 2026-11-20); on an EPYC with 512 KiB 16 took a tenth less than 64.
+FEWEST, CHUNK = 16, 64
+SPLIT = 512  # keys of a task: 256 KiB of bfloat16 at D = 128, far more work than taking it costs
+
+
+def chunk_of(key_bytes: int) -> int:
+    """Keys of a chunk, of `key_bytes` with their values: it and the next fill a quarter of L2."""
+    chunk = CHUNK
+    while chunk > FEWEST and 8 * chunk * key_bytes > l2_bytes():
+        chunk //= 2
+    return chunk
+
+
+@inlined
+def position_of(column, order, lanes):
+    """Where column `column` lies when of each `order` the even ones stand before the odd."""
+    start = column // order * order
+    within = column - start
+    if order == lanes:
+        return column
+    return start + (within % 2) * lanes + within // 2
+
+
+@inner
+def _fill_addresses(at, block_size, table, sequence, start, block_bytes, row_bytes, first, end):
+    """Addresses of keys first ... end - 1, the last one repeated to the end of the array."""
+    offset, block = first % block_size, first // block_size
+    address = 0
+    for key in range(end - first):
+        if key == 0 or offset == block_size:
+            offset = 0 if key > 0 else offset
+            number = types.int64(table[sequence, block])
+            address = start + number * block_bytes + offset * row_bytes
+            block += 1
+        at[key] = address
+        address += row_bytes
+        offset += 1
+    at[end - first :] = at[end - first - 1]
+
+
+@inner
+def _round_row(row, count, q, at):
+    """q[at : at + count] = the row as 16-bit integers; return what one of them is worth."""
+    top = abs(row[0])
+    for column in range(count):
+        top = max(top, abs(row[column]))
+    unit = top / LARGEST_INTEGER
+    inverse = 1.0 / unit if unit >= SMALLEST_SCALE else 0.0
+    for column in range(count):
+        q[at + column] = types.int64(math.floor(row[column] * inverse + 0.5))
+    return unit
+
+
+@inner
+def _load_queries(sizes, rule, like, cache_like, starts, sequence, first_head, num_heads, padded,
+                  ld, q, scales):  # fmt: skip
+    """Rows of q to scratch, in the order of the cache's columns, and what their products with keys
+    are multiplied by, in the layout of m."""
+    lanes, order = simd.REGISTER_BYTES // like.itemsize, order_of(cache_like, like)
+    heads = 1 if sizes.group == 1 else HEADS
+    row = scratch(sizes.head_dim, like)
+    scales[:] = rule.scale
+    for member in range(num_heads * sizes.group):
+        head = first_head * sizes.group + member
+        slot = member // sizes.group * padded + member % sizes.group
+        at, address = slot * ld, starts[sequence, Q] + head * sizes.q_head
+        if q.itemsize == 2 and cache_like.itemsize == 2:
+            load_row(like, sizes.q_code, q, at, address, sizes.head_dim)
+            continue
+        check = load_row(like, sizes.q_code, row, 0, address, sizes.head_dim)
+        if q.itemsize == 2:
+            if check != 0.0:  # such a row is NaN whatever its keys are
+                row[:] = 0
+            unit = _round_row(row, sizes.head_dim, q, at) + check
+            for lane in range(slot % heads, lanes, heads):
+                scales[slot // heads * lanes + lane] = rule.scale * unit
+        else:
+            for column in range(sizes.head_dim):
+                q[at + position_of(column, order, lanes)] = row[column]
+
+
+@inner
+def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, first_head, num_heads,
+                 slot, q, scales, acc, m, l):  # fmt: skip
+    """One split of a sequence for num_heads key heads, chunk by chunk, so that memory is read in
+    its order; acc of key head first_head + i starts at (slot + i) * padded * ldv."""
+    like, starts, table = arrays.like, arrays.starts, arrays.table
+    lanes = lanes_in(cache_like, like)
+    unit = unit_of(cache_like, like)
+    heads = 1 if sizes.group == 1 else HEADS
+    padded = (sizes.group + heads - 1) // heads * heads
+    ld = (sizes.head_dim + unit - 1) // unit * unit
+    ldv = (sizes.v_head_dim + unit - 1) // unit * unit
+    first, end = split * SPLIT, min((split + 1) * SPLIT, starts[sequence, K_LEN])
+    if sizes.window_left >= 0:
+        first = max(first, starts[sequence, K_LEN] - 1 - sizes.window_left)
+    if first >= end:
+        return
+    # With the first keys of the next split, for whoever takes that: most likely this thread.
+    beyond = min(end + CHUNK, starts[sequence, K_LEN])
+    k, v = scratch(SPLIT + 2 * CHUNK, starts[0]), scratch(SPLIT + 2 * CHUNK, starts[0])
+    ahead = scratch(2 * chunk * num_heads, starts[0])
+    _fill_addresses(k, sizes.block_size, table, sequence, starts[sequence, K], sizes.k_block,
+                    sizes.k_row, first, beyond)  # fmt: skip
+    _fill_addresses(v, sizes.block_size, table, sequence, starts[sequence, V], sizes.v_block,
+                    sizes.v_row, first, beyond)  # fmt: skip
+    has_scales = has_bytes(cache_like)
+    k_scale, v_scale = k, v
+    if has_scales:
+        k_scale, v_scale = (
+            scratch(SPLIT + 2 * CHUNK, starts[0]), scratch(SPLIT + 2 * CHUNK, starts[0])
+        )  # fmt: skip
+        _fill_addresses(k_scale, sizes.block_size, table, sequence, sizes.k_scale,
+                        sizes.k_scale_block, sizes.k_scale_row, first, beyond)  # fmt: skip
+        _fill_addresses(v_scale, sizes.block_size, table, sequence, sizes.v_scale,
+                        sizes.v_scale_block, sizes.v_scale_row, first, beyond)  # fmt: skip
+    s, rescale = scratch(CHUNK * HEADS, like), scratch(2 * lanes, like)
+    slopes = zero_scratch(lanes, like)
+    k_factor, v_factor = zero_scratch(CHUNK + lanes, like), zero_scratch(CHUNK + lanes, like)
+    rows = Rows(bare(k), bare(v), bare(k_scale), bare(v_scale), bare(ahead))
+    strip = Strip(bare(s), bare(rescale), bare(slopes), bare(k_factor), bare(v_factor))
+    sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
+    number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
+    last = starts[sequence, K_LEN] - 1
+    for key in range(first, end, chunk):
+        at, count = key - first, min(chunk, end - key)
+        if has_scales:
+            fetch_scales(sizes, rows, chunk, at + chunk, first_head)
+        look_ahead(sizes, rows, chunk, at + chunk, first_head, num_heads)
+        for index in range(num_heads):
+            attend_chunk(
+                sizes, rule, number, cached, lanes, has_scales, first_head + index, last - key,
+                head_slopes, rows, at, 2 * chunk * index, chunk, count, strip, sums,
+                index * padded * ld, (slot + index) * padded * ldv,
+                index * (padded // heads) * lanes,
+            )  # fmt: skip
+    keep_alive((k, v, k_scale, v_scale, ahead))
+    keep_alive((s, rescale, slopes, k_factor, v_factor))
+
+
+@inner
+def _merge_splits(sizes, arrays, lse, sequence, kv_head, slot, num_splits, sums, tops, totals,
+                  cache_like, padded, ldv):  # fmt: skip
+    """Combine the splits of one (sequence, key head) in order and write o and lse."""
+    like, starts = arrays.like, arrays.starts
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    dim = sizes.v_head_dim
+    order = order_of(cache_like, like)
+    row, ordered = scratch(ldv, like), scratch(dim, like)
+    for member in range(sizes.group):
+        head = kv_head * sizes.group + member
+        top, total = arrays.sinks[head], like.dtype.type(0.0)
+        for split in range(num_splits):
+            top = max(top, tops[(slot + split * sizes.num_kv_heads) * padded + member])
+        if top > -math.inf and arrays.sinks[head] > -math.inf:
+            total = like.dtype.type(math.exp(arrays.sinks[head] - top))
+        row[:] = 0
+        for split in range(num_splits):
+            at = (slot + split * sizes.num_kv_heads) * padded + member
+            if totals[at] == 0.0:
+                continue
+            weight = like.dtype.type(math.exp(tops[at] - top))
+            total += totals[at] * weight
+            for column in range(ldv):
+                row[column] += weight * sums[at * ldv + column]
+        address = starts[sequence, O] + head * sizes.o_head
+        inverse = like.dtype.type(0.0) if total == 0.0 else like.dtype.type(1.0) / total
+        for column in range(dim):
+            ordered[column] = row[position_of(column, order, lanes)]
+        store_row(like, sizes.q_code, ordered, 0, inverse, address, dim)
+        value = top + math.log(total) if total != 0.0 else -math.inf
+        lse[starts[sequence, LSE] + head * sizes.lse_head] = value
+
+
+@kernel
+def plan_decode(starts, window_left, num_kv_heads, splits):
+    """Fill splits (B, 2), see `decode_attention`, and starts' tasks; return how many tasks."""
+    num_tasks = 0
+    for sequence in range(len(starts)):
+        length = starts[sequence, K_LEN]
+        first = 0
+        if window_left >= 0:
+            first = max(length - 1 - window_left, 0) // SPLIT
+        splits[sequence, 0] = first
+        splits[sequence, 1] = max((length + SPLIT - 1) // SPLIT - first, 1)
+        starts[sequence, TASK] = num_tasks
+        num_tasks += splits[sequence, 1] * num_kv_heads
+    return num_tasks
+
+
+@kernel
+def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache):
+    """Fill starts from addresses and row strides in bytes; return how many have one row, and more.
+
+    Args:
+        edges, lengths: cu_seqlens_q and seqlens_k.
+    """
+    single = several = 0
+    for sequence in range(len(starts)):
+        first = types.int64(edges[sequence])
+        rows = types.int64(edges[sequence + 1]) - first
+        starts[sequence, Q] = q + first * q_row
+        starts[sequence, O] = o + first * o_row
+        starts[sequence, K], starts[sequence, V] = k_cache, v_cache
+        starts[sequence, LSE] = first
+        starts[sequence, Q_LEN], starts[sequence, K_LEN] = rows, lengths[sequence]
+        single += rows == 1
+        several += rows > 1
+    return single, several
+
+
+@kernel
+def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, splits, sums, tops,
+                     totals, finished, lse, counter, num_tasks):  # fmt: skip
+    """Take tasks until none is left; see the head of this file.
+
+    Args:
+        sizes, rule, arrays: parts of a `Problem`; every sequence has one query row, and
+            starts[:, TASK] is its first slot: one per split and key head.
+        cache_like: empty array of the cache's dtype; uint16 is bfloat16, int16 is float16, uint8 is
+            float8_e4m3fn.
+        heads_per_task: a divisor of the number of key heads.
+        splits: (B, 2) int64, first split and number of splits of each sequence.
+        sums, tops, totals: flat workspaces of acc, m and l, by slot and padded query head.
+        finished: (B * Hk,) int64 zeros, splits done.
+        lse: flat array of like's type.
+        counter: (1,) int64, the next task.
+    """
+    like, starts = arrays.like, arrays.starts
+    lanes = simd.REGISTER_BYTES // like.itemsize
+    heads = 1 if sizes.group == 1 else HEADS
+    padded = (sizes.group + heads - 1) // heads * heads
+    unit = unit_of(cache_like, like)
+    ld = (sizes.head_dim + unit - 1) // unit * unit
+    ldv = (sizes.v_head_dim + unit - 1) // unit * unit
+    q = zero_scratch(heads_per_task * padded * ld, arrays.packed_like)
+    scales = scratch(heads_per_task * padded * lanes, like)
+    m = scratch(heads_per_task * padded * lanes, like)
+    l = scratch(heads_per_task * padded * lanes, like)
+    loaded = -1
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            return
+        slot = task * heads_per_task
+        sequence = 0
+        while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= slot:
+            sequence += 1
+        local = slot - starts[sequence, TASK]
+        split, first_head = local // sizes.num_kv_heads, local % sizes.num_kv_heads
+        if sequence != loaded or heads_per_task < sizes.num_kv_heads:
+            _load_queries(sizes, rule, like, cache_like, starts, sequence, first_head,
+                          heads_per_task, padded, ld, q, scales)  # fmt: skip
+            loaded = sequence
+        m[:] = -math.inf
+        l[:] = 0
+        sums[slot * padded * ldv : (slot + heads_per_task) * padded * ldv] = 0
+        _decode_task(
+            sizes, rule, arrays, cache_like, sequence, splits[sequence, 0] + split, chunk,
+            first_head, heads_per_task, slot, q, scales, sums, m, l,
+        )  # fmt: skip
+        for member in range(heads_per_task * padded):
+            lane = member // heads * lanes + member % heads
+            tops[slot * padded + member], totals[slot * padded + member] = m[lane], l[lane]
+        for kv_head in range(first_head, first_head + heads_per_task):
+            owner = sequence * sizes.num_kv_heads + kv_head
+            if next_task(finished[owner : owner + 1]) == splits[sequence, 1] - 1:
+                _merge_splits(
+                    sizes, arrays, lse, sequence, kv_head, starts[sequence, TASK] + kv_head,
+                    splits[sequence, 1], sums, tops, totals, cache_like, padded, ldv,
+                )  # fmt: skip

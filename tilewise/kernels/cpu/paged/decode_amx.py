@@ -1,0 +1,519 @@
+"""Decoding by the sums of a prompt, on CPUs with tile registers (Intel AMX).
+
+What      o = softmax(logits) v and lse of one query row of each sequence, to the very bits that
+          `attention/forward_amx.py` gives that row in a chunk of many.
+Grid      one task per (sequence, some or all key heads), taken from a counter.
+One task  for each tile of 128 keys and each of its heads: S^T = K q^T with the keys as they lie in
+          the cache, the softmax of `attention/forward_softmax.py` for the rows of a group, O += P
+          V.
+Traffic   each K and V row is read once, all heads of a tile before the next tile, whose rows are
+          fetched meanwhile; V is packed in words of two keys, K is not packed.
+Numerics  those of `attention/forward_softmax.py`, sum by sum. A product of tile registers adds
+          pairs along K one after the other, whichever operand is called the first, so K q^T is the
+          transpose of q K^T. What a chunk computes and this does not, products with unseen keys,
+          are zeros. A row without keys in sight of infinite or NaN values is none the worse for
+          them.
+"""
+
+# ruff: noqa: E741 - m, l, s and p are the names of the papers
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu.attention.forward_softmax import (
+    LANES,
+    LOWEST,
+    SLACK,
+    exponentiate_rows,
+    raise_rows,
+)
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, K, O, Q, V
+from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
+from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.amx import ROWS, STEP, pair_rows
+from tilewise.kernels.cpu.machine.pack import (
+    emit_transpose,
+    gather_tile,
+    prefetch,
+    row_address,
+    transpose_block,
+)
+from tilewise.kernels.cpu.machine.rows import BF16, load_row, store_row
+from tilewise.kernels.cpu.machine.threads import (
+    bare,
+    borrowed,
+    inlined,
+    inner,
+    keep_alive,
+    next_task,
+    scratch,
+    zero_scratch,
+)
+
+GROUPS = TILE_N // ROWS  # of keys whose rows lie in one cache block
+FEW = 4  # heads of a group that are turned in quarters of registers
+_LINE = 64  # bytes
+_i8, _i32, _i64, _f32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def _call(builder, name, *operands):
+    simd.call_llvm(builder, f"x86.{name}", ir.VoidType(), list(operands))
+
+
+def _bytes_at(context, builder, kind, array, index):
+    pointer = simd.pointer_to(context, builder, kind, array, index)
+    return builder.bitcast(pointer, _i8.as_pointer())
+
+
+@intrinsic
+def _score_keys(typingctx, k_0, k_1, row_bytes, q, qi, steps, s, si):
+    """s[si:] = K q^T of 16 keys at address k_0 and 16 at k_1: (32, 16).
+
+    Args:
+        q, qi: words of 16 rows of q, [step of 32 channels][word][row].
+    """
+    index = types.int64
+    sig = types.void(index, index, index, q, index, index, s, index)
+
+    def codegen(context, builder, sig, args):
+        if not simd.HAS_TILES or q.dtype != types.uint16:
+            return context.get_dummy_value()
+        k_0_, k_1_, row_, q_, qi_, steps_, s_, si_ = args
+        q_first = _bytes_at(context, builder, q, q_, qi_)
+        s_first = _bytes_at(context, builder, s, s_, si_)
+        for tile in range(2):
+            _call(builder, "tilezero", _i8(tile))
+        with cgutils.for_range(builder, steps_) as loop:
+            words = builder.gep(q_first, [builder.mul(loop.index, _i64(ROWS * _LINE))])
+            _call(builder, "tileloadd64", _i8(6), words, _i64(_LINE))
+            for tile, start in enumerate((k_0_, k_1_)):
+                at = builder.add(start, builder.mul(loop.index, _i64(2 * STEP)))
+                rows = builder.inttoptr(at, _i8.as_pointer())
+                _call(builder, "tileloadd64", _i8(4 + tile), rows, row_)
+                _call(builder, "tdpbf16ps", _i8(tile), _i8(4 + tile), _i8(6))
+        for tile in range(2):
+            target = builder.gep(s_first, [_i64(ROWS * _LINE * tile)])
+            _call(builder, "tilestored64", _i8(tile), target, _i64(_LINE))
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic
+def _add_values(typingctx, c, ci, ldc, a, ai, lda, b, bi, steps):
+    """16 rows of c += a b for a panel of 32 columns of b; see `amx_tiles.multiply_block`."""
+    index = types.int64
+    sig = types.void(c, index, index, a, index, index, b, index, index)
+
+    def codegen(context, builder, sig, args):
+        if not simd.HAS_TILES or a.dtype != types.uint16:
+            return context.get_dummy_value()
+        c_, ci_, ldc_, a_, ai_, lda_, b_, bi_, steps_ = args
+        c_first = _bytes_at(context, builder, c, c_, ci_)
+        a_first = _bytes_at(context, builder, a, a_, ai_)
+        b_first = _bytes_at(context, builder, b, b_, bi_)
+        c_stride, a_stride = builder.mul(ldc_, _i64(4)), builder.mul(lda_, _i64(2))
+        halves = [builder.gep(c_first, [_i64(_LINE * tile)]) for tile in range(2)]
+        for tile, half in enumerate(halves):
+            _call(builder, "tileloadd64", _i8(tile), half, c_stride)
+        with cgutils.for_range(builder, steps_) as loop:
+            rows = builder.gep(a_first, [builder.mul(loop.index, _i64(2 * STEP))])
+            _call(builder, "tileloadd64", _i8(4), rows, a_stride)
+            words = builder.gep(b_first, [builder.mul(loop.index, _i64(2 * _LINE * ROWS))])
+            for tile in range(2):
+                at = builder.gep(words, [_i64(_LINE * tile)])
+                _call(builder, "tileloadd64", _i8(6 + tile), at, _i64(2 * _LINE))
+                _call(builder, "tdpbf16ps", _i8(tile), _i8(4), _i8(6 + tile))
+        for tile, half in enumerate(halves):
+            _call(builder, "tilestored64", _i8(tile), half, c_stride)
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+def _turn(count):
+    """An intrinsic: the first `count` of 16 columns of 16 rows become rows, 32 floats apart."""
+
+    def emit_few(builder, rows):
+        def pick(a, b, lanes):
+            """Of each quarter of a (lanes 0 to 3) and b (4 to 7) these four."""
+            width = a.type.count
+            order = [
+                width * (lane // 4) + 4 * quarter + lane % 4
+                for quarter in range(width // 4) for lane in lanes
+            ]  # fmt: skip
+            return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_i32, width), order))
+
+        def join(a, b):
+            order = list(range(2 * a.type.count))
+            kind = ir.VectorType(_i32, len(order))
+            return builder.shuffle_vector(a, b, ir.Constant(kind, order))
+
+        # Quarters of register j are rows j, j + 4, j + 8 and j + 12.
+        fours = [
+            join(join(rows[j], rows[j + 4]), join(rows[j + 8], rows[j + 12])) for j in range(4)
+        ]
+        low, high = (0, 4, 1, 5), (2, 6, 3, 7)
+        turned = []
+        for half in (low, high):
+            a, b = pick(fours[0], fours[1], half), pick(fours[2], fours[3], half)
+            turned += [pick(a, b, (0, 1, 4, 5)), pick(a, b, (2, 3, 6, 7))]
+        return turned
+
+    @intrinsic
+    def turn(typingctx, source, si, target, ti):
+        index = types.int64
+        sig = types.void(source, index, target, index)
+
+        def codegen(context, builder, sig, args):
+            source_, si_, target_, ti_ = args
+            read = simd.pointer_to(context, builder, source, source_, si_)
+            write = simd.pointer_to(context, builder, target, target_, ti_)
+            kind = ir.VectorType(_f32, count)
+            rows = [
+                simd.load_vector(builder, builder.gep(read, [_i64(row * ROWS)]), kind, 4)
+                for row in range(ROWS)
+            ]
+            turned = emit_transpose(builder, rows) if count == ROWS else emit_few(builder, rows)
+            for row, value in enumerate(turned):
+                simd.store_vector(builder, value, builder.gep(write, [_i64(row * WORD)]), 4)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return turn
+
+
+_turn_few, _turn_all = _turn(FEW), _turn(ROWS)
+
+
+class _Work(NamedTuple):
+    """Scratch of a task; rows are `side` a key head, those past the group's are padding.
+
+    Attributes:
+        plain, q: rows of q, and their words as `_score_keys` takes them.
+        acc, m, l, parity: sums as in `attention.forward_strips.Rows`, parity one a head.
+        s, turned: scores of a tile, [block of 32 keys][row][key]; of a block, [key][row].
+        p: probabilities of a tile, rows of 128.
+        shifts, spare, seen: of `exponentiate_rows` and `raise_rows`.
+        k_rows, v_rows, v_panels: rows that had to be gathered; words of two keys.
+        zeros: a row of zeros.
+        at: addresses of groups of 16 keys of a tile, K's and V's, then those of the next tile.
+    """
+
+    plain: np.ndarray
+    q: np.ndarray
+    acc: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    parity: np.ndarray
+    s: np.ndarray
+    turned: np.ndarray
+    p: np.ndarray
+    shifts: np.ndarray
+    spare: np.ndarray
+    seen: np.ndarray
+    k_rows: np.ndarray
+    v_rows: np.ndarray
+    v_panels: np.ndarray
+    zeros: np.ndarray
+    at: np.ndarray
+
+
+@inner
+def _new_work(sizes, arrays, heads, side, ld, ldv, is_direct):
+    like, packed, numbers = arrays.like, arrays.packed_like, arrays.starts[0]
+    area = heads * side
+    gathered = 0 if is_direct else TILE_N
+    return _Work(
+        zero_scratch(area * ld, packed), scratch(area * ld, packed), scratch(area * ldv, like),
+        scratch(area, like), scratch(4 * area * LANES, like), scratch(heads, numbers),
+        zero_scratch(side * TILE_N, like), scratch(WORD * ROWS, like),
+        zero_scratch(side * TILE_N, packed), scratch(side, like), scratch(LANES * LANES, like),
+        scratch(side * WORDS, numbers), zero_scratch(gathered * ld, packed),
+        zero_scratch(gathered * ldv, packed), scratch(TILE_N * ldv, packed),
+        zero_scratch(ldv, packed), scratch(4 * GROUPS, numbers),
+    )  # fmt: skip
+
+
+@inner
+def _load_rows(sizes, arrays, work, sequence, first_head, heads, side, ld):
+    """Query rows as words; maxima and sums of rows that have seen their sink alone."""
+    like, starts, group = arrays.like, arrays.starts, sizes.group
+    work.m[:] = LOWEST
+    work.l[: 2 * heads * side * LANES] = 0
+    work.acc[:] = 0
+    work.parity[:] = 0
+    for index in range(heads):
+        for member in range(group):
+            row, head = index * side + member, (first_head + index) * group + member
+            address = starts[sequence, Q] + head * sizes.q_head
+            load_row(like, sizes.q_code, work.plain, row * ld, address, sizes.head_dim)
+            if arrays.sinks[head] > -math.inf:
+                sink = arrays.sinks[head] * LOG2_E
+                work.m[row] = math.ceil(sink)
+                work.l[2 * row * LANES] = 2.0 ** (sink - work.m[row])
+                work.l[(2 * row + 1) * LANES] = work.l[2 * row * LANES]
+    for row in range(0, heads * side, ROWS):
+        for word in range(0, ld // 2, ROWS):
+            transpose_block(work.plain, row * ld + 2 * word, ld, work.q,
+                            row * ld + word * 2 * ROWS, 2 * ROWS)  # fmt: skip
+
+
+@inner
+def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, side, ldv):
+    """Divide the sums, store o and lse."""
+    like, starts, group = arrays.like, arrays.starts, sizes.group
+    for index in range(heads):
+        for member in range(group):
+            row, head = index * side + member, (first_head + index) * group + member
+            first = (work.parity[index] * heads * side + row) * 2 * LANES
+            total = simd.sum_lanes(simd.load(work.l, first))
+            inverse, log_sum = like.dtype.type(0.0), -math.inf
+            if total != 0.0:
+                rounded = simd.sum_lanes(simd.load(work.l, first + LANES))
+                inverse = like.dtype.type(1.0) / rounded
+                log_sum = work.m[row] / LOG2_E + math.log(total)
+            address = starts[sequence, O] + head * sizes.o_head
+            store_row(like, sizes.q_code, work.acc, row * ldv, inverse, address, sizes.v_head_dim)
+            lse[starts[sequence, LSE] + head * sizes.lse_head] = log_sum
+
+
+@inner
+def _find_groups(sizes, arrays, work, sequence, key, first, length, to):
+    """Addresses of the groups of 16 keys of a tile, 0 of those of which no key is seen."""
+    starts = arrays.starts
+    for group in range(GROUPS):
+        row = key + group * ROWS
+        is_seen = row < length and row + ROWS > first
+        k = v = types.int64(0)
+        if is_seen:
+            k = row_address(starts[sequence, K], row, sizes.k_row, arrays.table, sequence,
+                            sizes.block_size, sizes.k_block)  # fmt: skip
+            v = row_address(starts[sequence, V], row, sizes.v_row, arrays.table, sequence,
+                            sizes.block_size, sizes.v_block)  # fmt: skip
+        work.at[to + group], work.at[to + GROUPS + group] = k, v
+
+
+@inner
+def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv):
+    """Rows of a tile of one key head to scratch, and where its groups are now."""
+    starts = arrays.starts
+    end = (high + ROWS - 1) // ROWS * ROWS
+    gather_tile(
+        arrays.like, sizes.k_code, work.k_rows[low * ld :], ld, sizes.head_dim, key + low,
+        high - low, end - low, starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row,
+        arrays.table, sequence, sizes.block_size, sizes.k_block,
+        sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row, sizes.k_scale_block,
+    )  # fmt: skip
+    gather_tile(
+        arrays.like, sizes.k_code, work.v_rows[low * ldv :], ldv, sizes.v_head_dim, key + low,
+        high - low, end - low, starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
+        arrays.table, sequence, sizes.block_size, sizes.v_block,
+        sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row, sizes.v_scale_block,
+    )  # fmt: skip
+    for group in range(GROUPS):
+        is_seen = group * ROWS < high and (group + 1) * ROWS > low
+        work.at[group] = work.k_rows.ctypes.data + 2 * group * ROWS * ld if is_seen else 0
+        work.at[GROUPS + group] = work.v_rows.ctypes.data + 2 * group * ROWS * ldv if is_seen else 0
+
+
+@inlined
+def _lower(like, work, at, side):
+    """Shifts of the rows of a head; say whether any of them has seen nothing."""
+    zero, seen = simd.splat(like, 0.0), simd.splat(like, -LOWEST / 2.0)
+    is_fresh = False
+    for row in range(0, side, LANES):
+        shift = simd.sub(zero, simd.load(work.m, at + row))
+        simd.store(work.shifts, row, shift)
+        if not simd.holds_everywhere(simd.at_least(seen, shift)):
+            is_fresh = True
+    return is_fresh
+
+
+@inlined
+def _raise(like, work, si, begin, columns, word, factor, at, side, sums, ldv):
+    """`raise_rows` of a block of 32 keys; the shifts follow."""
+    for row in range(0, side, LANES):
+        raise_rows(
+            like, work.s, si + row * WORD, work.p, begin + row * TILE_N, TILE_N, columns, factor,
+            work.seen, word + row * WORDS, work.m, at + row, work.l, sums + row * 2 * LANES,
+            work.acc, (at + row) * ldv, ldv, ldv, work.spare,
+        )  # fmt: skip
+    _lower(like, work, at, side)
+
+
+@inlined
+def _pack_group(address, v_row, column, low, high, zeros, panels, units):
+    """Words of two of 16 values each; those of keys out of sight are zero, whatever is there."""
+    for key in range(column, column + ROWS, 2):
+        even = address + (key - column) * v_row if low <= key < high else zeros
+        odd = address + (key + 1 - column) * v_row if low <= key + 1 < high else zeros
+        pair_rows(even, odd, panels, key * STEP, TILE_N * STEP, units)
+
+
+@inlined
+def _fetch_group(address, row_bytes, row_size):
+    for row in range(ROWS):
+        for line in range(0, row_size, _LINE):
+            prefetch(address + row * row_bytes + line)
+
+
+@inlined
+def _score_tile(like, work, zeros, k_row, v_row, k_offset, v_offset, is_direct, group, at, side, ld,
+                ldv, low, high, begin, end):  # fmt: skip
+    """Scores of keys low ... high - 1 of a tile for the rows of one head; values are packed."""
+    for column in range(begin, end, WORD):
+        for place in range(column // ROWS, column // ROWS + 2):
+            _pack_group(work.at[GROUPS + place] + v_offset, v_row, place * ROWS, low, high, zeros,
+                        work.v_panels, ldv // STEP)  # fmt: skip
+            if is_direct:  # the next tile's rows travel to the L2 cache meanwhile
+                next_k, next_v = work.at[2 * GROUPS + place], work.at[3 * GROUPS + place]
+                if next_k != 0:
+                    _fetch_group(next_k + k_offset, k_row, 2 * ld)
+                    _fetch_group(next_v + v_offset, v_row, 2 * ldv)
+        # A group of which no key is seen need not exist: its scores are never used.
+        k_0, k_1 = work.at[column // ROWS], work.at[column // ROWS + 1]
+        k_0 = k_0 if k_0 != 0 else k_1
+        k_1 = k_1 if k_1 != 0 else k_0
+        for row in range(0, side, ROWS):
+            _score_keys(k_0 + k_offset, k_1 + k_offset, k_row, work.q, (at + row) * ld, ld // STEP,
+                        work.turned, 0)  # fmt: skip
+            to = (column // WORD * side + row) * WORD
+            if group <= FEW:
+                _turn_few(work.turned, 0, work.s, to)
+                _turn_few(work.turned, ROWS * ROWS, work.s, to + ROWS)
+            else:
+                _turn_all(work.turned, 0, work.s, to)
+                _turn_all(work.turned, ROWS * ROWS, work.s, to + ROWS)
+
+
+@inlined
+def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv, begin,
+                end):  # fmt: skip
+    """The softmax of a tile's scores and O += P V, as `attention.forward_strips.attend_strips` has
+    them."""
+    limit = simd.splat(like, SLACK)
+    parity = work.parity[index]
+    for column in range(begin, end, WORD):
+        word = column // WORD
+        si = word * side * WORD
+        old = (parity * area + at) * 2 * LANES
+        new = ((1 - parity) * area + at) * 2 * LANES
+        if _lower(like, work, at, side):
+            _raise(like, work, si, begin, column - begin, word, factor, at, side, old, ldv)
+        largest = exponentiate_rows(
+            like, work.s, si, work.p, column, TILE_N, group, factor, work.shifts, 0, is_whole,
+            work.seen, word, work.l, old, new, False, work.seen, 0,
+        )  # fmt: skip
+        if not simd.holds_everywhere(simd.at_least(limit, largest)):
+            _raise(like, work, si, begin, column - begin, word, factor, at, side, old, ldv)
+            exponentiate_rows(
+                like, work.s, si, work.p, column, TILE_N, group, factor, work.shifts, 0,
+                is_whole, work.seen, word, work.l, old, new, False, work.seen, 0,
+            )  # fmt: skip
+        parity = 1 - parity
+    work.parity[index] = parity
+    for row in range(0, side, ROWS):
+        for column in range(0, ldv, STEP):
+            _add_values(work.acc, (at + row) * ldv + column, ldv, work.p, row * TILE_N + begin,
+                        TILE_N, work.v_panels, column * TILE_N + begin * STEP,
+                        (end - begin) // STEP)  # fmt: skip
+
+
+@inner
+def _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, distance, begin, end):
+    """Turn a tile's products into logits, where a factor alone does not."""
+    for column in range(begin, end, WORD):
+        for row in range(sizes.group):
+            slope = arrays.slopes[sequence * sizes.slopes_batch + kv_head * sizes.group + row]
+            logits_row(arrays.like, rule, work.s, (column // WORD * side + row) * WORD, 0, WORD,
+                       slope, distance - column, work.spare, work.spare, 0)  # fmt: skip
+
+
+@inner
+def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, heads, side, ld, ldv,
+                 is_direct):  # fmt: skip
+    """All keys of a sequence for some key heads, tile by tile."""
+    length = arrays.starts[sequence, K_LEN]
+    first = 0
+    if sizes.window_left >= 0:
+        first = max(length - 1 - sizes.window_left, 0)
+    like, area = bare(arrays.like), heads * side
+    factor = arrays.like.dtype.type(LOG2_E * (rule.scale if rule.is_scaled_only else 1.0))
+    zeros = types.int64(work.zeros.ctypes.data)
+    start = first // TILE_N * TILE_N
+    if is_direct:
+        _find_groups(sizes, arrays, work, sequence, start, first, length, 0)
+    for key in range(start, length, TILE_N):
+        low, high = max(first - key, 0), min(length - key, TILE_N)
+        begin, end = low // WORD * WORD, (high + WORD - 1) // WORD * WORD
+        is_whole = low == 0 and high == TILE_N
+        for row in range(side):
+            see_keys(work.seen, row * WORDS, low, high)
+        if is_direct:
+            _find_groups(sizes, arrays, work, sequence, key + TILE_N, first, length, 2 * GROUPS)
+        for index in range(heads):
+            kv_head, at = first_head + index, index * side
+            k_row, v_row, k_offset, v_offset = 2 * ld, 2 * ldv, 0, 0
+            if is_direct:
+                k_row, v_row = sizes.k_row, sizes.v_row
+                k_offset, v_offset = kv_head * sizes.k_head, kv_head * sizes.v_head
+            else:
+                _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv)
+            _score_tile(
+                like, pointers, zeros, k_row, v_row, k_offset, v_offset, is_direct, sizes.group, at,
+                side, ld, ldv, low, high, begin, end,
+            )  # fmt: skip
+            if not rule.is_scaled_only:
+                _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, length - 1 - key,
+                               begin, end)  # fmt: skip
+            _weigh_tile(like, pointers, factor, is_whole, sizes.group, index, area, at, side, ldv,
+                        begin, end)  # fmt: skip
+        work.at[: 2 * GROUPS] = work.at[2 * GROUPS :]
+
+
+@inner
+def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
+    """Take tasks until none is left, between `amx.configure` and `amx.release`.
+
+    Args:
+        sizes, rule, arrays: parts of a `Problem`; every sequence has one query row.
+        heads_per_task: a divisor of the number of key heads.
+        lse: flat array of like's type.
+        counter: (1,) int64, the next task.
+    """
+    arrays, lse = borrowed(arrays), borrowed(lse)
+    side = (sizes.group + ROWS - 1) // ROWS * ROWS
+    ld = (sizes.head_dim + STEP - 1) // STEP * STEP
+    ldv = (sizes.v_head_dim + STEP - 1) // STEP * STEP
+    lies_together = sizes.block_size % ROWS == 0 and sizes.k_code == BF16
+    is_direct = lies_together and sizes.head_dim == ld and sizes.v_head_dim == ldv
+    owned = _new_work(sizes, arrays, heads_per_task, side, ld, ldv, is_direct)
+    work = borrowed(owned)
+    pointers = _Work(
+        bare(work.plain), bare(work.q), bare(work.acc), bare(work.m), bare(work.l),
+        bare(work.parity), bare(work.s), bare(work.turned), bare(work.p), bare(work.shifts),
+        bare(work.spare), bare(work.seen), bare(work.k_rows), bare(work.v_rows),
+        bare(work.v_panels), bare(work.zeros), bare(work.at),
+    )  # fmt: skip
+    parts = sizes.num_kv_heads // heads_per_task
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            break
+        sequence, first_head = task // parts, task % parts * heads_per_task
+        _load_rows(sizes, arrays, work, sequence, first_head, heads_per_task, side, ld)
+        _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, heads_per_task,
+                     side, ld, ldv, is_direct)  # fmt: skip
+        _store_rows(sizes, arrays, work, lse, sequence, first_head, heads_per_task, side, ldv)
+    keep_alive(owned)

@@ -1,0 +1,100 @@
+"""Launch decoding by the sums of a prompt: one query row, rounded as in a chunk of many.
+
+What      chooses the key heads of a task, and the kernel whose chunks take the call's operands.
+Grid      one task per (sequence, some key heads): keys are not split, since a chunk's are not.
+One call  is one parallel region.
+Traffic   see decode_amx.py and decode_simd.py.
+Numerics  those of `run_forward`: a token has the same bits whether it is computed alone, in a chunk
+          of any length, or in `attention()` over the whole sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic, overload
+from torch import Tensor, get_num_threads
+
+from tilewise.kernels.cpu.attention.problem import TILE_N, Problem
+from tilewise.kernels.cpu.machine import amx
+from tilewise.kernels.cpu.machine.threads import inner, kernel, run_tasks
+from tilewise.kernels.cpu.paged.decode_amx import decode_tiles_amx
+from tilewise.kernels.cpu.paged.decode_simd import decode_tiles_simd
+from tilewise.kernels.device import l2_bytes
+
+_L2 = l2_bytes()
+
+__all__ = ["decode_tiles", "heads_of_task", "run_decode_tiles"]
+
+
+def decode_tiles(
+    sizes: Any, rule: Any, arrays: Any, heads_per_task: Any, lse: Any, counter: Any, num_tasks: Any
+) -> None:
+    """Take tasks until none is left, see `decode_tiles_amx`; for compiled code only.
+
+    A thread that decodes bfloat16 where there are tile registers has configured them.
+    """
+    raise NotImplementedError
+
+
+def _has_tiles(packed: types.Array) -> bool:
+    return packed.dtype == types.uint16 and amx.HAS_AMX
+
+
+@overload(decode_tiles)
+def _decode_tiles(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
+    """The kernel of `run_forward` for these operands decides."""
+    if _has_tiles(arrays.types[arrays.fields.index("packed_like")]):
+
+        def run(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
+            decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks)
+
+    else:
+
+        def run(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
+            decode_tiles_simd(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks)
+
+    return run
+
+
+@inner
+def heads_of_task(sizes, num_sequences, num_threads):
+    """All key heads of a block lie side by side; part them to keep every thread busy, and so that
+    a tile of keys with the next one fills at most a quarter of the L2 cache."""
+    heads = sizes.num_kv_heads
+    tile = TILE_N * sizes.k_size * (sizes.head_dim + sizes.v_head_dim)
+    while heads % 2 == 0 and (
+        num_sequences * (sizes.num_kv_heads // heads) < 4 * num_threads or 8 * heads * tile > _L2
+    ):
+        heads //= 2
+    return heads
+
+
+@intrinsic
+def _needs_tiles(typingctx, packed):
+    """Whether `decode_tiles` takes tile registers, known when compiling."""
+
+    def codegen(context, builder, sig, args):
+        return context.get_constant(types.boolean, _has_tiles(packed))
+
+    return types.boolean(packed), codegen
+
+
+@kernel
+def _decode(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
+    if _needs_tiles(arrays.packed_like):
+        amx.configure()
+    decode_tiles(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks)
+    if _needs_tiles(arrays.packed_like):
+        amx.release()
+
+
+def run_decode_tiles(problem: Problem, lse: Tensor) -> None:
+    """Run the sequences of `problem`, one query row each; `packed_like` is that of the chunks."""
+    num_sequences, num_kv_heads = len(problem.arrays.starts), problem.sizes.num_kv_heads
+    heads = heads_of_task.py_func(problem.sizes, num_sequences, get_num_threads())
+    run_tasks(
+        _decode, num_sequences * num_kv_heads // heads, problem.sizes, problem.rule, problem.arrays,
+        heads, lse.view(-1).numpy(),
+    )  # fmt: skip

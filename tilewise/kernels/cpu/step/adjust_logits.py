@@ -1,0 +1,94 @@
+"""Rows of logits changed in place by what a request asks for, on the CPU.
+
+What      biases added to single tokens, tokens forbidden by a bit mask, and penalties for tokens
+          that a text has already.
+Grid      tasks of one row, taken from a counter; biases before, in numpy.
+One task  walks the words of the mask and skips those that forbid nothing; then the counts, and
+          skips tokens that are new.
+Traffic   the mask and the counts of a row once, of the logits what changes.
+Numerics  float32, each operation rounded, in the order that `ops.adjust_logits` gives.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.machine.threads import kernel, next_task, run_tasks
+from tilewise.kernels.spec import ElementSpec
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    if spec.device_type != "cpu":
+        return f"device must be cpu, got {spec.device_type}"
+    return None
+
+
+def launch(
+    logits: Tensor, rows: Tensor, mask: Tensor | None, mask_of: Tensor | None,
+    bias_rows: Tensor | None, bias_ids: Tensor | None, bias: Tensor | None,
+    counts: Tensor | None, counts_of: Tensor | None, penalties: Tensor | None,
+) -> None:  # fmt: skip
+    """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
+    if bias_rows is not None and bias_ids is not None and bias is not None and len(bias):
+        logits.numpy()[bias_rows.numpy(), bias_ids.numpy()] += bias.numpy()
+    if len(rows) == 0 or (mask is None and counts is None):
+        return
+    stride, vocab = logits.stride(0), logits.shape[1]
+    nothing = np.full(len(rows), -1, np.int32)
+    run_tasks(
+        _adjust_rows, len(rows), _flat(logits).numpy(), stride, vocab,
+        rows.contiguous().numpy(),
+        np.empty(0, np.int32) if mask is None else mask.contiguous().view(-1).numpy(),
+        -(-vocab // 32), nothing if mask_of is None else mask_of.contiguous().numpy(),
+        np.empty(0, np.int32) if counts is None else _flat(counts).numpy(),
+        0 if counts is None else counts.stride(0),
+        nothing if counts_of is None else counts_of.contiguous().numpy(),
+        np.empty(0, np.float32) if penalties is None else penalties.contiguous().view(-1).numpy(),
+    )  # fmt: skip
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The memory of rows of contiguous elements, gaps included, as one row."""
+    span = (x.shape[0] - 1) * x.stride(0) + x.shape[1] if len(x) else 0
+    return torch.as_strided(x, (span,), (1,), x.storage_offset())
+
+
+@kernel
+def _adjust_rows(logits, stride, vocab, rows, mask, num_words, mask_of, counts, counts_stride,
+                 counts_of, penalties, counter, num_tasks):  # fmt: skip
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            return
+        first = rows[task] * stride
+        if mask_of[task] >= 0:
+            words = np.int64(mask_of[task]) * num_words
+            for number in range(num_words):
+                word = mask[words + number]
+                if word == -1:
+                    continue
+                for bit in range(min(32, vocab - 32 * number)):
+                    if (word >> bit) & 1 == 0:
+                        logits[first + 32 * number + bit] = -math.inf
+        if counts_of[task] >= 0:
+            row = np.int64(counts_of[task]) * counts_stride
+            repetition = penalties[3 * task]
+            frequency, presence = penalties[3 * task + 1], penalties[3 * task + 2]
+            for at in range(vocab):
+                word = counts[row + at]
+                if word == 0:
+                    continue
+                x = logits[first + at]
+                if x > np.float32(0.0):
+                    x = x / repetition
+                else:
+                    x = x * repetition
+                if word > 1:
+                    x = x - frequency * np.float32(word >> 1)
+                    x = x - presence
+                logits[first + at] = x

@@ -1,0 +1,129 @@
+"""Launch attention of e4m3 tensors on Hopper.
+
+What      quantises 16-bit inputs (`quantize`), or transposes e4m3 values, then starts the kernel.
+Grid      see forward/fp8/kernel.py; two launches of the quantising kernels before it, or one.
+One call  allocates the e4m3 copies, their scales, o and lse.
+Traffic   16-bit inputs twice, the e4m3 copies once each way, besides the kernel's own.
+Numerics  see forward/fp8/kernel.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.attention.quantise import Quantized, quantize_qkv, value_columns
+from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
+from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, Variant, variant_of
+from tilewise.kernels.gluon.forward.launch import _counter
+from tilewise.kernels.gluon.host.descriptors import descriptor, why_no_descriptor
+from tilewise.kernels.gluon.host.launch import launch
+from tilewise.kernels.spec import AttentionSpec
+
+__all__ = ["QUANTIZES", "launch_fwd", "run", "why_not"]
+
+QUANTIZES = True  # takes 16-bit tensors, too
+
+_HOPPER = 90
+_UNLIMITED = 1 << 30  # keys on a side whose kernel does not look
+_L2_BYTES = 16 << 20  # of keys and values at work at a time; the cache has 50 MB
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    # Without a GPU at hand the answer is for Hopper, as that of the other backends is.
+    arch = device.arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if arch != _HOPPER:
+        return f"it needs Hopper (sm_90), got sm_{arch}"
+    if spec.head_dim not in HEAD_DIMS or spec.v_head_dim != spec.head_dim:
+        wanted = ", ".join(map(str, HEAD_DIMS))
+        return f"both head dims must be one of {wanted}, got {spec.head_dim} and {spec.v_head_dim}"
+    if spec.softcap > 0:
+        return "softcap is not in this kernel"
+    if spec.softmax_scale <= 0:
+        return f"softmax_scale must be positive, got {spec.softmax_scale}"
+    return None
+
+
+def launch_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    scales: tuple[Tensor, Tensor, Tensor] | None,
+    rotation: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """Compute o and lse; see `ops.attention_fp8` for shapes and rules.
+
+    Args:
+        q, k, v: 16 bits, or float8_e4m3fn with `scales`.
+        scales: float32 (B, Hq), (B, Hk), (B, Hk) of q, k, v.
+        rotation: +-1, (D, D) in q's dtype, for 16-bit q and k.
+        dtype: of o, bfloat16 or float16.
+    """
+    if min(q.numel(), k.numel()) == 0:
+        o, lse = _allocate(q, dtype)
+        return o.zero_(), lse.fill_(float("-inf"))
+    if scales is None:
+        ready = quantize_qkv(q, k, v, rotation=rotation, seqlens_k=seqlens_k)
+    else:
+        contiguous = [scale.contiguous() for scale in scales]
+        ready = Quantized(q, k, value_columns(v, seqlens_k), *contiguous)
+    return run(ready, spec, seqlens_k=seqlens_k, dtype=dtype)
+
+
+def _allocate(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    o = torch.empty(q.shape, dtype=dtype, device=q.device)
+    return o, torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+
+
+def run(
+    ready: Quantized,
+    spec: AttentionSpec,
+    *,
+    seqlens_k: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    variant: Variant | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Start the kernel on quantised, non-empty tensors.
+
+    Args:
+        variant: overrides the table, for tuning.
+
+    Returns:
+        o (B, Sq, Hq, D); lse float32 (B, Hq, Sq).
+    """
+    q, k, v, *scales = ready
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    o, lse = _allocate(q, dtype)
+    variant = variant or variant_of(spec)
+    q, k = (x if why_no_descriptor(x) is None else x.contiguous() for x in (q, k))
+    width = head_dim // variant.PARTS
+    row_tiles = triton.cdiv(seqlen_q, 64 * variant.NUM_CONSUMERS)
+    tiles = row_tiles * batch * heads
+    group = min(batch * heads, max(2, _L2_BYTES // (seqlen_k * head_dim * 2)))
+    left, right = (_UNLIMITED if w < 0 else w for w in (spec.window_left, spec.window_right))
+    ctas = min(device.sm_count_of(q.device), tiles)
+    launch(
+        attention_fp8_fwd_kernel, ctas,
+        descriptor(q, 64, head_dim),
+        descriptor(k, variant.TILE_N, head_dim),
+        descriptor(v.transpose(1, 2), width, variant.TILE_N),
+        descriptor(o, 64, width),
+        lse, *scales, seqlens_k, _counter(q.device),
+        spec.softmax_scale * math.log2(math.e),
+        row_tiles, tiles, batch * heads, heads, heads // kv_heads, group, seqlen_q, seqlen_k,
+        left, right, VARIANT=variant,
+    )  # fmt: skip
+    return o, lse

@@ -1,0 +1,176 @@
+"""Launch the quantising kernels: q, k and v of one call together, or one tensor alone.
+
+The rule is that of `reference.fp8`. Values come out as the e4m3 product wants them: transposed,
+their keys permuted within every 32 (see `quantize_rows`), padded to a multiple of 32 with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.forward.fp8.quantise import head_maxima_kernel, quantize_heads_kernel
+from tilewise.kernels.gluon.host.launch import launch
+
+_NUMBERS = 8192  # of a program: 64 float32 a thread
+_ROTATED_ROWS = 128  # of a program that reads the matrix of a rotation, too
+_ALL, _KEYS_ALONE, _VALUES_ALONE = -1, 1, 2  # which tensors a launch is for
+_KEYS = 32  # keys among which the product's order is a permutation
+_WARPS = 4
+_ALIGNMENT = 16  # bytes of the widest load
+_ROTATED_WARPS = 8
+_DTYPES = (torch.float16, torch.bfloat16)
+_HOPPER = 90
+_WIDEST, _NARROWEST_ROTATED = 256, 16  # a matrix product takes 16 channels at least
+
+
+class Quantized(NamedTuple):
+    """e4m3 tensors and float32 (B, H) scales."""
+
+    q: Tensor  # (B, Sq, Hq, D)
+    k: Tensor  # (B, Sk, Hk, D)
+    v: Tensor  # (B, Hk, D, Sk rounded up), in the product's order
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+
+def why_not_quantize(x: Tensor, rotated: bool) -> str | None:
+    """Say why the kernels cannot read `x` (B, S, H, D), or return None when they can."""
+    head_dim = x.shape[-1]
+    if x.device.type != "cuda":
+        return f"device must be cuda, got {x.device.type}"
+    if device.arch_of(x.device) != _HOPPER:
+        return "these kernels are compiled for sm_90 only"
+    if x.dtype not in _DTYPES:
+        return f"dtype must be float16 or bfloat16, got {x.dtype}"
+    if not 1 <= head_dim <= _WIDEST or (rotated and head_dim < _NARROWEST_ROTATED):
+        return f"head dim must be from {_NARROWEST_ROTATED} to {_WIDEST}, got {head_dim}"
+    if x.numel() == 0:
+        return "there is nothing to read"
+    return None
+
+
+class _Tasks:
+    """How a call is cut: tasks of some rows of a head."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, rotated: bool) -> None:
+        (self.batch, self.seqlen_q, self.heads_q, self.head_dim) = q.shape
+        self.seqlen_k, self.heads_k = k.shape[1:3]
+        self.rotated = rotated
+        self.aligned = self.head_dim % _ALIGNMENT == 0 and all(map(_is_aligned, (q, k, v)))
+        self.width = triton.next_power_of_2(self.head_dim)
+        self.rows = _ROTATED_ROWS if rotated else _NUMBERS // self.width
+        self.chunks_q = triton.cdiv(self.seqlen_q, self.rows)
+        self.chunks_k = triton.cdiv(self.seqlen_k, self.rows)
+        self.q = self.batch * self.heads_q * self.chunks_q
+        self.k = self.batch * self.heads_k * self.chunks_k
+
+    def numbers(self) -> tuple[int, ...]:
+        """The integers that both kernels take."""
+        return (self.q, self.k, self.heads_q, self.heads_k, self.seqlen_q, self.seqlen_k,
+                self.chunks_q, self.chunks_k, self.head_dim)  # fmt: skip
+
+    def constants(self, single: int) -> dict[str, int | bool]:
+        """The compile-time numbers that both kernels take."""
+        warps = _ROTATED_WARPS if self.rotated else _WARPS
+        rotated = self.rotated and single != _VALUES_ALONE
+        return {"SINGLE": single, "D": self.width, "TILE": self.rows, "ROTATED": rotated,
+                "ALIGNED": self.aligned, "num_warps": warps}  # fmt: skip
+
+
+def _is_aligned(x: Tensor) -> bool:
+    steps = (x.data_ptr(), *(step * x.itemsize for step in x.stride()[:3]))
+    return all(step % _ALIGNMENT == 0 for step in steps)
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [step for x in tensors for step in x.stride()[:3]]
+
+
+def quantize_qkv(
+    q: Tensor, k: Tensor, v: Tensor, *, rotation: Tensor | None, seqlens_k: Tensor | None
+) -> Quantized:
+    """Quantise the inputs of one attention call.
+
+    Args:
+        q, k, v: (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, D), 16 bits, last dim contiguous.
+        rotation: +-1, (D, D) in q's dtype, for q and k; None leaves them.
+        seqlens_k: int32 (B,), rows of k and v that count.
+    """
+    tasks = _Tasks(q, k, v, rotated=rotation is not None)
+    columns = triton.cdiv(tasks.seqlen_k, _KEYS) * _KEYS
+    e4m3 = torch.float8_e4m3fn
+    q8, k8 = (torch.empty(x.shape, dtype=e4m3, device=x.device) for x in (q, k))
+    v8 = q8.new_empty((tasks.batch, tasks.heads_k, tasks.head_dim, columns))
+    grid = tasks.q + 2 * tasks.k
+    heads = (tasks.batch * tasks.heads_q, tasks.batch * tasks.heads_k)
+    memory = torch.empty(grid + heads[0] + 2 * heads[1], dtype=torch.float32, device=q.device)
+    maxima, scales = memory[:grid], memory[grid:]
+    strides = _strides(q, k, v)
+    launch(
+        head_maxima_kernel, grid, q, k, v, rotation, seqlens_k, maxima, *strides,
+        *tasks.numbers(), **tasks.constants(_ALL),
+    )  # fmt: skip
+    most = triton.next_power_of_2(max(tasks.chunks_q, tasks.chunks_k))
+    bytes8 = [x.view(torch.uint8) for x in (q8, k8, v8)]
+    values = tasks.q + tasks.k
+    parts = (
+        (_ALL, values, maxima, scales),
+        (_VALUES_ALONE, tasks.k, maxima[values:], scales[heads[0] + heads[1] :]),
+    )
+    for single, count, own_maxima, own_scales in parts:
+        launch(
+            quantize_heads_kernel, count, q, k, v, rotation, seqlens_k, own_maxima, *bytes8,
+            own_scales, *strides, *tasks.numbers(), columns, MAX_CHUNKS=most, SCALED=True,
+            **tasks.constants(single),
+        )  # fmt: skip
+    q_scale, k_scale, v_scale = scales.split((heads[0], heads[1], heads[1]))
+    shape_k = (tasks.batch, tasks.heads_k)
+    q_scale = q_scale.view(tasks.batch, tasks.heads_q)
+    return Quantized(q8, k8, v8, q_scale, k_scale.view(shape_k), v_scale.view(shape_k))
+
+
+def quantize_rows(
+    x: Tensor, *, rotation: Tensor | None, seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Quantise one tensor (B, S, H, D); return e4m3 of the same shape and float32 (B, H).
+
+    Args:
+        x: 16 bits, last dim contiguous.
+        rotation: +-1, (D, D) in x's dtype, or None.
+        seqlens: int32 (B,), rows that count.
+    """
+    tasks = _Tasks(x, x, x, rotated=rotation is not None)
+    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((tasks.batch, tasks.heads_k), dtype=torch.float32, device=x.device)
+    maxima = torch.empty(tasks.k, dtype=torch.float32, device=x.device)
+    constants = tasks.constants(_KEYS_ALONE)
+    inputs = (x, x, x, rotation, seqlens, maxima)
+    strides = _strides(x, x, x)
+    launch(head_maxima_kernel, tasks.k, *inputs, *strides, *tasks.numbers(), **constants)
+    out = x8.view(torch.uint8)
+    launch(
+        quantize_heads_kernel, tasks.k, *inputs, out, out, out, scale, *strides,
+        *tasks.numbers(), tasks.seqlen_k, MAX_CHUNKS=triton.next_power_of_2(tasks.chunks_k),
+        SCALED=True, **constants,
+    )  # fmt: skip
+    return x8, scale
+
+
+def value_columns(v8: Tensor, seqlens_k: Tensor | None) -> Tensor:
+    """Transpose e4m3 values (B, Sk, Hk, D) to (B, Hk, D, Sk rounded up), keys in order."""
+    tasks = _Tasks(v8, v8, v8, rotated=False)
+    columns = triton.cdiv(tasks.seqlen_k, _KEYS) * _KEYS
+    out = v8.new_empty((tasks.batch, tasks.heads_k, tasks.head_dim, columns))
+    bytes_in, bytes_out = v8.view(torch.uint8), out.view(torch.uint8)
+    launch(
+        quantize_heads_kernel, tasks.k, bytes_in, bytes_in, bytes_in, None, seqlens_k, None,
+        bytes_out, bytes_out, bytes_out, None, *_strides(bytes_in, bytes_in, bytes_in),
+        *tasks.numbers(), columns, MAX_CHUNKS=1, SCALED=False, **tasks.constants(_VALUES_ALONE),
+    )  # fmt: skip
+    return out

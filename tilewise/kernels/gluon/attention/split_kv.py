@@ -1,0 +1,224 @@
+"""Few queries over many keys: dense calls that the paged kernels compute, which split keys.
+
+The Hopper kernel gives every head and 128 rows of queries a CTA of its own. Where queries are few,
+such CTAs are few or nearly empty. The paged kernels have the query heads of a group in one tile and
+split the keys of a sequence over CTAs; to them k and v of a dense batch are a cache whose blocks
+lie one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.host.launch import launch
+from tilewise.kernels.gluon.host.record import keep
+from tilewise.kernels.spec import AttentionSpec, PagedSpec
+from tilewise.kernels.tiles.paged import TileConfig, paged_work
+from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
+from tilewise.kernels.triton.attention.geometry import device_of
+from tilewise.kernels.triton.paged import launch as paged_attention
+from tilewise.kernels.triton.paged.quantise import Scales
+from tilewise.kernels.triton.paged.rows import launch_rows
+
+__all__ = ["blocks_of", "is_faster", "launch_split_kv", "tile_config_split_kv"]
+
+_MAX_ROWS = 128  # queries of a sequence: a tile of the other kernel
+_BLOCKS = (128, 64, 32, 16)
+_MAX_REMEMBERED = 256
+_LSE_TILE = 1024
+_RUN, _ALIGNED = 1024, 4  # lengths of a tensor, of which each starts at a multiple of 16 bytes
+# What decides which kernels are faster: seconds on one H200, bf16, D 64 and 128, 2,048 to 65,536
+# keys (2026-11-22). A wave of tiles with 64 rows takes so long for each key, and longer for each
+# channel; with 128 rows a quarter more. The paged kernels take so long for each row and key, and
+# for their merge, and on the host longer than most calls do on the GPU.
+_TILE_KEY, _TILE_CHANNEL, _TILE_BOTH, _TILE_START = 5.7e-9, 1.33e-11, 1.25, 5e-6
+_PACKED_KEY, _PACKED_CHANNEL, _PACKED_START = 0.77e-12, 1.64e-15, 15e-6
+_BYTES, _PACKED_TRAFFIC = 4.2e12, 1.15  # a second; what splits read more slowly
+_HOST = 50e-6
+
+
+class Blocks(NamedTuple):
+    """How k and v are a paged cache.
+
+    Attributes:
+        size: tokens of a block.
+        step: blocks from one sequence to the next.
+    """
+
+    size: int
+    step: int
+
+
+@functools.lru_cache(maxsize=1024)
+def is_faster(spec: AttentionSpec, num_sms: int) -> bool:
+    """Say whether the paged kernels can compute `spec` and take less time."""
+    rows = spec.max_seqlen_q
+    if not 1 <= rows <= _MAX_ROWS or spec.max_seqlen_k < _BLOCKS[0]:
+        return False
+    if spec.is_varlen or spec.has_bias or spec.has_alibi or spec.mask_tile or spec.dropout_p > 0:
+        return False
+    if spec.window_left >= 0 or spec.window_right > 0:
+        return False
+    width = spec.head_dim + spec.v_head_dim
+    keys = spec.batch * spec.num_kv_heads * spec.max_seqlen_k
+    moving = keys * width * spec.dtype.itemsize / _BYTES
+    waves = -(-spec.batch * spec.num_q_heads // num_sms)
+    wave = spec.max_seqlen_k * (_TILE_KEY + _TILE_CHANNEL * width)
+    wave *= 1 if rows <= _MAX_ROWS // 2 else _TILE_BOTH
+    packed = max(16, -(-rows * spec.group_size // 16) * 16)
+    products = packed * keys * (_PACKED_KEY + _PACKED_CHANNEL * width)
+    split = _PACKED_START + max(products, moving * _PACKED_TRAFFIC)
+    return max(split, _HOST) < max(waves * wave + _TILE_START, moving)
+
+
+def blocks_of(k: Tensor, v: Tensor) -> Blocks | None:
+    """Return the largest blocks of which (B, S, Hk, D) and (B, S, Hk, Dv) consist, if any."""
+    if k.stride(-1) != 1 or v.stride(-1) != 1:
+        return None
+    for size in _BLOCKS:
+        if k.shape[0] == 1:
+            return Blocks(size, 0)
+        steps = [(x.stride(0), size * x.stride(1)) for x in (k, v)]
+        if all(inner > 0 and outer % inner == 0 for outer, inner in steps):
+            (k_outer, k_inner), (v_outer, v_inner) = steps
+            if k_outer // k_inner == v_outer // v_inner:
+                return Blocks(size, k_outer // k_inner)
+    return None
+
+
+def tile_config_split_kv(spec: AttentionSpec, arch: int, num_sms: int) -> TileConfig:
+    """Return the tiles with which the paged kernels compute `spec`."""
+    paged = _paged_spec(spec, Blocks(_BLOCKS[0], 0))
+    if not paged.causal:
+        return extend_config(paged, arch)
+    work = paged_work(paged, arch, num_sms)
+    return work.rows_config or work.split_config
+
+
+def launch_split_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    blocks: Blocks,
+    *,
+    seqlens_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return o (B, Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
+    batch, rows, heads = spec.batch, spec.max_seqlen_q, spec.num_q_heads
+    paged = _paged_spec(spec, blocks)
+    table, lengths, starts = _metadata(batch, rows, spec.max_seqlen_k, blocks, q.device)
+    keep(table, lengths, starts)
+    if seqlens_k is not None:
+        lengths = seqlens_k.contiguous()
+    packed_q = q.reshape(batch * rows, heads, spec.head_dim)
+    packed_q = packed_q if packed_q.stride(-1) == 1 else packed_q.contiguous()
+    # Kernels read strides only, so one block stands for all.
+    k_cache, v_cache = (
+        x.as_strided((1, 1, *x.shape[2:]), (blocks.size * x.stride(1), *x.stride()[1:]))
+        for x in (k, v)
+    )
+    tensors = {"block_table": table, "seqlens_k": lengths, "cu_seqlens_q": starts, "sinks": sinks}
+    with device_of(q):
+        if paged.causal:
+            o, lse = paged_attention.launch(
+                packed_q, k_cache, v_cache, paged, **tensors, start=launch
+            )
+        else:
+            shape = (*packed_q.shape[:-1], spec.v_head_dim)
+            o = torch.empty(shape, dtype=q.dtype, device=q.device)
+            lse = torch.empty((heads, batch * rows), dtype=torch.float32, device=q.device)
+            arch, num_sms = device.arch_of(q.device), device.sm_count_of(q.device)
+            plan = plan_rows(paged, extend_config(paged, arch), num_sms)
+            scales = Scales.of(k_cache, None, None, lse)
+            launch_rows(
+                packed_q, k_cache, v_cache, paged, o, lse, plan, scales=scales, **tensors,
+                start=launch,
+            )  # fmt: skip
+        return o.view(batch, rows, heads, spec.v_head_dim), _by_sequence(lse, batch)
+
+
+def _by_sequence(lse: Tensor, batch: int) -> Tensor:
+    """Return lse (B, Hq, Sq) of lse (Hq, B * Sq)."""
+    heads, rows = lse.shape[0], lse.shape[1] // batch
+    if batch == 1:
+        return lse.view(1, heads, rows)
+    sorted_lse = torch.empty((batch, heads, rows), dtype=lse.dtype, device=lse.device)
+    launch(
+        _by_sequence_kernel, -(-lse.numel() // _LSE_TILE), lse, sorted_lse, batch, heads, rows,
+        TILE=_LSE_TILE,
+    )  # fmt: skip
+    return sorted_lse
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "rows"])
+def _by_sequence_kernel(x_ptr, y_ptr, batch, heads, rows, TILE: tl.constexpr):
+    """Copy x (heads, batch, rows) to y (batch, heads, rows)."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row, head, b = at % rows, at // rows % heads, at // rows // heads
+    inside = b < batch
+    x = tl.load(x_ptr + (head * batch + b) * rows + row, mask=inside)
+    tl.store(y_ptr + at, x, mask=inside)
+
+
+def _paged_spec(spec: AttentionSpec, blocks: Blocks) -> PagedSpec:
+    return PagedSpec(
+        spec.device_type, spec.dtype, spec.dtype, spec.batch, spec.batch * spec.max_seqlen_q,
+        spec.max_seqlen_q, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim,
+        blocks.size, -(-spec.max_seqlen_k // blocks.size),
+        softmax_scale=spec.softmax_scale, softcap=spec.softcap, has_sinks=spec.has_sinks,
+        causal=spec.causal or spec.max_seqlen_q == 1,
+    )  # fmt: skip
+
+
+def _metadata(
+    batch: int, rows: int, keys: int, blocks: Blocks, where: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return block_table, seqlens_k and cu_seqlens_q of a batch of equal sequences.
+
+    The table may have more columns than there are blocks, and lengths are part of a run of them:
+    while a cache grows by a key a step, few of these tensors are new.
+    """
+
+    def arange(count: int) -> Tensor:
+        return torch.arange(count, dtype=torch.int32, device=where)
+
+    def table() -> Tensor:
+        return (arange(batch) * blocks.step)[:, None] + arange(columns)
+
+    def lengths() -> Tensor:
+        return (arange(_RUN) + first)[:, None].repeat(1, width)
+
+    columns = 1 << (-(-keys // blocks.size) - 1).bit_length()
+    first, width = keys - keys % _RUN, -(-batch // _ALIGNED) * _ALIGNED
+    return (
+        _lasting(("table", batch, columns, blocks, where), table),
+        _lasting(("lengths", width, first, where), lengths)[keys - first, :batch],
+        _lasting(("starts", batch, rows, where), lambda: arange(batch + 1) * rows),
+    )
+
+
+_remembered: dict[tuple[object, ...], Tensor] = {}
+
+
+def _lasting(key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+    """Return the tensor of a key, which lasts unless a graph is captured or there are too many."""
+    found = _remembered.get(key)
+    if found is None:
+        found = make()
+        if found.is_cuda and torch.cuda.is_current_stream_capturing():
+            return found
+        if len(_remembered) < _MAX_REMEMBERED:
+            if found.is_cuda:  # other streams will read it
+                torch.cuda.current_stream(found.device).synchronize()
+            _remembered[key] = found
+    return found

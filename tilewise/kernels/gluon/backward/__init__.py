@@ -1,0 +1,1 @@
+"""The backward pass of dense and packed attention on Hopper."""

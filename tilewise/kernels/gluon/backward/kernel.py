@@ -1,0 +1,148 @@
+"""Backward pass of attention on Hopper in one kernel, head dims up to 128.
+
+What: with p = exp(s - lse), dp = do v^T, ds = p * (dp - delta):
+      dv = p^T do, dk = ds^T q, dq = ds k; dq is summed over the tiles of keys in global memory.
+Grid: one axis, tiles of 128 keys x (batch x key heads).
+One CTA: 128 keys of one key head; loops over the query heads of its group and the tiles of queries
+      that see the keys. Two consumer warpgroups own 64 keys each and meet only in ds, which lies in
+      shared memory: one may be at its exponentials while the other multiplies. A warp loads tiles
+      by TMA, another sends finished tiles of dq, two do prepost of other heads (see
+      `prepost`).
+Traffic: k, v are read and dk, dv written once; q, do and the row terms once for each tile of keys,
+      and as often 4 bytes an element are added to dq. PrePost come on top.
+Numerics: base 2, p recomputed from lse; sums float32; p and ds rounded to the input type for the
+      second products. dk and dv have one owner and one order, so they are bitwise reproducible;
+      so is dq where its sums wait for one another, tile by tile (`span.rank_of_tile`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.backward.consumer import consume
+from tilewise.kernels.gluon.backward.loader import load_tiles, send_dq
+from tilewise.kernels.gluon.backward.logits import Places
+from tilewise.kernels.gluon.backward.prepost import part_rows, run_prepost
+from tilewise.kernels.gluon.backward.span import Shape
+from tilewise.kernels.gluon.device.barriers import barriers
+
+CONSUMER_REGISTERS = gl.constexpr(240)
+MOVER_REGISTERS = gl.constexpr(24)
+PREPOST_WARPS = gl.constexpr(2)
+
+
+class Buffers(NamedTuple):
+    """Shared memory of one CTA; the first axis counts tiles in flight."""
+
+    q: object
+    do: object
+    k: object
+    v: object
+    ds: object  # (128 keys, queries), of this step and of the last one
+    dq: object
+    lse_log2: object
+    delta: object
+
+
+class Barriers(NamedTuple):
+    """Who waits for whom."""
+
+    kv_full: object  # k, then v
+    q_full: object  # q and lse_log2
+    do_full: object  # do and delta
+    empty: object  # both consumers are done with q and do
+    dq_empty: object  # the tile of dq is on its way
+    ds_full: object  # both consumers have written their half
+    ds_empty: object  # both have multiplied with it
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
+        "window_right", "num_tiles", "heads_per_section", "ring_size", "rows_per_plane",
+        "queries_per_plane", "heads_per_key", "heads_ahead", "heads_behind", "prepost_ctas",
+        "prepost_rows", "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key",
+        "mask_batch", "mask_head", "drop_limit",
+    ]
+)  # fmt: skip
+def attention_bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, o_part_desc,
+    do_part_desc, sum_part_desc, dk_ptr, dv_ptr, semaphores_ptr, sequences, prepost, batch,
+    num_kv_heads,
+    group_size, seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+    ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
+    prepost_ctas, prepost_rows, scores,
+    alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
+    variant: gl.constexpr,
+):  # fmt: skip
+    """Compute one tile of dk and dv and add what it gives to dq; see the module's docstring."""
+    shape = Shape(
+        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
+        seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+        ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
+        prepost_ctas, prepost_rows,
+    )  # fmt: skip
+    places = Places(
+        alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
+    )
+    TILE_M: gl.constexpr = variant.tile_m
+    D: gl.constexpr = variant.d
+    STAGES: gl.constexpr = variant.stages
+    dtype: gl.constexpr = q_desc.dtype
+    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_M, D], q_desc.layout)
+    do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_M, D], do_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], v_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
+    dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
+    lse_log2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout)
+    bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta)
+    bars = Barriers(
+        barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
+        barriers(1, 1), barriers(2, 2), barriers(2, 2),
+    )  # fmt: skip
+    if variant.prepost != "none":
+        ROWS: gl.constexpr = part_rows(D)
+        o_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_part_desc.layout)
+        do_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], do_part_desc.layout)
+        sum_layout: gl.constexpr = sum_part_desc.layout
+        sum_part = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, D], sum_layout)
+        parts_full = barriers(4, 1)
+        gl.warp_specialize(
+            [
+                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                           variant, 0)),
+                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                           variant, 1)),
+                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
+                              places, prepost, bufs, bars, variant)),
+                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                           variant)),
+                (run_prepost, (o_part_desc, do_part_desc, sum_part_desc, semaphores_ptr, shape,
+                               scores,
+                             prepost, (o_part, do_part, sum_part), parts_full, variant,
+                             PREPOST_WARPS)),
+            ],
+            [4, 1, 1, PREPOST_WARPS],
+            [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                           variant, 0)),
+                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                           variant, 1)),
+                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
+                              places, prepost, bufs, bars, variant)),
+                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                           variant)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
+        )  # fmt: skip

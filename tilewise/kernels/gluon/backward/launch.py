@@ -1,0 +1,163 @@
+"""Launch Hopper's backward pass: allocate, run the steps, and what torch adds up itself.
+
+The contract is that of `kernels.triton.attention.launch`: `why_not_bwd` refuses with a reason,
+`launch_bwd` runs a call.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.backward.logits import BwdScores
+from tilewise.kernels.gluon.backward.plan import (
+    has_separate_dq,
+    splits_groups,
+    variant_of,
+    why_not_bwd,
+    with_ungrouped_heads,
+)
+from tilewise.kernels.gluon.backward.span import Sequences
+from tilewise.kernels.gluon.backward.steps import (
+    Rows,
+    launch_after,
+    launch_before,
+    launch_dkdv,
+    launch_dq,
+    launch_main,
+    sum_groups,
+    zero_gaps,
+)
+from tilewise.kernels.gluon.host.descriptors import addressable
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
+from tilewise.kernels.triton.attention import launch as portable
+from tilewise.kernels.triton.attention.geometry import dense, device_of, extras_of
+from tilewise.kernels.triton.attention.tile import Extras
+
+__all__ = ["launch_bwd", "variant_of", "why_not_bwd"]
+
+_LOG2E = math.log2(math.e)
+
+
+def launch_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    philox: Tensor | None = None,
+    mask: MaskTensors | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Run the backward pass.
+
+    Args:
+        do: gradient of o, any strides.
+        dlse: gradient of lse, None for zero.
+        o, lse: of the forward pass.
+
+    Returns:
+        dq, dk, dv like q, k, v; dbias like bias where spec.needs_dbias, else None; dsinks (Hq,)
+        float32 or None.
+    """
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return _nothing_seen(q, k, v, dlse, bias, sinks, spec)
+    q, k, v, do, o = (addressable(x) for x in (q, k, v, do, o))
+    sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
+    extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
+    given, group_size = spec, 1
+    mask_heads = 1 if mask is None else mask.columns.shape[1]
+    if splits_groups(spec, mask_heads, device.sm_count_of(q.device)):
+        spec, group_size = with_ungrouped_heads(spec), spec.group_size
+    dq, dk, dv = (
+        torch.empty((*x.shape[:-2], heads, x.shape[-1]), dtype=x.dtype, device=x.device)
+        for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
+    )
+    variant = variant_of(spec)
+    dbias = None
+    with device_of(q):
+        if spec.is_varlen:
+            zero_gaps(dq, dk, dv, spec, sequences)
+        rows = launch_before(q, o, do, lse, dlse, spec, sequences, variant)
+        scores, places = scores_of(spec, extras)
+        if has_separate_dq(spec):
+            launch_dkdv(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
+            scores, places = scores_of(spec, extras, by_rows=True)
+            launch_dq(do, q, k, v, dq, rows, given, sequences, scores, places, variant)
+        else:
+            launch_main(do, q, k, v, o, dq, dk, dv, rows, spec, sequences, scores, places, variant)
+            launch_after(rows, dq, spec, sequences, variant)
+        if group_size > 1:
+            dk, dv = sum_groups(dk, group_size), sum_groups(dv, group_size)
+        if bias is not None and spec.needs_dbias:
+            # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
+            row_terms = portable.launch_rows(o, do, lse, dlse, given)
+            beside = {"sequences": portable.Sequences(*sequences), "extras": extras}
+            dbias = portable.launch_dbias(do, q, k, v, *row_terms, bias, given, **beside)
+    dsinks = None if sinks is None else _sink_gradient(sinks, rows)
+    return dq, dk, dv, dbias, dsinks
+
+
+def scores_of(
+    spec: AttentionSpec, extras: Extras, *, by_rows: bool = False
+) -> tuple[BwdScores, tuple[int, ...]]:
+    """Return what the logits are made of, and the numbers of `logits.Places`.
+
+    by_rows: with the mask's lists of tiles of queries, not of keys.
+    """
+    lists = extras.mask_columns, extras.mask_column_entries
+    all_tiles, tiles = extras.mask_all_column_tiles, extras.mask_column_tiles
+    if by_rows:
+        lists = extras.mask_rows, extras.mask_row_entries
+        all_tiles, tiles = extras.mask_all_row_tiles, extras.mask_row_tiles
+    scale, cap = spec.softmax_scale, spec.softcap
+    scores = BwdScores(
+        scale, scale * _LOG2E, scale / cap if cap else 0.0, cap * _LOG2E, spec.dropout_scale,
+        extras.alibi, extras.bias, extras.philox if spec.dropout_threshold else None,
+        extras.mask_bits, *lists,
+    )  # fmt: skip
+    limit = (spec.dropout_threshold << 16) - 1
+    places = (
+        extras.alibi_batch, extras.bias_batch, extras.bias_head, extras.bias_row, extras.bias_key,
+        3 * (all_tiles or 0), tiles,
+        limit - (1 << 32) if limit >= 1 << 31 else limit,
+    )  # fmt: skip
+    return scores, tuple(place or 0 for place in places)
+
+
+def _nothing_seen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dlse: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of a call without queries or keys: only sinks may have one."""
+    dsinks = None
+    if sinks is not None:
+        axes = (1,) if spec.is_varlen else (0, 2)
+        dsinks = torch.zeros_like(sinks) if dlse is None else dlse.sum(dim=axes)
+    dbias = torch.zeros_like(bias) if bias is not None and spec.needs_dbias else None
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, dsinks
+
+
+def _sink_gradient(sinks: Tensor, rows: Rows) -> Tensor:
+    """Return dsinks (Hq,): a sink is one more probability of each row, with a value of zero."""
+    planes = rows.delta.shape[0]
+    of_planes = sinks.float().repeat(planes // len(sinks)).unsqueeze(-1)
+    p_sink = torch.exp2(of_planes * _LOG2E - rows.lse_log2)
+    return -(p_sink * rows.delta).sum(dim=1).view(-1, len(sinks)).sum(dim=0)

@@ -1,0 +1,154 @@
+"""What a call adds to plain logits, where keys stand in rows: (64 keys, queries) of one warpgroup.
+
+What: softcap, bias, ALiBi, bit tiles of a block mask, and which probabilities dropout keeps.
+Grid: none, inlined into the consumers of the backward pass.
+One call: one tile in the layout of a sum. Bits of (query, 32 keys) come as words, (2, queries), of
+      which a thread holds those of its own 32 keys and queries.
+Traffic: the bias and the words of bit tiles, where they are used; slopes once a step.
+Numerics: float32, as in `device.logits`; random words equal the reference bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.device.dropout import _philox, draw_of
+from tilewise.kernels.gluon.device.warpgroup import LOG2E
+
+MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
+MASK_WORDS = gl.constexpr(4)  # of 32 keys, of a row of a bit tile
+
+
+class BwdScores(NamedTuple):
+    """What a call's logits are made of: numbers and pointers, None where it has none."""
+
+    scale: object
+    scale_log2: object  # times log2(e)
+    cap_ratio: object  # scale / softcap
+    cap_log2: object  # softcap * log2(e)
+    keep_scale: object  # of the probabilities that dropout keeps
+    alibi: object  # slopes, float32
+    bias: object
+    philox: object  # int64 (2,), seed and offset
+    mask_bits: object  # see kernels.spec.MaskTensors
+    mask_spans: object  # of columns
+    mask_entries: object
+
+
+class Places(NamedTuple):
+    """Strides, in elements, 0 where shared, and dropout's limit; made inside a kernel."""
+
+    alibi_batch: object
+    bias_batch: object
+    bias_head: object
+    bias_row: object
+    bias_key: object
+    mask_batch: object
+    mask_head: object
+    drop_limit: object
+
+
+@gluon.jit
+def add_alibi(s, b, head, diagonals, keys, scores, places):
+    """Subtract slope * |query - key|; diagonals: the key that stands where each query does."""
+    slope = gl.load(scores.alibi + b * places.alibi_batch + head) * LOG2E
+    distance = gl.expand_dims(diagonals.to(gl.float32), 0) - gl.expand_dims(keys.to(gl.float32), 1)
+    return gl.fma(gl.abs(distance), gl.full_like(distance, 0.0) - slope, s)
+
+
+@gluon.jit
+def add_bias(s, b, head, queries, keys, first_query, first_key, scores, places):
+    """Add the bias; queries and keys are clamped to their sequence. Tiles span 32-bit offsets."""
+    start = b.to(gl.int64) * places.bias_batch + head.to(gl.int64) * places.bias_head
+    start += first_query.to(gl.int64) * places.bias_row + first_key.to(gl.int64) * places.bias_key
+    at_keys = gl.expand_dims((keys - first_key) * places.bias_key, 1)
+    at = at_keys + gl.expand_dims((queries - first_query) * places.bias_row, 0)
+    bias = gl.load(scores.bias + start + at).to(gl.float32)
+    return gl.fma(bias, gl.full_like(bias, LOG2E), s)
+
+
+@gluon.jit
+def keep_pairs(x, words, other):
+    """Set x (64 keys, queries) to `other` where a word's bit is 0; words: int32 (2, queries)."""
+    n: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    x3 = x.reshape([2, 32, n])
+    x3 = gl.where(_bits_of(x3, words), x3, other)
+    return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def sign_pairs(x, words):
+    """Negate x (64 keys, queries), of no sign, where a word's bit is 0; see `keep_signed`."""
+    n: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    x3 = x.reshape([2, 32, n])
+    x3 = gl.where(_bits_of(x3, words), x3, 0.0 - x3)
+    return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def keep_signed(p, dp, keep_scale):
+    """Return (p, dp) of probabilities whose sign says which of them dropout keeps.
+
+    Where p is 0 it does not matter what dp is.
+    """
+    return gl.abs(p), gl.where(p > 0.0, dp * keep_scale, 0.0)
+
+
+@gluon.jit
+def _bits_of(x3, words):
+    """Return whether bits are set, for x3 (2, 32 keys, queries); words: int32 (2, queries)."""
+    l3: gl.constexpr = x3.type.layout
+    bit = 1 << gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
+    bit = gl.expand_dims(gl.expand_dims(bit, 0), 2)
+    return (gl.expand_dims(words, 1) & bit) != 0
+
+
+@gluon.jit
+def words_of_mask(like, number, first_row, first_word, scores):
+    """Return two words of rows of bit tile `number`, from its `first_row`; -1 has all bits."""
+    n: gl.constexpr = like.shape[1]
+    l3: gl.constexpr = like.reshape([2, 32, n]).type.layout
+    l2: gl.constexpr = gl.SliceLayout(1, l3)
+    word = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, l2)) + first_word, 1)
+    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, l2)) + first_row, 0)
+    at = row * MASK_WORDS + word
+    start = scores.mask_bits + number.to(gl.int64) * (MASK_TILE * MASK_WORDS)
+    return gl.load(start + at, mask=(at >= 0) & (number >= 0), other=-1)
+
+
+@gluon.jit
+def words_of_dropout(like, head, first_row, first_key, scores, places):
+    """Draw the words of 64 keys, a bit for each pair that is kept; head: b Hq + h.
+
+    Four calls make a word of 32 keys; they are spread over the threads, then sent to their places.
+    """
+    n: gl.constexpr = like.shape[1]
+    l3: gl.constexpr = like.reshape([2, 32, n]).type.layout
+    calls: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [2, 2, 1], [2, 1, 0])
+    draw = draw_of(scores.philox, places.drop_limit, head)
+    group = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, calls)))
+    row = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(2, calls)))
+    call = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, calls)))
+    call = gl.expand_dims(gl.expand_dims(call, 0), 1)
+    c0 = gl.expand_dims(gl.expand_dims(group * 4 + first_key // 8, 1), 2) + call
+    c1 = gl.expand_dims(gl.expand_dims(row + first_row, 0), 2)
+    w0, w1, w2, w3 = _philox(
+        c0.to(gl.uint32), c1.to(gl.uint32), draw.head, draw.offset, draw.key_low, draw.key_high
+    )  # fmt: skip
+    bits = _compared(w0, draw.limit, 0) | _compared(w1, draw.limit, 8)
+    bits = bits | _compared(w2, draw.limit, 16) | _compared(w3, draw.limit, 24)
+    words = gl.sum(bits << (2 * call), 2)  # no two calls share a bit
+    return gl.convert_layout(words, gl.SliceLayout(1, l3))
+
+
+@gluon.jit
+def _compared(word, limit, bit: gl.constexpr):
+    """Return the comparisons of the two halves of random words, as bits `bit` and `bit` + 1."""
+    low = ((word << 16) > limit).to(gl.int32)
+    high = (word > limit).to(gl.int32)
+    return (low << bit) | (high << (bit + 1))

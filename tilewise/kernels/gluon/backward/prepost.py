@@ -1,0 +1,292 @@
+"""Preprocessing and postprocessing of the backward pass, in CTAs that multiply other heads.
+
+What: preprocessing: delta = rowsum(o * do) - dlse, and zeros for the sums of dq, of a head whose
+      CTAs start later; postprocessing: dq = scale * (its sum), rounded, of a head whose CTAs have
+      ended.
+Grid: that of attention_bwd, which the tensor cores limit: memory has time left.
+One call: a partition of a CTA, two warps of 24 registers a thread. It takes a run of rows of all
+      query heads of one key head; tiles of them come by TMA, two in flight.
+Traffic: o and do once; the sum of dq is set to zero once and read once, dq written once.
+Numerics: float32.
+
+A CTA waits only for preprocessing by CTAs `heads_ahead` heads before its own. Those were launched
+before it and wait only for CTAs launched before them, so no wait can hang. The first heads of a
+call are preprocessed by the kernel before, the last ones postprocessed by the kernel after
+(`rows`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from tilewise.kernels.gluon.backward.span import ROW_PADDING, head_of_cta, place_of_head
+from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+from tilewise.kernels.gluon.device.warpgroup import fence_async
+
+STAGES = gl.constexpr(2)
+# Of a tile a thread holds a piece at a time, for it has few registers.
+PIECE_ROWS = gl.constexpr(8)
+PIECE_COLUMNS = gl.constexpr(64)
+
+
+class PrePost(NamedTuple):
+    """What this reads and writes without TMA: tensors, or None."""
+
+    dq: object  # contiguous
+    dq_sum: object  # float32 (planes, rows, d)
+    dlse: object  # float32 (planes, queries)
+    delta: object  # float32 (planes, rows)
+    counts: object  # int32 (2, heads): CTAs that have preprocessed, CTAs whose sums are complete
+
+
+def rows_of_part(d: int) -> int:
+    """Return the rows of a tile: what shared memory has left."""
+    return 16 if d <= 128 else 8
+
+
+part_rows = gluon.constexpr_function(rows_of_part)  # for kernels; a slow call on the host
+
+
+@gluon.constexpr_function
+def _piece_layout(warps):
+    """Return how threads hold a piece of a tile, eight channels of a row each."""
+    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def wait_for_preprocess(index, shape, prepost):
+    """Wait until the row terms of head `index` are there and its sums of dq are zero."""
+    if index >= shape.heads_ahead:
+        while gl.atomic_add(prepost.counts + index, 0, sem="acquire") < shape.prepost_ctas:
+            pass
+        fence_async(1)
+
+
+@gluon.jit
+def report_sums(work, shape, prepost):
+    """Say that this CTA has added to all its tiles of dq; its copies are complete."""
+    num_heads = shape.batch * shape.num_kv_heads
+    if work.index + shape.heads_behind < num_heads:
+        gl.atomic_add(prepost.counts + num_heads + work.index, 1, sem="release")
+
+
+@gluon.jit
+def _tile_of_part(part, parts, first, place, shape, variant: gl.constexpr):
+    """Return (query head, plane, first row) of a tile."""
+    g = part // parts
+    head = place.head * shape.group_size + g
+    plane = head
+    if not variant.packed:
+        plane = place.b * (shape.num_kv_heads * shape.group_size) + head
+    return head, plane, first + (part - g * parts) * part_rows(variant.d)
+
+
+@gluon.jit
+def _parts_of(first, length_q, shape, variant: gl.constexpr):
+    """Return how many tiles one query head has of the rows from `first` on."""
+    end = gl.cdiv(length_q, ROW_PADDING) * ROW_PADDING
+    end = gl.minimum(end, first + shape.prepost_rows)
+    return gl.maximum(end - first, 0) // part_rows(variant.d)
+
+
+@gluon.jit
+def run_prepost(
+    o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
+    variant: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Make the row terms of rows of a later head and dq of rows of an earlier one."""
+    o_buf, do_buf, sum_buf = bufs
+    block, index = head_of_cta(shape, shape.num_kv_heads)
+    if block < shape.prepost_ctas:
+        num_heads = shape.batch * shape.num_kv_heads
+        first = block * shape.prepost_rows
+        ahead = gl.minimum(index + shape.heads_ahead, num_heads - 1)
+        behind = gl.maximum(index - shape.heads_behind, 0)
+        later = place_of_head(ahead, shape.num_kv_heads, shape, variant)
+        earlier = place_of_head(behind, shape.num_kv_heads, shape, variant)
+        parts = _parts_of(first, later.length_q, shape, variant)
+        sum_parts = _parts_of(first, earlier.length_q, shape, variant)
+        if index + shape.heads_ahead >= num_heads:
+            parts = 0
+        if index < shape.heads_behind:
+            sum_parts = 0
+        count = parts * shape.group_size
+        sum_count = sum_parts * shape.group_size
+        for part in range(0, gl.minimum(count, STAGES)):
+            _load_rows(
+                o_desc, do_desc, part, parts, first, later, shape, o_buf, do_buf, full, variant
+            )  # fmt: skip
+        if variant.prepost == "preprocess_first":
+            for part in range(0, count):
+                _preprocess(
+                    part, parts, first, later, shape, prepost, o_buf, do_buf, full, variant, WARPS
+                )  # fmt: skip
+                fence_async_shared()  # loads of the tile come before the copy that follows
+                partition_barrier()
+                if part + STAGES < count:
+                    _load_rows(
+                        o_desc, do_desc, part + STAGES, parts, first, later, shape, o_buf, do_buf,
+                        full, variant,
+                    )  # fmt: skip
+            if index + shape.heads_ahead < num_heads:
+                _report_preprocess(ahead, prepost, WARPS)
+            count = count * 0
+        if sum_count > 0:
+            while gl.atomic_add(prepost.counts + num_heads + behind, 0, sem="acquire") < (
+                shape.num_tiles
+            ):
+                pass
+            fence_async(WARPS)
+        for part in range(0, gl.minimum(sum_count, STAGES)):
+            _load_sums(sum_desc, part, sum_parts, first, earlier, shape, sum_buf, full, variant)
+        for part in range(0, gl.maximum(count, sum_count)):
+            if variant.prepost == "interleaved":  # noqa: SIM102
+                if part < count:
+                    _preprocess(
+                        part, parts, first, later, shape, prepost, o_buf, do_buf, full, variant,
+                        WARPS,
+                    )  # fmt: skip
+            if part < sum_count:
+                _postprocess(
+                    semaphores_ptr, part, sum_parts, first, earlier, shape, scores, prepost,
+                    sum_buf,
+                    full, o_buf.dtype, variant, WARPS,
+                )  # fmt: skip
+            fence_async_shared()
+            partition_barrier()
+            if variant.prepost == "interleaved":  # noqa: SIM102
+                if part + STAGES < count:
+                    _load_rows(
+                        o_desc, do_desc, part + STAGES, parts, first, later, shape, o_buf, do_buf,
+                        full, variant,
+                    )  # fmt: skip
+            if part + STAGES < sum_count:
+                _load_sums(
+                    sum_desc, part + STAGES, sum_parts, first, earlier, shape, sum_buf, full,
+                    variant,
+                )  # fmt: skip
+        if variant.prepost == "interleaved":  # noqa: SIM102
+            if index + shape.heads_ahead < num_heads:
+                _report_preprocess(ahead, prepost, WARPS)
+
+
+@gluon.jit
+def _report_preprocess(index, prepost, WARPS: gl.constexpr):
+    """Say that this CTA's share of the row terms of head `index` is there."""
+    fence_async(WARPS)
+    partition_barrier()
+    gl.atomic_add(prepost.counts + index, 1, sem="release")
+
+
+@gluon.jit
+def _piece(tile, row: gl.constexpr, column: gl.constexpr, layout: gl.constexpr):
+    """Return a piece of a tile in shared memory."""
+    return tile.slice(row, PIECE_ROWS, 0).slice(column, PIECE_COLUMNS, 1).load(layout)
+
+
+@gluon.jit
+def _load_rows(
+    o_desc, do_desc, part, parts, first, place, shape, o_buf, do_buf, full,
+    variant: gl.constexpr,
+):  # fmt: skip
+    """Start to load a tile of o and of do."""
+    head, _plane, row = _tile_of_part(part, parts, first, place, shape, variant)
+    b = place.b
+    if variant.packed:
+        b = 0
+    at = [b, head, place.start_q + row, 0]
+    stage = part % STAGES
+    bar = full.index(stage)
+    mbarrier.expect(bar, o_desc.block_type.nbytes + do_desc.block_type.nbytes)
+    tma_load(o_desc, at, bar, o_buf.index(stage))
+    tma_load(do_desc, at, bar, do_buf.index(stage))
+
+
+@gluon.jit
+def _preprocess(
+    part, parts, first, place, shape, prepost, o_buf, do_buf, full,
+    variant: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Make delta of a tile and set its sums of dq to zero."""
+    D: gl.constexpr = variant.d
+    ROWS: gl.constexpr = part_rows(D)
+    layout: gl.constexpr = _piece_layout(WARPS)
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    _head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
+    stage = part % STAGES
+    at = plane.to(gl.int64) * shape.rows_per_plane + place.start_row + row
+    if not variant.ordered:
+        zeros = gl.zeros([WARPS * 128], gl.float32, flat)
+        for start in gl.static_range(0, ROWS * D, WARPS * 128):
+            within = start + gl.arange(0, WARPS * 128, flat)
+            gl.store(prepost.dq_sum + at * D + within, zeros)
+    mbarrier.wait(full.index(stage), (part // STAGES) & 1)
+    o = o_buf.index(stage).reshape([ROWS, D])
+    do = do_buf.index(stage).reshape([ROWS, D])
+    for start in gl.static_range(0, ROWS, PIECE_ROWS):
+        products = gl.zeros([PIECE_ROWS, PIECE_COLUMNS], gl.float32, layout)
+        for column in gl.static_range(0, D, PIECE_COLUMNS):
+            some_o = _piece(o, start, column, layout).to(gl.float32)
+            some_do = _piece(do, start, column, layout).to(gl.float32)
+            products = gl.fma(some_o, some_do, products)
+        delta = gl.sum(products, 1)
+        within = start + gl.arange(0, PIECE_ROWS, gl.SliceLayout(1, layout))
+        real = row + within < place.length_q
+        if prepost.dlse is not None:
+            dlse_at = plane.to(gl.int64) * shape.queries_per_plane + place.start_q + row
+            delta -= gl.load(prepost.dlse + dlse_at + within, mask=real, other=0.0)
+        gl.store(prepost.delta + at + within, gl.where(real, delta, 0.0))
+
+
+@gluon.jit
+def _load_sums(
+    sum_desc, part, parts, first, place, shape, sum_buf, full, variant: gl.constexpr
+):  # fmt: skip
+    """Start to load a tile of the sums of dq."""
+    _head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
+    stage = part % STAGES
+    bar = full.index(STAGES + stage)
+    mbarrier.expect(bar, sum_desc.block_type.nbytes)
+    tma_load(sum_desc, [0, plane, place.start_row + row, 0], bar, sum_buf.index(stage))
+
+
+@gluon.jit
+def _postprocess(
+    semaphores_ptr, part, parts, first, place, shape, scores, prepost, sum_buf, full,
+    dtype: gl.constexpr,
+    variant: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Scale and round the sums of a tile."""
+    D: gl.constexpr = variant.d
+    ROWS: gl.constexpr = part_rows(D)
+    WIDTH: gl.constexpr = variant.width
+    layout: gl.constexpr = _piece_layout(WARPS)
+    num_q_heads = shape.num_kv_heads * shape.group_size
+    head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
+    stage = part % STAGES
+    scale = scores.scale
+    if variant.ordered:  # a tile that sees nothing holds anything
+        tile = (place.start_row + row) // variant.tile_m
+        tiles = shape.rows_per_plane // variant.tile_m
+        semaphores = gl.load(semaphores_ptr + plane.to(gl.int64) * tiles + tile)
+    token = place.start_q + row
+    if not variant.packed:
+        token += place.b * shape.seqlen_q
+    to = prepost.dq + (token.to(gl.int64) * num_q_heads + head) * WIDTH
+    mbarrier.wait(full.index(STAGES + stage), (part // STAGES) & 1)
+    sums = sum_buf.index(stage).reshape([ROWS, D])
+    for start in gl.static_range(0, ROWS, PIECE_ROWS):
+        within = start + gl.arange(0, PIECE_ROWS, gl.SliceLayout(1, layout))
+        real = gl.expand_dims(row + within < place.length_q, 1)
+        at = gl.expand_dims(within * (num_q_heads * WIDTH), 1)
+        for column in gl.static_range(0, D, PIECE_COLUMNS):
+            dq = _piece(sums, start, column, layout) * scale
+            if variant.ordered:
+                dq = gl.where(semaphores > 0, dq, 0.0)
+            columns = column + gl.arange(0, PIECE_COLUMNS, gl.SliceLayout(0, layout))
+            columns = gl.expand_dims(columns, 0)
+            gl.store(to + (at + columns), dq.to(dtype), mask=real & (columns < WIDTH))

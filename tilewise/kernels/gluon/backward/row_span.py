@@ -1,0 +1,88 @@
+"""Which tiles of keys one CTA of the kernel for dq meets.
+
+What: the tiles of 64 keys that 128 queries of one head see, in ascending order or, with a block
+      mask, places in its lists; every partition of the CTA walks them alike.
+Grid: none, inlined into the kernel.
+One call: scalars of one CTA.
+Traffic: two or three lengths of a packed or ragged batch, lists of a block mask.
+Numerics: integers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.backward.span import head_of_cta, listed_tiles, place_of_head
+
+ROWS = gl.constexpr(128)  # queries of a CTA, and of a tile of the block mask
+
+
+class Rows(NamedTuple):
+    """What one CTA does; made inside a kernel. Tiles are tiles of keys."""
+
+    b: object
+    head: object
+    first_row: object
+    length_q: object
+    length_k: object
+    start_q: object
+    start_k: object
+    row_terms: object  # where those of the first row lie
+    begin: object  # first tile that a query sees
+    full_begin: object  # first that needs no mask
+    full_end: object
+    end: object
+    partial_entries: object  # of a block mask, whose entries take the place of tiles
+    full_entries: object
+    partial_end: object
+
+
+@gluon.jit
+def rows_of_cta(shape, scores, places, variant: gl.constexpr):
+    """Return the rows of this CTA."""
+    TILE_N: gl.constexpr = variant.tile_n
+    num_heads = shape.num_kv_heads * shape.group_size
+    tile, index = head_of_cta(shape, num_heads)
+    if variant.right:
+        tile = shape.num_tiles - 1 - tile
+    first_row = tile * ROWS
+    place = place_of_head(index, num_heads, shape, variant)
+    length_q = place.length_q
+    length_k = place.length_k
+    plane = index
+    if variant.packed:
+        plane = place.head
+    row_terms = plane.to(gl.int64) * shape.rows_per_plane + place.start_row + first_row
+    diagonal = first_row + length_k - length_q
+    last = gl.minimum(first_row + ROWS, length_q) - 1 - first_row
+    begin = 0
+    full_begin = 0
+    limit = length_k
+    full_limit = length_k
+    if variant.right:
+        limit = gl.minimum(limit, diagonal + last + shape.window_right + 1)
+        full_limit = gl.minimum(limit, gl.maximum(diagonal + shape.window_right + 1, 0))
+    if variant.left:
+        begin = gl.maximum(diagonal - shape.window_left, 0) // TILE_N
+        full_begin = gl.cdiv(gl.maximum(diagonal + last - shape.window_left, 0), TILE_N)
+    end = gl.maximum(gl.cdiv(gl.maximum(limit, 0), TILE_N), begin)
+    if variant.packed:
+        end = gl.where(first_row < length_q, end, begin)
+    full_begin = gl.minimum(full_begin, end)
+    full_end = gl.maximum(full_limit // TILE_N, full_begin)
+    partial_entries = 0
+    full_entries = 0
+    partial_end = 0
+    if variant.mask:
+        number = place.head * places.mask_head + tile
+        partial_entries, full_entries, partial_end, full_begin, full_end, end = listed_tiles(
+            place.b, number, begin, full_begin, full_end, end, scores, places, TILE_N, variant.ruled
+        )
+        begin = 0
+    return Rows(
+        place.b, place.head, first_row, length_q, length_k, place.start_q, place.start_k, row_terms,
+        begin, full_begin, full_end, end, partial_entries, full_entries, partial_end,
+    )  # fmt: skip

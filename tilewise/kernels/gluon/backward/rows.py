@@ -1,0 +1,179 @@
+"""What comes before and after the backward kernels of Hopper: row terms, and dq's last step.
+
+What: delta = rowsum(o * do) - dlse and lse in base 2, padded: rows of packed sequences start on
+      multiples of 128, and rows that see nothing or do not exist have lse = +inf and delta = 0.
+      dq = scale * (its float32 sum). dk and dv of a key head, given those of its query heads.
+Grid: one axis, tiles of rows x (batch x query heads), heads fastest, since they are neighbours.
+      delta and dq of some heads are left to the CTAs between (`prepost`).
+One program: a tile of rows of one head.
+Traffic: o and do once; the sum of dq is set to zero here and read and rounded there.
+Numerics: float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _rows_of_head(n, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plane):
+    """Return (b, head, first row in o, rows, where its row terms start) of head n of all."""
+    b, h = n // num_heads, n % num_heads
+    start, length, plane, padded = 0, seqlen, n, 0
+    if cu_ptr is not None:
+        b, h = n // group_size % batch, n // group_size // batch * group_size + n % group_size
+        start = tl.load(cu_ptr + b)
+        length = tl.load(cu_ptr + b + 1) - start
+        plane = h
+        padded = (start + b * 128) // 128 * 128
+    return b, h, start, length, plane.to(tl.int64) * rows_per_plane + padded
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads_before", "tile_programs", "batch", "num_heads", "group_size", "seqlen",
+        "rows_per_plane", "o_batch", "o_row", "o_head", "do_batch", "do_row", "do_head",
+        "lse_batch", "lse_head",
+    ]
+)  # fmt: skip
+def attention_bwd_before_kernel(
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr, semaphores_ptr,
+    counts_ptr,
+    cu_ptr, heads_before, tile_programs, batch, num_heads, group_size, seqlen, rows_per_plane,
+    o_batch, o_row, o_head, do_batch, do_row, do_head, lse_batch, lse_head,
+    WIDTH: tl.constexpr, D: tl.constexpr, D_SUM: tl.constexpr, UNIT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Fill delta and zero the sum of dq of a tile of the first heads; lse of RUN rows of any.
+
+    Strides are in units.
+    """
+    pid = tl.program_id(0)
+    if pid < tile_programs:
+        first = pid // heads_before * TILE
+        b, h, start, length, buffer = _rows_of_head(
+            pid % heads_before, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plane
+        )
+        if first < tl.cdiv(length, 128) * 128:
+            rows = first + tl.arange(0, TILE)
+            columns = tl.arange(0, D)
+            real = rows < length
+            loaded = real[:, None]
+            if WIDTH < D:
+                loaded = loaded & (columns < WIDTH)[None, :]
+            at = (start + rows).to(tl.int64)
+            o_rows = (b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + at * o_row) * UNIT
+            do_rows = (b.to(tl.int64) * do_batch + h.to(tl.int64) * do_head + at * do_row) * UNIT
+            o = tl.load(o_ptr + o_rows[:, None] + columns[None, :], mask=loaded, other=0.0)
+            do = tl.load(do_ptr + do_rows[:, None] + columns[None, :], mask=loaded, other=0.0)
+            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+            at += b.to(tl.int64) * lse_batch + h.to(tl.int64) * lse_head
+            if dlse_ptr is not None:
+                delta -= tl.load(dlse_ptr + at, mask=real, other=0.0)
+            tl.store(delta_ptr + buffer + rows, delta)
+            if dq_sum_ptr is not None:
+                sums = dq_sum_ptr + (buffer + rows)[:, None] * D_SUM
+                tl.store(sums + tl.arange(0, D_SUM)[None, :], tl.zeros([TILE, D_SUM], tl.float32))
+    else:
+        heads = batch * num_heads
+        n = (pid - tile_programs) % heads
+        first = (pid - tile_programs) // heads * RUN
+        b, h, start, length, buffer = _rows_of_head(
+            n, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plane
+        )
+        rows = first + tl.arange(0, RUN)
+        stored = rows < tl.cdiv(length, 128) * 128
+        at = (start + rows).to(tl.int64) + b.to(tl.int64) * lse_batch + h.to(tl.int64) * lse_head
+        lse = tl.load(lse_ptr + at, mask=rows < length, other=float("-inf"))
+        lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        tl.store(lse_log2_ptr + buffer + rows, lse_log2, mask=stored)
+        if semaphores_ptr is not None:
+            tiles = tl.arange(0, RUN // TILE_M)
+            used = first + tiles * TILE_M < length
+            tl.store(semaphores_ptr + (buffer + first) // TILE_M + tiles, 0, mask=used)
+        if counts_ptr is not None:
+            tl.store(counts_ptr + 2 * n + tl.arange(0, 2), 0, mask=first == 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_head", "heads_after", "batch", "num_heads", "group_size", "seqlen",
+        "rows_per_plane", "dq_batch", "dq_row", "dq_head",
+    ]
+)  # fmt: skip
+def attention_bwd_after_kernel(
+    dq_sum_ptr, semaphores_ptr, dq_ptr, cu_ptr, first_head, heads_after, batch, num_heads,
+    group_size,
+    seqlen, rows_per_plane, dq_batch, dq_row, dq_head, scale, WIDTH: tl.constexpr,
+    D: tl.constexpr, UNIT: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Scale and round a tile of dq of the last heads."""
+    pid = tl.program_id(0)
+    first = pid // heads_after * TILE
+    b, h, start, length, buffer = _rows_of_head(
+        first_head + pid % heads_after, cu_ptr, batch, num_heads, group_size, seqlen,
+        rows_per_plane,
+    )  # fmt: skip
+    if first < length:
+        rows = first + tl.arange(0, TILE)
+        columns = tl.arange(0, D)
+        dq = tl.load(dq_sum_ptr + (buffer + rows)[:, None] * D + columns[None, :])
+        if semaphores_ptr is not None:  # a tile that sees nothing holds anything
+            dq = tl.where(tl.load(semaphores_ptr + (buffer + first) // TILE_M) > 0, dq, 0.0)
+        stored = (rows < length)[:, None]
+        if WIDTH < D:
+            stored = stored & (columns < WIDTH)[None, :]
+        at = (start + rows).to(tl.int64) * dq_row + b.to(tl.int64) * dq_batch
+        at = (at + h.to(tl.int64) * dq_head) * UNIT
+        dq = (dq * scale).to(dq_ptr.dtype.element_ty)
+        tl.store(dq_ptr + at[:, None] + columns[None, :], dq, mask=stored)
+
+
+@triton.jit(do_not_specialize=["count", "group_size"])
+def attention_bwd_group_kernel(
+    x_ptr, sum_ptr, count, group_size, WIDTH: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr
+):
+    """Add up the heads of a group: x (count, group_size, WIDTH) to (count, WIDTH)."""
+    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    columns = tl.arange(0, D)
+    used = (rows < count)[:, None] & (columns < WIDTH)[None, :]
+    total = tl.zeros([TILE, D], tl.float32)
+    for g in range(0, group_size):
+        at = (rows * group_size + g)[:, None] * WIDTH + columns[None, :]
+        total += tl.load(x_ptr + at, mask=used, other=0.0).to(tl.float32)
+    at = rows[:, None] * WIDTH + columns[None, :]
+    tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=used)
+
+
+@triton.jit(do_not_specialize=["batch", "total_q", "total_k", "q_width", "k_width", "v_width"])
+def attention_bwd_gaps_kernel(
+    dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, batch, total_q, total_k, q_width, k_width, v_width,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Zero the rows of packed gradients before the first sequence and behind the last one."""
+    _zero_outside(dq_ptr, cu_q_ptr, batch, total_q, q_width, TILE)
+    _zero_outside(dk_ptr, cu_k_ptr, batch, total_k, k_width, TILE)
+    _zero_outside(dv_ptr, cu_k_ptr, batch, total_k, v_width, TILE)
+
+
+@triton.jit
+def _zero_outside(x_ptr, cu_ptr, batch, total, width, TILE: tl.constexpr):
+    """Zero the rows of contiguous x (total, width) that no sequence has."""
+    first = tl.load(cu_ptr).to(tl.int64) * width
+    last = tl.load(cu_ptr + batch).to(tl.int64) * width
+    end = tl.cast(total, tl.int64) * width
+    zeros = tl.zeros([TILE], x_ptr.dtype.element_ty)
+    mine = tl.program_id(0).to(tl.int64) * TILE
+    step = tl.num_programs(0) * TILE
+    while mine < first:
+        at = mine + tl.arange(0, TILE)
+        tl.store(x_ptr + at, zeros, mask=at < first)
+        mine += step
+    mine = last + tl.program_id(0).to(tl.int64) * TILE
+    while mine < end:
+        at = mine + tl.arange(0, TILE)
+        tl.store(x_ptr + at, zeros, mask=at < end)
+        mine += step

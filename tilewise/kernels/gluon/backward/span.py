@@ -1,0 +1,365 @@
+"""Which tiles of queries one CTA of the backward pass meets, and in which order.
+
+What: the steps of a tile of keys: (query head of the group, tile of queries), those that need a
+      mask first, then the others; every partition of the CTA walks them alike.
+Grid: none, inlined into the kernels.
+One call: scalars of one CTA, or of one step.
+Traffic: two or three lengths of a packed or ragged batch.
+Numerics: integers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.backward.logits import MASK_TILE
+
+ROW_PADDING = gl.constexpr(128)  # rows of a packed sequence start on such a multiple in buffers
+
+
+class BwdVariant(NamedTuple):
+    """Constexpr: what changes the code of the backward kernels."""
+
+    tile_m: int  # queries of a step
+    tile_n: int  # keys of a CTA
+    d: int  # channels of a tile of q and k: 64, 128 or 256
+    d_high: int  # and of another tile behind it, 64; 0 where d has all
+    dv: int  # of v and o
+    width: int  # of a head of q and k
+    v_width: int  # of v and o
+    stages: int  # tiles of q and do that are in flight
+    two_loops: bool  # masked steps in a loop of their own; else behind a branch
+    left: bool  # keys far to the left of the diagonal are hidden
+    right: bool  # keys far to its right are
+    tail: bool  # a tile may hold keys past the end of its sequence
+    packed: bool  # rows past the end of a sequence are those of the next
+    ragged: bool  # dense sequences with lengths of their own
+    positive: bool  # the scale, so that -inf may stand in products before it
+    softcap: str  # "none", "fast" or "exact"
+    alibi: bool
+    bias: bool
+    bias_rows: bool  # in the kernel for dq: see `attention_fwd.Variant`
+    bias_pairs: bool
+    dropout: bool
+    mask: bool  # a block mask says which tiles are visited
+    ruled: bool  # beside it windows or lengths hide keys too
+    ordered: bool  # sums of dq are added in a reproducible order
+    ring: bool  # the CTAs of a head, which see all tiles, start at different ones
+    last_first: bool  # the last tiles of keys are launched first
+    # Pre- and postprocessing of other heads: "none", "interleaved" or "preprocess_first".
+    prepost: str
+
+
+class Sequences(NamedTuple):
+    """Where sequences start and how long they are: pointers, None where a call has none."""
+
+    cu_q: object  # int32 (B + 1,), first row of each packed sequence
+    cu_k: object  # int32 (B + 1,)
+    seqlens_k: object  # int32 (B,), valid keys of each dense sequence
+
+
+class Shape(NamedTuple):
+    """The numbers of a call, alike for all CTAs; made inside a kernel of its arguments."""
+
+    cu_q: object
+    cu_k: object
+    seqlens_k: object
+    batch: object
+    num_kv_heads: object
+    group_size: object
+    seqlen_q: object
+    seqlen_k: object
+    window_left: object
+    window_right: object
+    num_tiles: object  # of keys, of the longest sequence
+    heads_per_section: object
+    ring_size: object  # CTAs of a head that may start at different tiles of queries
+    rows_per_plane: object  # of the row terms and of dq
+    queries_per_plane: object  # of lse and its gradient
+    heads_per_key: object  # that share one head of k and v but not its gradients
+    heads_ahead: object  # distance of the head that a CTA preprocesses, see PrePostPlan
+    heads_behind: object  # and of the head that it postprocesses
+    prepost_ctas: object  # the first CTAs of a head, which pre- and postprocess others
+    prepost_rows: object  # rows of one of them
+
+
+class Place(NamedTuple):
+    """One tile of one head of one sequence; made inside a kernel."""
+
+    index: object  # of the head among those of all sequences, as they are launched
+    b: object
+    head: object
+    start_q: object  # first row of the sequence in q, k and the padded row terms
+    start_k: object
+    start_row: object
+    length_q: object
+    length_k: object
+
+
+class Work(NamedTuple):
+    """What one CTA does; made inside a kernel. Tiles are tiles of queries of one head."""
+
+    index: object  # of Place
+    b: object
+    head: object  # of keys
+    first_key: object
+    length_q: object
+    length_k: object
+    start_q: object  # first row of the sequence in q, k and the padded row terms
+    start_k: object
+    start_row: object
+    begin: object  # first tile that sees a key
+    full_begin: object  # first that needs no mask
+    full_end: object
+    end: object
+    start: object  # where the walk starts in a ring of tiles, see `ring_of_cta`
+    partial_entries: object  # of a block mask, whose entries take the place of tiles
+    full_entries: object
+    partial_end: object  # places from 0 are those of partial entries, then come the full ones
+
+
+@gluon.jit
+def head_of_cta(shape, num_heads):
+    """Return (tile, head) of this CTA: sections of heads, in them tiles, in them the heads."""
+    pid = gl.program_id(0)
+    per_section = shape.num_tiles * shape.heads_per_section
+    first_head = pid // per_section * shape.heads_per_section
+    size = gl.minimum(shape.heads_per_section, shape.batch * num_heads - first_head)
+    within = pid % per_section
+    return within // size, first_head + within % size
+
+
+@gluon.jit
+def place_of_head(index, num_heads, shape, variant: gl.constexpr):
+    """Return the Place of head `index` of all sequences."""
+    start_q = 0
+    start_k = 0
+    start_row = 0
+    length_q = shape.seqlen_q
+    length_k = shape.seqlen_k
+    if variant.packed:
+        b = index % shape.batch
+        head = index // shape.batch
+        start_q = gl.load(shape.cu_q + b)
+        start_k = gl.load(shape.cu_k + b)
+        length_q = gl.load(shape.cu_q + b + 1) - start_q
+        length_k = gl.load(shape.cu_k + b + 1) - start_k
+        start_row = padded_start(start_q, b)
+    else:
+        b = index // num_heads
+        head = index % num_heads
+        if variant.ragged:
+            length_k = gl.load(shape.seqlens_k + b)
+    return Place(index, b, head, start_q, start_k, start_row, length_q, length_k)
+
+
+@gluon.jit
+def work_of_cta(shape, scores, places, variant: gl.constexpr):
+    """Return the work of this CTA."""
+    TILE_M: gl.constexpr = variant.tile_m
+    KEYS: gl.constexpr = variant.tile_n
+    block, index = head_of_cta(shape, shape.num_kv_heads)
+    if variant.last_first:
+        block = shape.num_tiles - 1 - block
+    first_key = block * KEYS
+    place = place_of_head(index, shape.num_kv_heads, shape, variant)
+    length_q = place.length_q
+    length_k = place.length_k
+    diagonal = first_key - (length_k - length_q)  # the query whose diagonal key comes first
+    last = gl.minimum(first_key + KEYS, length_k) - 1 - first_key
+    begin = 0
+    full_begin = 0
+    end = gl.cdiv(length_q, TILE_M)
+    full_end = end
+    if variant.packed:
+        full_end = length_q // TILE_M
+    if variant.right:
+        begin = gl.maximum(diagonal - shape.window_right, 0) // TILE_M
+        full_begin = gl.cdiv(gl.maximum(diagonal + last - shape.window_right, 0), TILE_M)
+    if variant.left:
+        beyond = gl.maximum(diagonal + last + shape.window_left + 1, 0)
+        full_beyond = gl.maximum(diagonal + shape.window_left + 1, 0)
+        end = gl.minimum(end, gl.cdiv(beyond, TILE_M))
+        full_end = gl.minimum(full_end, full_beyond // TILE_M)
+    if variant.tail:
+        full_end = gl.where(first_key + KEYS > length_k, 0, full_end)
+        end = gl.where(first_key < length_k, end, 0)
+    end = gl.maximum(begin, end)
+    full_begin = gl.minimum(full_begin, end)
+    full_end = gl.maximum(full_begin, full_end)
+    partial_entries = 0
+    full_entries = 0
+    partial_end = 0
+    if variant.mask:
+        number = place.head * shape.group_size * places.mask_head + first_key // MASK_TILE
+        partial_entries, full_entries, partial_end, full_begin, full_end, end = listed_tiles(
+            place.b, number, begin, full_begin, full_end, end, scores, places, TILE_M, variant.ruled
+        )
+        begin = 0
+    start = 0
+    if variant.ring:
+        _size, stride, _block, at, _members = ring_of_cta(
+            block, end, gl.cdiv(length_k, KEYS), shape
+        )
+        start = at * stride
+    return Work(
+        index, place.b, place.head, first_key, length_q, length_k, place.start_q, place.start_k,
+        place.start_row, begin, full_begin, full_end, end, start, partial_entries, full_entries,
+        partial_end,
+    )  # fmt: skip
+
+
+@gluon.jit
+def listed_tiles(
+    b, number, begin, full_begin, full_end, end, scores, places,
+    TILE: gl.constexpr, RULED: gl.constexpr,
+):  # fmt: skip
+    """Return what list `number` of a block mask leaves of tiles [begin, end), as places.
+
+    TILE: rows of a tile; RULED: a rule sees [begin, end), of them [full_begin, full_end) whole.
+    Returns (first partial entry, first full one, place past the partial ones, and of the places
+    from 0 to the end: first that needs no mask, first past those, the end).
+    """
+    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE
+    at = scores.mask_spans + b.to(gl.int64) * places.mask_batch
+    at += number * 3
+    full_entries = gl.load(at)
+    partial_entries = gl.load(at + 1)
+    last_partial = gl.load(at + 2)
+    last_full = partial_entries
+    free_begin = full_entries
+    free_end = last_full
+    if RULED:  # what the rule hides is cut off, and what it cuts needs a mask
+        first = begin // TILES_PER_ENTRY
+        last = gl.where(end > begin, gl.cdiv(end, TILES_PER_ENTRY), first)
+        free = gl.cdiv(full_begin, TILES_PER_ENTRY)
+        last_free = gl.maximum(full_end // TILES_PER_ENTRY, free)
+        entries = scores.mask_entries
+        partial_entries = _first_from(entries, partial_entries, last_partial, first)
+        last_partial = _first_from(entries, partial_entries, last_partial, last)
+        full_entries = _first_from(entries, full_entries, last_full, first)
+        last_full = _first_from(entries, full_entries, last_full, last)
+        free_begin = _first_from(entries, full_entries, last_full, free)
+        free_end = _first_from(entries, free_begin, last_full, last_free)
+    partial_end = (last_partial - partial_entries) * TILES_PER_ENTRY
+    full_begin = partial_end + (free_begin - full_entries) * TILES_PER_ENTRY
+    full_end = partial_end + (free_end - full_entries) * TILES_PER_ENTRY
+    end = partial_end + (last_full - full_entries) * TILES_PER_ENTRY
+    return partial_entries, full_entries, partial_end, full_begin, full_end, end
+
+
+@gluon.jit
+def _first_from(entries, begin, end, tile):
+    """Return the first of the ascending entries [begin, end) that is the tile or comes after it."""
+    if begin < end:
+        # No two are alike, so they ascend by 1 at least: in a list without gaps nothing is left.
+        first = gl.load(entries + begin.to(gl.int64) * 2)
+        last = gl.load(entries + (end - 1).to(gl.int64) * 2)
+        low = gl.minimum(gl.maximum(end - 1 - (last - tile), begin), end)
+        end = gl.minimum(gl.maximum(begin + (tile - first), begin), end)
+        begin = low
+        while begin < end:
+            middle = begin + (end - begin) // 2
+            if gl.load(entries + middle.to(gl.int64) * 2) < tile:
+                begin = middle + 1
+            else:
+                end = middle
+    return begin
+
+
+@gluon.jit
+def padded_start(start, b):
+    """Return where the row terms of packed sequence b start: no two share a tile of 128 rows."""
+    return (start + b * ROW_PADDING) // ROW_PADDING * ROW_PADDING
+
+
+@gluon.jit
+def ring_of_cta(block, tiles, blocks, shape):
+    """Return how CTAs of a head that see all tiles share them out: each starts `stride` further.
+
+    Returns (CTAs of a ring, stride, first CTA of this one's ring, its place, CTAs of this ring).
+    """
+    size = gl.maximum(gl.minimum(gl.minimum(blocks, tiles), shape.ring_size), 1)
+    first = block // size * size
+    return size, tiles // size, first, block - first, gl.minimum(size, blocks - first)
+
+
+@gluon.jit
+def rank_of_tile(work, tile, shape, variant: gl.constexpr):
+    """Return how many CTAs add to a tile of dq before this one, in a reproducible order.
+
+    With a diagonal the last tile of keys that sees it comes first, then the one before: when all
+    walk upwards from their diagonals, no one waits. Else the order is that of the ring's walk.
+    """
+    KEYS: gl.constexpr = variant.tile_n
+    block = work.first_key // KEYS
+    blocks = gl.cdiv(work.length_k, KEYS)
+    if variant.right:
+        row = tile * variant.tile_m + variant.tile_m - 1
+        last_key = row + work.length_k - work.length_q + shape.window_right
+        rank = gl.minimum(last_key // KEYS, blocks - 1) - block
+    else:
+        _size, stride, first, at, members = ring_of_cta(block, work.end, blocks, shape)
+        nearest = gl.minimum(tile // stride, members - 1)  # who starts at this tile or just before
+        rank = first + nearest - at + gl.where(at <= nearest, 0, members)
+    return rank
+
+
+@gluon.jit
+def masked_steps(work):
+    """Return how many steps of one query head need a mask."""
+    return work.full_begin - work.begin + work.end - work.full_end
+
+
+@gluon.jit
+def tile_of_masked_step(work, step):
+    """Return the tile of a masked step of one head."""
+    head = work.full_begin - work.begin
+    return gl.where(step < head, work.begin + step, work.full_end + step - head)
+
+
+@gluon.jit
+def entry_of_tile(work, tile, scores, TILE: gl.constexpr):
+    """Return (tile of TILE rows, bit tile or -1) of a place in the list of a block mask.
+
+    work: whatever has places in a list, which say where a tile of the other side stands.
+    """
+    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE
+    full = work.full_entries + (tile - work.partial_end) // TILES_PER_ENTRY
+    partial = work.partial_entries + tile // TILES_PER_ENTRY
+    entry = gl.where(tile < work.partial_end, partial, full)
+    at = scores.mask_entries + entry.to(gl.int64) * 2
+    return gl.load(at) * TILES_PER_ENTRY + tile % TILES_PER_ENTRY, gl.load(at + 1)
+
+
+@gluon.jit
+def tile_of_step(work, step, group_size, variant: gl.constexpr):
+    """Return (query head of the group, tile of queries) of a step of this CTA."""
+    if variant.two_loops:
+        masked = masked_steps(work)
+        full = work.full_end - work.full_begin
+        is_masked = step < masked * group_size
+        g, rest = _divided(
+            gl.where(is_masked, step, step - masked * group_size),
+            gl.where(is_masked, masked, full),
+            group_size,
+        )  # fmt: skip
+        tile = gl.where(is_masked, tile_of_masked_step(work, rest), work.full_begin + rest)
+    else:
+        each = work.end - work.begin
+        g, rest = _divided(step, each, group_size)
+        tile = work.begin + work.start + rest
+        tile = gl.where(tile < work.end, tile, tile - each)
+    return g, tile
+
+
+@gluon.jit
+def _divided(step, each, group_size):
+    """Return (query head of the group, step of that head); a group of one needs no division."""
+    g = step * 0
+    if group_size > 1:
+        g = step // each
+    return g, step - g * each

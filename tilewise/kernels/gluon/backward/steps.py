@@ -1,0 +1,293 @@
+"""The steps of a backward pass on Hopper, one launch each: row terms, kernels, dq's last step."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.backward.dkdv import attention_bwd_dkdv_kernel
+from tilewise.kernels.gluon.backward.dq import attention_bwd_dq_kernel
+from tilewise.kernels.gluon.backward.kernel import attention_bwd_kernel
+from tilewise.kernels.gluon.backward.logits import BwdScores
+from tilewise.kernels.gluon.backward.plan import (
+    KEYS,
+    L2_BYTES,
+    ROW_TILE,
+    UNIT,
+    PrePostPlan,
+    cdiv,
+    has_separate_dq,
+    heads_per_section,
+    power_of_2,
+    prepost_of,
+    ring_size,
+)
+from tilewise.kernels.gluon.backward.prepost import PrePost, rows_of_part
+from tilewise.kernels.gluon.backward.rows import (
+    attention_bwd_after_kernel,
+    attention_bwd_before_kernel,
+    attention_bwd_gaps_kernel,
+    attention_bwd_group_kernel,
+)
+from tilewise.kernels.gluon.backward.span import BwdVariant, Sequences
+from tilewise.kernels.gluon.forward.variant import in_pairs
+from tilewise.kernels.gluon.host.descriptors import descriptor, row_descriptor
+from tilewise.kernels.gluon.host.launch import launch
+from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.triton.attention.geometry import dense
+
+_ELEMENTS = 4096  # of a tile of the kernels before and after
+_RUN = 1024  # rows of lse of a program
+_GAP_PROGRAMS = 64  # gaps are rare, and short
+_ROWS_WARPS = 4  # of their programs
+_ROWS = 128  # of a tile of dq where it has a kernel of its own
+_SLOTS = 3  # of its ring of k and v
+
+
+class Rows(NamedTuple):
+    """Row terms, float32 (planes, rows): a plane a head, padded as in `span`."""
+
+    lse_log2: Tensor
+    delta: Tensor
+    dq_sum: Tensor | None  # (planes, rows, d)
+    semaphores: Tensor | None  # int32 (planes, rows / tile_m): CTAs that have added to a tile of dq
+    counts: Tensor | None  # int32, see prepost.PrePost
+    dlse: Tensor | None  # float32, contiguous
+    plan: PrePostPlan
+    section: int  # heads whose CTAs are launched together
+
+
+def launch_before(
+    q: Tensor,
+    o: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    variant: BwdVariant,
+) -> Rows:
+    """Return the row terms and the sum of dq, of the first heads at least."""
+    planes, count = _planes(o, spec)
+    lse_log2, delta = torch.empty((2, planes, count), dtype=torch.float32, device=o.device)
+    if spec.is_varlen and (spec.has_sinks or spec.mask_tile):
+        # Gaps between sequences: torch sums them for sinks, and lists of a mask may visit them.
+        lse_log2.fill_(math.inf)
+        delta.zero_()
+    heads = spec.batch * spec.num_kv_heads
+    num_tiles = cdiv(spec.max_seqlen_k, variant.tile_n)
+    section = heads_per_section(q, spec, num_tiles, _channels(variant))
+    dq_sum = semaphores = counts = None
+    plan = PrePostPlan(heads, heads, 0, 0)
+    if not has_separate_dq(spec):
+        dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
+        counts = torch.empty(2 * spec.batch * spec.num_q_heads, dtype=torch.int32, device=o.device)
+        if variant.prepost != "none":
+            plan = prepost_of(spec, section, num_tiles, device.sm_count_of(o.device))
+    if variant.ordered:
+        shape = (planes, count // variant.tile_m)
+        semaphores = torch.empty(shape, dtype=torch.int32, device=o.device)
+    lse, dlse = lse.contiguous(), dense(dlse)
+    d = power_of_2(spec.v_head_dim)
+    tile = min(_ELEMENTS // d, ROW_TILE)
+    heads_before = plan.ahead * spec.group_size
+    tile_programs = cdiv(_padded(spec.max_seqlen_q), tile) * heads_before
+    runs = cdiv(_padded(spec.max_seqlen_q), _RUN) * spec.batch * spec.num_q_heads
+    lse_batch, lse_head = (0, lse.stride(0)) if spec.is_varlen else lse.stride()[:2]
+    launch(
+        attention_bwd_before_kernel,
+        tile_programs + runs,
+        o, do, lse, dlse, lse_log2, delta, dq_sum if semaphores is None else None, semaphores,
+        counts,
+        sequences.cu_q, heads_before, tile_programs, spec.batch, spec.num_q_heads, spec.group_size,
+        spec.max_seqlen_q, count, *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
+        WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=UNIT, TILE_M=variant.tile_m,
+        TILE=tile, RUN=_RUN, num_warps=_ROWS_WARPS,
+    )  # fmt: skip
+    return Rows(lse_log2, delta, dq_sum, semaphores, counts, dlse, plan, section)
+
+
+def launch_after(
+    rows: Rows, dq: Tensor, spec: AttentionSpec, sequences: Sequences, variant: BwdVariant
+) -> None:
+    """Round the sum of dq of the last heads."""
+    assert rows.dq_sum is not None
+    tile = _ELEMENTS // variant.d
+    heads_after = rows.plan.behind * spec.group_size
+    launch(
+        attention_bwd_after_kernel,
+        cdiv(spec.max_seqlen_q, tile) * heads_after,
+        rows.dq_sum, rows.semaphores, dq, sequences.cu_q,
+        spec.batch * spec.num_q_heads - heads_after,
+        heads_after, spec.batch, spec.num_q_heads, spec.group_size, spec.max_seqlen_q,
+        rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
+        WIDTH=spec.head_dim, D=variant.d, UNIT=UNIT, TILE_M=variant.tile_m, TILE=tile,
+        num_warps=_ROWS_WARPS,
+    )  # fmt: skip
+
+
+def zero_gaps(
+    dq: Tensor, dk: Tensor, dv: Tensor, spec: AttentionSpec, sequences: Sequences
+) -> None:
+    """Zero the rows of packed gradients that no sequence has; they may be any."""
+    widths = (x.shape[-2] * x.shape[-1] for x in (dq, dk, dv))
+    launch(
+        attention_bwd_gaps_kernel, _GAP_PROGRAMS, dq, dk, dv, sequences.cu_q, sequences.cu_k,
+        spec.batch, dq.shape[0], dk.shape[0], *widths, TILE=_ELEMENTS, num_warps=_ROWS_WARPS,
+    )  # fmt: skip
+
+
+def sum_groups(x: Tensor, group_size: int) -> Tensor:
+    """Return the gradient of key heads (..., Hk, D), given that of each query head (..., Hq, D)."""
+    heads, width = x.shape[-2] // group_size, x.shape[-1]
+    total = torch.empty((*x.shape[:-2], heads, width), dtype=x.dtype, device=x.device)
+    count, d = total.numel() // width, power_of_2(width)
+    tile = _ELEMENTS // d
+    launch(
+        attention_bwd_group_kernel, cdiv(count, tile), x, total, count, group_size,
+        WIDTH=width, D=d, TILE=tile, num_warps=_ROWS_WARPS,
+    )  # fmt: skip
+    return total
+
+
+def launch_main(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rows: Rows,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
+    variant: BwdVariant,
+) -> None:
+    """Fill dk and dv, add to the sum of dq, and round that of most heads."""
+    assert rows.dq_sum is not None
+    m, d = variant.tile_m, variant.d
+    part = rows_of_part(d)
+    num_tiles = cdiv(spec.max_seqlen_k, KEYS)
+    heads = spec.batch * spec.num_kv_heads
+    launch(
+        attention_bwd_kernel,
+        num_tiles * heads,
+        descriptor(q, m, d), descriptor(k, KEYS, d), descriptor(v, KEYS, d), descriptor(do, m, d),
+        descriptor(rows.dq_sum.transpose(0, 1), m, d),
+        descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
+        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
+        descriptor(o, part, d), descriptor(do, part, d),
+        descriptor(rows.dq_sum.transpose(0, 1), part, d), dk, dv, rows.semaphores, sequences,
+        PrePost(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
+        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, num_tiles,
+        rows.section, ring_size(q, spec), rows.dq_sum.shape[1],
+        q.shape[0] if spec.is_varlen else spec.max_seqlen_q, spec.num_kv_heads // k.shape[-2],
+        *rows.plan, scores, *places, variant=variant,
+    )  # fmt: skip
+
+
+def launch_dkdv(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rows: Rows,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
+    variant: BwdVariant,
+) -> None:
+    """Fill dk and dv."""
+    m, n, d = variant.tile_m, variant.tile_n, variant.d
+    num_tiles = cdiv(spec.max_seqlen_k, n)
+    heads = spec.batch * spec.num_kv_heads
+    launch(
+        attention_bwd_dkdv_kernel,
+        num_tiles * heads,
+        descriptor(q, m, d), descriptor(k, n, d), descriptor(v, n, variant.dv),
+        descriptor(do, m, variant.dv), descriptor(dk, n, d), descriptor(dv, n, variant.dv),
+        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
+        _rest(q, m, variant), _rest(k, n, variant), _rest(dk, n, variant), dk, dv, sequences,
+        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, num_tiles, rows.section, rows.delta.shape[1],
+        spec.num_kv_heads // k.shape[-2], scores, *places, variant=variant,
+    )  # fmt: skip
+
+
+def launch_dq(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    rows: Rows,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    scores: BwdScores,
+    places: tuple[int, ...],
+    variant: BwdVariant,
+) -> None:
+    """Fill dq."""
+    n, d, half = variant.tile_n, variant.d, _ROWS // 2
+    strides, pairs = in_pairs(*places[1:5])
+    places = (places[0], *strides, *places[5:])
+    variant = variant._replace(
+        stages=_SLOTS, bias_rows=strides[2] != 0, bias_pairs=variant.bias and pairs
+    )
+    num_tiles = cdiv(spec.max_seqlen_q, _ROWS)
+    heads = spec.batch * spec.num_q_heads
+    section = 1
+    if spec.is_varlen:
+        section = min(heads, 4 * spec.batch)
+    elif variant.right:
+        section = min(heads, max(2, L2_BYTES // (spec.max_seqlen_k * _channels(variant) * 4)))
+    launch(
+        attention_bwd_dq_kernel,
+        num_tiles * heads,
+        descriptor(q, half, d), descriptor(k, n, d), descriptor(v, n, variant.dv),
+        descriptor(do, half, variant.dv), descriptor(dq, half, d),
+        _rest(q, half, variant), _rest(k, n, variant), _rest(dq, half, variant),
+        dq, rows.lse_log2, rows.delta, sequences,
+        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
+        spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
+        scores, *places, variant=variant,
+    )  # fmt: skip
+
+
+def _channels(variant: BwdVariant) -> int:
+    """Return the channels of a tile, q and v averaged."""
+    return (variant.d + variant.d_high + variant.dv) // 2
+
+
+def _rest(x: Tensor, rows: int, variant: BwdVariant) -> TensorDescriptor | None:
+    """Return the descriptor of tiles of the channels past variant.d, if there are any."""
+    return descriptor(x, rows, variant.d_high) if variant.d_high > 0 else None
+
+
+def _padded(count: int) -> int:
+    return cdiv(count, ROW_TILE) * ROW_TILE
+
+
+def _planes(o: Tensor, spec: AttentionSpec) -> tuple[int, int]:
+    """Return how many planes of row terms there are, and their rows."""
+    if spec.is_varlen:
+        return spec.num_q_heads, _padded(o.shape[0] + spec.batch * ROW_TILE)
+    return spec.batch * spec.num_q_heads, _padded(spec.max_seqlen_q)
+
+
+def _strides(x: Tensor, spec: AttentionSpec) -> tuple[int, int, int]:
+    """Return the (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
+    batch, row, head = (0, *x.stride()[:2]) if spec.is_varlen else x.stride()[:3]
+    return batch // UNIT, row // UNIT, head // UNIT

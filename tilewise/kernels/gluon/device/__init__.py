@@ -1,0 +1,1 @@
+"""What kernels of several subjects are made of on Hopper."""

@@ -1,0 +1,159 @@
+"""Eight-bit keys and values as operands of 16-bit products: few instructions, no shuffle.
+
+What: tiles of int8 or e4m3 in shared memory -> float16 operands of mma.sync in registers.
+Grid: none, inlined into the kernels.
+One call: a tile of 64 keys; each of four warps has 16 of them, which nobody else multiplies.
+Traffic: shared memory once, 8 or 16 bytes at a time.
+Numerics: exact. An int8 x is the float16 1024 + (x + 128) less 1152.
+
+Queries are few, so products are transposed: keys and values are the 16 rows of m16n8k16, queries
+its 8 columns. Of a left operand lane 4 g + t has the rows g and g + 8 and of each the columns
+2 t + {0, 1} and 8 more. Which channel stands where is free as long as both operands agree: a lane
+takes 16 bytes of a key as they lie, and channels get the order `key_order`. Of values it takes the
+channels 8 j + g that are neighbours in memory, undone by `value_order`; two keys' bytes of one
+channel, which one register holds, are put together by byte permutations.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+KEYS = gl.constexpr(64)  # of a tile
+INT8, E4M3 = gl.constexpr(1), gl.constexpr(2)  # as in `triton.paged.quantise`
+# Four bytes -> four float16 in two registers.
+_WIDEN_E4M3 = gl.constexpr(
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
+)
+_WIDEN_INT8 = gl.constexpr(
+    "{ .reg .b32 u, a, b, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0x64646464; "
+    "prmt.b32 a, u, c, 0x4140; prmt.b32 b, u, c, 0x4342; mov.b32 c, 0x64806480; "
+    "sub.rn.f16x2 $0, a, c; sub.rn.f16x2 $1, b, c; }"
+)
+# Four channels of two keys -> four registers of (even key, odd key).
+_PAIR_E4M3 = gl.constexpr(
+    "{ .reg .b32 x, y; .reg .b16 a, b, c, d; "
+    "prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362; "
+    "mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
+    "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; "
+    "cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d; }"
+)
+_PAIR_INT8 = gl.constexpr(
+    "{ .reg .b32 x, y, a, b, c, d, e; "
+    "prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362; "
+    "xor.b32 x, x, 0x80808080; xor.b32 y, y, 0x80808080; mov.b32 e, 0x64646464; "
+    "prmt.b32 a, x, e, 0x4140; prmt.b32 b, x, e, 0x4342; "
+    "prmt.b32 c, y, e, 0x4140; prmt.b32 d, y, e, 0x4342; mov.b32 e, 0x64806480; "
+    "sub.rn.f16x2 $0, a, e; sub.rn.f16x2 $1, b, e; "
+    "sub.rn.f16x2 $2, c, e; sub.rn.f16x2 $3, d, e; }"
+)
+
+
+@gluon.constexpr_function
+def sum_layout():
+    """Return the layout of (4, n, rows) sums: the warps' own products, transposed."""
+    return gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def key_bytes_layout(width):
+    """Return how a warp takes its 16 of (64, width) keys."""
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], *([[0, 64]] if width == 128 else []), [8, 0]]
+    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
+
+
+@gluon.constexpr_function
+def value_bytes_layout(width):
+    """Return how a warp takes its 16 of (64, width) values."""
+    run = width // 8  # neighbours in memory that one lane has
+    registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
+    lanes = [[2, 0], [4, 0], [0, run], [0, 2 * run], [0, 4 * run]]
+    warps = [[16, 0], [32, 0]]
+    return gl.DistributedLinearLayout([*registers, [1, 0], [8, 0]], lanes, warps, [], [64, width])
+
+
+@gluon.constexpr_function
+def scales_layout():
+    """Return how a warp takes the scales of its 16 of (64, 4) keys and neighbouring heads."""
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    registers = [[0, 1], [0, 2], [8, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.jit
+def key_order(x):
+    """Put the channels of (rows, width) into the order in which keys are multiplied."""
+    rows: gl.constexpr = x.shape[0]
+    width: gl.constexpr = x.shape[1]
+    parts = x.reshape([rows, width // 64, 4, 4, 2, 2])
+    return parts.permute((0, 1, 3, 4, 2, 5)).reshape([rows, width])
+
+
+@gluon.jit
+def keys_operand(x, KIND: gl.constexpr):
+    """Return the left operand (4, 16, width) of k q^T of int8 bits (64, width)."""
+    width: gl.constexpr = x.shape[1]
+    asm: gl.constexpr = _WIDEN_INT8 if KIND == INT8 else _WIDEN_E4M3
+    wide = gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4)
+    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
+    return gl.convert_layout(key_order(wide).reshape([4, 16, width]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def value_pairs(x, KIND: gl.constexpr):
+    """Return (even key, odd key) float16 pairs in int32 (32, width) of int8 bits (64, width)."""
+    width: gl.constexpr = x.shape[1]
+    even, odd = gl.split(x.reshape([32, 2, width]).permute((0, 2, 1)))
+    asm: gl.constexpr = _PAIR_INT8 if KIND == INT8 else _PAIR_E4M3
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def _halves(pairs):
+    """Return what two registers' halves hold; costs no instruction."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+        dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def values_operand(pairs):
+    """Return the left operand (4, width, 16) of v^T p^T of pairs (32, width)."""
+    width: gl.constexpr = pairs.shape[1]
+    even, odd = _halves(pairs)
+    keys = gl.join(even, odd).permute((0, 2, 1)).reshape([4, 16, 8, width // 8])
+    keys = keys.permute((0, 3, 2, 1)).reshape([4, width, 16])
+    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
+    return gl.convert_layout(keys, layout, assert_trivial=True)
+
+
+@gluon.jit
+def probabilities_operand(p):
+    """Return the right operand (4, 16, rows) of v^T p^T of float32 sums (4, 16, rows).
+
+    Sums have a key to a lane, operands a row; movmatrix turns blocks of 8 by 8 around.
+    """
+    rows: gl.constexpr = p.shape[2]
+    low, high = gl.split(p.reshape([4, 16, rows // 2, 2]))
+    turned = gl.inline_asm_elementwise(
+        "{ .reg .b32 x; cvt.rn.f16x2.f32 x, $1, $2; "
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, x; }",
+        "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    # Lane 4 g + t has the keys 2 t, 2 t + 1 of row g now; its place says key g, rows 2 t, 2 t + 1.
+    even, odd = _halves(turned.reshape([4, 2, 8, rows // 8, 4]))
+    pairs = gl.join(even, odd).permute((0, 1, 4, 5, 3, 2)).reshape([4, 16, rows])
+    layout: gl.constexpr = gl.DotOperandLayout(1, sum_layout(), 2)
+    return gl.convert_layout(pairs, layout, assert_trivial=True)
+
+
+@gluon.jit
+def value_order(x):
+    """Put the channels of sums (width, rows) of `values_operand` back into their own order."""
+    width: gl.constexpr = x.shape[0]
+    rows: gl.constexpr = x.shape[1]
+    return x.reshape([width // 8, 8, rows]).permute((1, 0, 2)).reshape([width, rows])

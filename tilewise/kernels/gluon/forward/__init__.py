@@ -1,0 +1,1 @@
+"""The forward pass of dense and packed attention on Hopper."""

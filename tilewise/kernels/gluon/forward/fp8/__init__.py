@@ -1,0 +1,1 @@
+"""The forward pass over e4m3 tensors on Hopper."""

@@ -1,0 +1,273 @@
+"""Attention of e4m3 queries, keys and values on Hopper: the kernel.
+
+What: o = softmax(c q k^T) v with c = softmax_scale * q_scale * k_scale of the head, times v_scale.
+Grid: one CTA an SM; each walks the tiles that `loader` gives it.
+One CTA: NUM_CONSUMERS warpgroups of 64 queries each and a producer warp. K and V pass through rings
+      of STAGES buffers; P stays in registers.
+Traffic: Q, O, lse once; K and V once per tile of queries. V comes transposed and with its keys in
+      the order of `device.e4m3`, since the instruction reads operands of one byte along their keys
+      only.
+Numerics: base 2, float32 for m, the row sums and o. P in [0, 1] is multiplied by 2 ** 8, so that
+      e4m3 holds what is above 2 ** -14 of the row's maximum in full precision and 2 ** -17 at all;
+      the row sum carries the same factor. See `step` for the sums.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon.device.compat import tma_store
+from tilewise.kernels.gluon.device.e4m3 import byte_sum_layout, pack_e4m3
+from tilewise.kernels.gluon.device.warpgroup import LN2, scale_rows
+from tilewise.kernels.gluon.forward.fp8.loader import (
+    BATCH,
+    BATCH_HEAD,
+    COUNT,
+    FIRST,
+    HEAD,
+    KEYS,
+    NOTES,
+    ROW,
+    Barriers,
+    Buffers,
+    Descriptors,
+    notes_of,
+    produce,
+    read_note,
+)
+from tilewise.kernels.gluon.forward.fp8.step import (
+    P_LOG2,
+    add_values,
+    arrive_scheduler,
+    scores,
+    skip,
+    softmax,
+    step,
+    wait_scheduler,
+)
+
+
+@gluon.jit
+def _store(acc, o_desc, smem, b, h, row0, PART: gl.constexpr, C: gl.constexpr,
+           CONSUMER: gl.constexpr):  # fmt: skip
+    WIDTH: gl.constexpr = C.HEAD_DIM // C.PARTS
+    buffer = smem.o.index(CONSUMER * C.PARTS + PART)
+    if PART == 0:
+        tma.store_wait(0)
+    buffer.reshape([64, WIDTH]).store(acc.to(o_desc.dtype))
+    fence_async_shared()
+    tma_store(o_desc, [b, h, row0, PART * WIDTH], buffer)
+
+
+@gluon.jit
+def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
+    o_desc, lse_ptr, seqlen_q, left, right = own
+    TILE_N: gl.constexpr = C.TILE_N
+    HEAD_DIM: gl.constexpr = C.HEAD_DIM
+    WIDTH: gl.constexpr = HEAD_DIM // C.PARTS
+    s_layout: gl.constexpr = byte_sum_layout(TILE_N)
+    o_layout: gl.constexpr = byte_sum_layout(WIDTH)
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    done = 0  # tiles of keys
+    visit = 0
+    if CONSUMER == C.NUM_CONSUMERS - 1:
+        arrive_scheduler(CONSUMER, C)
+    q = smem.q.index(CONSUMER).reshape([64, HEAD_DIM])
+    mbarrier.wait(bars.q_full.index(CONSUMER), 0)
+    row0 = read_note(smem.places, CONSUMER * NOTES + ROW)
+    while row0 >= 0:
+        slot = notes_of(CONSUMER, visit, C)
+        first = read_note(smem.places, slot * NOTES + FIRST)
+        count = read_note(smem.places, slot * NOTES + COUNT)
+        keys = read_note(smem.places, slot * NOTES + KEYS)
+        scale = read_note(smem.factors, slot * 2)
+        m = gl.full([64], float("-inf"), gl.float32, rows)
+        blank = gl.zeros([64, TILE_N], gl.float32, s_layout).reshape([64, TILE_N // 8, 4, 2])
+        sums = gl.sum(gl.sum(blank, 3), 1)
+        acc = gl.zeros([64, WIDTH], gl.float32, o_layout)
+        if C.PARTS == 2:
+            acc2 = gl.zeros([64, WIDTH], gl.float32, o_layout)
+        else:
+            acc2 = 0
+        # Columns that a row sees, counted from the tile at hand, which is TILE_N further to the
+        # left in every step.
+        offset = keys - seqlen_q
+        rightmost = (first + count - 1) * TILE_N
+        row = row0 + gl.arange(0, 64, rows)
+        end = gl.full_like(row, 0) + (keys - rightmost)
+        begin = row
+        skipped = 0
+        masked_until = 1
+        whole_until = count
+        if C.HAS_RIGHT:
+            end = gl.minimum(end, row + (offset + right + 1 - rightmost))
+            # Tiles to the right of all that this warpgroup's rows see, and of what all of them see.
+            seen = gl.minimum(row0 + (offset + right + 64), keys)
+            skipped = first + count - gl.cdiv(gl.maximum(seen, 0), TILE_N)
+            skipped = gl.minimum(gl.maximum(skipped, 0), count - 1)
+            seen = gl.minimum(row0 + (offset + right + 1), keys)
+            masked_until = first + count - gl.maximum(seen, 0) // TILE_N
+            masked_until = gl.minimum(gl.maximum(masked_until, skipped + 1), count)
+        if C.HAS_LEFT:
+            begin = row + (offset - left - rightmost)
+            hidden = gl.maximum(row0 + (63 + offset - left), 0)
+            whole_until = count - gl.maximum(gl.cdiv(hidden, TILE_N) - first, 0)
+            whole_until = gl.minimum(gl.maximum(whole_until, masked_until), count)
+        if C.HAS_RIGHT:
+            for _ in range(skipped):
+                skip(bars, done, CONSUMER, C)
+                done += 1
+            end += skipped * TILE_N
+            if C.HAS_LEFT:
+                begin += skipped * TILE_N
+        # The first tile of keys: scores only.
+        stage = done % C.STAGES
+        mbarrier.wait(bars.k_full.index(stage), (done // C.STAGES) & 1)
+        wait_scheduler(CONSUMER)
+        token = scores(q, smem, stage, C)
+        arrive_scheduler(CONSUMER, C)
+        s = warpgroup_mma_wait(0, deps=(token,))
+        mbarrier.arrive(bars.k_empty.index(stage), count=1)
+        HAS_END: gl.constexpr = C.HAS_RIGHT or C.HAS_TAIL
+        p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, C.HAS_LEFT, HAS_END)
+        p = pack_e4m3(p)
+        done += 1
+        if C.HAS_RIGHT:  # the other tiles that some row does not see to their end
+            for _ in range(skipped + 1, masked_until):
+                end += TILE_N
+                if C.HAS_LEFT:
+                    begin += TILE_N
+                acc, acc2, p, m, sums, alpha = step(
+                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, begin, end,
+                    CONSUMER, C, C.HAS_LEFT, True,
+                )  # fmt: skip
+                done += 1
+        for _ in range(masked_until, whole_until):
+            acc, acc2, p, m, sums, alpha = step(
+                q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, begin, end,
+                CONSUMER, C, False, False,
+            )  # fmt: skip
+            done += 1
+        if C.HAS_LEFT:  # the tiles that some row does not see from their start
+            begin += (whole_until - masked_until) * TILE_N
+            for _ in range(whole_until, count):
+                begin += TILE_N
+                acc, acc2, p, m, sums, alpha = step(
+                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, begin, end,
+                    CONSUMER, C, True, False,
+                )  # fmt: skip
+                done += 1
+        mbarrier.arrive(bars.q_empty.index(CONSUMER), count=1)
+        # The last product with values.
+        last = (done - 1) % C.STAGES
+        mbarrier.wait(bars.v_full.index(last), ((done - 1) // C.STAGES) & 1)
+        acc, acc2 = add_values(acc, acc2, p, alpha, smem, last, C)
+        mbarrier.arrive(bars.v_empty.index(last), count=1)
+        slot = notes_of(CONSUMER, visit, C)
+        row0 = read_note(smem.places, slot * NOTES + ROW)
+        b = read_note(smem.places, slot * NOTES + BATCH)
+        h = read_note(smem.places, slot * NOTES + HEAD)
+        batch_head = read_note(smem.places, slot * NOTES + BATCH_HEAD)
+        scale = read_note(smem.factors, slot * 2)
+        v_scale = read_note(smem.factors, slot * 2 + 1)
+        total = gl.convert_layout(gl.sum(sums, 1), rows)
+        inverse = gl.where(total > 0, v_scale / total, 0.0)
+        lse = (m * scale - P_LOG2) * LN2 + gl.log(total)
+        lse = gl.where(total > 0, lse, float("-inf"))
+        row = row0 + gl.arange(0, 64, rows)
+        gl.store(lse_ptr + batch_head.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
+        _store(scale_rows(acc, inverse), o_desc, smem, b, h, row0, 0, C, CONSUMER)
+        if C.PARTS == 2:
+            _store(scale_rows(acc2, inverse), o_desc, smem, b, h, row0, 1, C, CONSUMER)
+        visit += 1
+        mbarrier.wait(bars.q_full.index(CONSUMER), visit & 1)
+        row0 = read_note(smem.places, notes_of(CONSUMER, visit, C) * NOTES + ROW)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "row_tiles", "tiles", "batch_heads", "heads", "head_group", "group", "seqlen_q",
+        "seqlen_k", "left", "right",
+    ]
+)  # fmt: skip
+def attention_fp8_fwd_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, seqlens_ptr,
+    counter_ptr, softmax_scale, row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q,
+    seqlen_k, left, right, VARIANT: gl.constexpr,
+):  # fmt: skip
+    """Compute o and lse of every tile.
+
+    softmax_scale: times log2(e). group: heads that share the L2 cache.
+    VARIANT: the tile and the compile-time choices.
+    """
+    C: gl.constexpr = VARIANT
+    WIDTH: gl.constexpr = C.HEAD_DIM // C.PARTS
+    word: gl.constexpr = mbarrier.MBarrierLayout()
+    e4m3: gl.constexpr = gl.float8e4nv
+    HEAD_DIM: gl.constexpr = C.HEAD_DIM
+    TILE_N: gl.constexpr = C.TILE_N
+    NC: gl.constexpr = C.NUM_CONSUMERS
+    STAGES: gl.constexpr = C.STAGES
+    smem = Buffers(
+        gl.allocate_shared_memory(e4m3, [NC, 1, 1, 64, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, TILE_N, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(
+            e4m3, [STAGES * (HEAD_DIM // WIDTH), 1, 1, WIDTH, TILE_N], v_desc.layout
+        ),
+        gl.allocate_shared_memory(
+            o_desc.dtype, [NC * (HEAD_DIM // WIDTH), 1, 1, 64, WIDTH], o_desc.layout
+        ),
+        gl.allocate_shared_memory(gl.int32, [2 * NC * NOTES, 1], word),
+        gl.allocate_shared_memory(gl.float32, [2 * NC * 2, 1], word),
+    )
+    bars = Barriers(
+        gl.allocate_shared_memory(gl.int64, [NC, 1], word),
+        gl.allocate_shared_memory(gl.int64, [NC, 1], word),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], word),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], word),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], word),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], word),
+    )
+    for i in gl.static_range(NC):
+        mbarrier.init(bars.q_full.index(i), count=1)
+        mbarrier.init(bars.q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.k_full.index(i), count=1)
+        mbarrier.init(bars.k_empty.index(i), count=NC)
+        mbarrier.init(bars.v_full.index(i), count=1)
+        mbarrier.init(bars.v_empty.index(i), count=NC)
+    sizes = (row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q, seqlen_k, left,
+             right)  # fmt: skip
+    descs = Descriptors(q_desc, k_desc, v_desc, o_desc)
+    scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
+    own = (o_desc, lse_ptr, seqlen_q, left, right)
+    shared = (descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes)
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (own, smem, bars, C, 0)),
+                (_consume, (own, smem, bars, C, 1)),
+                (produce, (shared, smem, bars, C)),
+            ],
+            [4, 1],
+            [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (own, smem, bars, C, 0)),
+                (_consume, (own, smem, bars, C, 1)),
+                (_consume, (own, smem, bars, C, 2)),
+                (produce, (shared, smem, bars, C)),
+            ],
+            [4, 4, 1],
+            [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,200 @@
+"""Who computes which tile of an e4m3 attention call, and the warp that loads it.
+
+What: the order of tiles, the keys that a tile visits, and the producer of Q, K and V.
+Grid: one CTA an SM, persistent; a tile is TILE_M queries of one head.
+One CTA: its producer warp walks the tiles, fills the buffers by TMA and tells the consumers which
+      tile comes next. Blocks of keys are visited from right to left.
+Traffic: Q once; K and V once per tile of queries, out of L2 where a group of heads fits.
+Numerics: none.
+
+Where tiles differ in length (a diagonal, a window, sequences of their own length) they are handed
+out by a counter that sets itself back to 0, the longest first and GROUP heads at a time. Equal
+tiles are dealt in turn, one head after the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.kernels.gluon.device.compat import tma_load
+
+# What the producer writes into shared memory about a tile, for each consumer: its first row (-1:
+# there are no more tiles), sequence, head, both in one, first and number of key tiles, keys of the
+# sequence. Read when needed, they cost no registers in between. There are two sets, taken in turn:
+# the next tile's arrives, with its queries, before a consumer is done with this one's.
+NOTES = gl.constexpr(7)
+ROW = gl.constexpr(0)
+BATCH = gl.constexpr(1)
+HEAD = gl.constexpr(2)
+BATCH_HEAD = gl.constexpr(3)
+FIRST = gl.constexpr(4)
+COUNT = gl.constexpr(5)
+KEYS = gl.constexpr(6)
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors, each seen as (batch, head, row, column)."""
+
+    q: object
+    k: object
+    v: object  # rows are channels, columns keys
+    o: object
+
+
+class Buffers(NamedTuple):
+    """Shared memory."""
+
+    q: object
+    k: object
+    v: object
+    o: object
+    places: object
+    factors: object  # of the logits (times log2(e)), of the values
+
+
+class Barriers(NamedTuple):
+    """One pair a buffer."""
+
+    q_full: object
+    q_empty: object
+    k_full: object
+    k_empty: object
+    v_full: object
+    v_empty: object
+
+
+@gluon.jit
+def place_of(tile, row_tiles, heads, batch_heads, group, DYNAMIC: gl.constexpr):
+    """Return (sequence, head, row tile) of a tile number."""
+    if DYNAMIC:
+        first = tile // (group * row_tiles)
+        rest = tile - first * (group * row_tiles)
+        width = gl.maximum(gl.minimum(group, batch_heads - first * group), 1)
+        row = rest // width
+        batch_head = first * group + rest - row * width
+        row = row_tiles - 1 - row
+    else:
+        batch_head = tile // row_tiles
+        row = tile - batch_head * row_tiles
+    return batch_head // heads, batch_head % heads, row
+
+
+@gluon.jit
+def keys_of(seqlens_ptr, b, seqlen_k, HAS_SEQLENS: gl.constexpr):
+    """Return how many keys sequence b has."""
+    if HAS_SEQLENS:
+        return gl.minimum(gl.load(seqlens_ptr + b), seqlen_k)
+    else:
+        return seqlen_k
+
+
+@gluon.jit
+def key_tiles(row0, offset, keys, left, right, C: gl.constexpr):
+    """Return (first, count) of the key tiles of the queries from row0 on; at least one."""
+    TILE_M: gl.constexpr = C.NUM_CONSUMERS * 64
+    end = gl.cdiv(keys, C.TILE_N)
+    if C.HAS_RIGHT:
+        end = gl.minimum(end, gl.cdiv(row0 + TILE_M + offset + right, C.TILE_N))
+    first = 0
+    if C.HAS_LEFT:
+        first = gl.maximum(row0 + offset - left, 0) // C.TILE_N
+    return first, gl.maximum(end - first, 1)
+
+
+@gluon.jit
+def _note(slot, value, dtype: gl.constexpr):
+    slot.store(gl.full([1], value, dtype, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def notes_of(w: gl.constexpr, visit, C: gl.constexpr):
+    """Return which set of notes is that of consumer w's tile number `visit`."""
+    return (visit & 1) * C.NUM_CONSUMERS + w
+
+
+@gluon.jit
+def read_note(notes, index):
+    """Return what the producer wrote for this tile; a consumer's four warps read it."""
+    return gl.max(notes.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _load_q(q_desc, smem, bars, place, factors, w: gl.constexpr, visit, C: gl.constexpr):
+    """Load the queries of consumer w; where they lie travels with them."""
+    row0, b, h, batch_head, first, count, keys = place
+    scale, v_scale = factors
+    slot = notes_of(w, visit, C)
+    mbarrier.wait(bars.q_empty.index(w), (visit & 1) ^ 1)
+    _note(smem.places.index(slot * NOTES + ROW), row0 + w * 64, gl.int32)
+    _note(smem.places.index(slot * NOTES + BATCH), b, gl.int32)
+    _note(smem.places.index(slot * NOTES + HEAD), h, gl.int32)
+    _note(smem.places.index(slot * NOTES + BATCH_HEAD), batch_head, gl.int32)
+    _note(smem.places.index(slot * NOTES + FIRST), first, gl.int32)
+    _note(smem.places.index(slot * NOTES + COUNT), count, gl.int32)
+    _note(smem.places.index(slot * NOTES + KEYS), keys, gl.int32)
+    _note(smem.factors.index(slot * 2), scale, gl.float32)
+    _note(smem.factors.index(slot * 2 + 1), v_scale, gl.float32)
+    mbarrier.expect(bars.q_full.index(w), q_desc.block_type.nbytes)
+    tma_load(q_desc, [b, h, row0 + w * 64, 0], bars.q_full.index(w), smem.q.index(w))
+
+
+@gluon.jit
+def produce(shared, smem, bars, C: gl.constexpr):
+    """Fill the buffers, tile after tile: Q0 K0 Q1 V0 K1 V1 ... of each."""
+    descs, counter_ptr, seqlens_ptr, scale_ptrs, softmax_scale, sizes = shared
+    row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q, seqlen_k, left, right = sizes
+    q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
+    NUM_CONSUMERS: gl.constexpr = C.NUM_CONSUMERS
+    PARTS: gl.constexpr = C.PARTS
+    TILE_M: gl.constexpr = NUM_CONSUMERS * 64
+    ctas = gl.num_programs(0)
+    step = 0
+    visit = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        b, h, row = place_of(tile, row_tiles, heads, batch_heads, group, C.DYNAMIC)
+        hk = h // head_group
+        row0 = row * TILE_M
+        keys = keys_of(seqlens_ptr, b, seqlen_k, C.HAS_SEQLENS)
+        first, count = key_tiles(row0, keys - seqlen_q, keys, left, right, C)
+        batch_head = b * heads + h
+        kv_head = b * (heads // head_group) + hk
+        scale = softmax_scale * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_head)
+        factors = (scale, gl.load(v_scale_ptr + kv_head))
+        place = (row0, b, h, batch_head, first, count, keys)
+        _load_q(descs.q, smem, bars, place, factors, 0, visit, C)
+        for j in range(count):
+            column = (first + count - 1 - j) * C.TILE_N
+            stage = step % C.STAGES
+            phase = (step // C.STAGES) & 1
+            mbarrier.wait(bars.k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(bars.k_full.index(stage), descs.k.block_type.nbytes)
+            tma_load(descs.k, [b, hk, column, 0], bars.k_full.index(stage), smem.k.index(stage))
+            if j == 0:
+                for w in gl.static_range(1, NUM_CONSUMERS):
+                    _load_q(descs.q, smem, bars, place, factors, w, visit, C)
+            mbarrier.wait(bars.v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(bars.v_full.index(stage), descs.v.block_type.nbytes * C.PARTS)
+            for part in gl.static_range(PARTS):
+                tma_load(
+                    descs.v, [b, hk, part * (C.HEAD_DIM // C.PARTS), column],
+                    bars.v_full.index(stage), smem.v.index(stage * C.PARTS + part),
+                )  # fmt: skip
+            step += 1
+        if C.DYNAMIC:
+            tile = gl.atomic_add(counter_ptr, 1) + ctas
+        else:
+            tile += ctas
+        visit += 1
+    if C.DYNAMIC:  # noqa: SIM102, one is known when compiling, the other is not
+        # There are exactly `tiles` additions in a launch: the last one clears the counter.
+        if tile == tiles + ctas - 1:
+            gl.atomic_xchg(counter_ptr, 0)
+    for w in gl.static_range(NUM_CONSUMERS):
+        mbarrier.wait(bars.q_empty.index(w), (visit & 1) ^ 1)
+        _note(smem.places.index(notes_of(w, visit, C) * NOTES + ROW), -1, gl.int32)
+        mbarrier.arrive(bars.q_full.index(w), count=1)

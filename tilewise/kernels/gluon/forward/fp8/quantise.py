@@ -1,0 +1,183 @@
+"""Quantise queries, keys and values to e4m3, one scale a head: two plain Triton kernels.
+
+What: x8 = x * (448 / amax) with amax over the rows and channels of one head of one sequence.
+      Queries and keys may be rotated first, x <- x M / sqrt(D) with M of +-1 (`reference.fp8`).
+Grid: (q's, k's, v's) tasks of TILE rows of one head; the second kernel takes v's by themselves.
+One program: the first kernel writes the largest |x| of its rows; the second takes the largest of
+      its head's, writes its rows as e4m3, and the scale where it has the head's first rows.
+Traffic: x twice, x8 once. Rows are visited in opposite orders, so that the second kernel begins
+      with what the first left in the L2 cache.
+Numerics: float32; a rotation multiplies 16-bit numbers by +-1 on the tensor core, which is exact,
+      and sums them in float32. Rows past a sequence's length are 0 and do not count.
+
+Values are written transposed, (B, Hk, D, S), with every 32 keys in the order of `device.e4m3`:
+position 16 a + 4 t + 2 w + h holds key 16 a + 8 w + 2 t + h.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+E4M3_MAX = tl.constexpr(448.0)
+TINIEST_AMAX = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def _task(
+    q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
+    SINGLE: tl.constexpr, ALIGNED: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Return which tensor, its rows' start and strides, and where in it this program works."""
+    task = tl.program_id(0)
+    if REVERSED:
+        task = tl.num_programs(0) - 1 - task
+    which = SINGLE
+    x, batch, row, head = v, v_batch, v_row, v_head
+    heads, seqlen, chunks, first = k_heads, seqlen_k, k_chunks, 0
+    if SINGLE < 0:
+        which = tl.where(task < q_tasks, 0, tl.where(task < q_tasks + k_tasks, 1, 2))
+        first = tl.where(which == 0, 0, tl.where(which == 1, q_tasks, q_tasks + k_tasks))
+        if which == 0:
+            x, batch, row, head = q, q_batch, q_row, q_head
+            heads, seqlen, chunks = q_heads, seqlen_q, q_chunks
+        elif which == 1:
+            x, batch, row, head = k, k_batch, k_row, k_head
+    index = (task - first) // chunks  # of sequence and head
+    chunk = (task - first) % chunks
+    b = index // heads
+    h = index % heads
+    start = x + b.to(tl.int64) * batch + h.to(tl.int64) * head
+    row = row.to(tl.int64)
+    if ALIGNED:  # which is lost where a tensor is one of three
+        start = tl.multiple_of(start, 16)
+        row = tl.multiple_of(row, 16 // (start.dtype.element_ty.primitive_bitwidth // 8))
+    return task, which, start, row, seqlen, chunks, first + index * chunks, index, b, chunk
+
+
+@triton.jit
+def _rows(
+    start, row_stride, row, limit, rotation, head_dim,
+    D: tl.constexpr, ROTATED: tl.constexpr, rotated,
+):  # fmt: skip
+    """Load rows as float32, rotated where asked; 0 from `limit` on."""
+    channel = tl.arange(0, D)
+    keep = (row < limit)[:, None] & (channel < head_dim)[None, :]
+    address = start + row.to(tl.int64)[:, None] * row_stride + channel[None, :]
+    x = tl.load(address, mask=keep, other=0.0)
+    y = x.to(tl.float32)
+    if ROTATED:  # noqa: SIM102, one is known when compiling, the other is not
+        if rotated:
+            matrix = tl.load(rotation + channel[:, None] * D + channel[None, :])
+            y = tl.dot(x, matrix.to(x.dtype)) * (1.0 / tl.sqrt(D + 0.0))
+    return y
+
+
+@triton.jit
+def _store_rows(out, x8, row, step, keep, head_dim, D: tl.constexpr):
+    channel = tl.arange(0, D)
+    address = out + row.to(tl.int64)[:, None] * step + channel[None, :]
+    tl.store(address, x8, mask=keep[:, None] & (channel < head_dim)[None, :])
+
+
+@triton.jit
+def _store_columns(out, x8, position, columns, head_dim, D: tl.constexpr):
+    channel = tl.arange(0, D)
+    address = out + channel.to(tl.int64)[:, None] * columns + position[None, :]
+    tl.store(address, x8, mask=(channel < head_dim)[:, None] & (position < columns)[None, :])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_tasks", "k_tasks", "q_heads", "k_heads", "seqlen_q", "seqlen_k", "q_chunks", "k_chunks",
+    ]
+)  # fmt: skip
+def head_maxima_kernel(
+    q, k, v, rotation, seqlens, maxima,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, head_dim,
+    SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ROTATED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write the largest |x| of each task's rows."""
+    task, which, start, row_stride, seqlen, _, _, _, b, chunk = _task(
+        q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+        q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
+        SINGLE, ALIGNED, False,
+    )  # fmt: skip
+    limit = seqlen
+    if seqlens is not None:  # noqa: SIM102, as above
+        if which > 0:
+            limit = tl.minimum(tl.load(seqlens + b), seqlen)
+    row = chunk * TILE + tl.arange(0, TILE)
+    x = _rows(start, row_stride, row, limit, rotation, head_dim, D, ROTATED, which < 2)
+    tl.store(maxima + task, tl.max(tl.max(tl.abs(x), 1), 0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_tasks", "k_tasks", "q_heads", "k_heads", "seqlen_q", "seqlen_k", "q_chunks", "k_chunks",
+    ]
+)  # fmt: skip
+def quantize_heads_kernel(
+    q, k, v, rotation, seqlens, maxima, q8, k8, v8, scales,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, head_dim, columns,
+    SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr, ROTATED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write e4m3 rows of q and k (B, S, H, D), or columns of v (B, H, D, columns), and scales.
+
+    SINGLE -1 writes q and k, 1 k alone, 2 v alone: apart, they need fewer registers.
+    q8, k8, v8: uint8 views of e4m3. scales: float32, those of q, then k. SCALED False transposes
+    what is e4m3 already, given as its bytes.
+    """
+    _, which, start, row_stride, seqlen, chunks, first, index, b, chunk = _task(
+        q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+        q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
+        SINGLE, ALIGNED, True,
+    )  # fmt: skip
+    limit = seqlen
+    if seqlens is not None:  # noqa: SIM102, as above
+        if which > 0:
+            limit = tl.minimum(tl.load(seqlens + b), seqlen)
+    inverse = 1.0
+    if SCALED:
+        part = tl.arange(0, MAX_CHUNKS)
+        amax = tl.max(tl.load(maxima + first + part, mask=part < chunks, other=0.0), 0)
+        tiny = amax < TINIEST_AMAX
+        inverse = tl.where(tiny, 1.0, tl.div_rn(E4M3_MAX, tl.where(tiny, 1.0, amax)))
+        if chunk == 0:
+            place = index
+            if SINGLE < 0:
+                place += tl.where(which == 0, 0, q_tasks // q_chunks)
+            tl.store(scales + place, tl.where(tiny, 1.0, tl.div_rn(amax, E4M3_MAX)))
+    channel = tl.arange(0, D)
+    position = chunk * TILE + tl.arange(0, TILE)
+    row = position
+    if SINGLE == 2:
+        row = position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
+    if SCALED:
+        x = _rows(start, row_stride, row, limit, rotation, head_dim, D, ROTATED, which < 2)
+        x = tl.clamp(x * inverse, -E4M3_MAX, E4M3_MAX)
+        x8 = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        keep = (row < limit)[:, None] & (channel < head_dim)[None, :]
+        address = start + row.to(tl.int64)[:, None] * row_stride + channel[None, :]
+        x8 = tl.load(address, mask=keep, other=0)
+    if SINGLE == 2:
+        v_start = v8 + index.to(tl.int64) * head_dim * columns
+        _store_columns(v_start, tl.trans(x8), position, columns, head_dim, D)
+    else:
+        heads = q_heads
+        out = q8
+        if which == 1:
+            heads = k_heads
+            out = k8
+        step = heads.to(tl.int64) * head_dim
+        out += b.to(tl.int64) * seqlen * step + (index % heads) * head_dim
+        if ALIGNED:
+            out = tl.multiple_of(out, 16)
+            step = tl.multiple_of(step, 16)
+        _store_rows(out, x8, position, step, position < seqlen, head_dim, D)

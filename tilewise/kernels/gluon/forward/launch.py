@@ -1,0 +1,230 @@
+"""Launch the Hopper forward pass: which calls it takes, how they are cut, and the call itself."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.forward.kernel import Tensors, Tile, attention_fwd_kernel
+from tilewise.kernels.gluon.forward.scheduler import PLAN_FIELDS
+from tilewise.kernels.gluon.forward.sorted_tiles import (
+    CLEAR_ROWS,
+    ENTRIES,
+    attention_order_kernel,
+    attention_plan_kernel,
+)
+from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
+from tilewise.kernels.gluon.forward.variant import choice, in_pairs
+from tilewise.kernels.gluon.host.descriptors import addressable, descriptor
+from tilewise.kernels.gluon.host.launch import launch
+from tilewise.kernels.gluon.host.record import ask
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
+from tilewise.kernels.triton.attention.geometry import bias_strides, device_of
+from tilewise.kernels.triton.attention.mask import mask_reach_kernel
+
+__all__ = ["launch_fwd", "tile_config_fwd", "why_not_fwd"]
+
+_MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
+# Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
+# there.
+_WIDEST_SOFTCAP = 1024.0
+
+
+def why_not_fwd(spec: AttentionSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+        if not 8 <= width <= WIDTHS[-1] or width % 8 != 0:
+            return f"{name} must be a multiple of 8 from 8 to {WIDTHS[-1]}, got {width}"
+    if spec.mask_tile is not None and spec.mask_tile[0] != _MASK_ROWS:
+        return f"mask tiles must have {_MASK_ROWS} queries, got {spec.mask_tile[0]}"
+    if spec.softcap > _WIDEST_SOFTCAP:
+        return f"softcap must be at most {_WIDEST_SOFTCAP:g}, got {spec.softcap}"
+    return None
+
+
+def launch_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    philox: Tensor | None = None,
+    mask: MaskTensors | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward pass; see `ops.attention` for shapes and rules.
+
+    Args:
+        tile: overrides the choice of `tile_config_fwd`, for tuning.
+
+    Returns:
+        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
+    """
+    rows = q.shape[0] if spec.is_varlen else q.shape[1]
+    heads = spec.num_q_heads
+    o = torch.empty((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype, device=q.device)
+    shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    if spec.batch * heads * spec.max_seqlen_q == 0 or lse.numel() == 0:
+        return o.zero_(), lse.fill_(-math.inf)
+    strides = (0, 0, 0, 0) if bias is None else bias_strides(bias)
+    strides, bias_pairs = in_pairs(*strides)
+    bias_rows = strides[2] != 0
+    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
+    variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
+    # Named, because a descriptor does not keep the memory of a copy alive.
+    q, k, v = (addressable(_some(x)) for x in (q, k, v))
+    with device_of(q):
+        tensors, upper_bound = _tensors_of(
+            o, lse, spec, tile,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k,
+            bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, philox=philox, mask=mask,
+        )  # fmt: skip
+        num_heads = heads if spec.is_varlen else spec.batch * heads
+        num_tiles = upper_bound * num_heads
+        grid = min(num_tiles, device.sm_count_of(q.device))
+        counter = _counter(q.device)
+        ask(counter, functools.partial(_counter_of, q.device))
+        launch(
+            attention_fwd_kernel, grid, *_split_descriptors(q, GROUP_ROWS, tile),
+            *_split_descriptors(k, tile.keys, tile), descriptor(v, tile.keys, tile.dv),
+            descriptor(o, GROUP_ROWS, tile.o_columns), o, lse, counter, tensors,
+            num_tiles, upper_bound, num_heads, *numbers,
+            0 if spec.is_varlen else heads * rows, rows,
+            _alibi_stride(alibi_slopes), *_mask_strides(mask), *strides,
+            tile=tile, variant=variant,
+        )  # fmt: skip
+    return o, lse
+
+
+def _split_descriptors(
+    x: Tensor, rows: int, tile: Tile
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return the descriptors of q or k for its first channels and for the rest, if there is one."""
+    first = descriptor(x, rows, tile.d)
+    return first, descriptor(x, rows, tile.d_high) if tile.d_high > 0 else first
+
+
+def _tensors_of(
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    tile: Tile,
+    *,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqlens_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    philox: Tensor | None,
+    mask: MaskTensors | None,
+) -> tuple[Tensors, int]:
+    """Return what the call adds, and how many tiles of rows a head has at most."""
+    given: dict[str, Tensor] = {}
+    upper_bound = -(-spec.max_seqlen_q // tile.rows)
+    vectors = {"seqlens_k": seqlens_k, "alibi": alibi_slopes, "sinks": sinks, "philox": philox}
+    given |= {name: x.contiguous() for name, x in vectors.items() if x is not None}
+    if bias is not None:
+        given["bias"] = bias
+    if mask is not None:
+        bits = mask.bits.contiguous()
+        count, mask_rows, words = bits.shape
+        reach = torch.empty((count, words), dtype=bits.dtype, device=bits.device)
+        if count > 0:
+            launch(mask_reach_kernel, count, bits, reach, TILE_M=mask_rows, WORDS=words)
+        given |= {"mask_bits": bits, "mask_reach": reach}
+        given |= {"mask_spans": mask.rows.contiguous()}
+        given |= {"mask_entries": mask.row_entries.contiguous()}
+    if spec.is_varlen:
+        assert cu_seqlens_q is not None
+        assert cu_seqlens_k is not None
+        upper_bound = o.shape[0] // tile.rows + spec.batch
+        given["plan"], given["plan_size"] = _plan(
+            cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), o, lse, spec, tile, upper_bound
+        )
+    return Tensors(**given), upper_bound
+
+
+def _plan(
+    cu_q: Tensor,
+    cu_k: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    tile: Tile,
+    upper_bound: int,
+) -> tuple[Tensor, Tensor]:
+    """List the tiles of a packed batch on the device, and clear rows of no sequence."""
+    fields = PLAN_FIELDS.value
+    memory = torch.empty(upper_bound * (2 * fields + 1) + 1, dtype=torch.int32, device=o.device)
+    size, work, entries, plan = memory.split(
+        [1, upper_bound, upper_bound * fields, upper_bound * fields]
+    )
+    programs = max(spec.batch, -(-o.shape[0] // CLEAR_ROWS))
+    launch(
+        attention_plan_kernel, programs, cu_q, cu_k, entries, work, size, o, lse,
+        spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
+        spec.window_left, spec.window_right,
+        ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=128,
+    )  # fmt: skip
+    launch(
+        attention_order_kernel, -(-upper_bound // ENTRIES), entries, work, size, plan,
+        COUNT=ENTRIES, FIELDS_PAD=8,
+    )  # fmt: skip
+    return plan, size
+
+
+_counters: dict[tuple[int | None, int], Tensor] = {}
+
+
+def _counter(where: torch.device) -> Tensor:
+    """Return the counter of the current stream: it goes back to 0 by itself at a launch's end."""
+    if where.type != "cuda":
+        return torch.zeros(1, dtype=torch.int32, device=where)
+    return _counter_of(where, torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+
+
+def _counter_of(where: torch.device, stream: int) -> Tensor:
+    """Return the counter of a device's current stream."""
+    counter = _counters.get((where.index, stream))
+    # Memory of a graph must not outlive it, and a graph's launches not share a counter with others.
+    if counter is None or torch.cuda.is_current_stream_capturing():
+        counter = torch.zeros(1, dtype=torch.int32, device=where)
+        if not torch.cuda.is_current_stream_capturing():
+            _counters[where.index, stream] = counter
+    return counter
+
+
+def _some(x: Tensor) -> Tensor:
+    """Return x; where it has no rows, one of zeros, which no query sees."""
+    if x.numel() > 0:
+        return x
+    return x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:]))
+
+
+def _alibi_stride(slopes: Tensor | None) -> int:
+    return slopes.shape[-1] if slopes is not None and slopes.dim() == 2 else 0
+
+
+def _mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
+    """Return how many spans lie between sequences and between heads, 0 where they share them."""
+    if mask is None:
+        return 0, 0
+    batch, heads, tiles, _ = mask.rows.shape
+    return (heads * tiles if batch > 1 else 0), (tiles if heads > 1 else 0)

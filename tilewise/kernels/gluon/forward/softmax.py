@@ -1,0 +1,152 @@
+"""The online softmax of one warpgroup: 64 rows, one block of keys after the other.
+
+What: p = exp(s - m) of a block, the running maximum m and the running sum l of each row.
+Grid: none, inlined into the warpgroups of the forward pass.
+One call: one (64, n) block of logits in registers.
+Traffic: none.
+Numerics: float32. Logits come in base 2, or FACTORED: they lack a positive factor, which commutes
+with the maximum and rides in one fma; m then lacks it too. l is kept as (64, 4), one sum for each
+thread of a row, and added up at the end of a tile; m is shared by the four threads of a row.
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2
+
+
+@gluon.jit
+def partial_sums(p):
+    """Add up the columns of p (64, n) that a thread holds of a row: (64, 4)."""
+    n: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([64, n // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _polynomial_exp2(x):
+    """Return 2 ** x for finite x in [-126, 126], to 7.5e-5 of it, without the special unit.
+
+    2 ** (x - round(x)) is a polynomial of third degree, the best on [-0.5, 0.5]; adding 1.5 * 2**23
+    rounds x and leaves its integer in the low bits, which are added to the exponent.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 j, f, r; .reg .b32 n, m; "
+        "add.f32 j, $1, 0f4B400000; sub.f32 f, j, 0f4B400000; sub.f32 f, $1, f; "
+        "fma.rn.f32 r, f, 0f3D61FBAF, 0f3E786F0E; fma.rn.f32 r, r, f, 0f3F31798D; "
+        "fma.rn.f32 r, r, f, 0f3F7FFB49; mov.b32 n, j; shl.b32 n, n, 23; mov.b32 m, r; "
+        "add.s32 n, n, m; mov.b32 $0, n; }",
+        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _shared_exp2(x):
+    """Return 2 ** x (64, n), a quarter of the columns by polynomials: both units work at once."""
+    n: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    left, right = gl.split(x.reshape([64, n // 16, 2, 8]).permute((0, 1, 3, 2)))
+    HALF: gl.constexpr = right.type.layout
+    first, second = gl.split(left.reshape([64, n // 32, 2, 8]).permute((0, 1, 3, 2)))
+    left = gl.join(_polynomial_exp2(first), exp2(second))
+    left = left.permute((0, 1, 3, 2)).reshape([64, n // 16, 8])
+    left = gl.convert_layout(left, HALF, assert_trivial=True)
+    x = gl.join(left, exp2(right)).permute((0, 1, 3, 2)).reshape([64, n])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _row_maxima(s, added, SLANTED: gl.constexpr):
+    """Return the maximum of each row of s (64, n), of s + added (64, 4) if SLANTED."""
+    if SLANTED:
+        four = s.reshape([64, s.shape[1] // 8, 4, 2])
+        return gl.max(gl.max(gl.max(four, 3), 1) + added, 1)
+    else:
+        return gl.max(s, 1)
+
+
+@gluon.jit
+def _minus_shift(s, shift, added, factor_log2, SLANTED: gl.constexpr):
+    """Return what must be added to s * factor_log2: -shift (64,), and added (64, 4) if SLANTED."""
+    if SLANTED:
+        n: gl.constexpr = s.shape[1]
+        layout: gl.constexpr = s.type.layout
+        rows: gl.constexpr = gl.SliceLayout(1, added.type.layout)
+        shift = gl.expand_dims(gl.convert_layout(shift, rows), 1)
+        shift = gl.fma(added, gl.full_like(added, 0.0) + factor_log2, 0.0 - shift)
+        four = gl.zeros([64, n], gl.float32, layout).reshape([64, n // 8, 4, 2])
+        four = four + gl.expand_dims(gl.expand_dims(shift, 1), 3)
+        return gl.convert_layout(four.reshape([64, n]), layout, assert_trivial=True)
+    else:
+        return gl.full_like(s, 0.0) - gl.expand_dims(shift, 1)
+
+
+@gluon.jit
+def fold(
+    s, m, l, factor_log2, FACTORED: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
+    added=None,
+):  # fmt: skip
+    """Fold a block of logits s (64, n) into m (64,) and l (64, 4).
+
+    BOUNDED: no logit exceeds m, which is known beforehand and stays as it is; alpha is 1.
+    MASKED: rows may have seen nothing yet, and s may hold -inf.
+    added: None, or (64, 4), what FACTORED logits lack beside their factor: a number for each thread
+        of a row.
+
+    Returns:
+        p (64, n), m, l and alpha (64,), the factor of what was summed before.
+    """
+    SLANTED: gl.constexpr = added is not None
+    if BOUNDED:
+        m_new = m
+    else:
+        ROWS: gl.constexpr = m.type.layout
+        most = _row_maxima(s, added, SLANTED)
+        m_new = gl.maximum(m, gl.convert_layout(most, ROWS))
+    if FACTORED:
+        shift = m_new * factor_log2
+    else:
+        shift = m_new
+    if MASKED and not BOUNDED:  # exp2(-inf - -inf) would be NaN
+        shift = gl.where(m_new == float("-inf"), 0.0, shift)
+    if FACTORED:
+        scale = gl.full_like(s, 0.0) + factor_log2
+        s = gl.fma(s, scale, _minus_shift(s, shift, added, factor_log2, SLANTED))
+        if BOUNDED and not MASKED:  # beside tanh, exponentials alone would take twice the time
+            p = _shared_exp2(s)
+        else:
+            p = exp2(s)
+        alpha = exp2(gl.fma(m, gl.full_like(m, 0.0) + factor_log2, 0.0 - shift))
+    else:
+        p = exp2(s - gl.expand_dims(shift, 1))
+        alpha = exp2(m - shift)
+    part = partial_sums(p)
+    if BOUNDED:
+        return p, m, l + part, alpha
+    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout)), 1) + part
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def finish(m, l, factor_log2, sink, FACTORED: gl.constexpr, SINK: gl.constexpr):
+    """Return (lse, what acc must be multiplied by), both (64,) in the layout of m.
+
+    sink: logit of a key whose value is 0, which every row sees, if SINK.
+    """
+    total = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    m_log2 = m
+    if FACTORED:
+        m_log2 = m * factor_log2
+    factor = gl.full_like(total, 1.0)
+    if SINK:
+        sink_log2 = gl.full_like(m, 0.0) + sink * LOG2E
+        m_new = gl.maximum(m_log2, sink_log2)
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+        factor = exp2(m_log2 - shift)
+        total = total * factor + exp2(sink_log2 - shift)
+        m_log2 = m_new
+    seen = total != 0.0  # of NaN, too
+    lse = gl.where(seen, (m_log2 + gl.log2(total)) * LN2, float("-inf"))
+    return lse, gl.where(seen, factor / total, 0.0)

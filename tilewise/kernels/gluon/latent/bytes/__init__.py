@@ -1,0 +1,1 @@
+"""Attention over 8-bit latents on Hopper."""

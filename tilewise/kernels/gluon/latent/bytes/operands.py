@@ -1,0 +1,150 @@
+"""Bytes of latents as operands of WGMMA: widened to float16 in registers, never stored again.
+
+What: tiles of 64 keys and 128 channels of int8 or e4m3 in shared memory -> left operands, once as
+      keys (keys by channels) and once as values (channels by keys).
+Grid: none, inlined into the partitions of `mla_bytes_kernel`.
+One call: a tile, or half of one, of one warpgroup.
+Traffic: shared memory once for each operand, without bank conflicts.
+Numerics: exact. An int8 x is the float16 1024 + (x + 128) less 1152.
+
+Products are transposed, because only the left operand may come from registers: S^T = Z q^T and
+O^T = V^T P^T. Of a left operand lane 4 g + t of warp w has the rows 16 w + {g, g + 8} and the
+columns 2 t + {0, 1, 8, 9} of every 16. Which channel stands where is free as long as both operands
+agree (`query_parts`), and so is the order of the rows of O^T, undone by `output_order`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.device.byte_operands import (
+    _PAIR_E4M3,
+    _PAIR_INT8,
+    _WIDEN_E4M3,
+    _WIDEN_INT8,
+    INT8,
+)
+
+KEYS = gl.constexpr(64)  # of a tile
+WIDTH = gl.constexpr(128)  # channels of a tile: those of a swizzled line
+
+
+@gluon.constexpr_function
+def sum_layout(rows):
+    """Return the layout of (64 n, rows) sums."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(rows):
+    """Return the layout of their left operands."""
+    return gl.DotOperandLayout(0, sum_layout(rows), 2)
+
+
+@gluon.constexpr_function
+def key_bytes_layout():
+    """Return how a warp takes its 16 of (64, 128) keys: of each line every other 16 bytes first."""
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]]
+    lanes = [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 128])
+
+
+@gluon.constexpr_function
+def rope_bytes_layout():
+    """Return how a warp takes its 16 of (64, 64) rotated keys."""
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
+    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 64])
+
+
+@gluon.constexpr_function
+def value_bytes_layout():
+    """Return how a warp takes its 32 channels of (64, 128) values: four to a lane, of all keys."""
+    registers = [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]]
+    lanes = [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 32], [0, 64]], [], [64, 128])
+
+
+@gluon.jit
+def _widen(x, KIND: gl.constexpr):
+    asm: gl.constexpr = _WIDEN_INT8 if KIND == INT8 else _WIDEN_E4M3
+    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4)
+
+
+@gluon.jit
+def key_halves(x):
+    """Split int8 bits (64, 128) into the channels of two operands: 16 of every 32 each."""
+    return gl.split(x.reshape([64, 4, 2, 16]).permute((0, 1, 3, 2)))
+
+
+@gluon.jit
+def keys_operand(x, ROWS: gl.constexpr, KIND: gl.constexpr):
+    """Return the left operand (64, 64) of int8 bits (64, 4, 16)."""
+    wide = _widen(x, KIND).reshape([64, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4))
+    return gl.convert_layout(wide.reshape([64, 64]), operand_layout(ROWS), assert_trivial=True)
+
+
+@gluon.jit
+def query_parts(x):
+    """Return q (rows, 128) as two (rows, 64) in the order of channels of `keys_operand`."""
+    rows: gl.constexpr = x.shape[0]
+    x = x.reshape([rows, 4, 2, 4, 2, 2]).permute((0, 3, 4, 1, 5, 2))
+    return gl.split(x.reshape([rows, 64, 2]))
+
+
+@gluon.jit
+def rope_order(x):
+    """Return the rotated channels of q (rows, 64) in the order of `keys_operand`."""
+    rows: gl.constexpr = x.shape[0]
+    return x.reshape([rows, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([rows, 64])
+
+
+@gluon.jit
+def value_halves(x):
+    """Split int8 bits (64, 128) by keys: those 0 to 7 of every 16, and the other eight."""
+    return gl.split(x.reshape([4, 2, 8, 128]).permute((0, 2, 3, 1)))
+
+
+@gluon.jit
+def probability_halves(p):
+    """Split p^T (64, rows) into right operands (32, rows) by the keys of `value_halves`."""
+    rows: gl.constexpr = p.shape[1]
+    low, high = gl.split(p.reshape([4, 2, 8, rows]).permute((0, 2, 3, 1)))
+    return low.reshape([32, rows]), high.reshape([32, rows])
+
+
+@gluon.jit
+def values_operand(x, ROWS: gl.constexpr, KIND: gl.constexpr):
+    """Return the left operand (128, 32) of int8 bits (4, 8, 128): 32 keys by 128 channels."""
+    even, odd = gl.split(x.reshape([4, 4, 2, 128]).permute((0, 1, 3, 2)))
+    asm: gl.constexpr = _PAIR_INT8 if KIND == INT8 else _PAIR_E4M3
+    pairs = gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=4
+    )
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+        dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+    # Keys (4, 4), channels (4, 8, 2, 2), key: the channels 4 g ... 4 g + 3 of a lane go to rows of
+    # its own, two of either product of 64.
+    wide = gl.join(even, odd).reshape([4, 4, 4, 8, 2, 2, 2]).permute((4, 2, 5, 3, 0, 1, 6))
+    return gl.convert_layout(wide.reshape([128, 32]), operand_layout(ROWS), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _output_layout(rows):
+    """Return where (rows, 128) sums lie in their own order: four channels of a row to a lane."""
+    eights = [[8 << bit, 0] for bit in range((rows // 8).bit_length() - 1)]
+    lanes = [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], *eights], lanes, [[0, 32], [0, 64]], [], [rows, 128]
+    )
+
+
+@gluon.jit
+def output_order(o):
+    """Return sums (128, rows) of `values_operand` as (rows, 128), channels in their own order."""
+    rows: gl.constexpr = o.shape[1]
+    o = o.reshape([2, 4, 2, 8, rows]).permute((4, 1, 3, 0, 2)).reshape([rows, 128])
+    return gl.convert_layout(o, _output_layout(rows), assert_trivial=True)

@@ -1,0 +1,1 @@
+"""Attention over paged 8-bit caches on Hopper."""

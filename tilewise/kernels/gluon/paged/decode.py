@@ -1,0 +1,397 @@
+"""Paged attention of short runs over 8-bit caches on Hopper: TMA by the block, mma.sync in float16.
+
+What: o = softmax(s) v and lse of at most 16 rows (new tokens x heads of a group) of a sequence.
+Grid: (pairs * Hk,), heads fastest; a pair is a sequence and a split of its keys, read from a plan.
+One CTA: a warp brings tiles of 64 keys into a ring, by one TMA copy a cache block, for four warps.
+Each of them folds 16 keys of every tile into sums of its own: nothing is exchanged before the end.
+Traffic: K, V and their scales once; q once a split; partials as in `triton.paged.decode`.
+Numerics: keys and values are widened exactly to float16. Rows of q are scaled by powers of two, so
+that they fit; scales of keys multiply logits. A value's scale, over the largest so far, multiplies
+its probability, which is then rounded to float16. m, l, acc float32; exponentials in base 2.
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
+
+from tilewise.kernels.gluon.device.barriers import release_loaded
+from tilewise.kernels.gluon.device.byte_operands import (
+    E4M3,
+    KEYS,
+    key_bytes_layout,
+    key_order,
+    keys_operand,
+    probabilities_operand,
+    scales_layout,
+    sum_layout,
+    value_bytes_layout,
+    value_order,
+    value_pairs,
+    values_operand,
+)
+from tilewise.kernels.gluon.device.compat import reinterpret, tma_load
+from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, reciprocal
+
+ROWS = gl.constexpr(16)  # of queries at most: two products of 8 columns
+HEADS = gl.constexpr(4)  # whose scales are loaded together: TMA moves 16 bytes at least
+FIELDS = gl.constexpr(8)  # of a pair's record in the plan
+LOADER_REGISTERS = gl.constexpr(24)
+LOWEST = gl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
+
+
+class Shape(NamedTuple):
+    """Constexpr: what changes the code."""
+
+    num_kv_heads: int
+    group: int
+    rows: int  # 8 or 16: new tokens x group, padded
+    width: int  # channels, 64 or 128
+    block: int  # tokens of a cache block
+    box: int  # tokens of one copy: those of a block, at most 64
+    stages: int
+    kind: int  # INT8 or E4M3
+    slot_scales: bool  # a scale for every token and head; else one for every head
+    window: bool
+    sinks: bool
+    alone: bool  # no sequence has a second split
+
+
+class Ring(NamedTuple):
+    """Shared memory: tiles of keys and values, box by box, and barriers that open when filled."""
+
+    k: object
+    v: object
+    k_scale: object
+    v_scale: object
+    full: object
+    empty: object
+
+
+@gluon.jit
+def _allocate(k, v, k_scale, v_scale, shape: gl.constexpr):
+    boxes: gl.constexpr = shape.stages * (KEYS // shape.box)
+    k_ring = gl.allocate_shared_memory(k.dtype, [boxes, 1, 1, shape.box, shape.width], k.layout)
+    v_ring = gl.allocate_shared_memory(v.dtype, [boxes, 1, 1, shape.box, shape.width], v.layout)
+    k_scales = k_ring
+    v_scales = v_ring
+    if shape.slot_scales:
+        size: gl.constexpr = [boxes, 1, shape.box, HEADS]
+        k_scales = gl.allocate_shared_memory(gl.float32, size, k_scale.layout)
+        v_scales = gl.allocate_shared_memory(gl.float32, size, v_scale.layout)
+    STAGES: gl.constexpr = shape.stages
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    return Ring(k_ring, v_ring, k_scales, v_scales, full, empty)
+
+
+@gluon.jit
+def _load_tile(k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high,
+               shape: gl.constexpr):  # fmt: skip
+    """Start the copies of a tile. Columns of the table outside low ... high - 1 are not read."""
+    boxes: gl.constexpr = KEYS // shape.box
+    full = ring.full.index(stage)
+    scale_bytes: gl.constexpr = 2 * KEYS * HEADS * 4 if shape.slot_scales else 0
+    mbarrier.expect(full, 2 * KEYS * shape.width + scale_bytes)
+    for i in gl.static_range(boxes):
+        key = tile * KEYS + i * shape.box
+        # A tile that reaches past the sequence takes a block of it once more; it is masked.
+        column = gl.minimum(gl.maximum(key // shape.block, low), high - 1)
+        block = gl.load(table + column)
+        slot = key % shape.block
+        place = stage * boxes + i
+        tma_load(k, [block, head, slot, 0], full, ring.k.index(place))
+        tma_load(v, [block, head, slot, 0], full, ring.v.index(place))
+        if shape.slot_scales:
+            first = head // HEADS * HEADS
+            tma_load(k_scale, [block, slot, first], full, ring.k_scale.index(place))
+            tma_load(v_scale, [block, slot, first], full, ring.v_scale.index(place))
+
+
+@gluon.constexpr_function
+def _tile_layout(width, bits):
+    """Return how rows of `width` bytes lie: those of all boxes of a tile make one (64, n) tile."""
+    swizzle = width if width >= 32 else 0
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+
+
+@gluon.jit
+def _head_scales(scales, stage, head, shape: gl.constexpr):
+    """Return the scales (4, 16) of one head of a tile."""
+    sizes: gl.constexpr = [shape.stages, KEYS, HEADS]
+    tiles = reinterpret(scales, gl.float32, sizes, _tile_layout(4 * HEADS, 32))
+    even, odd = gl.split(tiles.index(stage).load(scales_layout()).reshape([KEYS, 2, 2]))
+    low, high = gl.split(gl.where(head % 2 == 0, even, odd))
+    mine = gl.where(head // 2 % 2 == 0, low, high).reshape([4, 16])
+    return gl.convert_layout(mine, gl.SliceLayout(2, sum_layout()), assert_trivial=True)
+
+
+@gluon.jit
+def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
+    """Return q^T as a right operand (4, width, rows) in `key_order`, the same for all warps, and
+    what its rows were divided by: powers of two that bring them into the range of float16."""
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    MMA: gl.constexpr = sum_layout()
+    R: gl.constexpr = shape.rows
+    W: gl.constexpr = shape.width
+    row = gl.arange(0, R, gl.SliceLayout(1, BLOCKED))
+    channel = gl.arange(0, W, gl.SliceLayout(0, BLOCKED))
+    token = row // shape.group
+    q_head = head * shape.group + row % shape.group
+    at = (start + token).to(gl.int64) * stride_t + q_head * stride_h
+    inside = gl.expand_dims(token < run, 1)
+    place = q + gl.expand_dims(at, 1) + gl.expand_dims(channel, 0)
+    x = gl.load(place, mask=inside, other=0.0).to(gl.float32)
+    largest = gl.max(gl.abs(x), 1)
+    bits = largest.to(gl.int32, bitcast=True) & 0x7F800000
+    power = gl.maximum(bits, 0x00800000).to(gl.float32, bitcast=True)
+    x = key_order((x / gl.expand_dims(power, 1)).to(gl.float16)).permute((1, 0))
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 16, 2], [4, 1, 1], [1, 2, 0])
+    x = gl.convert_layout(x, gl.SliceLayout(0, FOUR))
+    x = gl.expand_dims(x, 0) + gl.zeros([4, W, R], gl.float16, FOUR)
+    return (
+        gl.convert_layout(x, gl.DotOperandLayout(1, MMA, 2)),
+        gl.convert_layout(power, gl.SliceLayout(0, gl.SliceLayout(1, MMA))),
+    )
+
+
+@gluon.jit
+def _load_tiles(given, shape: gl.constexpr):
+    """Bring the tiles of this CTA into the ring; one warp."""
+    k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left = given
+    pair = gl.program_id(0) // shape.num_kv_heads
+    head = gl.program_id(0) % shape.num_kv_heads
+    record = plan + pair * FIELDS
+    seq = gl.load(record)
+    run = gl.load(record + 2)
+    seqlen_k = gl.load(record + 3)
+    first = gl.load(record + 4)
+    last = gl.load(record + 5)
+    table = block_table + seq.to(gl.int64) * stride_table
+    low = _first_key(seqlen_k, run, window_left, shape) // shape.block
+    high = gl.maximum((seqlen_k + shape.block - 1) // shape.block, low + 1)
+    for tile in range(first, last):
+        step = tile - first
+        stage = step % shape.stages
+        mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)
+        _load_tile(k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high, shape)
+
+
+@gluon.jit
+def _first_key(seqlen_k, run, window_left, shape: gl.constexpr):
+    """Return the first key that some row sees."""
+    if shape.window:
+        return gl.maximum(seqlen_k - run - window_left, 0)
+    else:
+        return seqlen_k * 0
+
+
+@gluon.jit
+def _fold_tiles(given, shape: gl.constexpr):
+    """Fold the tiles of this CTA into sums, and store what they come to; four warps."""
+    (
+        q, stride_qt, stride_qh, scale_log2, window_left, k_head_scale, v_head_scale, sinks,
+        o, lse, part_o, part_lse, bounds, plan, cu_seqlens_q, num_seqs, num_tokens, max_run,
+        num_pairs, ring,
+    ) = given  # fmt: skip
+    MMA: gl.constexpr = sum_layout()
+    W: gl.constexpr = shape.width
+    R: gl.constexpr = shape.rows
+    rows: gl.constexpr = gl.SliceLayout(1, MMA)  # (4, R): warp, row
+    keys: gl.constexpr = gl.SliceLayout(2, MMA)  # (4, 16): warp, key
+    warps: gl.constexpr = gl.SliceLayout(1, keys)  # (4,)
+    sizes: gl.constexpr = [shape.stages, KEYS, W]
+    pair = gl.program_id(0) // shape.num_kv_heads
+    head = gl.program_id(0) % shape.num_kv_heads
+    record = plan + pair * FIELDS
+    seq = gl.load(record)
+    start = gl.load(record + 1)
+    run = gl.load(record + 2)
+    seqlen_k = gl.load(record + 3)
+    first = gl.load(record + 4)
+    last = gl.load(record + 5)
+    first_pair = gl.load(record + 6)
+    num_splits = gl.load(record + 7)
+    used = gl.load(cu_seqlens_q + num_seqs)
+    _clear(o, lse, used + pair, num_pairs, num_tokens, head, shape)
+    operand, power = _queries(q, start, run, head, stride_qt, stride_qh, shape)
+    row_scale = gl.expand_dims(gl.expand_dims(power * scale_log2, 0), 1)
+    if not shape.slot_scales:
+        row_scale = row_scale * gl.load(k_head_scale + head)
+    key_lo = _first_key(seqlen_k, run, window_left, shape)
+    warp_key = gl.expand_dims(gl.arange(0, 4, warps) * 16, 1)
+    within = warp_key + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, keys)), 0)
+    row = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(0, rows)), 0)
+    last_key = gl.expand_dims(seqlen_k - run + row // shape.group, 1)  # that each row sees
+    acc = gl.zeros([4, W, R], gl.float32, MMA)
+    sums = gl.zeros([4, 16, R], gl.float32, MMA)  # of p, by the lane that made it
+    m = gl.full([4, R], LOWEST, gl.float32, rows)
+    unit = gl.full([4], 0.0, gl.float32, warps)  # the largest scale of a value so far
+    k_tiles = reinterpret(ring.k, gl.int8, sizes, _tile_layout(W, 8))
+    v_tiles = reinterpret(ring.v, gl.int8, sizes, _tile_layout(W, 8))
+    for tile in range(first, last):
+        step = tile - first
+        stage = step % shape.stages
+        mbarrier.wait(ring.full.index(stage), step // shape.stages & 1)
+        key_bytes = k_tiles.index(stage).load(key_bytes_layout(W))
+        value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))
+        if shape.slot_scales:
+            k_scales = _head_scales(ring.k_scale, stage, head, shape)
+            v_scales = _head_scales(ring.v_scale, stage, head, shape)
+        release_loaded(ring.empty.index(stage))
+        zeros = gl.zeros([4, 16, R], gl.float32, MMA)
+        s = mma_v2(keys_operand(key_bytes, shape.kind), operand, zeros) * row_scale
+        if shape.slot_scales:
+            s = s * gl.expand_dims(k_scales, 2)
+        pairs = value_pairs(value_bytes, shape.kind)
+        low_edge = key_lo + run if shape.window else key_lo
+        if (tile * KEYS < low_edge) | (tile * KEYS + KEYS > seqlen_k - run + 1):
+            key = tile * KEYS + within
+            owned = (key >= key_lo) & (key < seqlen_k)
+            place = gl.expand_dims(key, 2)
+            visible = gl.expand_dims(owned, 2) & (place <= last_key)
+            if shape.window:
+                visible = visible & (place >= last_key - window_left)
+            s = gl.where(visible, s, float("-inf"))
+            # What nobody owns may be NaN, and 0 * NaN is NaN.
+            if shape.slot_scales:
+                v_scales = gl.where(owned, v_scales, 0.0)
+            if shape.kind == E4M3:
+                pairs = _keep_pairs(pairs, tile * KEYS, key_lo, seqlen_k)
+        m_new = gl.maximum(m, gl.max(s, 1))
+        alpha = gl.expand_dims(exp2(m - m_new), 1)
+        m = m_new
+        p = exp2(s - gl.expand_dims(m, 1))
+        sums = sums * alpha + p
+        if shape.slot_scales:
+            unit_new = gl.maximum(unit, gl.max(v_scales, 1))
+            inverse = gl.where(unit_new > 0.0, reciprocal(unit_new), 0.0)
+            ratio = gl.convert_layout(unit * inverse, gl.SliceLayout(1, rows))
+            alpha = alpha * gl.expand_dims(gl.expand_dims(ratio, 1), 1)
+            p = p * gl.expand_dims(v_scales * gl.expand_dims(inverse, 1), 2)
+            unit = unit_new
+        acc = mma_v2(values_operand(pairs), probabilities_operand(p), acc * alpha)
+    if num_splits > 0:
+        l = gl.sum(sums, 1)
+        m_all = gl.max(m, 0)
+        weight = exp2(m - gl.expand_dims(m_all, 0))
+        l = gl.sum(l * weight, 0)
+        if shape.slot_scales:
+            weight = weight * gl.expand_dims(gl.convert_layout(unit, gl.SliceLayout(1, rows)), 1)
+        else:
+            weight = weight * gl.load(v_head_scale + head)
+        total = value_order(gl.sum(acc * gl.expand_dims(weight, 1), 0)).permute((1, 0))
+        if not shape.alone and (pair == first_pair) & (head == 0):
+            gl.store(bounds + 2 * seq, first_pair)
+            gl.store(bounds + 2 * seq + 1, num_splits)
+        _finish(
+            total, l, m_all, sinks, o, lse, part_o, part_lse, pair, first_pair,
+            num_splits, start, run, head, num_tokens, max_run, shape,
+        )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "stride_qt", "stride_qh", "stride_table", "num_seqs", "num_tokens", "max_run", "num_pairs",
+        "window_left",
+    ]
+)  # fmt: skip
+def paged_decode_kernel(
+    q, k, v, k_scale, v_scale, k_head_scale, v_head_scale, sinks,
+    o, lse, part_o, part_lse, bounds, plan, block_table, cu_seqlens_q,
+    stride_qt, stride_qh, stride_table, num_seqs, num_tokens, max_run, num_pairs,
+    window_left, scale_log2, shape: gl.constexpr,
+):  # fmt: skip
+    """Compute o and lse, or partial ones; see the module's docstring. k ... v_scale: descriptors.
+
+    plan: (pairs, FIELDS) int32 of `triton.paged.splits`; k_head_scale, v_head_scale: (Hk,), read
+    without slot scales. o (T, Hq, D) and lse (Hq, T) are contiguous.
+    """
+    ring = _allocate(k, v, k_scale, v_scale, shape)
+    loads = (k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left)
+    folds = (
+        q, stride_qt, stride_qh, scale_log2, window_left, k_head_scale, v_head_scale, sinks,
+        o, lse, part_o, part_lse, bounds, plan, cu_seqlens_q, num_seqs, num_tokens, max_run,
+        num_pairs, ring,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(_fold_tiles, (folds, shape)), (_load_tiles, (loads, shape))], [1], [LOADER_REGISTERS]
+    )
+
+
+@gluon.jit
+def _keep_pairs(pairs, first_key, low, high):
+    """Set values of keys outside low ... high - 1 to 0."""
+    at = gl.arange(0, KEYS // 2, gl.SliceLayout(1, pairs.type.layout)) * 2 + first_key
+    even = gl.where((at >= low) & (at < high), 0x0000FFFF, 0)
+    odd = gl.where((at + 1 >= low) & (at + 1 < high), -65536, 0)
+    return pairs & gl.expand_dims(even | odd, 1)
+
+
+@gluon.jit
+def _finish(
+    total, l, m, sinks, o, lse, part_o, part_lse, pair, first_pair, num_splits, start, run, head,
+    num_tokens, max_run, shape: gl.constexpr,
+):  # fmt: skip
+    """Divide sums (rows, width) by l (rows,) and store them: the result, or that of a split."""
+    G: gl.constexpr = shape.group
+    heads: gl.constexpr = shape.num_kv_heads * G
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    by_row: gl.constexpr = gl.SliceLayout(1, BLOCKED)
+    total = gl.convert_layout(total, BLOCKED)
+    l = gl.convert_layout(l, by_row)
+    m = gl.convert_layout(m, by_row)
+    R: gl.constexpr = shape.rows
+    row = gl.arange(0, R, by_row)
+    token = row // G
+    q_head = head * G + row % G
+    inside = token < run
+    unseen = l == 0.0
+    if shape.sinks:
+        sink = gl.load(sinks + q_head, mask=inside, other=0.0) * LOG2E
+        sink = gl.where(pair == first_pair, sink, float("-inf"))
+        m_new = gl.maximum(m, sink)
+        weight = exp2(m - m_new)
+        l = l * weight + exp2(sink - m_new)
+        total = total * gl.expand_dims(weight, 1)
+        m = m_new
+        unseen = l == 0.0
+    l = gl.where(unseen, 1.0, l)
+    total = total / gl.expand_dims(l, 1)
+    value = gl.where(unseen, float("-inf"), (m + gl.log2(l)) * LN2)
+    channel = gl.expand_dims(gl.arange(0, shape.width, gl.SliceLayout(0, BLOCKED)), 0)
+    mask = gl.expand_dims(inside, 1)
+    if num_splits == 1:
+        at = (start + token).to(gl.int64) * heads + q_head
+        at = at * shape.width
+        gl.store(o + gl.expand_dims(at, 1) + channel, total.to(o.dtype.element_ty), mask=mask)
+        gl.store(lse + q_head.to(gl.int64) * num_tokens + start + token, value, mask=inside)
+    else:
+        part = (pair.to(gl.int64) * shape.num_kv_heads + head) * (max_run * G) + row
+        gl.store(part_o + gl.expand_dims(part * shape.width, 1) + channel, total, mask=mask)
+        gl.store(part_lse + part, value, mask=inside)
+
+
+@gluon.jit
+def _clear(o, lse, first, step, num_tokens, head, shape: gl.constexpr):
+    """Write o = 0 and lse = -inf to rows of no sequence, every step-th from `first`."""
+    heads: gl.constexpr = shape.num_kv_heads * shape.group
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lane = gl.arange(0, 128, LANES)
+    count: gl.constexpr = shape.group * shape.width
+    for token in range(first, num_tokens, step):
+        row = token.to(gl.int64) * heads + head * shape.group
+        for base in range(0, count, 128):
+            channel = base + lane
+            zeros = gl.full([128], 0.0, o.dtype.element_ty, LANES)
+            gl.store(o + row * shape.width + channel, zeros, mask=channel < count)
+        at = lse + (head * shape.group + lane).to(gl.int64) * num_tokens + token
+        gl.store(at, gl.full([128], float("-inf"), gl.float32, LANES), mask=lane < shape.group)

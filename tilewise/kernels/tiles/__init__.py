@@ -1,0 +1,1 @@
+"""Tiles and splits as pure tables, one file a subject."""

@@ -1,0 +1,69 @@
+"""Tile sizes and split plans of attention over latents: pure tables, as in `paged.py`.
+
+A spec is that of paged attention with one key head: head_dim is R + Dr, v_head_dim is R.
+"""
+
+from __future__ import annotations
+
+from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles.paged import (
+    MAX_SPLIT_RUN,
+    PagedWork,
+    SplitPlan,
+    TileConfig,
+    padded_head_dim,
+    plan_splits,
+)
+
+MAX_ROWS = 64  # of a tile: 64 x 512 float32 sums are 128 registers for each thread of 8 warps
+ONE_PER_SM = 1  # a program's tiles and queries take more than half of an SM's shared memory
+
+
+def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
+    """Tiles for runs of `run` tokens: rows for all heads of a token, up to MAX_ROWS.
+
+    Chosen by what compiles without spilling its hot loop into local memory; not yet measured. But
+    for 8-bit caches, of which a tile is held in three forms, as bytes, in registers and widened:
+    B 128, 4,096 tokens, 128 heads takes 1,061 us with 32 rows and 4 warps, 1,776 with 8, and 1,714
+    with 64 rows, which spill (H200, float8_e4m3fn, 2026-11-22).
+    """
+    rows = run * spec.num_q_heads
+    tile_m = min(max(16, 1 << (rows - 1).bit_length()), MAX_ROWS)
+    is_plain = spec.dtype == spec.cache_dtype or spec.cache_dtype.itemsize == 1
+    if not is_plain or spec.dtype.itemsize == 4:
+        return TileConfig(16, 16, 8, 1)  # float32 operands: a tile of keys is 36 KiB
+    is_narrow = padded_head_dim(spec.v_head_dim) <= 256
+    if spec.cache_dtype.itemsize == 1:
+        return TileConfig(min(tile_m, 32), *((32, 4, 3) if arch >= 90 else (16, 4, 2)))
+    if arch < 90:  # q and the sums share the registers
+        return TileConfig(min(tile_m, 32), 32 if is_narrow else 16, 8 if tile_m > 16 else 4, 2)
+    if tile_m < 64:
+        return TileConfig(tile_m, 32, 4, 3)
+    return TileConfig(tile_m, 64 if is_narrow else 32, 8, 3)
+
+
+def mla_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:
+    """Bound the splits of runs of `run` tokens from what the host knows."""
+    return plan_splits(spec, config, run, sm_count, programs_per_sm=ONE_PER_SM)
+
+
+def mla_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
+    """Choose the kernels of one call: split keys for short runs, tiles of rows for long ones.
+
+    With batch_invariant a sequence's kernel, tiles and splits follow from its own run alone.
+    """
+    longest = max(1, spec.max_seqlen_q)
+    rows_config: TileConfig | None = mla_config(spec, MAX_ROWS, arch)
+    assert rows_config is not None
+    programs = -(-longest * spec.num_q_heads // rows_config.tile_m) * spec.num_seqs
+    if longest == 1:
+        split_run, rows_config = 1, None
+    elif spec.batch_invariant:
+        split_run = 1
+    elif longest <= MAX_SPLIT_RUN or 2 * programs <= sm_count:
+        split_run, rows_config = longest, None
+    else:
+        split_run = 0 if spec.num_tokens == spec.num_seqs * longest else 1
+    split_config = mla_config(spec, max(1, split_run), arch)
+    plan = mla_splits(spec, split_config, max(1, split_run), sm_count)
+    return PagedWork(split_run, split_config, plan, rows_config)

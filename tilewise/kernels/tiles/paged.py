@@ -1,0 +1,212 @@
+"""Tile sizes as pure tables: (op, head dim, dtype, arch) -> TileConfig.
+
+Shipped code never autotunes. Each row of a table names where it was measured: device, shape, date;
+`python -m tilewise.bench.tune` and `tune_paged` print candidates, and a person commits them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.kernels.spec import PagedSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one program of a Triton kernel is shaped.
+
+    Attributes:
+        tile_m: query rows of one program.
+        tile_n: keys of one step of its loop.
+        num_warps: warps (of 32 threads) of one program.
+        num_stages: depth of the software pipeline over the loop.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """How the keys of short runs are dealt out to programs; all of it known on the host.
+
+    A pair is (sequence, split). The device cuts every sequence into ceil(tiles / t) splits, t being
+    split_tiles or, unless it is fixed, as many more as keep the pairs within target_pairs + B.
+
+    Attributes:
+        target_pairs: pairs that fill the device.
+        split_tiles: key tiles of a split, at least (exactly, when fixed).
+        num_pairs: pairs launched, an upper bound; a program without a pair leaves at once.
+        fixed: a split's size does not depend on the other sequences.
+        alone: no sequence can have a second split, so nothing is merged.
+        weighed: split_tiles is chosen on the device by a model of waves, target_pairs being what
+            runs at a time; only for kernels that read a plan.
+    """
+
+    target_pairs: int
+    split_tiles: int
+    num_pairs: int
+    fixed: bool
+    alone: bool
+    weighed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PagedWork:
+    """Which kernels one call of paged attention launches.
+
+    Attributes:
+        split_run: sequences with 1 ... split_run new tokens have their keys split; 0 is none.
+        split_config, split_plan: tiles and plan of that kernel.
+        rows_config: tiles of the kernel for the longer runs; None when there cannot be any.
+    """
+
+    split_run: int
+    split_config: TileConfig
+    split_plan: SplitPlan
+    rows_config: TileConfig | None
+
+
+MAX_SPLIT_RUN = 8  # new tokens: speculative drafts; longer runs reuse keys enough without splits
+SMALL_TILE_ROWS = 64  # rows of a key head that one tile of the split kernel holds
+MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-11-22)
+LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
+INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
+PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
+# Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
+# split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
+RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
+# Of gluon.paged.decode: 64 x 4,096 keys took 150 us, with (3, 3, 256) 158 (H200, 2026-11-22).
+BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
+WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Channels of a tile: the next power of two, at least the 16 that a tensor core multiplies."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _compute_bytes(spec: PagedSpec) -> int:
+    """Bytes of an operand: 8-bit caches are widened to q's dtype, mixed floats to float32."""
+    is_plain = spec.dtype == spec.cache_dtype or spec.cache_dtype.itemsize == 1
+    return spec.dtype.itemsize if is_plain else 4
+
+
+def _row_bytes(spec: PagedSpec) -> int:
+    """Shared memory of one key and its value."""
+    width = padded_head_dim(spec.head_dim) + padded_head_dim(spec.v_head_dim)
+    return width * _compute_bytes(spec)
+
+
+def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
+    """Tiles of the split kernel for runs of `run` tokens.
+
+    Hopper: 16 KiB of keys and values a step and four steps in flight; within 3 % of the fastest row
+    on each decode shape of `tilewise.bench.tune_paged` (H200, bf16, D 128, block 16; 2026-11-20).
+    Elsewhere, unmeasured: 32 KiB a step.
+    """
+    rows = run * spec.group_size
+    tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
+    is_hopper = arch // 10 == 9
+    step_bytes, num_stages = (16384, 4) if is_hopper else (32768, 2)
+    tile_n = min(max(16, 1 << (step_bytes // _row_bytes(spec)).bit_length() - 1), 128)
+    if not is_hopper and arch in WIDE_SHARED_MEMORY:
+        num_stages = 3
+    # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
+    num_warps = 8 if tile_m == 64 and arch < 90 else 4
+    return TileConfig(tile_m, tile_n, num_warps, num_stages)
+
+
+def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
+    """Tiles of the kernel for long runs, the largest that keep its loops free of spills.
+
+    A function of the widths alone, not of the batch.
+    """
+    wide = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)) > 128
+    if _compute_bytes(spec) == 4:
+        return TileConfig(16, 16, 4, 2) if wide else TileConfig(32, 32, 4, 2)
+    if arch < 90:
+        return TileConfig(64, 32, 8, 2) if wide else TileConfig(128, 32, 8, 3)
+    return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
+
+
+def plan_splits(
+    spec: PagedSpec,
+    config: TileConfig,
+    run: int,
+    sm_count: int,
+    *,
+    programs_per_sm: int = PROGRAMS_PER_SM,
+    min_split_keys: int = MIN_SPLIT_KEYS,
+    waves: int = 1,
+) -> SplitPlan:
+    """Bound the splits of a call from what the host knows: the width of the block table.
+
+    With more than one wave, programs_per_sm is how many run at a time and splits are weighed.
+    """
+    span = spec.max_blocks * spec.block_size
+    if spec.window_left >= 0:
+        span = min(span, spec.window_left + run + config.tile_n)  # + a first tile cut by the window
+    most_tiles = max(1, -(-span // config.tile_n))
+    keys = INVARIANT_SPLIT_KEYS if spec.batch_invariant else min_split_keys
+    split_tiles = max(1, keys // config.tile_n)
+    if most_tiles <= max(split_tiles, LONE_KEYS // config.tile_n):
+        return SplitPlan(1, most_tiles, spec.num_seqs, fixed=True, alone=True)
+    num_pairs = spec.num_seqs * -(-most_tiles // split_tiles)
+    if spec.batch_invariant:
+        return SplitPlan(1, split_tiles, num_pairs, fixed=True, alone=False)
+    programs_per_pair = spec.num_kv_heads * -(-run * spec.group_size // config.tile_m)
+    if waves > 1:
+        target = max(1, sm_count * programs_per_sm // programs_per_pair)
+        num_pairs = min(num_pairs, waves * target + spec.num_seqs)
+        return SplitPlan(target, split_tiles, num_pairs, fixed=False, alone=False, weighed=True)
+    target = -(-sm_count * programs_per_sm // programs_per_pair)
+    return SplitPlan(
+        target, split_tiles, min(num_pairs, target + spec.num_seqs), fixed=False, alone=False
+    )
+
+
+def planned_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:
+    """Choose the splits of the split kernel where a plan tells its programs what they read."""
+    return plan_splits(
+        spec, config, run, sm_count, programs_per_sm=RESIDENT_PROGRAMS, waves=PLANNED_WAVES
+    )
+
+
+def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
+    """Choose (stages of the ring, splits) of Hopper's kernel over 8-bit caches."""
+    config = TileConfig(16, 64, 4, BYTE_STAGES)
+    plan = plan_splits(
+        spec, config, max(1, spec.max_seqlen_q), sm_count,
+        programs_per_sm=BYTE_PROGRAMS_PER_SM, min_split_keys=BYTE_MIN_SPLIT_KEYS,
+        waves=PLANNED_WAVES,
+    )  # fmt: skip
+    return BYTE_STAGES, plan
+
+
+def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
+    """Choose the kernels of one call: split keys for short runs, tiles of rows for long ones.
+
+    With batch_invariant every row meets the same tiles of keys in one order, of the rows kernel,
+    whatever its run: a token has the same bits alone and in a chunk.
+    """
+    longest = max(1, spec.max_seqlen_q)
+    rows_config: TileConfig | None = paged_rows_config(spec, arch)
+    assert rows_config is not None
+    programs = -(-longest * spec.group_size // rows_config.tile_m) * spec.num_kv_heads
+    # 16 new tokens after 8,192, 32/8 heads: 27 us here, 28 there; 64 after 32,768: 204 and 113
+    # (H200, 2026-11-22). Both kernels split keys.
+    is_small = longest * spec.group_size <= SMALL_TILE_ROWS
+    if spec.batch_invariant:
+        split_run = 0
+    elif longest == 1:
+        split_run, rows_config = 1, None
+    elif longest <= MAX_SPLIT_RUN or (is_small and programs * spec.num_seqs * 2 <= sm_count):
+        split_run, rows_config = longest, None
+    else:
+        split_run = 0 if spec.num_tokens == spec.num_seqs * longest else 1
+    split_config = paged_split_config(spec, max(1, split_run), arch)
+    plan = plan_splits(spec, split_config, max(1, split_run), sm_count)
+    return PagedWork(split_run, split_config, plan, rows_config)

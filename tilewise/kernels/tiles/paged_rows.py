@@ -1,0 +1,85 @@
+"""How the rows kernel of paged attention is cut: tiles of rows, and splits of keys where few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles.paged import (
+    PROGRAMS_PER_SM,
+    SMALL_TILE_ROWS,
+    TileConfig,
+    paged_rows_config,
+    paged_split_config,
+)
+
+MIN_SPLIT_KEYS = 256  # a split writes and reads its rows in float32: for 128 rows, 256 keys' bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlan:
+    """What one launch of the rows kernel does; all of it known on the host.
+
+    An item is (sequence, tile of rows, split of keys). The device cuts a sequence's keys into
+    splits of split_tiles tiles, or as many more as keep the items within target_items and one more
+    for each tile of rows.
+
+    Attributes:
+        config: tiles.
+        splits: whether keys are split at all; if not, an item is a tile of rows.
+        num_items: items launched, an upper bound; a program without one leaves at once.
+        num_parts, num_merged: bounds of the items that write a partial result, and of the tiles of
+            rows whose parts are merged.
+    """
+
+    config: TileConfig
+    splits: bool
+    target_items: int
+    split_tiles: int
+    num_items: int
+    num_parts: int
+    num_merged: int
+
+
+def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
+    """Tiles for a call's longest run; with batch_invariant a function of the widths alone."""
+    run = max(1, spec.max_seqlen_q)
+    if not spec.batch_invariant and run * spec.group_size <= SMALL_TILE_ROWS:
+        return paged_split_config(spec, run, arch)
+    config = paged_rows_config(spec, arch)
+    if spec.has_tree:
+        # Half as many keys a step, and the bytes of a mask do not spill the rest of a row.
+        config = replace(config, tile_n=max(16, config.tile_n // 2))
+    return config
+
+
+def plan_rows(
+    spec: PagedSpec, config: TileConfig, sm_count: int, *, adds: bool = False
+) -> RowsPlan:
+    """Bound the items of a call; `adds` for a pass whose parts are merged into what is there."""
+    rows = spec.num_tokens * spec.group_size
+    # Every sequence wastes less than one tile, so this bounds the tiles of any cu_seqlens_q.
+    most_tiles = rows // config.tile_m + spec.num_seqs
+    span = spec.max_blocks * spec.block_size
+    run = max(1, spec.max_seqlen_q)
+    if spec.window_left >= 0:
+        span = min(span, spec.window_left + run + config.tile_n)
+    key_tiles = max(1, -(-span // config.tile_n))
+    per_sm = PROGRAMS_PER_SM if config.tile_m <= SMALL_TILE_ROWS else 1
+    target = max(1, sm_count * per_sm // spec.num_kv_heads)
+    split_tiles = max(1, MIN_SPLIT_KEYS // config.tile_n)
+    # At least so many tiles of rows there are; half a wave of them can be cut in two.
+    fewest_tiles = max(
+        -(-rows // config.tile_m), -(-run * spec.group_size // config.tile_m),
+        -(-spec.num_tokens // run),
+    )  # fmt: skip
+    splits = not spec.batch_invariant and 2 * fewest_tiles <= target and key_tiles > split_tiles
+    if not splits and not adds:
+        return RowsPlan(config, False, 1, key_tiles, most_tiles, 0, 0)
+    if not splits:
+        return RowsPlan(config, True, 1 << 30, key_tiles, most_tiles, most_tiles, most_tiles)
+    num_items = min(most_tiles + target, most_tiles * -(-key_tiles // split_tiles))
+    # A sequence that is split has less than twice its share of the target in items.
+    num_parts = num_items if adds else min(num_items, 2 * target)
+    num_merged = most_tiles if adds else min(most_tiles, target)
+    return RowsPlan(config, True, target, split_tiles, num_items, num_parts, num_merged)

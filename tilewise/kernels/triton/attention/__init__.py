@@ -1,0 +1,1 @@
+"""Dense and packed attention in portable Triton."""

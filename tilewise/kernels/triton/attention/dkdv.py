@@ -1,0 +1,303 @@
+"""Gradients of keys and values; the rule is that of attention_bwd.
+
+What: dv = p^T do and dk = ds^T q of one tile of keys.
+Grid: one axis, key tiles x (batch x key heads), ordered by `tile_of_program`.
+One program: TILE_N keys of one key head; loops over the query heads of its group and the queries
+      that see the keys, TILE_M at a time. Scores stand transposed, (keys, queries).
+Traffic: k, v are read and dk, dv written once; q, do and the row terms once per key tile.
+Numerics: as in attention_bwd; one owner and one order for every sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
+from tilewise.kernels.triton.attention.mask import entries_between, entries_of_tile, visible_bits
+from tilewise.kernels.triton.attention.tile import (
+    LOG2E,
+    Scores,
+    bias_of_head,
+    head_base,
+    load_bias,
+    load_rows,
+    logits_log2,
+    row_offsets,
+    row_pointers,
+    row_start,
+    row_step,
+    sequence,
+    slope_of_head,
+    span_of_tile,
+    store_rows,
+    tile_of_program,
+)
+
+
+class Keys(NamedTuple):
+    """What the queries meet: a tile of keys, and which queries see each of them."""
+
+    k: object  # (TILE_N, d_pad)
+    k_rest: object  # (TILE_N, rest_pad), None without a rest
+    v: object  # (TILE_N, dv_pad)
+    first_col: object
+    cols: object  # (TILE_N,), no further than the last one
+    diagonal: object  # the query whose diagonal key this is
+    query_begin: object
+    query_end: object
+
+
+class Queries(NamedTuple):
+    """Where the rows of a query head start."""
+
+    q: object
+    do: object
+    lse_log2: object
+    delta: object
+    q_row: object  # strides, in units
+    do_row: object
+    length: object
+
+
+@triton.jit
+def _fold_tile(
+    dk, dk_rest, dv, keys, queries, q_ptrs, do_ptrs, first_row, rows, allowed, scores, draw,
+    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Fold the queries `rows` into dk and dv.
+
+    MASKED: only rows of the sequence exist; BITS: a pair must be `allowed` by a bit tile too.
+    """
+    loaded = rows < queries.length
+    q = load_rows(q_ptrs, loaded, dims.d, dims.d_pad, MASKED)
+    if MASKED:
+        lse_log2 = tl.load(queries.lse_log2 + rows, mask=loaded, other=float("inf"))
+        delta = tl.load(queries.delta + rows, mask=loaded, other=0.0)
+    else:
+        lse_log2 = tl.load(queries.lse_log2 + rows)
+        delta = tl.load(queries.delta + rows)
+    s = tl.dot(keys.k, tl.trans(q), input_precision="ieee")
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            queries.q + dims.d, first_row, s.shape[1], queries.q_row, dims.rest_pad, dims
+        )
+        q_rest = load_rows(rest_ptrs, loaded, dims.rest, dims.rest_pad, MASKED)
+        s = tl.dot(keys.k_rest, tl.trans(q_rest), s, input_precision="ieee")
+    # Before the exponentials, which then run while this product does.
+    do = load_rows(do_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
+    dp = tl.dot(keys.v, tl.trans(do), input_precision="ieee")
+    if variant.plain:
+        s = tl.fma(s, scores.softmax_scale * LOG2E, -lse_log2[None, :])
+    else:
+        distance = rows[None, :] - keys.diagonal[:, None]
+        bias = None
+        if variant.bias:
+            bias = load_bias(scores, rows, keys.cols, loaded, variant, True, MASKED)
+        s, capped = logits_log2(s, distance, bias, scores, variant)
+        s -= lse_log2[None, :]
+    # Rows past the last query have lse = +inf, so p = 0; keys past the last are dropped at the end.
+    if MASKED and variant.right:
+        s = tl.where(rows[None, :] >= keys.query_begin[:, None], s, float("-inf"))
+    if MASKED and variant.left:
+        s = tl.where(rows[None, :] < keys.query_end[:, None], s, float("-inf"))
+    if BITS:
+        s = tl.where(allowed, s, float("-inf"))
+    p = tl.exp2(s)
+    p_kept = p
+    if variant.dropout:
+        keep = kept(draw, first_row, keys.first_col, s.shape[1], s.shape[0], True)
+        p_kept = tl.where(keep, p, 0.0)
+    dv = tl.dot(p_kept.to(do.dtype), do, dv, input_precision="ieee")
+    if variant.dropout:
+        dp = tl.where(keep, dp * draw.scale, 0.0)
+    ds = p * (dp - delta[None, :])
+    if variant.softcap:
+        ds *= 1.0 - capped * capped
+    if BITS:  # 0 * NaN, where a key that nobody sees, or its value, is not of numbers
+        ds = tl.where(allowed, ds, 0.0)
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    if dims.rest > 0:
+        dk_rest = tl.dot(ds.to(q.dtype), q_rest, dk_rest, input_precision="ieee")
+    return dk, dk_rest, dv
+
+
+@triton.jit
+def _fold_queries(
+    dk, dk_rest, dv, keys, queries, begin, end, scores, draw,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the queries [begin, end) into dk and dv."""
+    rows = begin + tl.arange(0, TILE_M)
+    q_start = row_start(queries.q, begin, queries.q_row, dims.unit)
+    do_start = row_start(queries.do, begin, queries.do_row, dims.unit)
+    q_offsets = row_offsets(TILE_M, queries.q_row, dims.d_pad, dims)
+    do_offsets = row_offsets(TILE_M, queries.do_row, dims.dv_pad, dims)
+    q_step = row_step(TILE_M, queries.q_row, dims.unit)
+    do_step = row_step(TILE_M, queries.do_row, dims.unit)
+    for first_row in range(begin, end, TILE_M):
+        dk, dk_rest, dv = _fold_tile(
+            dk, dk_rest, dv, keys, queries, q_start + q_offsets, do_start + do_offsets, first_row,
+            rows, None, scores, draw, dims, variant, MASKED, False,
+        )  # fmt: skip
+        q_start += q_step
+        do_start += do_step
+        rows += TILE_M
+    return dk, dk_rest, dv
+
+
+@triton.jit
+def _fold_entries(
+    dk, dk_rest, dv, keys, queries, extras, first, last, scores, draw,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Fold the mask tiles [first, last) of a list into dk and dv; partial ones have BITS."""
+    STEPS: tl.constexpr = variant.mask_q // TILE_M
+    MASKED: tl.constexpr = BITS or variant.ruled
+    entries = extras.mask_column_entries + first.to(tl.int64) * 2
+    for step in range(0, (last - first) * STEPS):
+        within = step % STEPS * TILE_M
+        begin = tl.load(entries + step // STEPS * 2) * variant.mask_q + within
+        rows = begin + tl.arange(0, TILE_M)
+        allowed = None
+        if BITS:
+            number = tl.load(entries + step // STEPS * 2 + 1)
+            allowed = visible_bits(
+                extras.mask_bits, number, within, keys.first_col % variant.mask_k, variant,
+                TILE_M, TILE_N, True,
+            )  # fmt: skip
+        q_ptrs = row_pointers(queries.q, begin, TILE_M, queries.q_row, dims.d_pad, dims)
+        do_ptrs = row_pointers(queries.do, begin, TILE_M, queries.do_row, dims.dv_pad, dims)
+        dk, dk_rest, dv = _fold_tile(
+            dk, dk_rest, dv, keys, queries, q_ptrs, do_ptrs, begin, rows, allowed, scores, draw,
+            dims, variant, MASKED, BITS,
+        )  # fmt: skip
+    return dk, dk_rest, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles", "heads_per_section", "num_q_heads", "group_size",
+        "seqlen_q", "seqlen_k", "window_left", "window_right",
+    ]
+)  # fmt: skip
+def attention_bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr, dk_ptr, dv_ptr,
+    sequences, strides, num_tiles, heads_per_section, num_q_heads, group_size,
+    seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap, extras,
+    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of dk and dv; see the module's docstring."""
+    D_PAD: tl.constexpr = dims.d_pad
+    REST_PAD: tl.constexpr = dims.rest_pad if dims.rest > 0 else 1  # 1: compiled away
+    DV_PAD: tl.constexpr = dims.dv_pad
+    tile, head = tile_of_program(num_tiles, heads_per_section, False)
+    num_kv_heads = num_q_heads // group_size
+    b, h_k = head // num_kv_heads, head % num_kv_heads
+    first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q)
+    first_k, length_k = sequence(b, sequences.cu_k, sequences.seqlens_k, seqlen_k)
+    first_col = tile * TILE_N
+    last_stored = seqlen_k  # rows of a dense k past seqlens_k get a zero gradient
+    if sequences.cu_k is not None:
+        last_stored = length_k
+    if first_col >= last_stored:
+        return
+    cols = first_col + tl.arange(0, TILE_N)
+    diagonal = cols - (length_k - length_q)
+    limit = tl.where(first_col < length_k, length_q, 0)
+    begin, full_begin, full_end, end, _ = span_of_tile(
+        first_col, TILE_N, length_k, limit, length_q - length_k, window_right, window_left,
+        TILE_M, variant.right, variant.left,
+    )  # fmt: skip
+
+    real = cols < length_k
+    if variant.left:  # keys left of the first query's window are nobody's
+        real = real & (cols >= length_k - length_q - window_left)
+    k_base = head_base(k_ptr, b, first_k, h_k, strides.k, dims.unit)
+    v_base = head_base(v_ptr, b, first_k, h_k, strides.v, dims.unit)
+    k_ptrs = row_pointers(k_base, first_col, TILE_N, strides.k[1], dims.d_pad, dims)
+    v_ptrs = row_pointers(v_base, first_col, TILE_N, strides.v[1], dims.dv_pad, dims)
+    k = load_rows(k_ptrs, real, dims.d, dims.d_pad, True)
+    k_rest = None
+    if dims.rest > 0:
+        rest_ptrs = row_pointers(
+            k_base + dims.d, first_col, TILE_N, strides.k[1], dims.rest_pad, dims
+        )
+        k_rest = load_rows(rest_ptrs, real, dims.rest, dims.rest_pad, True)
+    v = load_rows(v_ptrs, real, dims.dv, dims.dv_pad, True)
+    keys = Keys(
+        k, k_rest, v, first_col, tl.minimum(cols, length_k - 1), diagonal,
+        diagonal - window_right, diagonal + window_left + 1,
+    )  # fmt: skip
+    dk = tl.zeros([TILE_N, D_PAD], tl.float32)
+    dk_rest = tl.zeros([TILE_N, REST_PAD], tl.float32)
+    dv = tl.zeros([TILE_N, DV_PAD], tl.float32)
+    for g in range(group_size):
+        h = h_k * group_size + g
+        queries = Queries(
+            head_base(q_ptr, b, first_q, h, strides.q, dims.unit),
+            head_base(do_ptr, b, first_q, h, strides.do, dims.unit),
+            head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1),
+            head_base(delta_ptr, b, first_q, h, strides.rows, 1),
+            strides.q[1], strides.do[1], length_q,
+        )  # fmt: skip
+        scores = Scores(
+            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+        )  # fmt: skip
+        draw = None
+        if variant.dropout:
+            draw = draw_of_head(extras, b * num_q_heads + h)
+        if variant.mask_q > 0:
+            first, full_last, last = entries_of_tile(
+                extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,
+                first_col // variant.mask_k,
+            )  # fmt: skip
+            partial = full_last
+            if variant.ruled:
+                first_tile, end_tile = begin // variant.mask_q, tl.cdiv(end, variant.mask_q)
+                entries = extras.mask_column_entries
+                first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
+                partial, last = entries_between(entries, partial, last, first_tile, end_tile)
+            dk, dk_rest, dv = _fold_entries(
+                dk, dk_rest, dv, keys, queries, extras, first, full_last, scores, draw,
+                dims, variant, TILE_M, TILE_N, False,
+            )  # fmt: skip
+            dk, dk_rest, dv = _fold_entries(
+                dk, dk_rest, dv, keys, queries, extras, partial, last, scores, draw,
+                dims, variant, TILE_M, TILE_N, True,
+            )  # fmt: skip
+        else:
+            if variant.right:
+                dk, dk_rest, dv = _fold_queries(
+                    dk, dk_rest, dv, keys, queries, begin, full_begin, scores, draw,
+                    dims, variant, TILE_M, True,
+                )  # fmt: skip
+            dk, dk_rest, dv = _fold_queries(
+                dk, dk_rest, dv, keys, queries, full_begin, full_end, scores, draw,
+                dims, variant, TILE_M, False,
+            )  # fmt: skip
+            dk, dk_rest, dv = _fold_queries(
+                dk, dk_rest, dv, keys, queries, full_end, end, scores, draw,
+                dims, variant, TILE_M, True,
+            )  # fmt: skip
+    # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
+    dk = tl.where(real[:, None], dk * softmax_scale, 0.0)
+    if variant.dropout:
+        dv *= extras.keep_scale
+    dv = tl.where(real[:, None], dv, 0.0)
+    dk_base = head_base(dk_ptr, b, first_k, h_k, strides.dk, dims.unit)
+    dv_base = head_base(dv_ptr, b, first_k, h_k, strides.dv, dims.unit)
+    dk_ptrs = row_pointers(dk_base, first_col, TILE_N, strides.dk[1], dims.d_pad, dims)
+    dv_ptrs = row_pointers(dv_base, first_col, TILE_N, strides.dv[1], dims.dv_pad, dims)
+    store_rows(dk_ptrs, dk, cols < last_stored, dims.d, dims.d_pad)
+    store_rows(dv_ptrs, dv, cols < last_stored, dims.dv, dims.dv_pad)
+    if dims.rest > 0:
+        dk_rest = tl.where(real[:, None], dk_rest * softmax_scale, 0.0)
+        rest_ptrs = row_pointers(
+            dk_base + dims.d, first_col, TILE_N, strides.dk[1], dims.rest_pad, dims
+        )
+        store_rows(rest_ptrs, dk_rest, cols < last_stored, dims.rest, dims.rest_pad)

@@ -1,0 +1,43 @@
+"""Attention of e4m3 tensors on any GPU: dequantised to 16 bits, then the portable kernels.
+
+What      o = softmax(logits) v of the numbers x8 * scale, rounded to 16 bits.
+Grid      that of the 16-bit kernels, see forward.py.
+One call  makes 16-bit copies of q, k and v.
+Traffic   that of 16-bit attention and the copies: it saves memory between calls, but no time.
+Numerics  x8 * scale is rounded to the dtype of o, 2 ** -9 of its value at most; e4m3 itself has
+          2 ** -4. Probabilities are 16-bit numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import AttentionSpec, dequantised
+from tilewise.kernels.triton.attention import launch as attention
+
+__all__ = ["QUANTIZES", "launch_fwd", "why_not"]
+
+QUANTIZES = False  # takes e4m3 tensors with their scales only
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """Say why these kernels cannot run `spec`, or return None when they can."""
+    return attention.why_not(replace(spec, dtype=torch.bfloat16))
+
+
+def launch_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    scales: tuple[Tensor, Tensor, Tensor],
+    seqlens_k: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
+    narrow = (dequantised(x, s, dtype) for x, s in zip((q, k, v), scales, strict=True))
+    return attention.launch_fwd(*narrow, replace(spec, dtype=dtype), seqlens_k=seqlens_k)

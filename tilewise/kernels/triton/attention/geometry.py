@@ -1,0 +1,162 @@
+"""What the launchers tell the attention kernels: dims, strides, code variants, tile order."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import AttentionSpec, MaskTensors
+from tilewise.kernels.tiles.attention import WIDEST
+from tilewise.kernels.tiles.paged import padded_head_dim
+from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Variant
+
+# Keys and values that one wave of programs shares in L2, bytes: 32 MiB of Hopper's 50 MB, which is
+# also what FlashAttention-3's tile scheduler counts with.
+SECTION_BYTES = 32 << 20
+_MOST_ROWS = 256  # of a tile
+_VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it when they allow
+
+
+def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which kernels are launched where `tensor` lies."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def dense(tensor: Tensor | None) -> Tensor | None:
+    """Return a vector that kernels may index without its stride."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def head_dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
+    """Return the head dims as the kernels count them, and how they may address `tensors`."""
+    unit = _VECTOR_BYTES // spec.dtype.itemsize
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue  # whatever its strides say, nothing is read
+        assert tensor.stride(-1) == 1, f"last dim must be contiguous, got {tensor.stride()}"
+        sizes_steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        if any(step % unit for size, step in sizes_steps if size > 1):
+            unit = 1
+    d, dv, rest = min(spec.head_dim, WIDEST), spec.v_head_dim, max(spec.head_dim - WIDEST, 0)
+    pads = (padded_head_dim(width) if width else 0 for width in (d, dv, rest))
+    longest_row = max(tensor.stride(-3) for tensor in tensors)
+    return HeadDims(d, dv, rest, *pads, unit, narrow=_MOST_ROWS * longest_row < 2**31)
+
+
+def strides_of(tensor: Tensor, spec: AttentionSpec, dims: HeadDims) -> tuple[int, int, int]:
+    """Return (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
+    steps = [
+        stride // dims.unit if size > 1 else 0
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ]
+    batch, row, head = (0, *steps) if spec.is_varlen else steps
+    return batch, row, head
+
+
+def row_strides(rows: Tensor) -> tuple[int, int, int]:
+    """Return (batch, row, head) strides of a contiguous (B, Hq, Sq) or (Hq, T)."""
+    batch, head, row = (0, *rows.stride()) if rows.dim() == 2 else rows.stride()
+    return batch, row, head
+
+
+def variant_of(spec: AttentionSpec, extras: Extras) -> Variant:
+    """Return which code `spec` needs; a window that hides nothing is compiled away."""
+    has_bias = extras.bias is not None
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    mask_q, mask_k = spec.mask_tile or (0, 0)
+    return Variant(
+        left=left,
+        right=right,
+        softcap=spec.softcap > 0,
+        alibi=spec.has_alibi,
+        bias=has_bias,
+        bias_rows=has_bias and extras.bias_row != 0,
+        mask_q=mask_q,
+        mask_k=mask_k,
+        ruled=mask_q > 0 and (left or right or spec.is_varlen or spec.has_seqlens_k),
+        dropout=spec.dropout_p > 0,
+        plain=not (spec.softcap or spec.has_alibi or has_bias) and spec.softmax_scale > 0,
+    )
+
+
+def extras_of(
+    spec: AttentionSpec,
+    *,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: MaskTensors | None = None,
+    philox: Tensor | None = None,
+) -> Extras:
+    """Return what a call adds to plain attention, as the kernels take it."""
+    given: dict[str, object] = {}
+    if alibi_slopes is not None:
+        batch = alibi_slopes.shape[-1] if alibi_slopes.dim() == 2 else 0
+        given |= {"alibi": alibi_slopes.contiguous(), "alibi_batch": batch}
+    if bias is not None:
+        names = ("bias_batch", "bias_head", "bias_row", "bias_key")
+        given |= {"bias": bias, **dict(zip(names, bias_strides(bias), strict=True))}
+    if mask is not None:
+        # A copy where needed: the kernels index bits, spans and entries without strides.
+        given |= {f"mask_{name}": tensor.contiguous() for name, tensor in mask._asdict().items()}
+        for name, spans in (("row", mask.rows), ("column", mask.columns)):
+            batch, heads, tiles, _ = spans.shape
+            given[f"mask_{name}_tiles"] = tiles if heads > 1 else 0
+            given[f"mask_all_{name}_tiles"] = heads * tiles if batch > 1 else 0
+    if spec.dropout_p > 0:
+        assert philox is not None, "dropout needs a seed and an offset"
+        given |= {"philox": philox.contiguous(), "threshold": spec.dropout_threshold}
+        given["keep_scale"] = spec.dropout_scale
+    return Extras(**given)
+
+
+def bias_strides(bias: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of a bias that broadcasts to four dims, 0 where it is broadcast."""
+    steps = [step if size > 1 else 0 for size, step in zip(bias.shape, bias.stride(), strict=True)]
+    batch, head, row, key = (0,) * (4 - bias.dim()) + tuple(steps)
+    return batch, head, row, key
+
+
+def numbers_of(spec: AttentionSpec) -> tuple[int, int, int, int, int, int, float, float]:
+    """Return the runtime numbers that all three kernels take, in their order."""
+    return (
+        spec.num_q_heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        spec.window_left,
+        spec.window_right,
+        spec.softmax_scale,
+        spec.softcap,
+    )
+
+
+def query_heads_per_section(spec: AttentionSpec) -> int:
+    """Return how many query heads share a section of the tiles, where the loop is over keys.
+
+    Heads of a group share their keys and values, so groups stay whole.
+    """
+    bytes_per_head = spec.max_seqlen_k * _bytes_per_row(spec)
+    return spec.group_size * _heads_per_section(spec, bytes_per_head)
+
+
+def key_heads_per_section(spec: AttentionSpec) -> int:
+    """Return how many key heads share one, where the loop is over the queries of a group."""
+    return _heads_per_section(spec, spec.group_size * spec.max_seqlen_q * _bytes_per_row(spec))
+
+
+def _bytes_per_row(spec: AttentionSpec) -> int:
+    """Return the bytes of one row of k and v, or of q and do, of one head."""
+    return (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
+
+
+def _heads_per_section(spec: AttentionSpec, bytes_per_head: int) -> int:
+    """Without a diagonal all tiles cost the same, so one head after the other is best for L2."""
+    if spec.window_right < 0:
+        return 1
+    heads = SECTION_BYTES // max(1, bytes_per_head)
+    return max(1, min(heads, spec.batch * spec.num_kv_heads))

@@ -1,0 +1,1 @@
+"""Attention over a paged cache of latents in portable Triton."""

@@ -1,0 +1,1 @@
+"""Attention over paged caches, and filling them, in portable Triton."""

@@ -1,0 +1,271 @@
+"""Paged attention of short runs of new tokens: the keys of a sequence are split over programs.
+
+what     flash-decoding (Dao et al. 2023) over a block table: partial o and lse per split of a
+         sequence's keys, then one merge by log-sum-exp
+grid     split kernel: (pairs * Hk, tiles of rows), a pair being (sequence, split), heads fastest so
+         that neighbours read neighbouring bytes; merge kernel: (B * run, Hq)
+program  reads the record of its pair from a plan or makes it (see `paged_plan`), folds its keys; a
+         sequence with one split is written straight to o and lse
+traffic  K and V once (once per tile of rows), q once per split; partials 4 * (Dv + 1) bytes per
+         row and split, which is under 1 % of the keys for splits of 512 keys or more
+numerics as in `keys`; partial o float32 and normalised; weights of the merge are exp2(lse - max)
+
+With batch_invariant the size of a split is a constant, so how a sequence is cut depends on its own
+length alone.
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
+from tilewise.kernels.triton.attention.tile import LN2, LOG2E
+from tilewise.kernels.triton.paged.keys import (
+    LOWEST,
+    MERGE_TILE,
+    add_parts,
+    add_sink,
+    attend_keys,
+    clear_padding_rows,
+    normalise,
+)
+from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
+from tilewise.kernels.triton.paged.splits import FIELDS, TILE_B, plan_record
+from tilewise.kernels.triton.start import Start, by_triton
+
+FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
+                               "num_pairs"])  # fmt: skip
+def _split_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, bounds_ptr, records_ptr,
+    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr,
+    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
+    stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
+    stride_ot, stride_oh, stride_lh, stride_table,
+    num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, scale_log2, softcap_log2,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KIND: tl.constexpr,
+    FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr, HAS_PLAN: tl.constexpr,
+    FIELDS: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % NUM_KV_HEADS
+    pair = tl.program_id(0) // NUM_KV_HEADS
+    if CLEARS and tl.program_id(1) == 0:
+        used = tl.load(cu_seqlens_q_ptr + num_seqs)
+        clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
+                           num_tokens, head, GROUP, TILE_G, V_HEAD_DIM, TILE_DV)  # fmt: skip
+    if HAS_PLAN:
+        record_ptr = records_ptr + pair * FIELDS
+        seq = tl.load(record_ptr)
+        start = tl.load(record_ptr + 1)
+        run = tl.load(record_ptr + 2)
+        seqlen_k = tl.load(record_ptr + 3)
+        first = tl.load(record_ptr + 4)
+        last = tl.load(record_ptr + 5)
+        first_pair = tl.load(record_ptr + 6)
+        num_splits = tl.load(record_ptr + 7)
+    else:
+        seq, start, run, seqlen_k, first, last, first_pair, num_splits = plan_record(
+            seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
+            WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
+    if num_splits == 0:
+        return
+    split = pair - first_pair
+    if not ALONE and (split == 0) and (tl.program_id(0) % NUM_KV_HEADS == 0):
+        tl.store(bounds_ptr + 2 * seq, first_pair)
+        tl.store(bounds_ptr + 2 * seq + 1, num_splits)
+
+    row = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
+    token = row // GROUP
+    q_head = head * GROUP + row % GROUP
+    in_run = token < run
+    pos = seqlen_k - run + token
+    offs_d = tl.arange(0, TILE_D)
+    offs_dv = tl.arange(0, TILE_DV)
+    q_row = q_ptr + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
+    q_inside = in_run[:, None] & (offs_d[None, :] < HEAD_DIM)
+    q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
+    if KIND == FLOAT and q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+        q = q.to(tl.float32)
+    slope = tl.zeros([TILE_M], dtype=tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + q_head).to(tl.float32) * LOG2E
+
+    key_lo = 0
+    if WINDOW_LEFT >= 0:
+        key_lo = tl.maximum(seqlen_k - run - WINDOW_LEFT, 0)
+    acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
+    l = tl.zeros([TILE_M], dtype=tl.float32)
+    m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
+    acc, l, m = attend_keys(
+        q, acc, l, m, pos, slope,
+        k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh,
+        k_scale_ptr + head * stride_ksh, v_scale_ptr + head * stride_vsh,
+        block_table_ptr + seq.to(tl.int64) * stride_table,
+        stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
+        first, last, key_lo, seqlen_k, scale_log2, softcap_log2,
+        HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
+        SAME_STRIDES, WINDOW_LEFT,
+        HAS_SOFTCAP, HAS_ALIBI, KIND, True)  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E
+        acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
+    o, lse = normalise(acc, l, m)
+
+    inside = in_run[:, None] & (offs_dv[None, :] < V_HEAD_DIM)
+    if ALONE or num_splits == 1:
+        o_row = o_ptr + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh
+        tl.store(o_row[:, None] + offs_dv[None, :], o.to(o_ptr.dtype.element_ty), mask=inside)
+        tl.store(lse_ptr + q_head * stride_lh + start + token, lse, mask=in_run)
+    else:
+        part = (pair.to(tl.int64) * NUM_KV_HEADS + head) * (max_run * GROUP) + row
+        tl.store(part_o_ptr + part[:, None] * V_HEAD_DIM + offs_dv[None, :], o, mask=inside)
+        tl.store(part_lse_ptr + part, lse, mask=in_run)
+
+
+@triton.jit(do_not_specialize=["max_run"])
+def _merge_kernel(
+    part_o_ptr, part_lse_ptr, bounds_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
+    stride_ot, stride_oh, stride_lh, max_run,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    TILE_DV: tl.constexpr, MERGE_TILE: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0) // max_run
+    token = tl.program_id(0) % max_run
+    q_head = tl.program_id(1)
+    start = tl.load(cu_seqlens_q_ptr + seq)
+    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+    if (token >= run) | (run > max_run):
+        return
+    first_pair = tl.load(bounds_ptr + 2 * seq)
+    num_splits = tl.load(bounds_ptr + 2 * seq + 1)
+    if num_splits == 1:
+        return
+    row = token * GROUP + q_head % GROUP
+    offs_s = tl.arange(0, MERGE_TILE)
+    offs_dv = tl.arange(0, TILE_DV)
+    acc = tl.zeros([TILE_DV], dtype=tl.float32)
+    l = 0.0
+    m = LOWEST
+    for base in range(0, num_splits, MERGE_TILE):
+        split = base + offs_s
+        part = (first_pair + split).to(tl.int64) * NUM_KV_HEADS + q_head // GROUP
+        part = part * (max_run * GROUP) + row
+        inside = split < num_splits
+        lse = tl.load(part_lse_ptr + part, mask=inside, other=float("-inf"))
+        o = tl.load(
+            part_o_ptr + part[:, None] * V_HEAD_DIM + offs_dv[None, :],
+            mask=inside[:, None] & (offs_dv[None, :] < V_HEAD_DIM),
+            other=0.0,
+        )
+        acc, l, m = add_parts(acc, l, m, o, lse)
+    seen = l != 0.0  # of NaN, too
+    l = tl.where(seen, l, 1.0)
+    o_row = o_ptr + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh
+    tl.store(o_row + offs_dv, (acc / l).to(o_ptr.dtype.element_ty), mask=offs_dv < V_HEAD_DIM)
+    total = tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf"))
+    tl.store(lse_ptr + q_head * stride_lh + start + token, total)
+
+
+def launch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    spec: PagedSpec,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    scales: Scales,
+    config: TileConfig,
+    plan: SplitPlan,
+    max_run: int,
+    clears: bool,
+    records: Tensor | None = None,
+    start: Start = by_triton,
+) -> None:
+    """Write rows of o and lse of every sequence that has 1 ... max_run new tokens.
+
+    Args:
+        o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place; other rows are left alone.
+        plan: from `tiles.plan_splits` for this spec, config and max_run.
+        clears: also write the rows past the last sequence (o = 0, lse = -inf).
+        records: of `paged_plan.launch_plan`, for this plan; None makes them in every program.
+        start: launches (kernel, grid, *arguments, **constants).
+    """
+    group = spec.group_size
+    rows = max_run * group
+    num_heads = spec.num_kv_heads * plan.num_pairs
+    parts = plan.num_pairs * spec.num_kv_heads * rows
+    part_o, part_lse, bounds = o, lse, seqlens_k  # where they are never touched
+    if not plan.alone:
+        part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
+        bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=q.device)
+    start(
+        _split_kernel,
+        (num_heads, triton.cdiv(rows, config.tile_m)),
+        q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
+        records if records is not None else seqlens_k,
+        block_table, seqlens_k, cu_seqlens_q,
+        alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
+        *scales.arguments,
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
+        spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
+        plan.num_pairs, spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
+        NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, TILE_G=triton.next_power_of_2(group),
+        HEAD_DIM=spec.head_dim, V_HEAD_DIM=spec.v_head_dim,
+        TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
+        BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+        WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
+        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
+        FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears, HAS_PLAN=records is not None,
+        FIELDS=FIELDS, TILE_B=TILE_B,
+        TILE_M=config.tile_m, TILE_N=config.tile_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if plan.alone:
+        return
+    launch_merge(part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run, start=start)
+
+
+def launch_merge(
+    part_o: Tensor,
+    part_lse: Tensor,
+    bounds: Tensor,
+    cu_seqlens_q: Tensor,
+    spec: PagedSpec,
+    o: Tensor,
+    lse: Tensor,
+    max_run: int,
+    *,
+    start: Start = by_triton,
+) -> None:
+    """Merge the splits of every sequence that has more than one into its rows of o and lse."""
+    rows = spec.num_seqs * max_run * spec.num_q_heads
+    # The tile is the order of the sum, so with batch_invariant it is one for every batch.
+    num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
+    start(
+        _merge_kernel,
+        (spec.num_seqs * max_run, spec.num_q_heads),
+        part_o, part_lse, bounds, cu_seqlens_q, o, lse,
+        o.stride(0), o.stride(1), lse.stride(0), max_run,
+        NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
+        TILE_DV=padded_head_dim(spec.v_head_dim), MERGE_TILE=MERGE_TILE * num_warps,
+        num_warps=num_warps,
+    )  # fmt: skip

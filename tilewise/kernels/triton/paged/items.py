@@ -1,0 +1,105 @@
+"""Which rows and keys a program of `rows` owns, found on the device from lengths alone.
+
+what     work items of the rows kernel: (sequence, tile of its rows, split of its keys)
+grid     none: these functions are inlined
+program  reads all lengths, TILE_B sequences at a time, twice where keys are split: how much there
+         is, then where its own part of it lies
+traffic  8 bytes a sequence, from L2
+numerics integers
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.paged.keys import key_tile_range
+
+
+@triton.jit
+def find_tile(
+    cu_seqlens_q_ptr, tile, num_seqs, min_run,
+    GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_B: tl.constexpr,
+):  # fmt: skip
+    """Return (sequence, tile within it) of a tile of rows; sequence = B past the last one."""
+    found = 0
+    first_tile = 0
+    tiles_before = 0
+    for base in range(0, num_seqs, TILE_B):
+        seq = base + tl.arange(0, TILE_B)
+        start = tl.load(cu_seqlens_q_ptr + seq, mask=seq < num_seqs, other=0)
+        stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=seq < num_seqs, other=0)
+        tiles = ((stop - start) * GROUP + TILE_M - 1) // TILE_M
+        tiles = tl.where(stop - start >= min_run, tiles, 0)
+        ends = tiles_before + tl.cumsum(tiles, 0)
+        passed = (ends <= tile) & (seq < num_seqs)
+        found += tl.sum(passed.to(tl.int32))
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(passed, ends, 0)))
+        tiles_before = tl.max(ends)
+    return found, tile - first_tile
+
+
+@triton.jit
+def _tiles_of(
+    seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, seq, num_seqs, min_run,
+    GROUP: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SKIPPED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Return tiles of rows, 0 of a run shorter than min_run, and tiles of keys, at least 1."""
+    inside = seq < num_seqs
+    start = tl.load(cu_seqlens_q_ptr + seq, mask=inside, other=0)
+    run = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0) - start
+    seqlen_k = tl.load(seqlens_k_ptr + seq, mask=inside, other=0)
+    _, key_tiles = key_tile_range(seqlen_k, run, WINDOW_LEFT, TILE_N)
+    if HAS_SKIPPED:
+        key_tiles -= tl.load(skipped_ptr + seq, mask=inside, other=0) // TILE_N
+    row_tiles = tl.where(inside & (run >= min_run), (run * GROUP + TILE_M - 1) // TILE_M, 0)
+    return row_tiles, tl.maximum(key_tiles, 1)
+
+
+@triton.jit
+def find_item(
+    seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, item, num_seqs, min_run, target_items,
+    split_tiles,
+    GROUP: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SKIPPED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_B: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Return where an item lies: (sequence, item within it, its splits, part, tile, all tiles).
+
+    A sequence's splits have split_tiles key tiles each, or as many more as keep all items within
+    target_items and one more for each tile of rows. Items of a sequence lie split after split, tile
+    after tile. `part` and `tile` count what is merged afterwards and lies before the sequence:
+    items, and tiles of rows, of sequences with several splits, with ADDS of all; `all tiles` is how
+    many there are. Sequence = B past the last item.
+    """
+    total = 0
+    for base in range(0, num_seqs, TILE_B):
+        row_tiles, key_tiles = _tiles_of(
+            seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, base + tl.arange(0, TILE_B), num_seqs,
+            min_run, GROUP, WINDOW_LEFT, HAS_SKIPPED, TILE_M, TILE_N)  # fmt: skip
+        total += tl.sum(row_tiles * key_tiles)
+    split_tiles = tl.maximum(split_tiles, (total + target_items - 1) // target_items)
+    found = 0
+    num_splits = 1
+    items_before = 0
+    first_item = 0
+    first_part = 0
+    first_tile = 0
+    num_tiles = 0
+    for base in range(0, num_seqs, TILE_B):
+        seq = base + tl.arange(0, TILE_B)
+        row_tiles, key_tiles = _tiles_of(
+            seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, seq, num_seqs, min_run, GROUP,
+            WINDOW_LEFT, HAS_SKIPPED, TILE_M, TILE_N)  # fmt: skip
+        splits = (key_tiles + split_tiles - 1) // split_tiles
+        items = row_tiles * splits
+        ends = items_before + tl.cumsum(items, 0)
+        passed = (ends <= item) & (seq < num_seqs)
+        merged = splits > (0 if ADDS else 1)
+        found += tl.sum(passed.to(tl.int32))
+        first_item = tl.maximum(first_item, tl.max(tl.where(passed, ends, 0)))
+        first_part += tl.sum(tl.where(passed & merged, items, 0))
+        first_tile += tl.sum(tl.where(passed & merged, row_tiles, 0))
+        num_tiles += tl.sum(tl.where(merged, row_tiles, 0))
+        owns = (ends > item) & (ends - items <= item)
+        num_splits = tl.maximum(num_splits, tl.max(tl.where(owns, splits, 1)))
+        items_before = tl.max(ends)
+    return found, item - first_item, num_splits, first_part, first_tile, num_tiles

@@ -1,0 +1,229 @@
+"""Device helpers shared by the two kernels that read a paged cache.
+
+what     the loop over cached keys, and where a row of q or o lies; `rows` and
+         `paged_decode` differ only in who computes which rows and keys
+grid     none: these functions are inlined
+rows     a program owns TILE_M rows of one sequence and one key head. Row r is new token r // GROUP
+         and query head r % GROUP of the head's group, so keys and values are read once per group
+traffic  TILE_N keys and values per step, addressed one by one through the block table, so TILE_N
+         does not depend on the block size; a block that holds whole tiles is looked up once
+numerics logits in base 2; m, l and acc float32; products of float32 operands in full float32.
+         8-bit keys and values are widened exactly to the type of q; the scale of a key multiplies
+         its logits, that of a value its probabilities, before these are rounded.
+         m starts at a finite value, so a row that sees nothing never makes inf - inf
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.attention.tile import LN2, LOG2E, tanh
+from tilewise.kernels.triton.paged.quantise import FLOAT, factor, widen
+
+MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
+LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
+
+
+@triton.jit
+def key_tile_range(seqlen_k, num_rows, WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr):
+    """Return the first tile and the number of tiles that hold a key some row of a run sees.
+
+    Works on scalars and on vectors (one element per sequence). `num_rows` are the run's new tokens.
+    """
+    num_tiles = (seqlen_k + TILE_N - 1) // TILE_N
+    first = num_tiles * 0
+    if WINDOW_LEFT >= 0:
+        first = tl.maximum(seqlen_k - num_rows - WINDOW_LEFT, 0) // TILE_N
+    return first, num_tiles - first
+
+
+@triton.jit
+def attend_keys(
+    q, acc, l, m, pos, slope,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
+    stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
+    first, last, key_lo, key_hi, scale_log2, softcap_log2,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    TILE_D: tl.constexpr, TILE_DV: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    tree_row_ptr=None, first_new=0, TREE: tl.constexpr = False,
+):  # fmt: skip
+    """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
+
+    q (TILE_M, TILE_D); pos (TILE_M,) is the last key each row sees. With MASKED a tile may reach
+    past key_lo ... key_hi - 1 or past a row's own keys; without, every row sees all of it. With
+    TREE too, pos is only a row's place: it sees key first_new + j where byte j from its own
+    tree_row_ptr (TILE_M,) on is not 0, and all keys before first_new.
+    """
+    offs_n = tl.arange(0, TILE_N)
+    offs_d = tl.arange(0, TILE_D)
+    offs_dv = tl.arange(0, TILE_DV)
+    # Block ids are loaded a tile ahead of the keys they lead to: the pipeline of loads below then
+    # starts from a value at hand instead of spending its stages on the chain id -> key.
+    block = _load_blocks(block_row_ptr, first, last, key_lo, key_hi, TILE_N, BLOCK_SIZE)
+    for tile in range(first, last):
+        key = tile * TILE_N + offs_n
+        owned = (key >= key_lo) & (key < key_hi)
+        if BLOCK_SIZE % TILE_N == 0:
+            slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n[:, None]
+            k_row = k_ptr + block * stride_kb + slot * stride_kp
+            v_row = v_ptr + block * stride_vb + slot * stride_vp
+            place = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n
+        else:
+            slot = (key % BLOCK_SIZE)[:, None]
+            place = key % BLOCK_SIZE
+            k_offset = block[:, None] * stride_kb + slot * stride_kp
+            v_offset = k_offset
+            if not SAME_STRIDES:
+                v_offset = block[:, None] * stride_vb + slot * stride_vp
+            k_row = k_ptr + k_offset
+            v_row = v_ptr + v_offset
+        if KIND != FLOAT:
+            k_scale = _load_scales(
+                k_scale_ptr + block * stride_ksb + place * stride_ksp, owned, MASKED
+            )
+            v_scale = _load_scales(
+                v_scale_ptr + block * stride_vsb + place * stride_vsp, owned, MASKED
+            )
+        block = _load_blocks(block_row_ptr, tile + 1, last, key_lo, key_hi, TILE_N, BLOCK_SIZE)
+        k = _load_rows(k_row, offs_d, owned, HEAD_DIM, TILE_D, MASKED)
+        s = tl.dot(q, tl.trans(widen(k, q.dtype, KIND)), input_precision="ieee")
+        s = s * scale_log2
+        if KIND != FLOAT:
+            s *= (k_scale * factor(KIND))[None, :]
+        if HAS_SOFTCAP:
+            s = softcap_log2 * tanh(s / softcap_log2)
+        if HAS_ALIBI:
+            distance = (pos[:, None] - key[None, :]).to(tl.float32)
+            if TREE:
+                distance = tl.abs(distance)
+            s -= slope[:, None] * distance
+        if MASKED:
+            if TREE:
+                is_new = owned & (key >= first_new)
+                seen = tl.load(tree_row_ptr[:, None] + (key - first_new)[None, :],
+                               mask=is_new[None, :], other=1)  # fmt: skip
+                visible = owned[None, :] & (seen != 0)
+            else:
+                visible = owned[None, :] & (key[None, :] <= pos[:, None])
+            if WINDOW_LEFT >= 0:
+                visible &= key[None, :] >= pos[:, None] - WINDOW_LEFT
+            s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        alpha = tl.math.exp2(m - m_new)
+        p = tl.math.exp2(s - m_new[:, None])
+        l = l * alpha + tl.sum(p, 1)
+        v = _load_rows(v_row, offs_dv, owned, V_HEAD_DIM, TILE_DV, MASKED)
+        v = widen(v, q.dtype, KIND)
+        if KIND != FLOAT and q.dtype == tl.float16:
+            # p times a scale may underflow in float16; times its share of the largest it does not.
+            v_scale *= factor(KIND)
+            largest = tl.max(v_scale, 0)
+            p *= (v_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
+            o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
+            acc = acc * alpha[:, None] + o * largest
+        else:
+            if KIND != FLOAT:
+                p *= (v_scale * factor(KIND))[None, :]
+            acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+    return acc, l, m
+
+
+@triton.jit
+def _load_blocks(
+    block_row_ptr, tile, last, key_lo, key_hi, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Load the int64 block ids of a tile's keys, or the one id of a tile within a block.
+
+    Entries of the table outside key_lo ... key_hi - 1 or past tile last - 1 are not read.
+    """
+    if BLOCK_SIZE % TILE_N == 0:
+        column = tile // (BLOCK_SIZE // TILE_N)
+        block = tl.load(block_row_ptr + column, mask=tile < last, other=0)
+    else:
+        key = tile * TILE_N + tl.arange(0, TILE_N)
+        owned = (key >= key_lo) & (key < key_hi)
+        block = tl.load(block_row_ptr + key // BLOCK_SIZE, mask=owned & (tile < last), other=0)
+    return block.to(tl.int64)
+
+
+@triton.jit
+def _load_rows(
+    row_ptrs, offs_d, owned,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load (TILE_N, TILE_D) of a cache; channels past HEAD_DIM and keys not owned are 0."""
+    if HEAD_DIM == TILE_D:
+        if MASKED:
+            x = tl.load(row_ptrs + offs_d[None, :], mask=owned[:, None], other=0)
+        else:
+            x = tl.load(row_ptrs + offs_d[None, :])
+    else:
+        inside = offs_d[None, :] < HEAD_DIM
+        if MASKED:
+            inside &= owned[:, None]
+        x = tl.load(row_ptrs + offs_d[None, :], mask=inside, other=0)
+    return x
+
+
+@triton.jit
+def _load_scales(pointers, owned, MASKED: tl.constexpr):
+    """Load (TILE_N,) scales; keys not owned have 0."""
+    if MASKED:
+        scales = tl.load(pointers, mask=owned, other=0.0)
+    else:
+        scales = tl.load(pointers)
+    return scales
+
+
+@triton.jit
+def add_sink(acc, l, m, sink_log2):
+    """Count one more logit per row in the denominator; -inf counts nothing."""
+    m_new = tl.maximum(m, sink_log2)
+    alpha = tl.math.exp2(m - m_new)
+    l = l * alpha + tl.math.exp2(sink_log2 - m_new)
+    return acc * alpha[:, None], l, m_new
+
+
+@triton.jit
+def normalise(acc, l, m):
+    """Return o and lse (natural log) of the running sums; 0 and -inf for a row without a key."""
+    seen = l != 0.0  # of NaN, too
+    l = tl.where(seen, l, 1.0)
+    lse = tl.where(seen, (m + tl.math.log2(l)) * LN2, float("-inf"))
+    return acc / l[:, None], lse
+
+
+@triton.jit
+def add_parts(acc, l, m, part_o, part_lse):
+    """Add normalised parts (parts, Dv) of one row, with their lse, to its running sums.
+
+    m is in natural units, as the lse of the parts is.
+    """
+    m_new = tl.maximum(m, tl.max(part_lse, 0))
+    weight = tl.math.exp2((part_lse - m_new) * LOG2E)
+    alpha = tl.math.exp2((m - m_new) * LOG2E)
+    acc = acc * alpha + tl.sum(part_o * weight[:, None], 0)
+    return acc, l * alpha + tl.sum(weight, 0), m_new
+
+
+@triton.jit
+def clear_padding_rows(
+    o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, first, step, num_tokens, head,
+    GROUP: tl.constexpr, TILE_G: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_DV: tl.constexpr,
+):  # fmt: skip
+    """Write o = 0 and lse = -inf to rows of no sequence, every step-th from `first`."""
+    offs_g = tl.arange(0, TILE_G)
+    offs_dv = tl.arange(0, TILE_DV)
+    in_group = offs_g < GROUP
+    heads = head * GROUP + offs_g
+    zeros = tl.zeros([TILE_G, TILE_DV], dtype=o_ptr.dtype.element_ty)
+    for token in range(first, num_tokens, step):
+        o_row = o_ptr + tl.full([TILE_G], token, tl.int64) * stride_ot + heads * stride_oh
+        inside = in_group[:, None] & (offs_dv[None, :] < V_HEAD_DIM)
+        tl.store(o_row[:, None] + offs_dv[None, :], zeros, mask=inside)
+        empty = tl.full([TILE_G], float("-inf"), dtype=tl.float32)
+        tl.store(lse_ptr + heads * stride_lh + token, empty, mask=in_group)

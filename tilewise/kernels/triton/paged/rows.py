@@ -1,0 +1,253 @@
+"""Paged attention of many rows a sequence: prompt chunks, draft trees, groups with a shared prefix.
+
+what     o = softmax(scale * q k^T) v of packed rows over the cached keys of their own sequence,
+         causal among the new tokens, by a tree mask, or without a mask; keys found through a block
+         table
+grid     (items * Hk,): tiles of TILE_M rows of one sequence, last tile first because it sees the
+         most keys, heads fastest; where such tiles are few, (split of keys, tile) pairs of them,
+         and a merge (`rows_merge`)
+program  finds its item, loops over the keys that every row sees without a mask, and over those at
+         an edge with one
+traffic  q and o once; K and V of a sequence once per tile of rows, mostly from L2; with splits
+         4 * (Dv + 1) bytes a row and split, written and read
+numerics as in `keys`; partial o float32 and normalised
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles.paged import padded_head_dim
+from tilewise.kernels.tiles.paged_rows import RowsPlan
+from tilewise.kernels.triton.attention.tile import LOG2E
+from tilewise.kernels.triton.paged.items import find_item, find_tile
+from tilewise.kernels.triton.paged.keys import (
+    LOWEST,
+    add_sink,
+    attend_keys,
+    clear_padding_rows,
+    normalise,
+)
+from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
+from tilewise.kernels.triton.paged.rows_merge import launch_merge
+from tilewise.kernels.triton.start import Start, by_triton
+
+TILE_B = 128  # sequences scanned at once
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_run", "num_items", "target_items",
+                               "split_tiles"])  # fmt: skip
+def _rows_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
+    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr, rows_ptr, skipped_ptr,
+    tree_ptr, k_scale_ptr, v_scale_ptr,
+    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
+    stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
+    stride_ot, stride_oh, stride_lh, stride_table, stride_tree,
+    num_seqs, num_tokens, min_run, num_items, target_items, split_tiles, scale_log2, softcap_log2,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KIND: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_SKIPPED: tl.constexpr, SPLITS: tl.constexpr, ADDS: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % NUM_KV_HEADS
+    item = tl.program_id(0) // NUM_KV_HEADS
+    if not ADDS:
+        used = tl.load(cu_seqlens_q_ptr + num_seqs)
+        clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + item, num_items,
+                           num_tokens, head, GROUP, TILE_G, V_HEAD_DIM, TILE_DV)  # fmt: skip
+    split = 0
+    num_splits = 1
+    part = 0
+    if SPLITS:
+        seq, own, num_splits, part, merged, num_merged = find_item(
+            seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, item, num_seqs, min_run, target_items,
+            split_tiles, GROUP, WINDOW_LEFT, HAS_SKIPPED, TILE_M, TILE_N, TILE_B, ADDS)  # fmt: skip
+        if tl.program_id(0) == 0:
+            tl.store(plan_ptr, num_merged)
+    else:
+        seq, tile = find_tile(cu_seqlens_q_ptr, num_items - 1 - item, num_seqs, min_run, GROUP,
+                              TILE_M, TILE_B)  # fmt: skip
+    if seq >= num_seqs:
+        return
+    start = tl.load(cu_seqlens_q_ptr + seq)
+    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+    seqlen_k = tl.load(seqlens_k_ptr + seq)
+    if SPLITS:
+        row_tiles = (run * GROUP + TILE_M - 1) // TILE_M
+        split = own // row_tiles
+        tile = own % row_tiles
+        part += own
+        if (num_splits > (0 if ADDS else 1)) & (split == 0) & (head == 0):
+            plan_ptr += 1 + 4 * (merged + tile)
+            tl.store(plan_ptr, seq)
+            tl.store(plan_ptr + 1, tile)
+            tl.store(plan_ptr + 2, part)
+            tl.store(plan_ptr + 3, num_splits)
+
+    row = tile * TILE_M + tl.arange(0, TILE_M)
+    token = row // GROUP
+    q_head = head * GROUP + row % GROUP
+    in_run = token < run
+    first_new = seqlen_k - run
+    # Last keys that the first and the last row of this tile see, and each of its rows.
+    pos_first = first_new + tile * TILE_M // GROUP
+    pos_last = first_new + tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, run - 1)
+    pos = first_new + token
+    if CAUSAL:
+        key_hi = tl.maximum(pos_last + 1, 0)
+        clean_hi = tl.maximum(pos_first + 1, 0) // TILE_N
+    elif TREE:
+        key_hi = seqlen_k
+        clean_hi = tl.maximum(first_new, 0) // TILE_N
+    else:
+        key_hi = seqlen_k
+        clean_hi = seqlen_k // TILE_N
+        pos = tl.full([TILE_M], 0, tl.int32) + seqlen_k
+    key_lo = 0
+    clean_lo = 0
+    if WINDOW_LEFT >= 0:
+        key_lo = tl.maximum(pos_first - WINDOW_LEFT, 0)
+        clean_lo = (tl.maximum(pos_last - WINDOW_LEFT, 0) + TILE_N - 1) // TILE_N
+    elif HAS_SKIPPED:
+        key_lo = tl.load(skipped_ptr + seq)
+        clean_lo = (key_lo + TILE_N - 1) // TILE_N
+    first = key_lo // TILE_N
+    last = tl.maximum((key_hi + TILE_N - 1) // TILE_N, first)
+    clean_lo = tl.minimum(clean_lo, last)
+    clean_hi = tl.maximum(clean_hi, clean_lo)
+    split_lo = first + split * (last - first) // num_splits
+    split_hi = first + (split + 1) * (last - first) // num_splits
+
+    q_token = start + token
+    if HAS_ROWS:
+        q_token = tl.load(rows_ptr + q_token, mask=in_run, other=0)
+    offs_d = tl.arange(0, TILE_D)
+    offs_dv = tl.arange(0, TILE_DV)
+    q_row = q_ptr + q_token.to(tl.int64) * stride_qt + q_head * stride_qh
+    q_inside = in_run[:, None] & (offs_d[None, :] < HEAD_DIM)
+    q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
+    if KIND == FLOAT and q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+        q = q.to(tl.float32)
+    slope = tl.zeros([TILE_M], dtype=tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + q_head).to(tl.float32) * LOG2E
+    k_ptr += head.to(tl.int64) * stride_kh
+    v_ptr += head.to(tl.int64) * stride_vh
+    k_scale_ptr += head * stride_ksh
+    v_scale_ptr += head * stride_vsh
+    block_row_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
+    # Rows past the run read the mask of its first one; what they compute is not stored.
+    tree_row_ptr = tree_ptr + tl.where(in_run, start + token, start).to(tl.int64) * stride_tree
+
+    acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
+    l = tl.zeros([TILE_M], dtype=tl.float32)
+    m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
+    for phase in tl.static_range(3):
+        # 0: tiles cut by a left edge; 1: tiles seen whole; 2: tiles cut by the diagonal or the end
+        if phase == 0:
+            lo, hi = first, clean_lo
+        elif phase == 1:
+            lo, hi = clean_lo, clean_hi
+        else:
+            lo, hi = clean_hi, last
+        if SPLITS:
+            lo, hi = tl.maximum(lo, split_lo), tl.minimum(hi, split_hi)
+        if phase > 0 or WINDOW_LEFT >= 0 or HAS_SKIPPED:
+            acc, l, m = attend_keys(
+                q, acc, l, m, pos, slope, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
+                stride_kb, stride_kp, stride_vb, stride_vp,
+                stride_ksb, stride_ksp, stride_vsb, stride_vsp, lo, hi, key_lo, key_hi,
+                scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
+                SAME_STRIDES, WINDOW_LEFT, HAS_SOFTCAP, HAS_ALIBI, KIND, phase != 1,
+                tree_row_ptr, first_new, TREE)  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E
+        acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
+    o, lse = normalise(acc, l, m)
+
+    inside = in_run[:, None] & (offs_dv[None, :] < V_HEAD_DIM)
+    if ADDS or (SPLITS and num_splits > 1):
+        own_part = (part.to(tl.int64) * NUM_KV_HEADS + head) * TILE_M + tl.arange(0, TILE_M)
+        tl.store(part_o_ptr + own_part[:, None] * V_HEAD_DIM + offs_dv[None, :], o, mask=inside)
+        tl.store(part_lse_ptr + own_part, lse, mask=in_run)
+    else:
+        o_row = o_ptr + q_token.to(tl.int64) * stride_ot + q_head * stride_oh
+        tl.store(o_row[:, None] + offs_dv[None, :], o.to(o_ptr.dtype.element_ty), mask=inside)
+        tl.store(lse_ptr + q_head * stride_lh + q_token, lse, mask=in_run)
+
+
+def launch_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    spec: PagedSpec,
+    o: Tensor,
+    lse: Tensor,
+    plan: RowsPlan,
+    *,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    scales: Scales,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    skipped: Tensor | None = None,
+    rows: Tensor | None = None,
+    adds: bool = False,
+    split_run: int = 0,
+    start: Start = by_triton,
+) -> None:
+    """Write the rows of sequences with more than split_run new tokens, and the padding rows.
+
+    Args:
+        o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place.
+        plan: from `plan_rows` for this spec.
+        skipped: int32 (B,), first keys of each sequence that are left out.
+        rows: int32, where cu_seqlens_q counts entries of it, which are rows of q.
+        adds: merge with what o and lse hold for keys that are not of this call.
+        start: launches (kernel, grid, *arguments, **constants).
+    """
+    config, group = plan.config, spec.group_size
+    part_o, part_lse, bounds = o, lse, seqlens_k  # never touched without parts
+    if plan.splits:
+        parts = plan.num_parts * spec.num_kv_heads * config.tile_m
+        part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
+        bounds = torch.empty((1 + 4 * plan.num_merged,), dtype=torch.int32, device=q.device)
+    start(
+        _rows_kernel,
+        plan.num_items * spec.num_kv_heads,
+        q, k_cache, v_cache, o, lse, part_o, part_lse, bounds, block_table, seqlens_k, cu_seqlens_q,
+        alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
+        rows if rows is not None else seqlens_k, skipped if skipped is not None else seqlens_k,
+        tree_mask.view(torch.uint8) if tree_mask is not None else seqlens_k,
+        *scales.arguments,
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
+        tree_mask.stride(0) if tree_mask is not None else 0,
+        spec.num_seqs, spec.num_tokens, split_run + 1, plan.num_items, plan.target_items,
+        plan.split_tiles, spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
+        NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, TILE_G=triton.next_power_of_2(group),
+        HEAD_DIM=spec.head_dim, V_HEAD_DIM=spec.v_head_dim,
+        TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
+        BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+        WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
+        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
+        CAUSAL=spec.causal and tree_mask is None, TREE=tree_mask is not None,
+        HAS_ROWS=rows is not None, HAS_SKIPPED=skipped is not None, SPLITS=plan.splits, ADDS=adds,
+        TILE_B=TILE_B, TILE_M=config.tile_m, TILE_N=config.tile_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if plan.splits:
+        launch_merge(
+            o, lse, part_o, part_lse, bounds, cu_seqlens_q, rows, spec, plan, adds=adds, start=start
+        )

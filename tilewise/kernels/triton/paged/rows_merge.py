@@ -1,0 +1,107 @@
+"""Merging the partial results of `rows` over the splits of a sequence's keys.
+
+what     o = sum_s w_s o_s with w_s = exp(lse_s - lse), and lse = log sum_s exp(lse_s), in the
+         order of the splits; with ADDS what o and lse hold is one more summand, the first
+grid     (tiles of rows that have parts * TILE_M, Hk), bounded by what the host knows
+program  one row of one query head: reads the splits of its tile from the plan that the rows kernel
+         left, MERGE_TILE of them at once
+traffic  parts once, o once
+numerics float32; a part whose lse is -inf counts for nothing
+"""
+
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles.paged import padded_head_dim
+from tilewise.kernels.tiles.paged_rows import RowsPlan
+from tilewise.kernels.triton.attention.tile import LN2
+from tilewise.kernels.triton.paged.keys import LOWEST, MERGE_TILE, add_parts
+from tilewise.kernels.triton.start import Start
+
+
+@triton.jit
+def _merge_kernel(
+    part_o_ptr, part_lse_ptr, plan_ptr, cu_seqlens_q_ptr, rows_ptr, o_ptr, lse_ptr,
+    stride_ot, stride_oh, stride_lh,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    TILE_DV: tl.constexpr, TILE_M: tl.constexpr, HAS_ROWS: tl.constexpr, ADDS: tl.constexpr,
+    MERGE_TILE: tl.constexpr,
+):  # fmt: skip
+    own = tl.program_id(0) % TILE_M
+    merged = tl.program_id(0) // TILE_M
+    if merged >= tl.load(plan_ptr):
+        return
+    plan_ptr += 1 + 4 * merged
+    seq = tl.load(plan_ptr)
+    row = tl.load(plan_ptr + 1) * TILE_M + own
+    part = tl.load(plan_ptr + 2)
+    num_splits = tl.load(plan_ptr + 3)
+    head = tl.program_id(1)
+    start = tl.load(cu_seqlens_q_ptr + seq)
+    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+    token = row // GROUP
+    if token >= run:
+        return
+    row_tiles = (run * GROUP + TILE_M - 1) // TILE_M
+    token += start
+    if HAS_ROWS:
+        token = tl.load(rows_ptr + token)
+    q_head = head * GROUP + row % GROUP
+    offs_s = tl.arange(0, MERGE_TILE)
+    offs_dv = tl.arange(0, TILE_DV)
+    o_row = o_ptr + token.to(tl.int64) * stride_ot + q_head * stride_oh
+    lse_at = lse_ptr + q_head * stride_lh + token
+    acc = tl.zeros([TILE_DV], dtype=tl.float32)
+    l = 0.0
+    m = LOWEST
+    if ADDS:
+        before = tl.load(lse_at)
+        seen = before > float("-inf")
+        acc = tl.load(o_row + offs_dv, mask=offs_dv < V_HEAD_DIM, other=0.0).to(tl.float32)
+        l = tl.where(seen, 1.0, 0.0)
+        m = tl.where(seen, before, LOWEST)
+    for base in range(0, num_splits, MERGE_TILE):
+        inside = base + offs_s < num_splits
+        at = (part + (base + offs_s) * row_tiles).to(tl.int64) * NUM_KV_HEADS + head
+        at = at * TILE_M + own
+        lse = tl.load(part_lse_ptr + at, mask=inside, other=float("-inf"))
+        o = tl.load(
+            part_o_ptr + at[:, None] * V_HEAD_DIM + offs_dv[None, :],
+            mask=inside[:, None] & (offs_dv[None, :] < V_HEAD_DIM),
+            other=0.0,
+        )
+        acc, l, m = add_parts(acc, l, m, o, lse)
+    seen = l != 0.0  # of NaN, too
+    l = tl.where(seen, l, 1.0)
+    tl.store(o_row + offs_dv, (acc / l).to(o_ptr.dtype.element_ty), mask=offs_dv < V_HEAD_DIM)
+    tl.store(lse_at, tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf")))
+
+
+def launch_merge(
+    o: Tensor,
+    lse: Tensor,
+    part_o: Tensor,
+    part_lse: Tensor,
+    bounds: Tensor,
+    cu_seqlens_q: Tensor,
+    rows: Tensor | None,
+    spec: PagedSpec,
+    plan: RowsPlan,
+    *,
+    adds: bool,
+    start: Start,
+) -> None:
+    """Write o and lse of the rows that have parts, whose places the rows kernel left in bounds."""
+    start(
+        _merge_kernel,
+        (plan.num_merged * plan.config.tile_m, spec.num_kv_heads),
+        part_o, part_lse, bounds, cu_seqlens_q, rows if rows is not None else cu_seqlens_q, o, lse,
+        o.stride(0), o.stride(1), lse.stride(0),
+        NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
+        TILE_DV=padded_head_dim(spec.v_head_dim), TILE_M=plan.config.tile_m,
+        HAS_ROWS=rows is not None, ADDS=adds, MERGE_TILE=MERGE_TILE, num_warps=1,
+    )  # fmt: skip

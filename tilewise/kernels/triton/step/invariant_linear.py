@@ -1,0 +1,76 @@
+"""A product with a weight matrix in tiles of one size, for any number of rows.
+
+what     y = x weight^T + bias
+grid     (tiles of rows x tiles of outputs,), the rows of some outputs one after the other
+program  TILE_M rows x TILE_N outputs over all of K, TILE_K channels a step
+traffic  x once for each tile of outputs, the weight once for each tile of rows; the L2 cache serves
+         neighbours
+numerics sums in float32 along K, in the order of the tiles, which depend on the dtype alone: a row
+         of y has the same bits whichever rows are beside it, and however many
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.spec import ElementSpec
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# rows, outputs, channels, warps, stages: not measured yet. Fewer rows leave less of a decode step's
+# tile empty, more of them read a prompt's weights less often.
+TILE, WIDE_TILE = (64, 64, 64, 4, 4), (32, 32, 32, 4, 2)  # of 16 bits, of float32
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _invariant_linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, rows, outputs, channels, stride_x, stride_weight,
+    HAS_BIAS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tiles = (rows + TILE_M - 1) // TILE_M
+    row = tl.program_id(0) % tiles * TILE_M + tl.arange(0, TILE_M)
+    output = tl.program_id(0) // tiles * TILE_N + tl.arange(0, TILE_N)
+    channel = tl.arange(0, TILE_K)
+    is_row, is_output = row < rows, output < outputs
+    x_at = x_ptr + row.to(tl.int64)[:, None] * stride_x + channel[None, :]
+    weight_at = weight_ptr + output.to(tl.int64)[None, :] * stride_weight + channel[:, None]
+    acc = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for start in range(0, channels, TILE_K):
+        inside = start + channel < channels
+        x = tl.load(x_at + start, mask=is_row[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_at + start, mask=is_output[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    to = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """Say why this kernel cannot run a call, or return None when it can."""
+    if spec.device_type != "cuda" and not device.interpreting():
+        return f"needs a CUDA device, got {spec.device_type}"
+    if spec.dtype not in DTYPES:
+        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
+    return None
+
+
+def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,)."""
+    outputs, channels = weight.shape
+    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x = x.reshape(-1, channels)
+    rows = x.shape[0]
+    tile_m, tile_n, tile_k, num_warps, num_stages = TILE if x.itemsize == 2 else WIDE_TILE
+    _invariant_linear_kernel[(triton.cdiv(rows, tile_m) * triton.cdiv(outputs, tile_n),)](
+        x, weight, y if bias is None else bias, y, rows, outputs, channels, x.stride(0),
+        weight.stride(0), HAS_BIAS=bias is not None, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,1 @@
+"""Dense and packed attention: its public functions, registered ops and derivatives."""

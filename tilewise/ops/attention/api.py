@@ -1,0 +1,247 @@
+"""attention() and attention_varlen(): exact attention, forward and backward, on every backend."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict, Unpack, overload
+
+from torch import Tensor
+
+import tilewise.ops.attention.gradient
+import tilewise.ops.attention.vmap  # noqa: F401, to register its rules
+from tilewise.masks import BlockMask
+from tilewise.ops.attention.arguments import Window, prepare_dense, prepare_packed
+from tilewise.ops.attention.dropout import Seed
+from tilewise.ops.attention.plain import plain_attention
+from tilewise.ops.derivatives import lean
+
+attention_fwd = lean("attention_fwd")
+
+
+class _Shared(TypedDict, total=False):
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    mask: BlockMask | None
+    dropout_p: float
+    seed: Seed
+    deterministic: bool
+    backend: str | None
+
+
+class _Dense(_Shared, total=False):
+    seqlens_k: Tensor | None
+
+
+class _Packed(_Shared):
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_Dense]
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Dense]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
+    seqlens_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from every query to the keys it may see, in O(N) memory.
+
+    o = softmax(s) v with s = softmax_scale * q k^T, then softcap * tanh(s / softcap), then + bias,
+    then - alibi_slopes * |i + Sk - Sq - j|, then the mask. Query i sees key j when
+    j <= i + Sk - Sq (causal) and j lies inside the window: bottom-right aligned, so with Sq < Sk
+    the queries are the last positions. A row that sees nothing gives o = 0 and lse = -inf.
+
+    Differentiable twice in every mode: backward, create_graph, forward mode, torch.func with vmap,
+    also compiled. What comes after the gradient is no backend's: tiles of plain torch compute it on
+    any device, for every argument below, in O(N) memory.
+
+    Args:
+        q: (B, Sq, Hq, D), float16, bfloat16, float32 (or float64 on a CPU); last dim contiguous.
+        k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), same dtype; Hq is a multiple of Hk, and query head
+            h reads key head h // (Hq / Hk).
+        causal: hide the keys to the right of the query.
+        window: None, or w: the last w keys, the query's own included (implies causal), or
+            (left, right): keys i - left ... i + right, None or -1 unlimited.
+        softmax_scale: multiplies q . k; D ** -0.5 when None.
+        softcap: bound of the logits, 0 is off.
+        bias: broadcastable to (B, Hq, Sq, Sk), in q's dtype or float32; has a gradient. That of a
+            bias which all keys of a row share is computed by what it moves, lse and the share of a
+            sink: without a gradient of lse and sinks it is exactly 0.
+        alibi_slopes: (Hq,) or (B, Hq) float, no gradient.
+        sinks: (Hq,) float; one learnable logit a head in the denominator only; has a gradient.
+        mask: a BlockMask over (Sq, Sk), see `tilewise.masks`; a key must be visible by it and by
+            the arguments above. Its empty tiles cost nothing.
+        seqlens_k: (B,) int32; sequence b has only its first seqlens_k[b] keys, aligned to them.
+        dropout_p: probability with which each p_ij is dropped, in steps of 2**-16; the kept ones
+            are multiplied by 1 / (1 - dropout_p). lse does not feel it.
+        seed: what decides which: an int, (seed, offset), or int64 (2,) on q's device; None draws
+            it from torch's generator. See `dropout_keep_mask`. Under torch.vmap a seed is that of
+            every sample, and None follows vmap's `randomness`.
+        deterministic: the backward pass must be bitwise reproducible; so it is, too, under
+            torch.use_deterministic_algorithms(True). Only "gluon" needs to be told.
+        return_lse: also return the log-sum-exp of the logits, which is differentiable too.
+        backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
+            refused.
+
+    Returns:
+        o (B, Sq, Hq, Dv) in q's dtype; with return_lse also lse (B, Hq, Sq), float32, natural log,
+        the sink included.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        UnsupportedError: the backend cannot run this call, and the message says why; or a third
+            derivative was asked for.
+
+    Source: FlashAttention (2022) Algorithm 1, FlashAttention-2 (FlashForward2) and its backward.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 128, 8, 64, requires_grad=True)
+        >>> attention(q, k, v, causal=True).sum().backward()
+    """
+    has_vectors = not (alibi_slopes is None and sinks is None and seqlens_k is None)
+    if bias is None and mask is None and not has_vectors and dropout_p == 0.0:
+        results = plain_attention(
+            q, k, v, causal, window, softmax_scale, softcap, deterministic, backend
+        )
+        if results is not None:
+            return results if return_lse else results[0]
+    q, k, v, options = prepare_dense(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        mask=mask,
+        seqlens_k=seqlens_k,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    o, lse = attention_fwd(q, k, v, *options)
+    return (o, lse) if return_lse else o
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_Packed]
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Packed]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend within each of several sequences packed end to end, without padding.
+
+    Sequence b owns rows cu_seqlens_q[b]:cu_seqlens_q[b + 1] of q and o, and rows
+    cu_seqlens_k[b]:cu_seqlens_k[b + 1] of k and v; inside it everything is as in `attention`.
+
+    Args:
+        q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv); dtypes as in `attention`.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease, end at Tq and Tk.
+        max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence; they size the grid.
+        bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), and
+        mask: a BlockMask that covers at least (max_seqlen_q, max_seqlen_k): sequence b reads the
+            upper left corner of its part, in its own rows and keys.
+        causal, window, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, seed,
+            deterministic, return_lse, backend: as in `attention`.
+
+    Returns:
+        o (Tq, Hq, Dv) in q's dtype; with return_lse also lse (Hq, Tq), float32, natural log.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `attention`.
+
+    Source: FlashAttention-2, over packed sequences.
+
+    Example:
+        >>> cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> q = k = v = torch.randn(8, 4, 64)
+        >>> o = attention_varlen(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu,
+        ...                      max_seqlen_q=5, max_seqlen_k=5, causal=True)
+    """
+    q, k, v, options = prepare_packed(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        mask=mask,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    o, lse = attention_fwd(q, k, v, *options)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,241 @@
+"""From a user's arguments to the registered op's: checks and defaults of both attention calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.masks import BlockMask
+from tilewise.ops import checks, dispatch
+from tilewise.ops.attention.dropout import Seed, philox_of
+from tilewise.ops.attention.op import AttentionOptions
+
+Window = int | tuple[int | None, int | None] | None
+
+
+class _Layout(NamedTuple):
+    """What differs between dense and packed calls."""
+
+    batch: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqlens_k: Tensor | None = None
+
+
+class _Rule(NamedTuple):
+    """The arguments that both calls share, as the user gave them."""
+
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    mask: BlockMask | None
+    dropout_p: float
+    seed: Seed
+    deterministic: bool
+    backend: str | None
+
+
+def prepare_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
+    seqlens_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
+    """Check the arguments of `attention` and put them into the registered op's order."""
+    q, k, v = autocast(q, k, v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_dims(name, tensor, "(B, S, H, D)")
+    batch = q.shape[0]
+    if k.shape[0] != batch:
+        raise ValueError(f"k must have the batch of q, {batch}, got {k.shape[0]}")
+    if seqlens_k is not None:
+        checks.check_int32("seqlens_k", seqlens_k, (batch,), q.device)
+    layout = _Layout(batch, q.shape[1], k.shape[1], seqlens_k=seqlens_k)
+    _check_tensors(q, k, v)
+    if mask is not None and mask.shape[2:] != (q.shape[1], k.shape[1]):
+        raise ValueError(
+            f"mask must cover {(q.shape[1], k.shape[1])} queries and keys, got {mask.shape[2:]}"
+        )
+    rule = _Rule(
+        causal,
+        window,
+        softmax_scale,
+        softcap,
+        bias,
+        alibi_slopes,
+        sinks,
+        mask,
+        dropout_p,
+        seed,
+        deterministic,
+        backend,
+    )
+    return q, k, v, _options(q, rule, layout)
+
+
+def prepare_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
+    """Check the arguments of `attention_varlen` and put them into the registered op's order."""
+    q, k, v = autocast(q, k, v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_dims(name, tensor, "(T, H, D)")
+    checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
+    count = cu_seqlens_q.shape[0]
+    if count < 1:
+        raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
+    checks.check_int32("cu_seqlens_q", cu_seqlens_q, (count,), q.device)
+    checks.check_int32("cu_seqlens_k", cu_seqlens_k, (count,), q.device)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length < 0:
+            raise ValueError(f"{name} must be at least 0, got {length}")
+    _check_tensors(q, k, v)
+    if mask is not None and (mask.shape[2] < max_seqlen_q or mask.shape[3] < max_seqlen_k):
+        raise ValueError(
+            f"mask must cover at least {(max_seqlen_q, max_seqlen_k)} queries and keys, "
+            f"got {mask.shape[2:]}"
+        )
+    layout = _Layout(count - 1, max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k)
+    rule = _Rule(
+        causal,
+        window,
+        softmax_scale,
+        softcap,
+        bias,
+        alibi_slopes,
+        sinks,
+        mask,
+        dropout_p,
+        seed,
+        deterministic,
+        backend,
+    )
+    return q, k, v, _options(q, rule, layout)
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow torch.autocast as its own matrix products do: float64 stays float64."""
+    device_type = q.device.type
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    casts = [x.is_floating_point() and x.dtype != torch.float64 for x in (q, k, v)]
+    q, k, v = (x.to(dtype) if cast else x for x, cast in zip((q, k, v), casts, strict=True))
+    return q, k, v
+
+
+def _wide(per_head: Tensor | None, q: Tensor) -> Tensor | None:
+    """Numbers of a head are float32, or float64 beside float64 queries."""
+    if per_head is None:
+        return None
+    return per_head.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+
+
+def _options(q: Tensor, rule: _Rule, layout: _Layout) -> AttentionOptions:
+    """Check what both calls share, fill in defaults and put everything in the op's order."""
+    batch, num_q_heads = layout.batch, q.shape[-2]
+    full = (batch, num_q_heads, layout.max_seqlen_q, layout.max_seqlen_k)
+    checks.check_bias("bias", rule.bias, q, full)
+    checks.check_alibi(rule.alibi_slopes, batch, num_q_heads, q.device)
+    checks.check_per_head("sinks", rule.sinks, num_q_heads, q.device)
+    checks.check_softcap(rule.softcap)
+    dispatch.check_backend_name(rule.backend)
+    left, right = checks.window_bounds(rule.causal, rule.window)
+    mask = rule.mask
+    if mask is not None:
+        if mask.device != q.device:
+            raise ValueError(f"mask must be on {q.device}, got {mask.device}; see mask.to(device)")
+        if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, num_q_heads):
+            raise ValueError(
+                f"mask must be for 1 or {batch} sequences and 1 or {num_q_heads} query heads, "
+                f"got {mask.shape[0]} and {mask.shape[1]}"
+            )
+    if not 0.0 <= rule.dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {rule.dropout_p}")
+    bits, rows, row_entries, columns, column_entries = (
+        (None,) * 5 if mask is None else mask.tensors()
+    )
+    return AttentionOptions(
+        cu_seqlens_q=layout.cu_seqlens_q,
+        cu_seqlens_k=layout.cu_seqlens_k,
+        seqlens_k=layout.seqlens_k,
+        bias=rule.bias,
+        alibi_slopes=_wide(rule.alibi_slopes, q),
+        sinks=_wide(rule.sinks, q),
+        philox=philox_of(rule.seed, q.device) if rule.dropout_p > 0 else None,
+        mask_bits=bits,
+        mask_rows=rows,
+        mask_row_entries=row_entries,
+        mask_columns=columns,
+        mask_column_entries=column_entries,
+        max_seqlen_q=layout.max_seqlen_q,
+        max_seqlen_k=layout.max_seqlen_k,
+        window_left=left,
+        window_right=right,
+        softmax_scale=q.shape[-1] ** -0.5 if rule.softmax_scale is None else rule.softmax_scale,
+        softcap=rule.softcap,
+        dropout_p=rule.dropout_p,
+        deterministic=rule.deterministic or torch.are_deterministic_algorithms_enabled(),
+        backend=rule.backend,
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    checks.check_float("q", q)
+    if q.shape[-1] < 1 or v.shape[-1] < 1:
+        raise ValueError(
+            f"head dims must be at least 1, got {q.shape[-1]} for q and {v.shape[-1]} for v"
+        )
+    for name, tensor in (("k", k), ("v", v)):
+        checks.check_same_dtype(name, tensor, q.dtype)
+        checks.check_device(name, tensor, q.device)
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have the head dim of q, {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v must have the shape of k but for its head dim, {tuple(k.shape[:-1])}, "
+            f"got {tuple(v.shape[:-1])}"
+        )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_last_dim_contiguous(name, tensor)
+    checks.check_heads(q.shape[-2], k.shape[-2])

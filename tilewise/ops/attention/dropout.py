@@ -1,0 +1,77 @@
+"""dropout_keep_mask(): which probabilities attention drops, and where the seed comes from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.ops import checks
+from tilewise.reference import dropout
+
+Seed = int | tuple[int, int] | Tensor | None
+
+
+def philox_of(seed: Seed, device: torch.device) -> Tensor:
+    """Return (seed, offset) as int64 (2,) on `device`, without waiting for it.
+
+    None draws both from torch's generator of the device, so torch.manual_seed and activation
+    checkpointing repeat them.
+    """
+    if seed is None:
+        return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        checks.check_same_dtype("seed", seed, torch.int64)
+        checks.check_shape("seed", seed, (2,))
+        checks.check_device("seed", seed, device)
+        return seed
+    key, offset = (seed, 0) if isinstance(seed, int) else seed
+    for name, value, low, high in (
+        ("seed", key, -(2**63), 2**63),
+        ("seed offset", offset, 0, 2**32),
+    ):
+        if not low <= value < high:
+            raise ValueError(f"{name} must lie in [{low}, {high}), got {value}")
+    # Two fills: a copy from the host would wait for the device, and cannot enter a CUDA graph.
+    words = [torch.full((), value, dtype=torch.int64, device=device) for value in (key, offset)]
+    return torch.stack(words)
+
+
+def dropout_keep_mask(
+    shape: tuple[int, int, int, int],
+    *,
+    dropout_p: float,
+    seed: int | tuple[int, int] | Tensor,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return which probabilities `attention` keeps when called with these dropout_p and seed.
+
+    The mask is a function of the seed and of each probability's place alone: it is the same in the
+    forward and backward pass, on every backend, and whatever the tiles. Kept probabilities are
+    multiplied by 1 / (1 - dropout_p), dropout_p being rounded to a multiple of 2**-16.
+
+    Args:
+        shape: (B, Hq, Sq, Sk); a packed batch uses the longest lengths, and each sequence reads
+            the upper left corner of its own part.
+        dropout_p: probability of dropping, in [0, 1].
+        seed: as given to `attention`: an int, (seed, offset), or int64 (2,) on `device`.
+        device: where to compute the mask.
+
+    Returns:
+        bool (B, Hq, Sq, Sk), True where kept.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+
+    Source: Philox4x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Example:
+        >>> keep = dropout_keep_mask((2, 8, 128, 128), dropout_p=0.1, seed=7)
+        >>> o = attention(q, k, v, dropout_p=0.1, seed=7)
+    """
+    if len(shape) != 4 or min(shape) < 0:
+        raise ValueError(f"shape must be four sizes (B, Hq, Sq, Sk), got {shape}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
+    if seed is None:
+        raise ValueError("seed must be given, or the mask would be nobody's, got None")
+    return dropout.keep_mask(philox_of(seed, torch.device(device)), shape, dropout_p)

@@ -1,0 +1,235 @@
+"""attention_fp8() and quantize_heads(): attention in 8-bit floating point, forward only."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import UnsupportedError
+from tilewise.ops import checks, dispatch
+from tilewise.ops.attention.arguments import Window
+from tilewise.ops.attention.fp8_op import E4M3, Fp8Options, attention_fp8_fwd, quantize_heads_op
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def quantize_heads(
+    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Round each head of each sequence to float8_e4m3fn with one scale: x ~ x8 * scale.
+
+    scale = amax / 448, the largest |x| of the head over the largest e4m3 number (1 for a head of
+    zeros), and x8 = x * (448 / amax) rounded to nearest even. Infinities and NaN must not occur.
+
+    Args:
+        x: (B, S, H, D), float16, bfloat16 or float32; last dim contiguous.
+        rotation: None, or the seed of a rotation of the channels by random signs and the
+            orthonormal Hadamard transform: D must be a power of two. It spreads outliers; q and k
+            rotated with the same seed have the same products as before.
+        seqlens: int32 (B,); rows past a sequence's length become 0 and do not count.
+
+    Returns:
+        x8 float8_e4m3fn (B, S, H, D), scale float32 (B, H).
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        UnsupportedError: x requires a gradient, which there is none of.
+
+    Source: FlashAttention-3, section 3.3; the rule in full is in `tilewise.reference.fp8`.
+
+    Example:
+        >>> x8, scale = quantize_heads(torch.randn(1, 128, 8, 64))
+        >>> x = x8.float() * scale[:, None, :, None]
+    """
+    checks.check_dims("x", x, "(B, S, H, D)")
+    if x.dtype not in (*_SIXTEEN_BITS, torch.float32):
+        raise TypeError(f"x must be float16, bfloat16 or float32, got {checks.dtype_name(x.dtype)}")
+    checks.check_last_dim_contiguous("x", x)
+    _check_rotation(x.shape[-1], rotation)
+    if seqlens is not None:
+        checks.check_int32("seqlens", seqlens, (x.shape[0],), x.device)
+    _refuse_gradients("quantize_heads", x)
+    x8, scale = quantize_heads_op(x, seqlens, rotation)
+    return x8, scale
+
+
+@overload
+def attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    seqlens_k: Tensor | None = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    rotate: bool = ...,
+    seed: int = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    seqlens_k: Tensor | None = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    rotate: bool = ...,
+    seed: int = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    seqlens_k: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rotate: bool = False,
+    seed: int = 0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend with queries, keys and values of 8 bits (e4m3), forward only.
+
+    o = softmax(s) v with s = softmax_scale * q k^T over the numbers x8 * scale that
+    `quantize_heads` leaves; masks as in `attention`. Hopper's tensor cores multiply e4m3 at twice
+    the rate of bfloat16; there the probabilities are rounded to e4m3 as well. The CPU backend
+    dequantises to float32 and the portable GPU one to 16 bits: the same numbers at their speed.
+
+    Args:
+        q: (B, Sq, Hq, D), float16 or bfloat16, quantised on the fly; or float8_e4m3fn.
+        k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), same dtype; Hq is a multiple of Hk.
+        causal, window, softmax_scale, softcap: as in `attention`.
+        seqlens_k: (B,) int32; sequence b has only its first seqlens_k[b] keys, aligned to them.
+        q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); with e4m3 tensors, and only
+            with them.
+        rotate: rotate q and k before they are quantised, see `quantize_heads`; for 16-bit tensors,
+            D a power of two. Worth its time where single channels or entries are far larger than
+            the rest.
+        seed: decides the signs of the rotation.
+        return_lse: also return the log-sum-exp of the logits.
+        backend: "gluon" (Hopper; D = Dv of 64, 128 or 256, no softcap), "triton", "cpu" or
+            "reference"; None chooses. A name is obeyed or refused.
+
+    Returns:
+        o (B, Sq, Hq, Dv) in q's dtype, bfloat16 for e4m3; with return_lse also lse (B, Hq, Sq),
+        float32, natural log. A row that sees nothing gives o = 0 and lse = -inf.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        UnsupportedError: the backend cannot run this call, or an input requires a gradient.
+
+    Source: FlashAttention-3 (Shah et al. 2024), section 3.3.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 128, 8, 64, dtype=torch.bfloat16)
+        >>> o = attention_fp8(q, k, v, causal=True)
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_dims(name, tensor, "(B, S, H, D)")
+    _check_tensors(q, k, v)
+    if seqlens_k is not None:
+        checks.check_int32("seqlens_k", seqlens_k, (q.shape[0],), q.device)
+    shapes = ((q.shape[0], q.shape[2]), (k.shape[0], k.shape[2]), (k.shape[0], k.shape[2]))
+    named = zip(("q_scale", "k_scale", "v_scale"), (q_scale, k_scale, v_scale), shapes, strict=True)
+    for name, scale, shape in named:
+        _check_scale(name, scale, shape, q)
+    if rotate and q.dtype == E4M3:
+        raise ValueError("rotate must be False with e4m3 tensors: rotate them in quantize_heads")
+    rotation = int(seed) if rotate else None
+    _check_rotation(q.shape[-1], rotation)
+    checks.check_softcap(softcap)
+    dispatch.check_backend_name(backend)
+    left, right = checks.window_bounds(causal, window)
+    _refuse_gradients("attention_fp8", q, k, v)
+    options = Fp8Options(
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        seqlens_k=seqlens_k,
+        rotation=rotation,
+        window_left=left,
+        window_right=right,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softcap=softcap,
+        backend=backend,
+    )
+    o, lse = attention_fp8_fwd(q, k, v, *options)
+    return (o, lse) if return_lse else o
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dtype not in (*_SIXTEEN_BITS, E4M3):
+        raise TypeError(
+            f"q must be float16, bfloat16 or float8_e4m3fn, got {checks.dtype_name(q.dtype)}"
+        )
+    if q.shape[-1] < 1 or v.shape[-1] < 1:
+        raise ValueError(
+            f"head dims must be at least 1, got {q.shape[-1]} for q and {v.shape[-1]} for v"
+        )
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have the batch of q, {q.shape[0]}, got {k.shape[0]}")
+    for name, tensor in (("k", k), ("v", v)):
+        checks.check_same_dtype(name, tensor, q.dtype)
+        checks.check_device(name, tensor, q.device)
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have the head dim of q, {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v must have the shape of k but for its head dim, {tuple(k.shape[:-1])}, "
+            f"got {tuple(v.shape[:-1])}"
+        )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_last_dim_contiguous(name, tensor)
+    checks.check_heads(q.shape[-2], k.shape[-2])
+
+
+def _check_scale(name: str, scale: Tensor | None, shape: tuple[int, int], q: Tensor) -> None:
+    if (scale is not None) != (q.dtype == E4M3):
+        raise ValueError(
+            f"{name} must be given with e4m3 tensors and only with them, "
+            f"got {'one' if scale is not None else 'none'} with {checks.dtype_name(q.dtype)}"
+        )
+    if scale is not None:
+        checks.check_same_dtype(name, scale, torch.float32)
+        checks.check_shape(name, scale, shape)
+        checks.check_device(name, scale, q.device)
+
+
+def _check_rotation(head_dim: int, rotation: int | None) -> None:
+    if rotation is not None and head_dim & (head_dim - 1):
+        raise ValueError(f"a rotated head dim must be a power of two, got {head_dim}")
+
+
+def _refuse_gradients(name: str, *tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise UnsupportedError(
+            f"{name} must be called under torch.no_grad() or on detached tensors: "
+            "it has no gradient"
+        )

@@ -1,0 +1,162 @@
+"""The checks that public ops share, each one sentence long.
+
+They read shapes, dtypes and devices only: no value of a tensor, so no synchronisation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.ops.derivatives import transforms_active
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as users write it, e.g. bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_float(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless `tensor` has one of the four float dtypes."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        wanted = ", ".join(dtype_name(d) for d in FLOAT_DTYPES)
+        raise TypeError(f"{name} must be one of {wanted}, got {dtype_name(tensor.dtype)}")
+
+
+def check_same_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise TypeError unless `tensor` has `dtype`."""
+    if tensor.dtype != dtype:
+        raise TypeError(
+            f"{name} must have dtype {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}"
+        )
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless `tensor` is on `device`."""
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless `value` is of `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+
+
+def check_dims(name: str, tensor: Tensor, layout: str) -> None:
+    """Raise ValueError unless `tensor` has as many dimensions as `layout`, e.g. "(T, Hq, D)"."""
+    if tensor.dim() != layout.count(",") + 1:
+        raise ValueError(f"{name} must be {layout}, got shape {tuple(tensor.shape)}")
+
+
+def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the last dimension has stride 1; vmap sees to its own tensors."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and not transforms_active():
+        raise ValueError(
+            f"{name} must have stride 1 in its last dimension, got {tensor.stride(-1)}"
+        )
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless `tensor` has exactly `shape`."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+
+
+def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless `tensor` is int32 metadata of `shape` on `device`."""
+    check_same_dtype(name, tensor, torch.int32)
+    check_shape(name, tensor, shape)
+    check_device(name, tensor, device)
+
+
+def with_packed_rows(metadata: Tensor) -> Tensor:
+    """Return `metadata` with elements of its last dim side by side, as kernels read them."""
+    return metadata if metadata.stride(-1) == 1 else metadata.contiguous()
+
+
+def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError unless query heads divide evenly over key heads."""
+    if num_kv_heads < 1 or num_q_heads % num_kv_heads != 0:
+        raise ValueError(
+            "query heads must be a multiple of key heads, "
+            f"got {num_q_heads} query and {num_kv_heads} key heads"
+        )
+
+
+def check_per_head(
+    name: str, tensor: Tensor | None, num_q_heads: int, device: torch.device
+) -> None:
+    """Raise unless `tensor` is None or a float (Hq,) vector on `device`."""
+    if tensor is None:
+        return
+    check_float(name, tensor)
+    check_shape(name, tensor, (num_q_heads,))
+    check_device(name, tensor, device)
+
+
+def check_bias(name: str, bias: Tensor | None, q: Tensor, full: tuple[int, int, int, int]) -> None:
+    """Raise unless `bias` is None or a float tensor on q's device that broadcasts to `full`."""
+    if bias is None:
+        return
+    check_device(name, bias, q.device)
+    if bias.dtype not in (q.dtype, torch.float32):
+        raise TypeError(
+            f"{name} must have dtype {dtype_name(q.dtype)} or float32, got {dtype_name(bias.dtype)}"
+        )
+    fits = bias.dim() <= 4 and all(
+        have in (1, want) for have, want in zip(reversed(bias.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must broadcast to {full}, got shape {tuple(bias.shape)}")
+
+
+def check_alibi(slopes: Tensor | None, batch: int, num_q_heads: int, device: torch.device) -> None:
+    """Raise unless `slopes` is None or a float (Hq,) or (B, Hq) on `device` without gradient."""
+    if slopes is None:
+        return
+    check_float("alibi_slopes", slopes)
+    if tuple(slopes.shape) not in ((num_q_heads,), (batch, num_q_heads)):
+        raise ValueError(
+            f"alibi_slopes must have shape {(num_q_heads,)} or {(batch, num_q_heads)}, "
+            f"got {tuple(slopes.shape)}"
+        )
+    check_device("alibi_slopes", slopes, device)
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes must not require a gradient; pass a bias to learn one")
+
+
+def check_softcap(softcap: float) -> None:
+    """Raise ValueError unless softcap is 0 (off) or positive."""
+    if softcap < 0:
+        raise ValueError(f"softcap must be at least 0, got {softcap}")
+
+
+def window_bounds(
+    causal: bool, window: int | tuple[int | None, int | None] | None
+) -> tuple[int, int]:
+    """Turn the user's `causal` and `window` into (left, right) key counts; -1 is unlimited.
+
+    An int w is the last w keys, the query's own included, and implies causal. A pair is keys
+    i - left ... i + right as flash-attn counts them.
+    """
+    left: int | None
+    right: int | None
+    if window is None:
+        left, right = -1, -1
+    elif isinstance(window, int):
+        if window < 1:
+            raise ValueError(f"window must be at least 1 key, got {window}")
+        left, right = window - 1, 0
+    else:
+        if len(window) != 2:
+            raise ValueError(f"window must be None, an int or (left, right), got {window!r}")
+        left, right = window
+        for name, bound in (("left", left), ("right", right)):
+            if bound is not None and bound < -1:
+                raise ValueError(f"window {name} must be None, -1 or a key count, got {bound}")
+    left = -1 if left is None else left
+    right = -1 if right is None else right
+    return left, (0 if causal else right)

@@ -1,0 +1,217 @@
+"""Derivatives of registered ops in every mode: backward, forward, under torch.func, compiled.
+
+torch.library.register_autograd knows the backward mode only: a dual number that enters its op comes
+out without its tangent and without a word, and torch.func.grad is refused. The kernel registered
+here at the same place, below the dispatcher's functorch layers and above every backend, runs one
+autograd.Function with a jvp, so that one pair of formulas serves loss.backward(), create_graph,
+torch.autograd.forward_ad, torch.func and a compiled graph alike. An op without a jvp refuses
+forward mode.
+
+Some names it needs are private to torch, though old: where they are missing, register_autograd
+takes over and forward mode is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tilewise.errors import UnsupportedError
+from tilewise.ops.library import LIBRARY, kernel_of
+
+try:
+    from torch._C import (
+        _after_autograd_keyset,
+        _any_requires_grad,
+        _are_functorch_transforms_active,
+        _AutoDispatchBelowAutograd,
+        _get_tracing_state,
+        _is_any_autocast_enabled,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._autograd import _profiler_enabled
+    from torch._C._functorch import is_legacy_batchedtensor
+    from torch._functorch.utils import enable_single_level_autograd_function
+    from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+    FORWARD_MODE = hasattr(forward_ad, "_current_level")
+except ImportError:  # a later torch
+    FORWARD_MODE = False
+
+Formula = Callable[..., Any]
+_PLAIN = (Tensor, torch.nn.Parameter)
+_nodes: dict[str, Callable[..., Any]] = {}  # what records the gradient of an op's call
+# What the dispatcher would pass on as it is, by the type of a schema; it converts the rest.
+_UNCHANGED: dict[str, tuple[type, ...]] = {
+    "Tensor": _PLAIN,
+    "Optional[Tensor]": (*_PLAIN, type(None)),
+    "int": (int,),
+    "SymInt": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "Optional[str]": (str, type(None)),
+}
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform is running, so that tensors may be wrapped."""
+    return FORWARD_MODE and _are_functorch_transforms_active()
+
+
+def _forward_mode_active(x: Tensor | None) -> bool:
+    """Whether tensors may carry tangents; `x` is one of them, of whatever class all have."""
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        return True
+    # A graph that is being traced enters its level behind Python's back, on tensors of a subclass.
+    return x is not None and type(x) not in _PLAIN and x.is_floating_point()
+
+
+def lean(name: str) -> Callable[..., Any]:
+    """Return the op `name` as a function that goes past the dispatcher where nobody watches.
+
+    The dispatcher takes 15 to 30 us of host time to pass 24 arguments through Python twice, as
+    much as all else of a short call on a GPU.
+    """
+    op, kernel = getattr(torch.ops.tilewise, name).default, kernel_of(name)
+    types = [_UNCHANGED[str(argument.type)] for argument in op._schema.arguments]
+
+    def call(*args: Any) -> Any:
+        if not unwatched() or not _would_pass(args, types):
+            return op(*args)
+        if records(*args):
+            return _nodes[name](*args, None) if name in _nodes else op(*args)
+        return kernel(*args)
+
+    return call
+
+
+def unwatched() -> bool:
+    """Whether no transform, mode, trace or profile wants to see ops; a gradient may."""
+    if torch.compiler.is_compiling() or not FORWARD_MODE:
+        return False
+    if _len_torch_dispatch_stack() or _len_torch_function_stack() or transforms_active():
+        return False
+    return not (_profiler_enabled() or _get_tracing_state() or forward_ad._current_level >= 0)
+
+
+def records(*args: Any) -> bool:
+    """Whether a gradient of what is computed from these will be wanted."""
+    return torch.is_grad_enabled() and _any_requires_grad(*args)
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Whether the dispatcher would pass tensors on to a kernel as they are.
+
+    It shows those of a subclass to their class, negates what .conj().imag only marks as negated,
+    and maps over what autograd.grad(is_grads_batched=True) hands to a backward formula.
+    """
+    for x in tensors:
+        if type(x) not in _PLAIN or x.is_neg() or is_legacy_batchedtensor(x):
+            return False
+    return True
+
+
+def autocasts() -> bool:
+    """Whether torch.autocast is on, on any device."""
+    return _is_any_autocast_enabled()
+
+
+def _would_pass(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool:
+    """Whether the dispatcher would pass on all arguments as they are; `types` is what they may be.
+
+    It converts some numbers, too.
+    """
+    if not (args[0].is_cuda or args[0].is_cpu):
+        return False
+    for x, kinds in zip(args, types, strict=True):
+        kind = type(x)
+        if kind not in kinds or (kind in _PLAIN and not are_plain(x)):
+            return False
+    return True
+
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """Keep tensors for the backward formula and, if one may be needed now, for the jvp."""
+    ctx.save_for_backward(*tensors)
+    if transforms_active() or _forward_mode_active(tensors[0]):
+        ctx.save_for_forward(*tensors)
+
+
+def register_gradient(
+    name: str, backward: Formula, setup_context: Formula, jvp: Formula | None = None
+) -> None:
+    """Attach derivatives to the op `name`.
+
+    Args:
+        backward: (ctx, *gradients of outputs) -> gradients of inputs.
+        setup_context: (ctx, inputs, output); keeps tensors with `save`.
+        jvp: (ctx, *tangents of inputs) -> tangents of outputs; None refuses forward mode.
+    """
+    if not FORWARD_MODE:
+        torch.library.register_autograd(
+            f"tilewise::{name}", backward, setup_context=setup_context, lib=LIBRARY
+        )
+        return
+    LIBRARY.impl(
+        name, _autograd_kernel(name, backward, setup_context, jvp), "Autograd", with_keyset=True
+    )
+
+
+def _autograd_kernel(
+    name: str, backward: Formula, setup_context: Formula, jvp: Formula | None
+) -> Formula:
+    op, run = getattr(torch.ops.tilewise, name).default, kernel_of(name)
+
+    def below(keyset: Any, *args: Any) -> Any:
+        if keyset is None:  # nobody watches, see `lean`
+            return run(*args)
+        with _AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & _after_autograd_keyset, *args)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        *inputs, keyset = args
+        if transforms_active():
+            # autograd.Function has switched recording off; the levels below this one record too.
+            with torch.enable_grad(), _set_fwd_grad_enabled(True):
+                output = below(keyset, *inputs)
+        else:
+            output = below(keyset, *inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    def backward_and_keyset(ctx: Any, *grads: Any) -> Any:
+        return (*backward(ctx, *grads), None)
+
+    def jvp_but_keyset(ctx: Any, *tangents: Any) -> Any:
+        if jvp is None:
+            raise UnsupportedError(f"{name} must not be given dual numbers: it has no jvp")
+        return jvp(ctx, *tangents[:-1])
+
+    node = type(
+        f"{name}_node",
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(backward_and_keyset),
+            "jvp": staticmethod(jvp_but_keyset),
+        },
+    )
+    # Function.apply belongs above the dispatcher, where functorch's levels are not peeled off yet.
+    apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+
+    _nodes[name] = apply
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if transforms_active():
+            with enable_single_level_autograd_function():
+                return apply(*args, keyset)
+        if (torch.is_grad_enabled() and _any_requires_grad(*args)) or _forward_mode_active(args[0]):
+            return apply(*args, keyset)
+        return below(keyset, *args)
+
+    return kernel

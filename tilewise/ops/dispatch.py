@@ -1,0 +1,105 @@
+"""Which backend computes a call: a pure function of its spec, never silent.
+
+A kernel module says with `why_not(spec)` in one sentence what it cannot do, or None. Automatic
+choice takes the first backend of the device that can; a named backend is obeyed or refused with its
+reason. The float64 `reference` backend is never chosen automatically: it is slow and holds O(N^2)
+memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from tilewise.errors import UnsupportedError
+from tilewise.kernels.spec import AttentionSpec, ElementSpec, PagedSpec
+
+Spec = AttentionSpec | PagedSpec | ElementSpec
+
+BACKENDS = ("reference", "cpu", "triton", "gluon")
+_AUTOMATIC = {"cpu": ("cpu",), "cuda": ("gluon", "triton")}
+# Where an op's launcher lies in a backend's folder, if not under the op's own name.
+_MODULES = {
+    "attention": "attention.launch",
+    "attention_fp8": "attention.fp8",
+    "quantize": "attention.quantise",
+    "paged_attention": "paged.launch",
+    "cache_ops": "paged.cache",
+    "rope_write": "paged.rope_write",
+    "mla_decode": "latent.launch",
+    "norm": "step.norm",
+    "activation": "step.activation",
+    "linear": "step.linear",
+    "invariant_linear": "step.invariant_linear",
+    "decode_layers": "step.decode_layers",
+    "adjust_logits": "step.adjust_logits",
+    "sampling": "step.sampling",
+    "decode_rows": "step.decode_rows",
+}
+
+
+@functools.cache
+def kernel_module(op: str, backend: str) -> ModuleType:
+    """Import the launcher of `op` in `backend`, see `_MODULES`."""
+    if backend == "reference":
+        return import_module(f"tilewise.ops.reference.{op}")
+    return import_module(_path_of(op, backend))
+
+
+def _path_of(op: str, backend: str) -> str:
+    return f"tilewise.kernels.{backend}.{_MODULES.get(op, op)}"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor does its folder
+        return False
+
+
+def refusal(op: str, backend: str, spec: Spec) -> str | None:
+    """Say why `backend` cannot compute this call, or return None when it can."""
+    if backend != "reference" and not _exists(_path_of(op, backend)):
+        return "it has no kernel for this op"
+    try:
+        module = kernel_module(op, backend)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("tilewise"):
+            raise
+        return f"needs the package {error.name!r}, which is not installed"
+    reason: str | None = module.why_not(spec)
+    return reason
+
+
+def check_backend_name(backend: str | None) -> None:
+    """Raise ValueError unless `backend` is None or a known name."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(op: str, spec: Spec, backend: str | None) -> str:
+    """Return the backend that computes `op`.
+
+    Raises:
+        UnsupportedError: the named backend, or every automatic one, refuses; the message says why.
+    """
+    names = (backend,) if backend is not None else _AUTOMATIC.get(spec.device_type, ())
+    reasons = []
+    for name in names:
+        reason = refusal(op, name, spec)
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    if backend is not None:
+        raise UnsupportedError(
+            f"backend {backend!r} cannot run {op}: {reasons[0].split(': ', 1)[1]}"
+        )
+    if not names:
+        raise UnsupportedError(f"{op} must run on a cpu or cuda device, got {spec.device_type!r}")
+    raise UnsupportedError(
+        f"no backend can run {op} on {spec.device_type} ({'; '.join(reasons)}); "
+        "backend='reference' computes anything, slowly, in float64 and O(N^2) memory"
+    )

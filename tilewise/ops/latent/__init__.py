@@ -1,0 +1,1 @@
+"""Latent attention (MLA): absorbed over a cache of latents, and expanded."""

@@ -1,0 +1,116 @@
+"""The registered boundary of the ops over latents; api.py has validated what arrives here.
+
+A latent cache is a paged cache with one key head of R + Dr channels, whose first R are the value:
+specs, plans and the kernels that fill a cache are those of paged attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import ElementSpec, PagedSpec
+from tilewise.ops import dispatch
+from tilewise.ops.library import refuse_vmap, register
+
+
+class MlaOptions(NamedTuple):
+    """All of an mla_decode call but queries and cache; the order is that of the op's schema."""
+
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    latent_scale: Tensor | None
+    max_seqlen_q: int
+    softmax_scale: float
+    batch_invariant: bool
+    backend: str | None
+
+    def tensors(self) -> dict[str, Any]:
+        """The tensors by name, as launchers take them."""
+        return dict(zip(self._fields[:4], self[:4], strict=True))
+
+
+def make_spec(
+    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, options: MlaOptions
+) -> PagedSpec:
+    """Gather what dispatch and the launchers need to know beside the tensors."""
+    return PagedSpec(
+        device_type=q_latent.device.type,
+        dtype=q_latent.dtype,
+        cache_dtype=latent_cache.dtype,
+        num_seqs=options.block_table.shape[0],
+        num_tokens=q_latent.shape[0],
+        max_seqlen_q=options.max_seqlen_q,
+        num_q_heads=q_latent.shape[1],
+        num_kv_heads=1,
+        head_dim=q_latent.shape[2] + q_rope.shape[2],
+        v_head_dim=q_latent.shape[2],
+        block_size=latent_cache.shape[1],
+        max_blocks=options.block_table.shape[1],
+        softmax_scale=options.softmax_scale,
+        batch_invariant=options.batch_invariant,
+    )
+
+
+def _decode_kernel(
+    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, *values: Any
+) -> tuple[Tensor, Tensor]:
+    options = MlaOptions(*values)
+    spec = make_spec(q_latent, q_rope, latent_cache, options)
+    name = dispatch.choose("mla_decode", spec, options.backend)
+    module = dispatch.kernel_module("mla_decode", name)
+    o, lse = module.launch(q_latent, q_rope, latent_cache, spec, **options.tensors())
+    return o.contiguous(), lse.contiguous()
+
+
+def _decode_fake(q_latent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    num_tokens, num_q_heads = q_latent.shape[:2]
+    lse_dtype = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
+    lse = q_latent.new_empty((num_q_heads, num_tokens), dtype=lse_dtype)
+    return q_latent.new_empty(q_latent.shape), lse
+
+
+def _write_kernel(
+    latent: Tensor,
+    k_rope: Tensor,
+    latent_cache: Tensor,
+    latent_scale: Tensor | None,
+    slot_mapping: Tensor,
+    backend: str | None,
+) -> None:
+    spec = ElementSpec(latent_cache.device.type, latent_cache.dtype)
+    name = dispatch.choose("cache_ops", spec, backend)
+    rank = latent.shape[1]
+    z_scale, rope_scale = (None, None) if latent_scale is None else latent_scale.split(1, dim=2)
+    dispatch.kernel_module("cache_ops", name).write_kv_cache(
+        latent.unsqueeze(1),
+        k_rope.unsqueeze(1),
+        latent_cache[..., :rank].unsqueeze(2),
+        latent_cache[..., rank:].unsqueeze(2),
+        slot_mapping,
+        k_scale=z_scale,
+        v_scale=rope_scale,
+    )
+
+
+def _no_output(*_: Any) -> None:
+    return None
+
+
+mla_decode = register(
+    "mla_decode(Tensor q_latent, Tensor q_rope, Tensor latent_cache, Tensor block_table, "
+    "Tensor seqlens_k, Tensor cu_seqlens_q, Tensor? latent_scale, SymInt max_seqlen_q, "
+    "float softmax_scale, bool batch_invariant, str? backend) -> (Tensor, Tensor)",
+    _decode_kernel,
+    _decode_fake,
+)
+write_latent_cache = register(
+    "write_latent_cache(Tensor latent, Tensor k_rope, Tensor(a!) latent_cache, "
+    "Tensor(b!)? latent_scale, Tensor slot_mapping, str? backend) -> ()",
+    _write_kernel,
+    _no_output,
+)
+refuse_vmap("write_latent_cache")

@@ -1,0 +1,69 @@
+"""The registered boundary: torch.library schemas, fakes and the jump into the chosen kernel.
+
+Every op of the package crosses here once, so that torch.compile, export and FakeTensor see one
+opaque node with known shapes. Validation has been done above; derivatives are attached beside each
+op (see derivatives.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import UnsupportedError
+
+LIBRARY = torch.library.Library("tilewise", "DEF")
+_kernels: dict[str, Callable[..., Any]] = {}
+
+
+def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define `schema` in the tilewise namespace and return the callable torch op.
+
+    `kernel` runs on real tensors of any device (it dispatches itself), with the GPU of its first
+    argument current; `fake` on metadata only.
+    """
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.split("(", 1)[0]
+    _kernels[name] = where_its_tensors_are(kernel)
+    LIBRARY.impl(name, _kernels[name], "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.tilewise, name).default
+
+
+def kernel_of(name: str) -> Callable[..., Any]:
+    """Return what the op `name` runs below the dispatcher on real tensors."""
+    return _kernels[name]
+
+
+def where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `kernel` with the GPU of its first argument current, where kernels are launched."""
+
+    @functools.wraps(kernel)
+    def launch(first: Tensor, *rest: Any) -> Any:
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return kernel(first, *rest)
+        with torch.cuda.device(first.device):
+            return kernel(first, *rest)
+
+    return launch
+
+
+def register_vmap(name: str, rule: Callable[..., Any]) -> None:
+    """Attach to the op `name` what torch.vmap calls: (info, in_dims, *args) -> outputs, dims."""
+    torch.library.register_vmap(f"tilewise::{name}", rule, lib=LIBRARY)
+
+
+def refuse_vmap(name: str) -> None:
+    """Let torch.vmap over the op `name`, whose batch is an argument, say so."""
+
+    def rule(*_: Any) -> Any:
+        raise UnsupportedError(
+            f"{name} must be given all sequences in one call, got a call under torch.vmap: "
+            "a cache and its block tables belong to one batch"
+        )
+
+    register_vmap(name, rule)

@@ -1,0 +1,162 @@
+"""paged_attention(): inference over the blocks of a cache, which the ops of `cache` fill."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict, Unpack, overload
+
+from torch import Tensor
+
+from tilewise.ops import checks
+from tilewise.ops.paged import op as paged_op
+from tilewise.ops.paged.arguments import prepare_paged
+from tilewise.ops.paged.plan import PagedPlan
+from tilewise.ops.paged.shared_prefixes import SharedPrefixes
+
+
+class _Required(TypedDict):
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+
+
+class _Paged(_Required, total=False):
+    softmax_scale: float | None
+    window: int | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    tree_mask: Tensor | None
+    shared: SharedPrefixes | None
+    plan: PagedPlan | None
+    batch_invariant: bool
+    backend: str | None
+
+
+@overload
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Paged],
+) -> Tensor: ...
+
+
+@overload
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Paged],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    shared: SharedPrefixes | None = None,
+    plan: PagedPlan | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from packed queries to keys and values kept in cache blocks.
+
+    Sequence b owns rows cu_seqlens_q[b]:cu_seqlens_q[b + 1] of q; they are its *last* positions, so
+    row i of n sees keys 0 ... seqlens_k[b] - n + i. One call serves prefill chunks and decode
+    alike. The new keys must already be in the cache (see write_kv_cache).
+
+    Args:
+        q: (T, Hq, D), float16, bfloat16, float32 (or float64 on a CPU).
+        k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv); Hq is a multiple of Hk.
+            A float dtype, or int8 or float8_e4m3fn with scales.
+        block_table: (B, max_blocks) int32 block ids in order of position; entries past a sequence's
+            last block are not read.
+        seqlens_k: (B,) int32, tokens of each sequence with the new ones counted; 0 gives o = 0 and
+            lse = -inf. At most max_blocks * block_size (not checked: it would need a sync).
+        cu_seqlens_q: (B + 1,) int32, starts at 0, never decreases, ends at T.
+        max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
+        softmax_scale: multiplies q . k; D ** -0.5 when None.
+        window: w, the last w keys of a query, its own included; None is all.
+        softcap, alibi_slopes, sinks: as in `attention`.
+        k_scale, v_scale: float32, with an 8-bit cache and only then: a key is k_scale * k_cache.
+            Both (num_blocks, block_size, Hk), as write_kv_cache leaves them, or both (Hk,), one
+            for each head (one for all is `scale.expand(Hk)`).
+        tree_mask: bool (T, at least max_seqlen_q): which new tokens a token sees, in place of the
+            causal rule. Row t, column j: token t sees new token j of its own sequence; keys before
+            the new ones are seen by all. A window and ALiBi count places in the cache: new token j
+            of n stands at seqlens_k[b] - n + j. See `tree_mask_from_parents`.
+        shared: what `shared_prefixes` found: keys that a group of sequences shares are read once
+            for all of its queries and merged by lse; the result is the same up to rounding. Not
+            with window, alibi_slopes or batch_invariant.
+        plan: from `plan_paged_attention` for these lengths and shapes; made once a step, it saves
+            every layer what it would find out about the lengths. It changes speed, and on a GPU
+            how keys are split and so the rounding; a CPU has no use for it.
+        batch_invariant: a row's bits depend on its own keys alone: neither on what else is in the
+            batch nor on how many rows of its sequence come at once. On a CPU they are those of
+            `attention` over the whole sequence.
+        return_lse: also return lse (Hq, T), float32, natural log, the sink included.
+        backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
+            refused.
+
+    Returns:
+        o (T, Hq, Dv) in q's dtype; with return_lse also lse.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        UnsupportedError: the backend cannot run this call, and the message says why; or torch.vmap
+            maps it.
+
+    Source: PagedAttention (2023), section 4.1 of its kernels; split over keys as flash-decoding;
+    shared keys as Hydragen (2024), trees as SpecInfer (2024).
+
+    Example:
+        >>> o = paged_attention(q, k_cache, v_cache, block_table=table, seqlens_k=lengths,
+        ...                     cu_seqlens_q=torch.arange(9, dtype=torch.int32), max_seqlen_q=1)
+    """
+    options = prepare_paged(
+        q,
+        k_cache,
+        v_cache,
+        block_table=block_table,
+        seqlens_k=seqlens_k,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        tree_mask=tree_mask,
+        shared=shared,
+        batch_invariant=batch_invariant,
+        backend=backend,
+    )
+    if plan is not None:
+        checks.check_type("plan", plan, PagedPlan)
+        checks.check_device("plan", plan.records, q.device)
+        options = options._replace(plan=plan.records, plan_for=plan.made_for)
+    o, lse = paged_op.paged_attention(q, k_cache, v_cache, *options)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,184 @@
+"""The ops that fill a paged cache: write new rows, rotated or not, and copy blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.ops import checks, dispatch
+from tilewise.ops.paged import cache_op
+from tilewise.ops.paged.arguments import check_cache_pair, check_scales
+
+
+def write_kv_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Write each row of k and v to its slot of the cache, in place and in one kernel.
+
+    cache[slot // block_size, slot % block_size] = row, for every row whose slot is not -1. An 8-bit
+    cache holds row / scale, to nearest even: of int8 in -127 ... 127, of float8_e4m3fn in
+    -448 ... 448. What comes back is off by at most amax / 254 (int8), or by 1 / 16 of the value or
+    amax / 448 / 1024, whichever is more (float8_e4m3fn), amax being the largest of the row's |x|.
+
+    Args:
+        k, v: (T, Hk, D) and (T, Hk, Dv), any float dtype; cast to the cache's.
+        k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv), of one float dtype, int8 or
+            float8_e4m3fn.
+        slot_mapping: (T,) int64, block * block_size + offset; -1 skips the row; slots differ.
+        k_scale, v_scale: float32, with an 8-bit cache and only then. Both
+            (num_blocks, block_size, Hk): the scale of each token and head, written with the row:
+            amax / 127 or amax / 448; 0 for a row of zeros, NaN for one with an infinity or NaN.
+            Or both (Hk,): fixed scales of each head, only read; what they cannot hold is
+            saturated, and NaN becomes 0.
+        backend: "cpu", "triton" or "reference"; None chooses.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `paged_attention`.
+
+    Source: PagedAttention (2023), the fused reshape-and-write kernel.
+
+    Example:
+        >>> write_kv_cache(k, v, k_cache, v_cache, torch.tensor([5, 6, -1]))
+    """
+    _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
+    cache_op.write_kv_cache(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, backend)
+
+
+def rope_write_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Prepare a step's q, k and v for `paged_attention` in one kernel; return q.
+
+    q = rope(norm(q)); k_cache[slot], v_cache[slot] = rope(norm(k)), v. It is `apply_rope` of both
+    and `write_kv_cache` without what lies between them: all in float32, rounded once. Nothing is
+    differentiable.
+
+    Args:
+        q: (T, Hq, D), last dim contiguous, the dtype of k.
+        k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale: as for `write_kv_cache`. A row that
+            is skipped there has its q rotated all the same.
+        cos, sin: float32 (T, R / 2), R <= D, as for `apply_rope`.
+        interleaved: pair channels (2i, 2i + 1) as GPT-J does; else (i, i + R/2) as Llama does.
+        q_norm, k_norm: (D,) weights of an RMS norm of each head before the rotation (Qwen3), both
+            or none: x / sqrt(mean(x^2) + norm_eps) * weight.
+        norm_eps: see there.
+        backend: "cpu", "triton" or "reference"; None chooses.
+
+    Returns:
+        q (T, Hq, D), a new tensor of its dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `paged_attention`.
+
+    Example:
+        >>> q = rope_write_kv_cache(q, k, v, k_cache, v_cache, slots, cos=cos, sin=sin)
+    """
+    _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
+    num_tokens, head_dim = k.shape[0], k.shape[2]
+    checks.check_same_dtype("q", q, k.dtype)
+    checks.check_dims("q", q, "(T, Hq, D)")
+    checks.check_shape("q", q, (num_tokens, q.shape[1], head_dim))
+    checks.check_device("q", q, k.device)
+    checks.check_last_dim_contiguous("q", q)
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.check_same_dtype(name, table, torch.float32)
+        checks.check_dims(name, table, "(T, R / 2)")
+        checks.check_shape(name, table, (num_tokens, cos.shape[1]))
+        checks.check_device(name, table, k.device)
+    if 2 * cos.shape[1] > head_dim:
+        raise ValueError(
+            f"cos must have at most D / 2 = {head_dim // 2} columns, got {cos.shape[1]}"
+        )
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm must come together, got only one of them")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            checks.check_float(name, weight)
+            checks.check_shape(name, weight, (head_dim,))
+            checks.check_device(name, weight, k.device)
+    rotated: Tensor = cache_op.rope_write_kv_cache(
+        q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, cos, sin, q_norm, k_norm,
+        norm_eps, interleaved, backend,
+    )  # fmt: skip
+    return rotated
+
+
+def copy_blocks(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_pairs: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Copy whole cache blocks, all pairs in one kernel: copy-on-write of a forked sequence.
+
+    Args:
+        k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv).
+        block_pairs: (n, 2) int64, rows (source, destination); no block is both.
+        k_scale, v_scale: as for `write_kv_cache`; those of each token and head are copied too.
+        backend: "cpu", "triton" or "reference"; None chooses.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `paged_attention`.
+
+    Source: PagedAttention (2023), the fused block-copy kernel.
+
+    Example:
+        >>> copy_blocks(k_cache, v_cache, torch.tensor([[0, 7], [3, 8]]))
+    """
+    check_cache_pair(k_cache, v_cache)
+    check_scales(k_cache, k_scale, v_scale)
+    checks.check_same_dtype("block_pairs", block_pairs, torch.int64)
+    if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
+        raise ValueError(f"block_pairs must be (n, 2), got shape {tuple(block_pairs.shape)}")
+    checks.check_device("block_pairs", block_pairs, k_cache.device)
+    dispatch.check_backend_name(backend)
+    cache_op.copy_blocks(k_cache, v_cache, k_scale, v_scale, block_pairs, backend)
+
+
+def _check_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    backend: str | None,
+) -> None:
+    check_cache_pair(k_cache, v_cache)
+    check_scales(k_cache, k_scale, v_scale)
+    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        checks.check_float(name, rows)
+        checks.check_shape(name, rows, (slot_mapping.shape[0], *cache.shape[2:]))
+        checks.check_device(name, rows, k_cache.device)
+        checks.check_last_dim_contiguous(name, rows)
+    checks.check_same_dtype("slot_mapping", slot_mapping, torch.int64)
+    checks.check_dims("slot_mapping", slot_mapping, "(T)")
+    checks.check_device("slot_mapping", slot_mapping, k_cache.device)
+    dispatch.check_backend_name(backend)

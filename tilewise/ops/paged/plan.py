@@ -1,0 +1,95 @@
+"""plan_paged_attention(): what a step's calls of paged attention can decide once for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import PagedSpec
+from tilewise.ops import checks, dispatch
+from tilewise.ops.paged.arguments import prepare_paged
+from tilewise.ops.paged.op import calls_of_a_plan, describe_plan, make_spec
+
+
+@dataclass(frozen=True, eq=False)
+class PagedPlan:
+    """Which keys each program of a paged attention call reads; from `plan_paged_attention`.
+
+    Attributes:
+        records: int32 (pairs, 8) on the device, at an address that `update` keeps; no rows where
+            the kernels of the call decide nothing beforehand (long runs, and every call on a CPU).
+        spec: what the calls must have in common with the one it was made for.
+        backend: whose kernels read it.
+        made_for: both in words; a call that differs is refused when it runs, compiled ones too.
+    """
+
+    records: Tensor
+    spec: PagedSpec
+    backend: str
+    made_for: str
+
+    def update(self, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
+        """Write the plan of other lengths in place, so that captured CUDA graphs follow them.
+
+        A graph reads the plan and does not hold it: keep the plan for as long as its graphs.
+
+        Args:
+            seqlens_k, cu_seqlens_q: int32 (B,) and (B + 1,), as in `paged_attention`, for as many
+                sequences and runs no longer than those that the plan was made for. On the device;
+                nothing waits for them.
+        """
+        num_seqs, where = self.spec.num_seqs, self.records.device
+        checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), where)
+        checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), where)
+        if len(self.records) > 0:
+            module = dispatch.kernel_module("paged_attention", self.backend)
+            module.fill_plan(
+                self.records,
+                self.spec,
+                checks.with_packed_rows(seqlens_k),
+                checks.with_packed_rows(cu_seqlens_q),
+            )
+
+
+def plan_paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool = False, **options: Any
+) -> PagedPlan:
+    """Decide once for all layers of a step which program reads which keys.
+
+    Calls of `paged_attention` with ``plan=`` skip what they would else find out from all lengths,
+    each for itself. The result is the same up to the rounding of how keys are split; with
+    batch_invariant, and on a CPU, bit for bit. No synchronisation: the plan is made on the device
+    from the lengths there, and `PagedPlan.update` makes it anew for the next step. Compiled code
+    takes a plan; make and update it outside.
+
+    Args:
+        q, k_cache, v_cache: as in `paged_attention`; only shapes, dtypes and the device matter.
+        options: as in `paged_attention`, those of the calls to come. softmax_scale, sinks and
+            return_lse may differ from call to call; block_table may hold other blocks.
+
+    Returns:
+        A plan for calls of these shapes, windows, caps and backend.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as `paged_attention` with these arguments.
+
+    Example:
+        >>> plan = plan_paged_attention(q, *caches[0], block_table=table, seqlens_k=lengths,
+        ...                             cu_seqlens_q=starts, max_seqlen_q=1)
+        >>> for k_cache, v_cache in caches:
+        ...     o = paged_attention(q, k_cache, v_cache, block_table=table, seqlens_k=lengths,
+        ...                         cu_seqlens_q=starts, max_seqlen_q=1, plan=plan)
+    """
+    del return_lse
+    prepared = prepare_paged(q, k_cache, v_cache, **options)
+    spec = make_spec(q, k_cache, v_cache, prepared)
+    backend = dispatch.choose("paged_attention", spec, prepared.backend)
+    module = dispatch.kernel_module("paged_attention", backend)
+    pairs = module.plan_pairs(spec, q.device) if hasattr(module, "plan_pairs") else 0
+    records = torch.zeros((pairs, 8), dtype=torch.int32, device=q.device)
+    plan = PagedPlan(records, calls_of_a_plan(spec), backend, describe_plan(spec, backend))
+    plan.update(prepared.seqlens_k, prepared.cu_seqlens_q)
+    return plan

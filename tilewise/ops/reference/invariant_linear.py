@@ -1,0 +1,7 @@
+"""backend="reference" of invariant_linear: that of `linear`, in float64."""
+
+from __future__ import annotations
+
+from tilewise.ops.reference.linear import launch, why_not
+
+__all__ = ["launch", "why_not"]
