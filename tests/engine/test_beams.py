@@ -17,11 +17,13 @@ from tests.engine.test_scheduler_simulation import (
     random_request,
 )
 from tilewise.engine import beams
+from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.beams import MAX_BEAM_WIDTH, Beams, BeamSearch, BeamSearchParams
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.llm import LLM, packaged_model
+from tilewise.engine.outputs import Generation
 from tilewise.engine.preemption import Preemption
-from tilewise.engine.request import Request, SamplingParams
+from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.roster import Roster
 from tilewise.engine.sampler import most_likely
 from tilewise.errors import RequestError
@@ -478,6 +480,29 @@ def test_best_of_ends_samples_at_their_stop_strings():
     assert all("." not in c.text for c in output.outputs)
     assert {c.finish_reason for c in output.outputs} == {"stop"}
     assert_idle(llm)
+
+
+def test_of_best_of_nothing_is_shown_before_the_best_are_known():
+    request = Request("r", [1, 2], SamplingParams(n=2, best_of=3, max_tokens=2))
+    generation = Generation(request, None, None)
+    for i, logprob in ((0, -1.0), (1, -3.0), (2, -2.0)):
+        generation.take(TokenEvent("r", i, SampledToken(5 + i, logprob)))
+    assert [c.token_ids for c in generation.snapshot().outputs] == [[], []]
+    for i in range(3):
+        token = SampledToken(9, -1.0)
+        generation.take(TokenEvent("r", i, token, FinishReason.LENGTH))
+    shown = generation.snapshot()
+    assert shown.finished
+    assert [c.token_ids for c in shown.outputs] == [[5, 9], [7, 9]]
+    assert [c.index for c in shown.outputs] == [0, 1]
+
+
+def test_of_best_of_no_more_is_returned_when_it_is_aborted():
+    request = Request("r", [1, 2], SamplingParams(n=1, best_of=3, max_tokens=2))
+    generation = Generation(request, None, None)
+    generation.take(TokenEvent("r", 1, SampledToken(5, -4.0)))
+    generation.abort()
+    assert [(c.token_ids, c.finish_reason) for c in generation.output.outputs] == [([5], "abort")]
 
 
 @pytest.mark.parametrize(
