@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -581,3 +582,48 @@ def test_graphs_and_draft_models_on_a_gpu_are_refused():
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint):
     with pytest.raises(ValueError, match="the draft model's vocab_size must be the model's 4096"):
         LLM("story", device="cpu", speculative=DraftModel(checkpoint[0]))
+
+
+@pytest.mark.parametrize("kind", ["lookup", "draft"])
+def test_guesses_beside_swapped_and_adjusted_requests_change_nothing(checkpoint, kind):
+    """Main memory for blocks, penalties that forbid guesses, and scores of a prompt."""
+    directory, wanted = checkpoint
+    swapping = {"num_blocks": 24, "swap_space_gib": 0.01, "preemption": "swap"}
+    penalized = replace(GREEDY, repetition_penalty=1.3, prompt_logprobs=1)
+    params = [GREEDY, GREEDY, penalized, GREEDY, penalized, GREEDY]
+    found = []
+    for speculative in (None, guesses_of(kind, directory)):
+        llm = make(directory, speculative, max_num_batched_tokens=32, **swapping)
+        found.append(llm.generate(as_ids(PROMPTS), params))
+        stats = llm.engine.stats().scheduler
+        assert stats.num_swapped > 0
+        assert (stats.num_drafts > 0) == (speculative is not None)
+        assert_idle(llm)
+    for i, (one, other) in enumerate(zip(*found, strict=True)):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.prompt_logprobs == other.prompt_logprobs
+        assert (one.prompt_logprobs is not None) == (params[i] is penalized)
+        if params[i] is GREEDY:
+            assert other.outputs[0].token_ids == wanted[i]
+
+
+@pytest.mark.parametrize("kind", ["lookup", "draft"])
+def test_a_step_with_guesses_that_fails_is_run_again_in_parts(checkpoint, kind):
+    directory, wanted = checkpoint
+    llm = make(directory, guesses_of(kind, directory))
+    runner = llm.engine.runner
+    inner = getattr(runner, "runner", runner)
+    forward, failed = inner.forward, []
+
+    def failing(inputs):
+        if len(inputs.ids) > 8 and len(inputs.logits_rows) > 6 and len(failed) < 3:
+            failed.append(len(inputs.ids))  # the whole step, its half and again
+            raise RuntimeError("the step failed")
+        return forward(inputs)
+
+    inner.forward = failing
+    outputs = llm.generate(as_ids(PROMPTS), GREEDY)
+    assert failed
+    assert [o.outputs[0].token_ids for o in outputs] == wanted
+    assert llm.engine.stats().scheduler.num_accepted_drafts > 0
+    assert_idle(llm)
