@@ -279,3 +279,4 @@ def use_tables(scheduler: Scheduler, tables: BlockTables) -> None:
     for part in (scheduler, *vars(scheduler).values()):
         if getattr(part, "tables", None) is own:
             part.tables = tables
+    scheduler.trace = tables.trace
