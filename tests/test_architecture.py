@@ -53,6 +53,9 @@ NO_TORCH = (
     "engine/preemption.py",
     "engine/swap_space.py",
     "engine/deadlines.py",
+    "engine/beams.py",
+    "engine/results.py",
+    "engine/speculative.py",
 )
 BANNED_NAMES = {"utils.py", "common.py", "base.py", "manager.py", "helpers.py"}
 MAX_LINES = 600

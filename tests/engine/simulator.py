@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from tilewise.cache.contents import Content
 from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, TokenEvent
-from tilewise.engine.request import FinishReason, Request
+from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.scheduler import Scheduler
 
 VOCAB = 6
@@ -64,7 +64,8 @@ class VirtualModel:
         for run in batch.sequences:
             seq = self.scheduler.roster.live[run.seq_id]
             end = run.start + len(run.token_ids)
-            known = seq.token_ids[:end]
+            drafts = run.token_ids[len(run.token_ids) - run.num_drafts :]
+            known = [*seq.token_ids, *drafts][:end]
             is_pending = run.token_ids == (PENDING,)
             assert is_pending or list(run.token_ids) == known[run.start :]
             assert len(known) + is_pending == end
@@ -178,12 +179,15 @@ class VirtualModel:
         assert all(1 <= len(run.token_ids) <= chunk for run in batch.sequences)
         if not self.unfinished:
             runs = {run.seq_id for run in batch.sequences}
-            first = self.scheduler.roster.running[0]
+            first = self._first()
             ordered = self.scheduler.order.name == "fcfs"
             if self.host or not ordered or self.scheduler.preemption.victim != "newest":
                 assert first.seq_id in runs or first.num_told_blocks == 0, "the first always runs"
             else:
                 assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
+
+    def _first(self) -> Sequence:
+        return self.scheduler.roster.running[0]
 
     def _oldest_id(self) -> int:
         family = next(iter(self.scheduler.roster.requests.values()))
@@ -210,9 +214,22 @@ class VirtualModel:
         assert len(run.seeds) == run.num_samples
         if is_broken:
             return [BROKEN] * run.num_samples
+        if run.num_drafts:
+            return self._verify(run, prefix)
         return [
             SampledToken(_digest(prefix[-1], seed, run.num_generated) % VOCAB) for seed in run.seeds
         ]
+
+    def _verify(self, run, prefix: list[int]) -> list[SampledToken]:
+        """Draw a token before each draft while these are right, and one more."""
+        drawn: list[SampledToken] = []
+        first = len(prefix) - 1 - run.num_drafts
+        for i, draft in enumerate((*run.token_ids[1:], None)):
+            token = _digest(prefix[first + i], run.seeds[0], run.num_generated + i) % VOCAB
+            drawn.append(SampledToken(token))
+            if token != draft:
+                break
+        return drawn
 
 
 class Step:

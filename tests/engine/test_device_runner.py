@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
 from tilewise.engine import device_runner
+from tilewise.engine.beams import BeamSearchParams
+from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
@@ -93,6 +96,46 @@ def test_texts_stops_samples_and_logprobs_are_the_same(checkpoint):
             assert list(mine) == list(theirs)
             assert all(math.isclose(mine[i], theirs[i], abs_tol=1e-4) for i in mine)
     assert any(sample.finish_reason == "stop" for sample in found[0])
+
+
+@pytest.mark.parametrize("seats", [32, 3])
+def test_beams_are_the_same(checkpoint, seats):
+    directory, _ = checkpoint
+    ends = list(range(0, VOCAB, 5))
+    params = [
+        BeamSearchParams(4, max_tokens=12, stop_token_ids=ends),
+        BeamSearchParams(24, max_tokens=6),
+        GREEDY,
+    ]
+    found = []
+    for on_device in (False, True):
+        llm = make(directory, on_device=on_device, max_num_seqs=seats)
+        found.append(llm.generate(as_ids(prompts(3)), params))
+        assert_idle(llm)
+    for one, other in zip(*found, strict=True):
+        assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
+        for mine, theirs in zip(one.outputs[:-1], other.outputs[:-1], strict=True):
+            assert math.isclose(mine.cumulative_logprob, theirs.cumulative_logprob, abs_tol=1e-4)
+
+
+def test_a_row_that_goes_on_with_what_it_drew_itself_shows(checkpoint, monkeypatch):
+    directory, _ = checkpoint
+    follow = DeviceBatch._follow_decode
+
+    def trusting(rows, batch, changes):
+        sequences = tuple(run._replace(is_chosen=False) for run in batch.sequences)
+        follow(rows, replace(batch, sequences=sequences), changes)
+
+    # The best token of a beam goes on in its row, but for those that end.
+    params = BeamSearchParams(4, max_tokens=12, stop_token_ids=list(range(0, 128, 2)))
+    found = []
+    for is_wrong in (False, True):
+        if is_wrong:
+            monkeypatch.setattr(DeviceBatch, "_follow_decode", trusting)
+        llm = make(directory, on_device=True)
+        outputs = llm.generate(as_ids(prompts()), params)
+        found.append([c.token_ids for output in outputs for c in output.outputs])
+    assert found[0] != found[1]
 
 
 def test_a_stream_stops_in_time_and_a_dropped_one_leaves_nothing(checkpoint):

@@ -463,7 +463,7 @@ def test_a_failed_step_in_one_thread_leaves_no_other_waiting(directory, monkeypa
 
 
 def test_a_stream_is_checked_when_it_is_asked_for(llm):
-    with pytest.raises(RequestError, match="n must be 1 to stream, got 2"):
+    with pytest.raises(RequestError, match="must be 1 to stream, got 2"):
         llm.stream("once", SamplingParams(n=2))
     with pytest.raises(RequestError, match="at least 1 token"):
         llm.stream("")

@@ -191,8 +191,8 @@ class Story:
             assert self.scheduler.abort(request_id)
             self.aborted.add(request_id)
         else:
-            index, n = seq.index, seq.request.sampling.n
-            if len(self.scheduler.sequences(request_id)) < n:
+            index, n = seq.index, seq.request.sampling.num_samples
+            if seq.search is None and len(self.scheduler.sequences(request_id)) < n:
                 index = self.rng.choice([i for i in range(n) if i not in seq.ended])
             assert self.scheduler.finish(request_id, index, FinishReason.STOP, "end")
             self.stopped.add((request_id, index))

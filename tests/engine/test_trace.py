@@ -10,11 +10,13 @@ import pytest
 
 from tests.engine.test_engine import GREEDY, build_engine, prompt_of
 from tilewise.cli import main
+from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.explanation import MOST_NAMED
 from tilewise.engine.replay import KNOWN, NOBODY, SEVERAL, Pool, replay
 from tilewise.engine.replay_plot import summary
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.speculative import PromptLookup
 from tilewise.engine.trace import FIELDS, MAX_ENDED, Trace, read_trace, write_trace
 from tilewise.errors import RequestError
 
@@ -42,20 +44,36 @@ def assert_same(pool, engine):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_events_say_who_holds_every_block(overlap, seed):
-    draw = random.Random(seed)
+    follow_everything(random.Random(seed), overlap, seed, searches=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_events_tell_of_beams_and_guesses(overlap, seed):
+    follow_everything(random.Random(seed), overlap, seed, searches=True)
+
+
+def follow_everything(draw, overlap, seed, *, searches):
+    """Run random requests, and compare what the trace says with what is, after each step."""
+    more = {}
+    if searches:
+        more["speculative"] = PromptLookup(min_ngram=1, num_tokens=6, is_adaptive=False)
     engine = build_engine(
         num_blocks=draw.choice([12, 20, 40]),
         overlap=overlap,
         max_num_seqs=6,
         max_num_batched_tokens=draw.choice([7, 64]),
         enable_prefix_caching=seed != 3,
+        **more,
     )
     stem, pool, number, kinds = prompt_of(30, seed), Pool(), 0, set()
     waiting = [
         Request(
             str(i),
             [*stem[: draw.randrange(25)], *prompt_of(draw.randrange(1, 6), i)],
-            SamplingParams(n=draw.choice([1, 1, 3]), seed=i, max_tokens=draw.randrange(1, 14)),
+            BeamSearchParams(draw.choice([2, 3, 5]), max_tokens=draw.randrange(1, 14))
+            if searches and i % 2
+            else SamplingParams(n=draw.choice([1, 1, 3]), seed=i, max_tokens=draw.randrange(1, 14)),
             salt=draw.choice(["", "", "other"]),
         )
         for i in range(40)
@@ -83,6 +101,7 @@ def test_the_events_say_who_holds_every_block(overlap, seed):
     assert_same(pool, engine)
     assert pool.counts == [0] * engine.scheduler.limits.num_blocks
     assert kinds >= {"arrive", "admit", "schedule", "fork", "extend", "copy", "free", "finish"}
+    assert seed == 3 or ("cut" in kinds) == searches
     if seed != 3:
         assert kinds >= {"register", "evict"}
         assert engine.scheduler.reset_prefix_cache()

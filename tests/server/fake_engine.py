@@ -72,7 +72,7 @@ class FakeEngine:
         end = time.monotonic() + (deadline_s if deadline_s is not None else 1e9)
         self.live[request.request_id] = request
         try:
-            drawn = [0] * sampling.n
+            drawn = [0] * sampling.num_samples
             while not generation.output.finished:
                 await asyncio.sleep(self.step_s)
                 if request.request_id in self.aborted:

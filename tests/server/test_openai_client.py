@@ -221,6 +221,16 @@ def test_fields_that_ask_for_nothing_are_taken(running):
     assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
 
 
+def test_the_best_of_more_samples_are_returned(running):
+    body = {"prompt": "x", "max_tokens": 3, "n": 2, "best_of": 4, "seed": 1}
+    answer = httpx.post(f"{running.url}/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1]
+    answer = httpx.post(f"{running.url}/v1/completions", json={**body, "best_of": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "best_of"
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"prompt": NaN}'])
 def test_a_body_that_is_no_object_is_refused(running, body):
     answer = httpx.post(f"{running.url}/v1/completions", content=body)

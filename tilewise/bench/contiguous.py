@@ -268,7 +268,7 @@ class ContiguousTables(BlockTables):
     def _take(self, seq: Sequence) -> list[int]:
         """Allocate pieces for a sequence and the samples to fork from it, or none."""
         is_whole = seq.num_tokens == seq.num_prompt_tokens
-        samples = seq.request.sampling.n if is_whole and seq.index == 0 else 1
+        samples = seq.request.sampling.num_samples if is_whole and seq.index == 0 else 1
         asked = TraceRequest(0.0, seq.num_prompt_tokens, seq.max_len - seq.num_prompt_tokens)
         return self.pieces.take(self._asked_for(asked), samples)
 
@@ -279,3 +279,4 @@ def use_tables(scheduler: Scheduler, tables: BlockTables) -> None:
     for part in (scheduler, *vars(scheduler).values()):
         if getattr(part, "tables", None) is own:
             part.tables = tables
+    scheduler.trace = tables.trace

@@ -80,6 +80,12 @@ class ScheduledSequence(NamedTuple):
         first_new_block: block_ids before this index are what the last batch with this sequence
             said; 0 for a sequence that came since, or came back.
         asked: None for a sequence with nothing but temperature and truncation.
+        is_chosen: the first token may be another than the runner has drawn for the sequence last.
+        num_drafts: tokens at the end of token_ids that are guesses, to be verified. A token is
+            drawn from the row of the one before the first of them and from each of theirs; the
+            result is those that agree with the guesses, and the one after. DRAFT is a guess that
+            the runner makes. num_samples is 1.
+        known: all tokens of a sequence with drafts, these not included. Its own list, not a copy.
     """
 
     seq_id: int
@@ -92,6 +98,9 @@ class ScheduledSequence(NamedTuple):
     num_generated: int = 0
     first_new_block: int = 0
     asked: Asked | None = None
+    is_chosen: bool = False
+    num_drafts: int = 0
+    known: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ With a `SwapSpace`, what blocks held goes to main memory and comes back; a batch
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from tilewise.cache.allocator import BlockAllocator
@@ -79,6 +79,7 @@ class BlockTables:
         self.blocks_peak = 0
         self.slots_peak = 0
         self._copies: list[tuple[int, int]] = []
+        self._sources: Counter[int] = Counter()  # of these copies, what they own beside no step
         self._fences: deque[list[int]] = deque()  # one for each unfinished step, the oldest first
         self._matched: _Match | None = None
 
@@ -282,7 +283,7 @@ class BlockTables:
         """Make positions num_scheduled_tokens ... end - 1 writable by this sequence alone.
 
         Only the first block to be written can be shared, by samples of one request that forked in
-        its middle; it is replaced by a copy.
+        its middle; it is replaced by a copy, but for the last of them, who writes in place.
 
         Returns:
             Whether the blocks were there; if not, nothing has changed.
@@ -290,6 +291,8 @@ class BlockTables:
         blocks, size = seq.block_ids, self.block_size
         first = seq.num_scheduled_tokens // size
         shared = first < len(blocks) and self.allocator.ref_count(blocks[first]) > 1
+        if shared and self._sources:  # those who have just got copies own the source no more
+            shared = self.allocator.ref_count(blocks[first]) - self._sources[blocks[first]] > 1
         grown = -(-end // size) - len(blocks)
         if not shared and grown <= 0:
             seq.shares_tail = False
@@ -306,8 +309,7 @@ class BlockTables:
             seq.num_told_blocks = min(seq.num_told_blocks, first)
             # While steps are unfinished, the other owners may be fences that end before this copy.
             if not self._fences:
-                self.allocator.release([source])
-                self.trace.free([source])
+                self._sources[source] += 1
         seq.shares_tail = False
         if grown:
             blocks += self.allocator.allocate(grown)
@@ -331,6 +333,15 @@ class BlockTables:
         seq.shares_tail = seq.is_doubtful = False
         seq.num_registered_blocks = seq.num_told_blocks = 0
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
+
+    def truncate(self, seq: Sequence) -> None:
+        """Let go of the blocks behind the scheduled tokens, which were for drafts."""
+        blocks, kept = seq.block_ids, self.blocks_for(seq.num_scheduled_tokens)
+        if kept < len(blocks):
+            self.trace.note("cut", seq.seq_id, kept)
+            self._let_go(blocks[kept:])
+            del blocks[kept:]
+            seq.num_told_blocks = min(seq.num_told_blocks, kept)
 
     def register(self, seq: Sequence) -> None:
         """Make the blocks that became full findable; adopt an older block of equal content."""
@@ -424,16 +435,20 @@ class BlockTables:
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Return the copies (source, destination) of the step, which has begun, and forget them.
 
-        A source keeps an owner while the step is built: its owners are samples of one request that
-        have not run since they forked. If one of them lacks a block, the newer ones are preempted,
-        and the last one left writes in place. Beside unfinished steps it keeps those whom it was
-        copied for, until this step has finished.
+        A source keeps those whom it was copied for as owners while the step is built, so that it
+        becomes no other copy's destination even if all others who share it are preempted. Beside
+        unfinished steps, or if nobody else owns it, it keeps them until this step has finished.
         """
         copies = tuple(self._copies)
         self._copies.clear()
+        self._sources.clear()
         sources = {source for source, _ in copies}
-        if len(self._fences) > 1:
-            self._fences[-1] += [source for source, _ in copies]
+        for source, _ in copies:
+            if len(self._fences) > 1 or self.allocator.ref_count(source) == 1:
+                self._fences[-1].append(source)
+            else:
+                self.allocator.release([source])
+                self.trace.free([source])
         assert sources.isdisjoint(copy for _, copy in copies), "a source is never a destination"
         return copies
 

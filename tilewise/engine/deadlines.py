@@ -58,6 +58,6 @@ class Deadlines:
     def _concerns(self, entry: _Entry) -> bool:
         """Whether an entry's request is unfinished, and has not begun where it only had to."""
         family = self._roster.requests.get(entry.request_id)
-        if family is None or family[0].seq_id != entry.seq_id:
+        if family is None or self._roster.first_ids[entry.request_id] != entry.seq_id:
             return False
         return not (entry.may_run and family[0].was_admitted)

@@ -247,7 +247,7 @@ class DeviceBatch:
         next_of, num_blocks, size = self._next, self._num_blocks, self.block_size
         for row, run in zip(changes.rows, batch.sequences, strict=True):
             start = run.start
-            if next_of[row] != start:
+            if next_of[row] != start or run.is_chosen:
                 self._expect_known(run)
                 changes.set_rows.append((row, run, start, run.num_generated))
                 changes.tokens.append((row, run.token_ids[0]))

@@ -37,6 +37,7 @@ from tilewise.engine.host_cache import HostCache
 from tilewise.engine.prompt_scores import Chunk, PromptScores, finish, hand_over, score
 from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples, is_device_lost
+from tilewise.engine.sampler import most_likely
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks, shared_prefixes
 
@@ -317,7 +318,8 @@ class DeviceRunner:
         both = torch.from_numpy(np.array([asking, [rows[i] for i in asking]], np.int64))
         if self.device.type == "cuda":
             both = both.pin_memory().to(self.device, non_blocking=True)
-        return _Asking(asking, both[0], both[1])
+        most = max(samplers[i].sampling.logprobs or 0 for i in asking)
+        return _Asking(asking, both[0], both[1], most)
 
     def _read(
         self,
@@ -358,15 +360,25 @@ class DeviceRunner:
 
 
 class _Asking(NamedTuple):
-    """Samples that ask for log-probabilities: their numbers, here and there, and their rows."""
+    """Samples that ask for log-probabilities: their numbers, here and there, and their rows.
+
+    The most that one of them asks for may be more than the kernel gives: beams may be many.
+    """
 
     places: list[int]
     samples: Tensor
     rows: Tensor
+    most: int
 
     def found_in(self, logits: Tensor, tokens: Tensor) -> _Logprobs:
         """Compute them, of the model's logits and the token of each of these samples."""
-        most = min(MOST_LOGPROBS, logits.shape[1])  # one number, so that one kernel is compiled
+        vocab = logits.shape[1]
+        if self.most > MOST_LOGPROBS:
+            logprobs = logits.log_softmax(dim=-1)
+            top, ids = most_likely(logprobs, min(self.most, vocab))
+            own = logprobs.gather(-1, tokens[:, None])[:, 0]
+            return _Logprobs(self.places, (own, ids.contiguous(), top.contiguous()))
+        most = min(MOST_LOGPROBS, vocab)  # one number, so that one kernel is compiled
         return _Logprobs(self.places, ops.token_logprobs(logits, tokens, most))
 
 

@@ -152,9 +152,11 @@ class Engine:
             if not self._unfinished:
                 return self._take_expired()
             batch, handle = self._unfinished.popleft()
+            samples: Samples | None
             try:
                 samples = handle.result()
             except Exception as error:
+                samples = None
                 events = self._recover(batch, error)
             except BaseException:
                 self._discard(batch)
@@ -164,7 +166,7 @@ class Engine:
                     events = self.scheduler.update(batch, samples)
         finally:
             self._let_end()
-        self._record(batch, time.perf_counter() - started)
+        self._record(batch, samples, time.perf_counter() - started)
         return self._take_expired() + events if self._expired else events
 
     def _take_expired(self) -> list[TokenEvent]:
@@ -300,10 +302,15 @@ class Engine:
         with self.lock:
             return picture(self.scheduler)
 
-    def _record(self, batch: Batch, seconds: float) -> None:
-        decodes = all(len(s.token_ids) == 1 and s.num_generated > 0 for s in batch.sequences)
+    def _record(self, batch: Batch, samples: Samples | None, seconds: float) -> None:
+        """Note what a step took; without samples it was run again, in parts."""
+        runs = batch.sequences
+        decodes = all(len(s.token_ids) == 1 + s.num_drafts and s.num_generated > 0 for s in runs)
         kind = "decode" if decodes else "prefill"
-        self._tokens[kind] += batch.num_tokens
+        num_drawn = len(runs) if samples is None else sum(map(len, samples))
+        self._tokens[kind] += num_drawn if decodes else batch.num_tokens
+        if self.scheduler.speculation is not None and samples is not None:
+            self.scheduler.speculation.record(batch, samples, seconds)
         self._seconds[kind] += seconds
         if kind == "prefill" and self.runner.host is not None:
             rate = self._tokens[kind] / self._seconds[kind] if self._seconds[kind] else 0.0

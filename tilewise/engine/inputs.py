@@ -30,7 +30,8 @@ class ModelInputs:
         ids: (T,) int64 token ids.
         positions: (T,) int64 position of each token in its sequence.
         ctx: where the rows belong in the paged cache.
-        logits_rows: (R,) int64 rows whose logits are sampled, one per sequence that samples.
+        logits_rows: (R,) int64 rows whose logits are sampled, one per sequence that samples, and
+            one per draft.
         block_copies: (C, 2) int64 cache blocks (source, destination) to copy before the step.
     """
 
@@ -126,7 +127,7 @@ def build_inputs(
         _flatten(s.token_ids for s in sequences),
         positions,
         slots,
-        cu_seqlens_q[1:][samples] - 1,
+        _logits_rows(sequences, cu_seqlens_q[1:], samples),
         _flatten(batch.block_copies),
         cu_seqlens_q.astype(np.int32),
         (starts + lengths).astype(np.int32),
@@ -153,6 +154,20 @@ def build_inputs(
         ),
         logits_rows=rows,
         block_copies=copies.view(-1, 2),
+    )
+
+
+def _logits_rows(
+    sequences: Sequence[ScheduledSequence], ends: NDArray[np.int64], samples: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Return the rows that are sampled: the last one of a sequence, and those of its drafts."""
+    drafts = [s.num_drafts for s in sequences]
+    if not any(drafts):
+        return ends[samples] - 1
+    return _flatten(
+        range(end - 1 - count, end)
+        for end, count, is_sampled in zip(ends.tolist(), drafts, samples.tolist(), strict=True)
+        if is_sampled
     )
 
 

@@ -31,6 +31,8 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         swap_blocks_used=swap.num_used if swap else 0,
         swap_blocks_cold=swap.num_cold if swap else 0,
         num_recalled_tokens=swap.num_recalled * scheduler.limits.block_size if swap else 0,
+        num_drafts=scheduler.speculation.num_drafts if scheduler.speculation else 0,
+        num_accepted_drafts=scheduler.speculation.num_accepted if scheduler.speculation else 0,
     )
 
 
@@ -95,7 +97,7 @@ def explain(scheduler: Scheduler, request_id: str) -> str:
     if place > 0:
         return f"waiting: {place} sequences are before it"
     running = scheduler.roster.running
-    if sum(map(scheduler._seats, running)) >= scheduler.limits.max_num_seqs:
+    if sum(map(scheduler.seats, running)) >= scheduler.limits.max_num_seqs:
         return f"waiting: all {scheduler.limits.max_num_seqs} seats are taken"
     missing = scheduler.tables.missing_blocks(seq, spare=len(running))
     if missing:
@@ -112,7 +114,10 @@ def check_integrity(scheduler: Scheduler) -> None:
     running = scheduler.roster.running
     scheduler.roster.check_integrity()
     scheduler.tables.check_integrity(running, scheduler.roster.waiting)
-    has_work = all(s.num_computed_tokens < s.num_tokens for s in running)
+    has_work = all(
+        s.num_computed_tokens < s.num_tokens or (s.search and s.search.is_resting(s))
+        for s in running
+    )
     ahead = [
         (s.num_computed_tokens, s.num_scheduled_tokens, s.num_tokens + s.num_pending)
         for s in running

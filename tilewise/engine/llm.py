@@ -14,6 +14,7 @@ import torch
 
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.draft_runner import DraftingRunner, check_speculative, draft_runner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.loop import EngineLoop
@@ -39,6 +40,7 @@ from tilewise.engine.settings import (
     weights_are_int8,
 )
 from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.speculative import DraftModel, PromptLookup
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import RequestError
 from tilewise.models import load_model
@@ -106,6 +108,8 @@ class LLM:
             prefix cache has of it. None is True on a CPU and False on a GPU; see
             docs/batch-invariance.md.
         use_progress: write a line of progress to stderr while graphs are captured.
+        speculative: PromptLookup(...) or DraftModel(...): guess several tokens of a sequence and
+            verify them in one step. What is generated stays the same. Not with CUDA graphs.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -146,6 +150,7 @@ class LLM:
         graphs: str = "auto",
         batch_invariant: bool | None = None,
         use_progress: bool | None = None,
+        speculative: PromptLookup | DraftModel | None = None,
     ) -> None:
         check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
         check_integers(
@@ -170,6 +175,7 @@ class LLM:
             batch_invariant = on.type == "cpu"
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
+        check_speculative(speculative, on, has_graphs)
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -195,11 +201,13 @@ class LLM:
             "long_prefill_token_threshold": long_prefill_token_threshold,
             "preemption": preemption,
             "victim": victim,
+            "speculative": speculative,
         }
         self._new_scheduler = new_scheduler = functools.partial(
             _new_scheduler, itertools.count(seed), scheduler_settings
         )
         model_, num_threads = self.model, torch.get_num_threads()
+        vocab_size = self.config.vocab_size
         current = torch.cuda.current_device() if on.type == "cuda" else None
 
         def make_engine() -> Engine:
@@ -258,6 +266,11 @@ class LLM:
                     plain.warm_up()
                 else:
                     warm_up(model_, spec, on)
+                if isinstance(speculative, DraftModel):
+                    draft = draft_runner(
+                        speculative, storage.num_blocks, block_size, vocab_size, max_model_len
+                    )
+                    runner = DraftingRunner(plain, draft, max_num_batched_tokens)
             runner.host = host
             return Engine(new_scheduler(), runner, overlap=has_graphs)
 
@@ -368,7 +381,7 @@ class LLM:
         those of generate().
 
         Raises:
-            RequestError: the prompt can never be served, or n is not 1.
+            RequestError: the prompt can never be served, or it has several samples.
 
         The iterator raises what ends the request alone, see generate(), after the text before it.
         """
@@ -381,8 +394,11 @@ class LLM:
             deadline_s=deadline_s,
             max_queue_s=max_queue_s,
         )
-        if generation.request.sampling.n != 1:
-            raise RequestError(f"n must be 1 to stream, got {generation.request.sampling.n}")
+        if generation.request.sampling.num_samples != 1:
+            raise RequestError(
+                "n, best_of and beam_width must be 1 to stream, "
+                f"got {generation.request.sampling.num_samples}"
+            )
         return self._stream(generation)
 
     def _stream(self, generation: Generation) -> Iterator[str]:
@@ -464,6 +480,11 @@ class LLM:
         options = self._options.prepare(sampling)
         request = Request(request_id, ids, sampling, self._end_ids, **asked, **options)
         self.engine.scheduler.limits.check(request)
+        width = getattr(sampling, "beam_width", 0)
+        if width > self.config.vocab_size:
+            raise RequestError(
+                f"beam_width must be at most vocab_size {self.config.vocab_size}, got {width}"
+            )
         if max(ids) >= self.config.vocab_size:
             raise RequestError(
                 f"prompt token ids must be below vocab_size {self.config.vocab_size}, "

@@ -371,7 +371,7 @@ class _Core:
             except Exception as error:  # of its tokenizer: no other text is worse for it
                 generation.fail(error)
                 self.engine.abort(event.request_id)
-            completion = output.outputs[event.index]
+            completion = generation.samples[event.index]
             if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
                 self.engine.finish(
                     event.request_id, event.index, FinishReason.STOP, completion.stop_reason

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
@@ -28,7 +29,8 @@ class CompletionOutput:
         token_ids: every token drawn, the one that ended it included.
         logprobs: per token, {token id: log-probability} of the token and of the best ones asked
             for, best first; None unless SamplingParams.logprobs is given.
-        cumulative_logprob: the sum over the tokens drawn; None likewise.
+        cumulative_logprob: the sum over the tokens drawn; None likewise, unless samples or beams
+            are ordered by it.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: the stop token id or stop string that ended it; None for the model's end token.
     """
@@ -84,6 +86,8 @@ class Generation:
     Attributes:
         output: complete up to the last event taken; another thread reads `snapshot()` instead
             until it has finished.
+        samples: all that are drawn, by the index of their events; those of output.outputs, until
+            only the best of them are returned.
         error: why it failed, for the caller that waits for it; None if it did not.
         on_change: called on the engine's thread after each step that has changed the output, and
             when it has finished. What it raises ends the request.
@@ -93,12 +97,12 @@ class Generation:
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
         self.request = request
         sampling = request.sampling
-        samples = range(sampling.n)
+        self.samples = [CompletionOutput(index) for index in range(sampling.num_samples)]
         self.output = RequestOutput(
             request_id=request.request_id,
             prompt=prompt,
             prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[CompletionOutput(index) for index in samples],
+            outputs=list(self.samples),
             metrics=RequestMetrics(arrival_time=time.perf_counter()),
         )
         self.error: BaseException | None = None
@@ -116,7 +120,7 @@ class Generation:
                     includes_stop=sampling.include_stop_str_in_output,
                     min_tokens=sampling.min_tokens,
                 )
-                for _ in samples
+                for _ in self.samples
             ]
 
     def _detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
@@ -138,7 +142,9 @@ class Generation:
         if event.error is not None:
             self.fail(event.error)
             return
-        completion = self.output.outputs[event.index]
+        completion = self.samples[event.index]
+        if completion.finish_reason is not None:
+            return  # of the same step as the token that ended it
         metrics, now = self.output.metrics, time.perf_counter()
         if event.token is not None:  # else the sample has ended by its deadline
             completion.token_ids.append(event.token.token_id)
@@ -152,7 +158,8 @@ class Generation:
             completion.stop_reason = event.stop_reason
         self.output.num_cached_tokens = event.num_cached_tokens
         self._add_text(completion, event)
-        if all(c.finish_reason is not None for c in self.output.outputs):
+        if all(c.finish_reason is not None for c in self.samples):
+            self._keep_the_best()
             self.output.finished = True
             metrics.finished_time = now
 
@@ -167,8 +174,14 @@ class Generation:
         return "".join(unread)
 
     def snapshot(self) -> RequestOutput:
-        """Return a copy of the output that no step changes, with each sample's text so far."""
+        """Return a copy of the output that no step changes, with each sample's text so far.
+
+        Of best_of samples nothing is shown before it is known which are the best.
+        """
         with self._lock:
+            if self._chooses and not self.output.finished:
+                hidden = [CompletionOutput(index) for index in range(self.request.sampling.n)]
+                return replace(self.output, outputs=hidden, metrics=replace(self.output.metrics))
             return replace(
                 self.output,
                 outputs=[
@@ -198,23 +211,41 @@ class Generation:
         self._end(FinishReason.ERROR)
 
     def _end(self, reason: FinishReason) -> None:
-        for completion in self.output.outputs:
+        for completion in self.samples:
             if completion.finish_reason is None:
                 completion.finish_reason = reason.value
                 if self._streams is not None:
                     completion.text = self._streams[completion.index].text
         if not self.output.finished:
+            self._keep_the_best()
             self.output.finished = True
             self.output.metrics.finished_time = time.perf_counter()
+
+    @property
+    def _chooses(self) -> bool:
+        sampling = self.request.sampling
+        return sampling.best_of not in (None, sampling.n)
+
+    def _keep_the_best(self) -> None:
+        """Return n of best_of samples, those with the highest cumulative log-probability."""
+        if not self._chooses:
+            return
+
+        def loss(sample: CompletionOutput) -> float:  # one without a token comes last
+            return inf if sample.cumulative_logprob is None else -sample.cumulative_logprob
+
+        best = sorted(self.samples, key=loss)[: self.request.sampling.n]
+        self.output.outputs = [replace(c, index=i) for i, c in enumerate(best)]
 
     def _add_logprobs(self, completion: CompletionOutput, token: SampledToken) -> None:
         if token.logprob is None:
             return
-        entry = dict(token.top_logprobs)
-        entry.setdefault(token.token_id, token.logprob)
-        if completion.logprobs is None:
-            completion.logprobs = []
-        completion.logprobs.append(entry)
+        if self.request.sampling.logprobs is not None:
+            entry = dict(token.top_logprobs)
+            entry.setdefault(token.token_id, token.logprob)
+            if completion.logprobs is None:
+                completion.logprobs = []
+            completion.logprobs.append(entry)
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + token.logprob
 
     def _add_text(self, completion: CompletionOutput, event: TokenEvent) -> None:

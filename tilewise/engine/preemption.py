@@ -6,7 +6,8 @@ swap       what all running samples of its request have computed goes to main me
            before they run again: all of it or nothing, as they share blocks. It is recomputed
            instead where there is no room, where a sample runs that must not lose its place, or
            where others of the samples are in main memory already: those that come back together
-           are then those that were there together, and so they fit.
+           are then those that were there together, and so they fit. Beams are always recomputed:
+           they fork and are dropped while some of them wait.
 auto       whichever takes less time: moving its blocks out and in, or computing again the tokens
            that the prefix cache does not know
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise.engine.batch import Batch
+from tilewise.engine.beams import Beams
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import Sequence
 from tilewise.engine.roster import Roster
@@ -62,6 +64,7 @@ class Preemption:
     Args:
         roster: who runs.
         tables: whose blocks.
+        beams: who has a place in a search.
         preemption: of PREEMPTIONS.
         victim: of VICTIMS.
 
@@ -76,10 +79,15 @@ class Preemption:
     """
 
     def __init__(
-        self, roster: Roster, tables: BlockTables, preemption: str = "auto", victim: str = "newest"
+        self,
+        roster: Roster,
+        tables: BlockTables,
+        beams: Beams,
+        preemption: str = "auto",
+        victim: str = "newest",
     ) -> None:
         check_preemption(preemption, victim, has_swap_space=tables.swap is not None)
-        self.roster, self.tables = roster, tables
+        self.roster, self.tables, self.beams = roster, tables, beams
         self.preemption, self.victim = preemption, victim
         self.rates = Rates()
         self.num_preemptions = self.num_swapped = 0
@@ -117,6 +125,8 @@ class Preemption:
         self.num_preemptions += seq.num_told_blocks > 0 or bool(seq.swap_slots)
         self.tables.release(seq)
         seq.num_preemptions += 1
+        seq.drafts = ()
+        self.beams.regroup(seq)
 
     def group(self, seq: Sequence) -> list[Sequence]:
         """Return those that come back together with one that waits."""
@@ -162,7 +172,7 @@ class Preemption:
     def _family(self, seq: Sequence, first: int) -> list[Sequence]:
         """Return who would be swapped with a sequence; nobody if that is not possible."""
         swap, running = self.tables.swap, self.roster.running
-        if swap is None or self.preemption == "recompute":
+        if swap is None or self.preemption == "recompute" or seq.search is not None:
             return []
         samples = self.roster.requests[seq.request.request_id]
         family = [s for s in samples if s.block_ids]

@@ -98,6 +98,9 @@ class Pool:
         self._put(event, [event["block"]])
         self._own([event["block"]])
 
+    def _cut(self, event: dict[str, Any]) -> None:
+        del self._table(event)[event["num_kept"] :]
+
     def _hit(self, event: dict[str, Any]) -> None:
         self._put(event, list(event["blocks"]))
         self._own(event["blocks"])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_options
+
+if TYPE_CHECKING:
+    from tilewise.engine.beams import BeamSearch
+    from tilewise.engine.speculative import Ngrams
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
@@ -63,6 +67,8 @@ class SamplingParams:
         structured: the text follows a JSON schema, a regular expression, a choice or a grammar.
         include_stop_str_in_output: the text keeps the stop string, or stop token, that ended it.
         skip_special_tokens: special tokens have no text.
+        best_of: samples to draw, of which the n with the highest cumulative log-probability are
+            returned, the best first; n to 1024, None draws n.
 
     The order is vLLM's, but for functions of the caller, which come first: logits_processors,
     logit_bias, then what may not be drawn (allowed_token_ids, bad_words, min_tokens, structured),
@@ -96,6 +102,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logits_processors: list[Callable[..., Any]] | tuple[Callable[..., Any], ...] | None = None
     structured: StructuredOutputs | None = None
+    best_of: int | None = None
+    most_logprobs: ClassVar[int] = MOST_LOGPROBS
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -115,8 +123,16 @@ class SamplingParams:
                 f"max_tokens must be at least 1, got {self.max_tokens}",
             ),
             (
-                self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS,
-                f"logprobs must be in 0 ... {MOST_LOGPROBS}, got {self.logprobs}",
+                self.logprobs is None or 0 <= self.logprobs <= self.most_logprobs,
+                f"logprobs must be in 0 ... {self.most_logprobs}, got {self.logprobs}",
+            ),
+            (
+                self.best_of is None or self.n <= self.best_of <= MAX_N,
+                f"best_of must be in n ... {MAX_N}, got {self.best_of} for n of {self.n}",
+            ),
+            (
+                self.best_of in (None, 1) or self.temperature > 0,
+                f"best_of must be 1 when temperature is 0 (greedy), got {self.best_of}",
             ),
             (
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_LOGPROBS,
@@ -138,7 +154,7 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         """Refuse what would fail, or quietly mean something else, deep inside a step."""
-        maybe = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+        maybe = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
         for name in ("n", "top_k", "min_tokens", *maybe):
             value = getattr(self, name)
             may_be_none = name in maybe
@@ -166,6 +182,21 @@ class SamplingParams:
             raise ValueError(f"stop must be at most {MAX_STOPS} strings, got {len(stops)}")
         if isinstance(ids, Sized) and len(ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_token_ids must be at most {MAX_STOP_IDS} ids, got {len(ids)}")
+
+    @property
+    def num_samples(self) -> int:
+        """Token streams of a request: best_of, or n."""
+        return self.n if self.best_of is None else self.best_of
+
+    def for_rows(self, end_ids: frozenset[int]) -> SamplingParams:
+        """Return what a runner is asked of each row of logits: this, with what the choice needs.
+
+        Args:
+            end_ids: tokens that end a sample of the request.
+        """
+        if self.num_samples == self.n or self.logprobs is not None:
+            return self
+        return replace(self, logprobs=0)
 
     @property
     def greedy(self) -> bool:
@@ -213,6 +244,7 @@ class Request:
 
     Raises:
         ValueError: sampling has bad_words or structured, and what is made of them is missing.
+        row_sampling: what a runner is asked of each row of its logits.
     """
 
     request_id: str
@@ -230,6 +262,7 @@ class Request:
     end_ids: frozenset[int] = field(init=False, repr=False)
     adjusts: bool = field(init=False, repr=False)
     needs_tokens: bool = field(init=False, repr=False)
+    row_sampling: SamplingParams = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.sampling.stop_token_ids or ())
@@ -253,6 +286,7 @@ class Request:
             or sampling.allowed_token_ids
             or sampling.min_tokens
         )
+        self.row_sampling = self.sampling.for_rows(self.end_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -289,6 +323,11 @@ class Sequence:
         arrival_time: of its request, on the scheduler's clock.
         swap_slots: blocks in main memory that keep what it had computed when it was swapped out.
         num_swapped_tokens: how many tokens they keep.
+        is_stepwise: its next run needs the results of its last, so that no unfinished step may be
+            beside it.
+        search: the beam search that it is a beam of.
+        drafts: guesses that the run which is described just now has at its end.
+        ngrams: where its n-grams were last, for prompt lookup.
     """
 
     seq_id: int
@@ -311,6 +350,10 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    is_stepwise: bool = False
+    search: BeamSearch | None = None
+    drafts: tuple[int, ...] = ()
+    ngrams: Ngrams | None = None
     rank: tuple[int, int, int] = (0, 0, 0)
     was_admitted: bool = False
     arrival_time: float = 0.0

@@ -25,7 +25,9 @@ class Roster:
         running: sequences that hold blocks, by rank.
         waiting: sequences that hold none, by rank.
         num_queued, num_queued_tokens: requests that were never admitted, and their prompts.
-        requests: the samples of each unfinished request, ended ones included, by arrival.
+        requests: the samples of each unfinished request, ended ones included, by arrival; of a
+            search, the beams that live.
+        first_ids: the seq_id of the first sample of each, that it began with.
         live: unfinished sequences by seq_id.
     """
 
@@ -35,6 +37,7 @@ class Roster:
         self.waiting: list[Sequence] = []
         self.num_queued = self.num_queued_tokens = 0
         self.requests: dict[str, list[Sequence]] = {}
+        self.first_ids: dict[str, int] = {}
         self.live: dict[int, Sequence] = {}
         self._num_sequences = 0
         self._num_arrivals = 0
@@ -47,6 +50,7 @@ class Roster:
         seq = self._new(request, 0, seed, max_len, rank)
         seq.arrival_time = now
         self.requests[request.request_id] = [seq]
+        self.first_ids[request.request_id] = seq.seq_id
         self._num_unfinished[request.request_id] = 1
         insort(self.waiting, seq, key=_rank)
         self.order.arrive(seq)
@@ -89,6 +93,39 @@ class Roster:
             self._num_unfinished[request.request_id] += len(children)
         return children
 
+    def regroup(self, family: list[Sequence]) -> None:
+        """Make these the unfinished sequences of a request, in this order; others of it are gone.
+
+        They were admitted before. Ranks say the order; of each list only the part of this request
+        changes.
+
+        Args:
+            family: those that hold blocks first, and new ones only beside old ones: of the old
+                ones, too, some hold blocks if new ones do, or wait if they wait.
+        """
+        request_id = family[0].request.request_id
+        members = {*self.requests[request_id], *family}
+        for seq in members.difference(family):
+            del self.live[seq.seq_id]
+        kind, place, _ = family[0].rank
+        for queue, is_holder in ((self.running, True), (self.waiting, False)):
+            low = bisect_left(queue, (kind, place, -1), key=_rank)
+            high = low
+            while high < len(queue) and queue[high] in members:
+                high += 1
+            queue[low:high] = [s for s in family if bool(s.block_ids) == is_holder]
+        for i, seq in enumerate(family):
+            seq.rank = kind, place, i
+        self.requests[request_id] = family
+        self._num_unfinished[request_id] = len(family)
+
+    def branch(self, parent: Sequence, token_ids: list[int], index: int) -> Sequence:
+        """Make a sequence that continues another of its request; regroup() gives it its place."""
+        seq = self._new(parent.request, index, parent.seed, parent.max_len, parent.rank)
+        seq.token_ids = token_ids
+        seq.was_admitted, seq.arrival_time = True, parent.arrival_time
+        return seq
+
     def remove(self, seq: Sequence) -> None:
         """Take out a sequence whose finish_reason is set and whose blocks are not yet released."""
         queue = self.running if seq.block_ids else self.waiting
@@ -100,6 +137,7 @@ class Roster:
         self._num_unfinished[request_id] -= 1
         if self._num_unfinished[request_id] == 0:
             del self.requests[request_id], self._num_unfinished[request_id]
+            del self.first_ids[request_id]
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """Return the unfinished samples of a request, none if it is unknown."""

@@ -26,6 +26,7 @@ from tilewise.engine.host_cache import HostCache
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.prompt_scores import PromptScores, finish, hand_over, score
 from tilewise.engine.sampler import few_threads, sample
+from tilewise.engine.speculative import accepted, with_rows_of_drafts
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import copy_blocks
 
@@ -82,6 +83,8 @@ class StepHandle(Protocol):
 
     def result(self) -> Samples:
         """Wait for the step and return num_samples tokens for each of its sequences; once.
+
+        A sequence with drafts has one token more for each that is right.
 
         Those of a row of logits that is NaN or infinite are BROKEN. What a later step computes from
         such a token is for nobody, and harms nobody else.
@@ -215,7 +218,7 @@ class ModelRunner:
         finally:
             self._hidden = None
         self._drawn = {  # of a row that is not finite any token will do
-            s.seq_id: max(drawn[0].token_id, 0)
+            s.seq_id: max(drawn[-1 if s.num_drafts else 0].token_id, 0)
             for s, drawn in zip(batch.sequences, samples, strict=True)
             if drawn
         }
@@ -235,7 +238,7 @@ class ModelRunner:
         )
         logits = self.forward(inputs)
         draw = self._adjust_and_sample if adjusts else self.sampler
-        samples: Samples = draw(logits, batch)
+        samples: Samples = accepted(batch, draw(logits, with_rows_of_drafts(batch)))
         if chunks:
             finish(chunks, score(chunks, self.logits_of, logits.shape[1], self.device))
         hand_over(samples, whole)

@@ -19,7 +19,7 @@ from tilewise.engine.batch import BROKEN, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.philox import uniforms
 from tilewise.engine.request import SamplingParams
 
-__all__ = ["few_threads", "sample", "truncate"]
+__all__ = ["few_threads", "most_likely", "sample", "truncate"]
 
 # Probability 1 as an integer weight. 2**48 leaves 15 bits of int64 above it for rounding, and
 # nothing that float64 holds above 3.6e-15 is lost.
@@ -189,6 +189,28 @@ def _scan(ordered: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor
     return least, ~kept[:, -1:] & (top_k < count)
 
 
+def most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest values (R, count) of (R, V) and their places, of equal ones the lower.
+
+    On a GPU without a wait; on a CPU the whole is sorted only where the last one has an equal.
+    """
+    if logprobs.device.type != "cpu":
+        top, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+        return top[:, :count], ids[:, :count]
+    top, ids = logprobs.topk(count, dim=-1)
+    ids, order = ids.sort(dim=-1)
+    top, again = top.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, again)
+    if count == 0:
+        return top, ids
+    has_equal = (logprobs >= top[:, -1:]).sum(dim=-1) > count
+    if bool(has_equal.any()):
+        rows = has_equal.nonzero()[:, 0]
+        ordered = logprobs[rows].sort(dim=-1, descending=True, stable=True)
+        top[rows], ids[rows] = ordered.values[:, :count], ordered.indices[:, :count]
+    return top, ids
+
+
 def _draw(logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor) -> list[list[int]]:
     """Return the token ids of each row."""
     tokens = [[token] * s.num_samples for s, token in zip(rows, argmax.tolist(), strict=True)]
@@ -247,7 +269,7 @@ def _with_logprobs(
     index = torch.tensor(asking, device=logits.device)
     logprobs = logits.index_select(0, index).log_softmax(dim=-1)
     count = max(rows[i].sampling.logprobs or 0 for i in asking)
-    top, top_ids = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    top, top_ids = most_likely(logprobs, min(count, logits.shape[-1]))
     longest = max(len(tokens[i]) for i in asking)
     padded = torch.tensor([[*tokens[i], *[0] * (longest - len(tokens[i]))] for i in asking])
     own = logprobs.gather(-1, padded.to(logits.device)).tolist()

@@ -16,6 +16,12 @@ One step:
      is none wait. Until then it keeps the seats of all of them from those behind it. Who gets
      blocks from main memory runs from the next step on, if another runs in this one meanwhile.
 
+Beams (`engine.beams`) are sequences like others; one whose log-probabilities are there rests until
+those of all beams of its search are, behind those that have yet to run. If one of these lacks a
+seat or blocks, the last that rests loses its own and is computed again later; so does one that
+rests of a search that comes later, for whoever is admitted next. Drafts (`engine.speculative`)
+lengthen the run of a sequence and preempt nobody.
+
 Overlap: with max_in_flight = 2 the next step is scheduled while one runs, as if the tokens that it
 draws were known. What they cannot change is known: a sequence that reaches its length with them is
 not scheduled again, one that forks with them waits for them. What they can change, an end token, is
@@ -43,6 +49,10 @@ Why every accepted request ends, whatever the order and the victims:
      earlier. With `fair` they are few, too: while a user's request waits, its counter stands still,
      and each admission of others raises theirs. With `priority` an endless stream of more important
      requests keeps a less important one waiting; that is what it says.
+Of a search the first that does not rest is meant: those that rest and run before it make way for
+it, and in the end it is alone. With its row it rests, too, and the next one is the first; when all
+rest, each that lives on has a token more, so that a search takes at most max_tokens such rounds.
+If nobody runs because all who could have lost their blocks, some wait, and are admitted at once.
 Who waits for a block of another waits for one before it that writes it in this step or an
 unfinished one; ended or preempted, it writes no more.
 
@@ -68,15 +78,17 @@ from tilewise.engine.batch import (
     SampledToken,
     ScheduledSequence,
     TokenEvent,
-    why_undrawn,
 )
+from tilewise.engine.beams import Beams, BeamSearchParams
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.deadlines import Deadlines
 from tilewise.engine.order import order_of
 from tilewise.engine.preemption import Preemption
-from tilewise.engine.request import NO_TOKEN, FinishReason, Request, Sequence
+from tilewise.engine.request import FinishReason, Request, Sequence
+from tilewise.engine.results import Results
 from tilewise.engine.roster import Roster
 from tilewise.engine.seeds import derive_seed
+from tilewise.engine.speculative import DraftModel, PromptLookup, Speculation
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.swap_space import BlockStore
 from tilewise.errors import RequestError
@@ -111,6 +123,7 @@ class Scheduler:
         preemption, victim: who loses its blocks, and how, see `engine.preemption`.
         num_swap_blocks: blocks of main memory for what is swapped out and for cold prefixes.
         store: where cold prefixes go from there.
+        speculative: guess several tokens of a sequence and verify them in one step; None does not.
         max_waiting_requests: requests that may wait without having run; None is no bound.
         max_waiting_tokens: tokens of their prompts together; None is no bound.
         clock: seconds, for deadlines.
@@ -137,6 +150,7 @@ class Scheduler:
         victim: str = "newest",
         num_swap_blocks: int = 0,
         store: BlockStore | None = None,
+        speculative: PromptLookup | DraftModel | None = None,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -152,7 +166,10 @@ class Scheduler:
         self.seed = seed
         self.order = order_of(scheduling_policy, user_weights)
         self.roster = Roster(self.order)
-        self.preemption = Preemption(self.roster, self.tables, preemption, victim)
+        self.beams = Beams(self.roster, self.tables)
+        self.preemption = Preemption(self.roster, self.tables, self.beams, preemption, victim)
+        self.results = Results(self.roster, self.tables, self.beams, self.preemption)
+        self.speculation = None if speculative is None else Speculation(speculative)
         self.deadlines = Deadlines(self.roster)
         self.clock = clock
         self.max_in_flight = max_in_flight
@@ -181,6 +198,10 @@ class Scheduler:
         )
         self._num_arrivals += 1
         seq = self.roster.enqueue(request, seed, self.limits.max_len(request), self.clock())
+        if isinstance(request.sampling, BeamSearchParams):
+            self.beams.start(seq)
+        elif self.speculation is not None:
+            seq.is_stepwise = self.speculation.suits(request)
         self.deadlines.add(seq)
         self.trace.arrive(request)
 
@@ -198,7 +219,7 @@ class Scheduler:
         return [
             event
             for request_id in self.deadlines.due(self.clock())
-            for event in self._end_all(request_id, FinishReason.DEADLINE, None)
+            for event in self.results.end_all(request_id, FinishReason.DEADLINE, None)
         ]
 
     def schedule(self) -> Batch | None:
@@ -214,7 +235,7 @@ class Scheduler:
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
         runs, budget, lacked_blocks = self._schedule_running()
-        if not lacked_blocks:
+        if not lacked_blocks or not (runs or self._steps):
             runs += self._admit_waiting(budget, bool(runs))
         if not runs and self.roster.running and not self._steps:
             runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
@@ -241,7 +262,7 @@ class Scheduler:
 
         Args:
             batch: what schedule() returned.
-            samples: for each of its sequences num_samples tokens.
+            samples: for each of its sequences num_samples tokens, and one for each right draft.
 
         Returns:
             One event per token, in the order of the batch, and one per sample that has failed.
@@ -256,38 +277,41 @@ class Scheduler:
                 "got another"
             )
         expected = [s.num_samples for s in batch.sequences]
-        if expected != [len(drawn) for drawn in samples]:
+        if len(samples) != len(expected) or any(
+            not run.num_samples <= len(drawn) <= run.num_samples + run.num_drafts
+            for run, drawn in zip(batch.sequences, samples, strict=True)
+        ):
             raise ValueError(
                 f"samples must be {expected} tokens per sequence, got {[len(d) for d in samples]}"
             )
         step = self._steps.popleft()
         self.tables.end_step(0)
-        live, events = self.roster.live, list[TokenEvent]()
+        live, results, events = self.roster.live, self.results, list[TokenEvent]()
         block_size, counts_tokens = self.tables.block_size, self.order.counts_tokens
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
+                continue
+            if counts_tokens:
+                self.order.charge(seq.request.user, 0, len(drawn))
+            if run.num_drafts:
+                assert self.speculation is not None
+                self.speculation.take(seq, run.num_drafts, drawn, self.tables)
+                results.append_all(seq, drawn, events)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
             if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
                 self.tables.register(seq)
             if run.num_samples == 0:
                 continue
-            if counts_tokens:
-                self.order.charge(seq.request.user, 0, run.num_samples)
             seq.num_pending -= 1
-            if run.num_samples == 1:
-                self._append(seq, drawn[0], events)
-                continue
-            if drawn[0].token_id == NO_TOKEN:  # they are all of one row of logits
-                events += self._fail_undrawn(seq, drawn[0])
-                continue
-            family = self._fork(seq, run.seeds[1:])
-            for sample, token in zip(family, drawn, strict=True):
-                if sample.index in seq.ended:
-                    self._finish(sample, *seq.ended[sample.index])
-                else:
-                    self._append(sample, token, events)
+            if seq.search is not None:
+                results.take_row(seq, drawn[0], events)
+            elif run.num_samples == 1:
+                results.append(seq, drawn[0], events)
+            else:
+                results.fork(seq, run.seeds[1:], drawn, events)
+        self.beams.settle()
         # Who is admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self.preemption.recompute(self.roster.running[-1])
@@ -332,25 +356,7 @@ class Scheduler:
         Returns:
             Whether it was unfinished.
         """
-        family = self.roster.requests.get(request_id, ())
-        if family and len(family) < family[0].request.sampling.n:
-            return self._finish_early(family[0], index, reason, stop_reason)
-        for seq in family:
-            if seq.index == index and seq.finish_reason is None:
-                self._finish(seq, reason, stop_reason)
-                return True
-        return False
-
-    def _finish_early(
-        self, seq: Sequence, index: int, reason: FinishReason, stop_reason: int | str | None
-    ) -> bool:
-        """End one of the samples that have yet to fork."""
-        if index in seq.ended or not 0 <= index < seq.request.sampling.n:
-            return False
-        seq.ended[index] = reason, stop_reason
-        if len(seq.ended) == seq.request.sampling.n:
-            self._finish(seq, *seq.ended[seq.index])
-        return True
+        return self.results.finish(request_id, index, reason, stop_reason)
 
     def abort(self, request_id: str) -> bool:
         """End all samples of a request; allowed while steps are unfinished.
@@ -358,10 +364,7 @@ class Scheduler:
         Returns:
             Whether any was unfinished.
         """
-        unfinished = self.roster.unfinished(request_id)
-        for seq in unfinished:
-            self._finish(seq, FinishReason.ABORT, None)
-        return bool(unfinished)
+        return self.results.end(request_id, FinishReason.ABORT, None)
 
     def fail(
         self, request_id: str, error: Exception, *, is_damaged: bool = True
@@ -377,30 +380,7 @@ class Scheduler:
             One event without a token for each unfinished sample, those included that would have
             forked later.
         """
-        family = self.sequences(request_id)
-        if not any(s.finish_reason is None for s in family):
-            return []
-        if is_damaged:
-            self.tables.forget(family, self.roster.running)
-            self.preemption.forget(family)
-        return self._end_all(request_id, FinishReason.ERROR, error)
-
-    def _end_all(
-        self, request_id: str, reason: FinishReason, error: Exception | None
-    ) -> list[TokenEvent]:
-        """End all samples of a request; return an event for each, those included to come."""
-        family = self.sequences(request_id)
-        unfinished = [s for s in family if s.finish_reason is None]
-        first = family[0]
-        indices = [s.index for s in unfinished]
-        if len(family) < first.request.sampling.n:
-            indices = [i for i in range(first.request.sampling.n) if i not in first.ended]
-        for seq in unfinished:
-            self._finish(seq, reason, None)
-        return [
-            TokenEvent(request_id, i, None, reason, None, first.num_cached_tokens, error)
-            for i in indices
-        ]
+        return self.results.fail(request_id, error, is_damaged=is_damaged)
 
     def has_unfinished(self) -> bool:
         """Return whether schedule() has something to do."""
@@ -445,18 +425,23 @@ class Scheduler:
         running, extend = self.roster.running, self.tables.extend
         budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
         lacked_blocks = False
+        if self.speculation is not None:
+            self.speculation.begin(len(running), self.limits.long_prefill_token_threshold)
         i = 0
         while i < len(running) and budget > 0:
             seq = running[i]
             start, known = seq.num_scheduled_tokens, len(seq.token_ids)
             is_decoding = known - start == 1 - seq.num_pending and known > seq.num_prompt_tokens
-            if is_decoding:  # the usual case, without a call
+            if is_decoding and not seq.is_stepwise:  # the usual case, without a call
                 n = 1 if known + seq.num_pending < seq.max_len else 0
                 if n and seq.num_pending and seq.request.needs_tokens:
                     n = 0
             else:
                 n = self._chunk_unless_written(seq, budget)
                 start = seq.num_scheduled_tokens
+                if n == 1 and seq.is_stepwise and self.speculation is not None:
+                    room = budget - (len(running) - i)  # one token for each behind
+                    n += self.speculation.draft(seq, room, self.tables, len(running))
             if n == 0:  # it waits for what an unfinished step draws, or this one or that writes
                 i += 1
             # A token inside a block that the one before it was written to needs nothing.
@@ -483,18 +468,29 @@ class Scheduler:
         """
         runs: list[tuple[Sequence, int]] = []
         running, waiting, tables = self.roster.running, self.roster.waiting, self.tables
-        if not waiting or len(running) >= self.limits.max_num_seqs:
+        if not waiting or (
+            len(running) >= self.limits.max_num_seqs
+            and self.beams.who_makes_way(self.roster.first_waiting(), True) is None
+        ):
             return runs
-        seats = sum(map(self._seats, running))
+        seats = sum(map(self.seats, running))
         while waiting and budget > 0:
             seq = self.roster.first_waiting()
+            if self.beams.is_resting(seq):
+                break
             group = self.preemption.group(seq)
-            if seats + len(group) > self.limits.max_num_seqs:
-                break
-            if not (tables.swap_in(group, len(running)) if seq.swap_slots
-                    else tables.reserve(seq, len(running))):  # fmt: skip
-                break
-            seats += sum(map(self._seats, group))
+            lacks_seat = seats + len(group) > self.limits.max_num_seqs
+            if lacks_seat or not (
+                tables.swap_in(group, len(running)) if seq.swap_slots
+                else tables.reserve(seq, len(running))
+            ):  # fmt: skip
+                resting = self.beams.who_makes_way(seq, lacks_seat)
+                if resting is None:
+                    break
+                self.preemption.recompute(resting)
+                seats -= 1
+                continue
+            seats += sum(map(self.seats, group))
             if not seq.was_admitted:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 if self.order.counts_tokens:
@@ -503,6 +499,7 @@ class Scheduler:
             for sample in group:
                 self.roster.admit(sample)
                 self.trace.admit(sample)
+                self.beams.regroup(sample)
             if (others_run or runs) and any(map(tables.is_coming, group)):
                 continue
             for sample in group:
@@ -533,20 +530,21 @@ class Scheduler:
         """Return how many tokens of a sequence to run; 0 if it needs a token drawn first."""
         known = len(seq.token_ids)
         if seq.num_pending:
-            forks = known == seq.num_prompt_tokens and seq.request.sampling.n > 1
+            forks = known == seq.num_prompt_tokens and seq.request.sampling.num_samples > 1
             known += seq.num_pending
-            if forks or known >= seq.max_len or seq.request.needs_tokens:
+            is_last = known >= seq.max_len
+            if forks or is_last or seq.is_stepwise or seq.request.needs_tokens:
                 return 0
         lacking = known - seq.num_scheduled_tokens
         if lacking == 1:
             return 1
         return min(lacking, budget, self.limits.long_prefill_token_threshold or lacking)
 
-    def _seats(self, seq: Sequence) -> int:
+    def seats(self, seq: Sequence) -> int:
         """Seats to keep for a sequence: those of all its samples until it has forked."""
         if seq.num_tokens > seq.num_prompt_tokens:
             return 1
-        return seq.request.sampling.n - len(seq.ended)
+        return seq.request.sampling.num_samples - len(seq.ended)
 
     def _describe(self, seq: Sequence, n: int) -> ScheduledSequence:
         """Return the run of the next n tokens of a sequence, and count them as scheduled."""
@@ -561,63 +559,19 @@ class Scheduler:
         if end == known + drawn:
             seeds = (seq.seed,)
             seq.num_pending = drawn + 1
-            if num_generated == 0 and seq.request.sampling.n > 1:
-                samples = range(1, seq.request.sampling.n)
+            if num_generated == 0 and seq.request.sampling.num_samples > 1 and not seq.search:
+                samples = range(1, seq.request.sampling.num_samples)
                 seeds += tuple(derive_seed("sample", seq.seed, i) for i in samples)
+        drafts, seq.drafts = seq.drafts, ()
+        if drafts:
+            token_ids, seeds = (seq.token_ids[start], *drafts), (seq.seed,)
+            seq.num_pending = n
         blocks, told = seq.block_ids, seq.num_told_blocks
         seq.num_told_blocks = len(blocks)
         request = seq.request
         asked = Asked.of(request, seq.token_ids, seq.num_prompt_tokens)
         return ScheduledSequence(
-            seq.seq_id, token_ids, start, blocks, len(seeds), request.sampling, seeds,
-            num_generated, told, asked,
+            seq.seq_id, token_ids, start, blocks, len(seeds), request.row_sampling, seeds,
+            num_generated, told, asked, seq.is_stepwise, len(drafts),
+            seq.token_ids if drafts else (),
         )  # fmt: skip
-
-    def _fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
-        """Return the parent and one new sequence per seed that shares all its blocks."""
-        children = self.roster.fork(parent, seeds)
-        for child in children:
-            child.num_cached_tokens = parent.num_cached_tokens
-            self.tables.fork(parent, child)
-            self.trace.note("fork", parent.seq_id, child.seq_id, child.index)
-        return [parent, *children]
-
-    def _fail_undrawn(self, seq: Sequence, token: SampledToken) -> list[TokenEvent]:
-        """Fail the request of a token that could not be drawn."""
-        error = why_undrawn(token, seq.request)
-        return self.fail(seq.request.request_id, error, is_damaged=token.error is None)
-
-    def _append(self, seq: Sequence, token: SampledToken, events: list[TokenEvent]) -> None:
-        seq.token_ids.append(token.token_id)
-        request, reason, stop_reason = seq.request, None, None
-        if token.token_id in request.end_ids or len(seq.token_ids) >= seq.max_len:
-            if token.token_id == NO_TOKEN:
-                seq.token_ids.pop()
-                events += self._fail_undrawn(seq, token)
-                return
-            reason, stop_reason = self._why_finished(seq, token.token_id)
-            self._finish(seq, reason, stop_reason)
-        events.append(
-            TokenEvent(
-                request.request_id, seq.index, token, reason, stop_reason, seq.num_cached_tokens
-            )
-        )
-
-    def _why_finished(self, seq: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
-        if token_id in seq.request.stop_ids:
-            return FinishReason.STOP, token_id
-        if token_id in seq.request.end_ids:
-            return FinishReason.STOP, None
-        return FinishReason.LENGTH, None
-
-    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        seq.finish_reason = reason
-        seq.stop_reason = stop_reason
-        self.roster.remove(seq)
-        self.trace.finish(seq, seq.request.request_id not in self.roster.requests)
-        if seq.block_ids:
-            self.preemption.left.append(seq.seq_id)
-        self.tables.drop_swapped(seq)
-        self.tables.release(seq)
-        if not self.roster.requests:
-            self.tables.cancel_transfers()

@@ -27,6 +27,8 @@ class SchedulerStats:
         swap_blocks_used: blocks of main memory of sequences that wait, or on their way, now.
         swap_blocks_cold: blocks of main memory that hold a prefix, now.
         num_recalled_tokens: tokens of prefixes that came back from main memory or files.
+        num_drafts: guesses of tokens that were verified.
+        num_accepted_drafts: how many of them were right.
     """
 
     num_running: int
@@ -44,6 +46,8 @@ class SchedulerStats:
     swap_blocks_used: int = 0
     swap_blocks_cold: int = 0
     num_recalled_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
     @property
     def wasted_fraction(self) -> float:

@@ -47,6 +47,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # blocks that are findable from now on; in place of each one that was known already, `kept`
     "register": ("seq_id", "place", "blocks", "kept"),
     "hit": ("seq_id", "place", "blocks"),  # found after its admission, they take these places
+    "cut": ("seq_id", "num_kept"),  # of its table the first ones are left
     "free": ("blocks",),  # one owner less of each
     "evict": ("block",),  # findable no more, as its memory is given away
     "forget": ("blocks",),  # findable no more, as it cannot be trusted
@@ -163,7 +164,7 @@ class Trace:
 
     def arrive(self, request: Request) -> None:
         """A request was accepted."""
-        count = request.sampling.n
+        count = request.sampling.num_samples
         num_tokens = len(request.prompt_token_ids)
         self.note("arrive", request.request_id, request.user, num_tokens, count)
         now = self._events[-1].time
@@ -200,13 +201,14 @@ class Trace:
         self._lost[seq.seq_id] = seq.num_computed_tokens
 
     def finish(self, seq: Sequence, is_last: bool) -> None:
-        """A sequence has ended, with its request or before it."""
+        """A sequence has ended, with its request or before it; dropped beams have no reason."""
         reason = "" if seq.finish_reason is None else seq.finish_reason.value
         request_id = seq.request.request_id
         self.note("finish", seq.seq_id, request_id, seq.index, reason)
         self._lost.pop(seq.seq_id, None)
         account = self._accounts[request_id]
-        account.reasons.append(reason)
+        if reason:
+            account.reasons.append(reason)
         account.num_cached = max(account.num_cached, seq.num_cached_tokens)
         if is_last:
             account.since = self._events[-1].time

@@ -68,7 +68,7 @@ class Timing:
         """Return that of a request that has just come."""
         request = arrival.request
         prompt = len(request.prompt_token_ids)
-        return cls(request.request_id, arrival.seconds, prompt, request.sampling.n)
+        return cls(request.request_id, arrival.seconds, prompt, request.sampling.num_samples)
 
 
 @dataclass(slots=True)
