@@ -84,6 +84,20 @@ def test_json_has_every_sample_and_the_stats(model, capsys):
     assert record["stats"]["scheduler"]["blocks_peak"] > 0
 
 
+def test_main_memory_files_and_an_order_may_be_asked_for(model, capsys, tmp_path):
+    prompts = [part for i in range(4) for part in ("--prompt", f"{i} the quick brown fox " * 2)]
+    base = [*prompts, "--greedy", "--max-tokens", "30", "--block-size", "4", "--json"]
+    assert generate(model, *base) == 0
+    wanted = json.loads(capsys.readouterr().out)["outputs"]
+    few = ["--num-blocks", "40", "--scheduling-policy", "fair", "--victim", "cheapest"]
+    memory = ["--preemption", "swap", "--swap-space", "0.001", "--offload-dir", str(tmp_path)]
+    assert generate(model, *base, *few, *memory, "--offload-gib", "0.01") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["stats"]["scheduler"]["num_swapped"] > 0
+    for mine, theirs in zip(record["outputs"], wanted, strict=True):
+        assert mine["outputs"][0]["text"] == theirs["outputs"][0]["text"]
+
+
 def test_stop_strings_are_kept_out(model, capsys):
     base = ["--prompt", "the quick", "--greedy", "--max-tokens", "12", "--no-echo"]
     generate(model, *base)

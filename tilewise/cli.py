@@ -219,6 +219,20 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     engine.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and text together"
     )
+    for flag, metavar, default, text in (
+        ("--scheduling-policy", "NAME", "fcfs", "who runs first: fcfs, priority, fair"),
+        ("--preemption", "NAME", "auto", "of who must wait: auto, recompute, swap"),
+        ("--victim", "NAME", "newest", "who must wait: newest, cheapest"),
+        ("--offload-dir", "FOLDER", None, "where cold caches are kept as files"),
+    ):
+        engine.add_argument(flag, metavar=metavar, default=default, help=text)
+    engine.add_argument(
+        "--swap-space", type=float, metavar="GIB", default=0.0,
+        help="main memory for caches that have no room",
+    )  # fmt: skip
+    engine.add_argument(
+        "--offload-gib", type=float, metavar="GIB", default=16.0, help="of that folder at most"
+    )
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="one JSON object instead of text")
     shown.add_argument("--no-echo", action="store_true", help="leave the prompt out")
@@ -255,6 +269,12 @@ def _generate(options: argparse.Namespace) -> None:
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         max_model_len=options.max_model_len,
+        scheduling_policy=options.scheduling_policy,
+        preemption=options.preemption,
+        victim=options.victim,
+        swap_space_gib=options.swap_space,
+        offload_dir=options.offload_dir,
+        offload_gib=options.offload_gib,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from array import array
 from pathlib import Path
 
@@ -209,6 +211,23 @@ def test_no_more_waits_than_may(tmp_path, monkeypatch):
     for i in range(10):
         store.save(content(i), 0)
     assert sum(store.has(content(i).digest) for i in range(10)) == 3
+
+
+def test_a_writer_without_work_ends_and_lets_go_of_main_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_files, "IDLE_S", 0.01)
+    host = filled_host()
+    store = files(tmp_path, host)
+    for token in (1, 2):  # the second block begins another thread
+        store.save(content(token), 0)
+        writer = store._thread
+        if writer is not None:
+            writer.join(10)
+            assert not writer.is_alive()
+    assert len(list(tmp_path.glob("*.block"))) == 2
+    memory = weakref.ref(host)
+    del store, host
+    gc.collect()
+    assert memory() is None
 
 
 def test_a_directory_that_cannot_be_is_refused(tmp_path):

@@ -361,7 +361,7 @@ def run_together(llm, generations):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("failing", ["raises", "wrong shape", "nothing"])
+@pytest.mark.parametrize("failing", ["raises", "exits", "wrong shape", "nothing"])
 def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing):
     directory, model = checkpoint
 
@@ -370,6 +370,8 @@ def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing
             return logits
         if failing == "raises":
             raise LookupError("no such thing")
+        if failing == "exits":
+            raise SystemExit(3)
         return logits[:-1] if failing == "wrong shape" else None
 
     llm = engine_of(directory, runner)
@@ -379,7 +381,7 @@ def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing
         for p, s in ((first, asking(logits_processors=[processor])), (second, PLAIN))
     ]
     run_together(llm, mine)
-    kind = LookupError if failing == "raises" else ValueError
+    kind = {"raises": LookupError, "exits": RuntimeError}.get(failing, ValueError)
     assert isinstance(mine[0].error, kind)
     assert mine[0].output.outputs[0].finish_reason == "error"
     assert len(mine[0].output.outputs[0].token_ids) == 5

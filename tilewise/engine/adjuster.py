@@ -196,7 +196,10 @@ class Adjuster:
         prompt, output = known[: asked.num_prompt_tokens], known[asked.num_prompt_tokens :]
         changed = logits[row].clone()
         for processor in processors:
-            changed = processor(list(prompt), list(output), changed)
+            try:
+                changed = processor(list(prompt), list(output), changed)
+            except SystemExit as error:  # as is, it would end the requests of all, and the process
+                raise RuntimeError(f"a logits processor must not exit, got {error!r}") from error
             if not isinstance(changed, Tensor) or changed.shape != logits.shape[1:]:
                 got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed)
                 raise ValueError(

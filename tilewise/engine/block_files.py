@@ -39,6 +39,7 @@ MAGIC = b"tilewise block 1\n"
 LENGTHS = struct.Struct("<4q")
 SUFFIX, UNFINISHED = ".block", ".part"
 MOST_QUEUED = 64  # blocks that wait to be written; more are let go of
+IDLE_S = 1.0  # without a block to write the thread ends: it would keep main memory from being freed
 
 
 class BlockFiles:
@@ -94,10 +95,10 @@ class BlockFiles:
             if is_known or not self.is_writable or len(self._waiting) >= MOST_QUEUED:
                 return
             self._waiting[digest] = content, self.host.read(slot)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, daemon=True, name="blocks")
-            self._thread.start()
-        self._queue.put(digest)
+            self._queue.put(digest)
+            if self._thread is None or not self._thread.is_alive():  # it is not, after a fork
+                self._thread = threading.Thread(target=self._write_all, daemon=True, name="blocks")
+                self._thread.start()
 
     def has(self, digest: bytes) -> bool:
         """Return whether load() is worth trying."""
@@ -145,10 +146,12 @@ class BlockFiles:
 
     def flush(self) -> None:
         """Wait until what was saved is written."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        with self._lock:
+            thread = self._thread
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None:
+            thread.join()
 
     def path(self, digest: bytes, parent: bytes) -> Path:
         """Return where a block is, or would be."""
@@ -233,8 +236,8 @@ class BlockFiles:
         return self.model, salt, content.tokens
 
     def _write_all(self) -> None:
-        """Write what waits, until told to end; runs on the writer's thread."""
-        while (digest := self._queue.get()) is not None:
+        """Write what waits, until told to end or nothing has come for long; the thread's own."""
+        while (digest := self._next()) is not None:
             with self._lock:
                 waiting = self._waiting.get(digest)
             if waiting is not None and self.is_writable:
@@ -250,6 +253,20 @@ class BlockFiles:
                     )
             with self._lock:
                 self._waiting.pop(digest, None)
+
+    def _next(self) -> bytes | None:
+        """Wait for a block to write; None ends the thread, and the next block begins another."""
+        with suppress(queue.Empty):
+            digest = self._queue.get(timeout=IDLE_S)
+            if digest is not None:
+                return digest
+        with self._lock:
+            with suppress(queue.Empty):  # one that came just now
+                while (digest := self._queue.get_nowait()) is None:
+                    pass
+                return digest
+            self._thread = None
+        return None
 
     def _write(self, content: Content, arrays: list[NDArray[np.uint8]]) -> None:
         head = self._head(content)

@@ -141,7 +141,7 @@ class BlockTables:
         self.allocator.share(hits)
         num_fresh = self.blocks_for(seq.num_tokens) - len(hits)
         seq.num_registered_blocks = len(hits)
-        if self.swap is None or self.prefix is None:
+        if self.swap is None or self.prefix is None or seq.scores_prompt:
             seq.block_ids = hits + self.allocator.allocate(num_fresh)
         else:
             last = (seq.num_tokens - 1) // self.block_size
@@ -269,6 +269,7 @@ class BlockTables:
         for block in blocks:
             if self.prefix is not None and self.allocator.is_cached(block):
                 forgotten = self.prefix.forget(block)
+                self.trace.note("forget", tuple(forgotten))
                 if self.swap is not None:
                     self.swap.forget_blocks(forgotten)
 

@@ -122,7 +122,6 @@ class DeviceRunner:
     def reset(self) -> None:
         """Forget all sequences."""
         self._forget_rows()
-        self.scores.reset()
 
     def _forget_rows(self) -> None:
         """Forget what the device knows; sequences tell it anew when they run."""

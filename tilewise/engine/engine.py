@@ -203,6 +203,8 @@ class Engine:
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []
         moves = any(batch.swap_out or batch.swap_in for batch in (failed, *newer))
+        if moves:
+            self.runner.reset()  # it may have been told what did not happen
         for batch in (failed, *newer):
             if moves:
                 with self.lock:
@@ -217,6 +219,9 @@ class Engine:
                 for request_id, reason in rerun.errors.items():
                     events += self.scheduler.fail(request_id, reason)
                 events += self.scheduler.update(batch, rerun.samples)
+        with self.lock:  # a step that failed may not have told the runner who left
+            left = {i for batch in (failed, *newer) for i in batch.left}
+            self.scheduler.preemption.left += left.difference(self.scheduler.roster.live)
         return events
 
     def _requests_of(self, batch: Batch) -> list[str]:

@@ -179,6 +179,8 @@ class Preemption:
         behind = set(running[first:])
         if any(s.num_computed_tokens == 0 or s.is_doubtful or s not in behind for s in family):
             return []
+        if seq.scores_prompt:  # the runner forgets what it has scored
+            return []
         return [] if any(s.swap_slots for s in samples) else family
 
     def _prefers_swap(self, family: list[Sequence]) -> bool:

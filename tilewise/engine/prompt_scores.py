@@ -45,16 +45,14 @@ class PromptScores:
     """Follows the sequences of a runner whose prompts are scored."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all sequences."""
         self._scores: dict[int, list[ScoredToken]] = {}
 
     def follow(self, batch: Batch, asks: bool) -> tuple[list[Chunk], dict[int, list[ScoredToken]]]:
         """Forget who left; return what this step scores and what it hands over.
 
-        Every batch of a runner passes here, in order, and may pass again if its step fails.
+        Every batch of a runner passes here, in order, and may pass again if its step fails: what a
+        run scores then takes the place of what was scored from its first position on. So a runner
+        that is reset keeps what earlier steps have scored, which nobody computes again.
 
         Args:
             batch: the step.
@@ -76,6 +74,7 @@ class PromptScores:
             if count is None or asked is None or run.num_generated > 0:
                 continue  # later its prompt is computed again, but was scored before
             scores = self._scores.setdefault(run.seq_id, [])
+            del scores[run.start :]
             last = min(row, first + asked.num_prompt_tokens - 1 - run.start)
             if first < last:
                 after = run.start + 1

@@ -117,7 +117,10 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget all sequences; every one that comes now is new. No step is unfinished."""
+        """Forget all sequences; every one that comes now is new. No step is unfinished.
+
+        What earlier steps have scored of a prompt stays: its sequence may go on behind them.
+        """
         ...
 
     def is_lost(self) -> bool:
@@ -261,7 +264,6 @@ class ModelRunner:
         """Forget all sequences."""
         self._drawn, self._tables = {}, HostTables()
         self._adjuster.reset()
-        self._scores.reset()
 
     def is_lost(self) -> bool:
         """Whether the device can compute no more."""
