@@ -59,7 +59,7 @@ def launch_linear(outputs: int, channels: int) -> None:
 
 def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> None:
     """Call the layers of a decode step, with 8 key heads of 128 channels and blocks of 16."""
-    from tilewise.kernels.triton.step.decode_layers import DecodeLayers, Shape
+    from tilewise.kernels.triton.layers.launch import DecodeLayers, Shape
 
     shape = Shape(
         hidden=hidden, inner=inner, num_q_heads=q_heads, num_kv_heads=8, head_dim=128,

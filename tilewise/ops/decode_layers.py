@@ -12,7 +12,7 @@ from tilewise.kernels import device
 from tilewise.ops.dispatch import kernel_module
 
 if TYPE_CHECKING:
-    from tilewise.kernels.triton.step.decode_layers import DecodeLayers
+    from tilewise.kernels.triton.layers.launch import DecodeLayers
 
 __all__ = ["new_layers", "why_not"]
 
@@ -25,7 +25,7 @@ def why_not(
     Args:
         dtype: of the model; cache_dtype: of its keys and values.
         at: the device of both.
-        shape: the fields of `kernels.triton.step.decode_layers.Shape`.
+        shape: the fields of `kernels.triton.layers.launch.Shape`.
     """
     if not device.has_triton():
         return "triton is not installed"
@@ -37,7 +37,7 @@ def why_not(
 def new_layers(
     layers: Sequence[tuple[Tensor | None, ...]], rows: int, **shape: Any
 ) -> DecodeLayers:
-    """Return the layers ready to be run, see `kernels.triton.step.decode_layers.DecodeLayers`."""
+    """Return the layers ready to be run, see `kernels.triton.layers.launch.DecodeLayers`."""
     module = kernel_module("decode_layers", "triton")
     made: DecodeLayers = module.DecodeLayers(module.Shape(**shape), list(layers), rows)
     return made

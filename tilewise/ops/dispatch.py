@@ -33,7 +33,7 @@ _MODULES = {
     "activation": "step.activation",
     "linear": "step.linear",
     "invariant_linear": "step.invariant_linear",
-    "decode_layers": "step.decode_layers",
+    "decode_layers": "layers.launch",
     "adjust_logits": "step.adjust_logits",
     "sampling": "step.sampling",
     "decode_rows": "step.decode_rows",

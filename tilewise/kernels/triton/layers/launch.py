@@ -1,0 +1,195 @@
+"""How the one kernel of a decode step's layers is cut, what it cannot run, and its buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.triton.layers.kernel import decode_layers_kernel
+
+DTYPES = (torch.float16, torch.bfloat16)
+NUM_WARPS = 8
+TILE_KEYS = 64
+SPAN_STEP = 16  # spans of keys are whole multiples of it
+MOST_SPLITS = 32
+GROUP = 16  # rows of the smallest matrix instruction; heads of a group are padded to it
+UNEVEN = 1.05  # work of the busiest program over what smaller tiles would leave it
+SLAB = 32768  # weights that a program holds of a product at once: 64 KiB in 16 bits
+# Of a product, so that eight outputs, one a warp, are a slab: with fewer it takes 1.5 to 3 times
+# op by op (H200, 2026-11: Llama-3.2-1B 1,521 us in place of 1,063, 8B 12,309 in place of 4,471).
+MOST_CHANNELS = 4096
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernel is compiled for.
+
+    Attributes:
+        hidden: E; inner: I of the gated feed-forward block.
+        has_qk_norm, has_qkv_bias: of each layer alike.
+        eps: of the norms; qk_eps of those of q and k.
+        softmax_scale: multiplies q . k.
+    """
+
+    hidden: int
+    inner: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_qk_norm: bool
+    has_qkv_bias: bool
+    eps: float
+    qk_eps: float
+    softmax_scale: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the products of a step are cut, see `cut_of`: tiles of outputs, runs of 256 channels."""
+
+    qkv_n: int
+    o_n: int
+    o_runs: int
+    gate_n: int
+    down_n: int
+    down_runs: int
+
+
+def _runs(channels: int) -> int:
+    return triton.next_power_of_2(triton.cdiv(channels, 256))
+
+
+def _tile_n(outputs: int, runs: int, grid: int, most: int) -> int:
+    """Return the largest tile of at most `most` weights that leaves programs nearly equal work."""
+    widest = max(1, most // (256 * runs))
+    tiles = [1 << i for i in range(widest.bit_length())]
+    busiest = {n: triton.cdiv(triton.cdiv(outputs, n), grid) * n for n in tiles}
+    return max(n for n in tiles if busiest[n] <= UNEVEN * min(busiest.values()))
+
+
+def cut_of(shape: Shape, grid: int) -> Cut:
+    """Return the tiles of the products on `grid` programs; each takes all channels at once."""
+    qkv = (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    all_runs, down_runs = _runs(shape.hidden), _runs(shape.inner)
+    o_runs = _runs(shape.num_q_heads * shape.head_dim)
+    return Cut(
+        qkv_n=_tile_n(qkv, all_runs, grid, SLAB),
+        o_n=_tile_n(shape.hidden, o_runs, grid, SLAB), o_runs=o_runs,
+        gate_n=_tile_n(shape.inner, all_runs, grid, SLAB // 4),
+        down_n=_tile_n(shape.hidden, down_runs, grid, SLAB), down_runs=down_runs,
+    )  # fmt: skip
+
+
+def why_not(
+    dtype: torch.dtype, cache_dtype: torch.dtype, shape: Shape, at: torch.device
+) -> str | None:
+    """Say why this kernel cannot compute the layers of such a model, or return None when it can."""
+    if at.type != "cuda" and not device.interpreting():
+        return f"needs a CUDA device, got {at.type}"
+    if device.arch_of(at) < 90:
+        return "needs Hopper or newer"
+    if dtype not in DTYPES:
+        return f"dtype must be float16 or bfloat16, got {dtype}"
+    if cache_dtype != dtype:
+        return f"the cache must have the model's dtype {dtype}, got {cache_dtype}"
+    if shape.head_dim not in (32, 64, 128, 256):
+        return f"head_dim must be 32, 64, 128 or 256, got {shape.head_dim}"
+    if shape.num_q_heads // shape.num_kv_heads > GROUP:
+        group = shape.num_q_heads // shape.num_kv_heads
+        return f"query heads of a key head must be at most {GROUP}, got {group}"
+    width = shape.num_q_heads * shape.head_dim
+    if shape.hidden % 8 or shape.inner % 8 or max(shape.hidden, shape.inner, width) > MOST_CHANNELS:
+        return (
+            f"hidden, inner and head sizes must be multiples of 8 and at most {MOST_CHANNELS}, "
+            f"got {shape.hidden}, {shape.inner} and {width}"
+        )
+    return None
+
+
+class DecodeLayers:
+    """The layers of a model, ready to be run for a fixed number of rows.
+
+    Args:
+        shape: what all layers have in common.
+        layers: of each layer its tensors, contiguous: attention norm, qkv weight, qkv bias, q norm,
+            k norm, o weight, mlp norm, gate-up weight, down weight, k_cache, v_cache; None where
+            there is none.
+        rows: of a step, 1 or 2.
+        grid: programs; all must fit the device at once. None is its number of multiprocessors.
+    """
+
+    FIELDS = 11
+
+    def __init__(
+        self,
+        shape: Shape,
+        layers: list[tuple[Tensor | None, ...]],
+        rows: int,
+        grid: int | None = None,
+    ) -> None:
+        weight, k_cache = layers[0][1], layers[0][9]
+        assert weight is not None
+        assert k_cache is not None
+        at, dtype = weight.device, weight.dtype
+        self.shape, self.rows, self._layers = shape, rows, layers
+        if grid is None:
+            grid = 1 if device.interpreting() else device.sm_count_of(at)
+        self.grid = grid
+        pointers = [[0 if t is None else t.data_ptr() for t in layer] for layer in layers]
+        self._table = torch.tensor(pointers, dtype=torch.int64, device=at)
+        self.splits = max(1, min(grid // (rows * shape.num_kv_heads), MOST_SPLITS))
+        if grid == 1:
+            self.splits = 3  # so that the interpreter merges
+        self._block_size, self._cache_strides = k_cache.shape[1], k_cache.stride()[:3]
+        items = rows * shape.num_kv_heads * self.splits
+
+        def buffer(*sizes: int, like: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(sizes, dtype=like, device=at)
+
+        width = shape.num_q_heads * shape.head_dim
+        self.x, self.residual = buffer(rows, shape.hidden), buffer(2, rows, shape.hidden)
+        self._qkv = buffer(rows, width + 2 * shape.num_kv_heads * shape.head_dim)
+        self._parts = buffer(items, GROUP, shape.head_dim, like=torch.float32)
+        self._states = buffer(items, GROUP, 2, like=torch.float32)
+        self._o, self._act = buffer(rows, width), buffer(rows, shape.inner)
+        self._meeting = buffer(2, like=torch.int32)
+        self.cut = cut_of(shape, grid)
+
+    def run(
+        self,
+        x: Tensor,
+        *,
+        cos: Tensor,
+        sin: Tensor,
+        slot_mapping: Tensor,
+        seqlens_k: Tensor,
+        block_table: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the two terms of the residual stream (rows, E) after the last layer.
+
+        They are the same memory in every run. x (rows, E); cos, sin (rows, D / 2) float32;
+        slot_mapping (rows,) int64; seqlens_k (rows,) int32, the new key included; block_table
+        (rows, max_blocks) int32.
+        """
+        shape, cut = self.shape, self.cut
+        scale = shape.softmax_scale * LOG2E
+        decode_layers_kernel[(self.grid,)](
+            self._table, x, self.residual, self.x, self._qkv, self._parts, self._states, self._o,
+            self._act, self._meeting, cos, sin, slot_mapping, seqlens_k, block_table,
+            len(self._layers), block_table.stride(0), cos.stride(0), sin.stride(0),
+            *self._cache_strides, shape.eps, shape.qk_eps, scale,
+            ROWS=self.rows, HIDDEN=shape.hidden, RUNS_E=_runs(shape.hidden),
+            INNER=shape.inner, Q_HEADS=shape.num_q_heads, KV_HEADS=shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim, BLOCK_SIZE=self._block_size, SPLITS=self.splits,
+            SPLITS_PADDED=triton.next_power_of_2(self.splits), HAS_QK_NORM=shape.has_qk_norm,
+            HAS_QKV_BIAS=shape.has_qkv_bias, QKV_N=cut.qkv_n, O_N=cut.o_n, O_RUNS=cut.o_runs,
+            GATE_N=cut.gate_n, DOWN_N=cut.down_n, DOWN_RUNS=cut.down_runs, TILE_KEYS=TILE_KEYS,
+            SPAN_STEP=SPAN_STEP, GROUP=GROUP, FIELDS=self.FIELDS, GRID=self.grid,
+            num_warps=NUM_WARPS, num_stages=1,
+        )  # fmt: skip
+        return self.x, self.residual[0]
