@@ -219,13 +219,13 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     engine.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and text together"
     )
-    for flag, metavar, default, text in (
+    for flag, metavar, default, meaning in (
         ("--scheduling-policy", "NAME", "fcfs", "who runs first: fcfs, priority, fair"),
         ("--preemption", "NAME", "auto", "of who must wait: auto, recompute, swap"),
         ("--victim", "NAME", "newest", "who must wait: newest, cheapest"),
         ("--offload-dir", "FOLDER", None, "where cold caches are kept as files"),
     ):
-        engine.add_argument(flag, metavar=metavar, default=default, help=text)
+        engine.add_argument(flag, metavar=metavar, default=default, help=meaning)
     engine.add_argument(
         "--swap-space", type=float, metavar="GIB", default=0.0,
         help="main memory for caches that have no room",
