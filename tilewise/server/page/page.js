@@ -338,8 +338,10 @@ const canvas = $("map");
 const pen = canvas.getContext("2d", { alpha: false });
 let grid = { cell: 8, columns: 1, gap: 1 };
 let colours = {};
+let isDark = null; // what the colours are for
 
 function theme() {
+  isDark = dark.matches;
   const style = getComputedStyle(document.documentElement);
   const of = (name) => style.getPropertyValue("--" + name).trim();
   colours = {
@@ -368,11 +370,11 @@ function layout() {
   const width = Math.max(60, $("frame").clientWidth);
   const count = Math.max(1, pool.numBlocks);
   const room = width * Math.max(220, innerHeight * 0.5);
-  const cell = Math.max(4, Math.min(26, Math.floor(Math.sqrt(room / count))));
+  const cell = Math.max(3, Math.min(26, Math.floor(Math.sqrt(room / count))));
   const columns = Math.max(1, Math.floor(width / cell));
   const rows = Math.ceil(count / columns);
   const ratio = Math.min(2, devicePixelRatio || 1);
-  grid = { cell, columns, rows, gap: cell >= 6 ? 1 : cell >= 4 ? 0.5 : 0, ratio };
+  grid = { cell, columns, rows, gap: cell >= 6 ? 1 : 0.5, ratio };
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(rows * cell * ratio);
   canvas.style.height = rows * cell + "px";
@@ -386,6 +388,7 @@ function cellOf(block) {
 }
 
 function draw() {
+  if (dark.matches !== isDark) theme(); // asked here, when the styles are those of this frame
   if (grid.blocks !== pool.numBlocks) {
     layout();
     grid.blocks = pool.numBlocks;
@@ -660,18 +663,18 @@ async function explainSome() {
   if (chosenRequest) names.add(chosenRequest);
   for (const seq of (pool.holders[chosen] ?? []).slice(0, 4)) names.add(pool.sampleOf.get(seq)?.name);
   for (const id of ["waiting", "running"]) {
-    for (const item of [...$(id).children].slice(0, 6)) names.add(item.dataset.name);
+    for (const item of [...$(id).children].slice(0, 8)) names.add(item.dataset.name);
   }
-  for (const name of names) {
-    if (!name || film || document.hidden) continue;
+  const explain = async (name) => {
     // A request of several prompts is one job, whose parts end in -1, -2 ...
     for (const job of new Set([name, name.replace(/-\d+$/, "")])) {
       const answer = await ask("/v1/explain/" + encodeURIComponent(job));
       if (!answer.ok) continue;
       for (const one of (await answer.json()).prompts) told.set(one.request_id, one);
-      break;
+      return;
     }
-  }
+  };
+  if (!document.hidden) await Promise.all([...names].filter(Boolean).map(explain));
 }
 
 let before = null;
@@ -695,11 +698,11 @@ async function everySecond() {
   for (let turn = 0; ; turn++) {
     try {
       if (!document.hidden) {
+        if (!film && isFollowing) await explainSome();
         tiles();
         lists();
         detail();
       }
-      if (!film && isFollowing) await explainSome();
       if (!film && turn % 2 === 0) await readMetrics();
     } catch (error) {
       if (!(error instanceof TypeError)) throw error; // the server does not answer: status says so
@@ -931,7 +934,6 @@ $("leave").addEventListener("click", () => {
   sessionStorage.removeItem(KEY);
   location.reload();
 });
-dark.addEventListener("change", theme);
 new ResizeObserver(() => { grid.blocks = -1; }).observe($("frame"));
 theme();
 function frame(at) {
