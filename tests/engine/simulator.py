@@ -147,9 +147,13 @@ class VirtualModel:
                 if not blocks.isdisjoint(table):
                     step.spoilt.add(run.seq_id)
 
-    def damaged(self, blocks: list[int]) -> set[int]:
-        """Return the numbers of the damaged slots in these blocks."""
-        return {value for b in blocks for value in self.slots[b] if value is not None and value < 0}
+    def damaged(self, blocks: list[int], count: int | None = None) -> set[int]:
+        """Return the numbers of the damaged slots in these blocks, or in the first `count` slots.
+
+        Those behind may still hold what somebody else has left there.
+        """
+        values = [value for b in blocks for value in self.slots[b]]
+        return {value for value in values[:count] if value is not None and value < 0}
 
     def damaged_slots(self) -> set[int]:
         """Return the numbers of the damaged places of prefixes in main memory."""

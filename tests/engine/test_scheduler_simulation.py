@@ -85,7 +85,10 @@ class Story:
         """Take a step's results; what is known to be damaged then must not be findable."""
         samples = self.model.result(batch)
         live = self.scheduler.roster.live.values()
-        owned = [(seq.request.request_id, self.model.damaged(seq.block_ids)) for seq in live]
+        owned = [
+            (s.request.request_id, self.model.damaged(s.block_ids, s.num_scheduled_tokens))
+            for s in live
+        ]
         events = self.scheduler.update(batch, samples)
         self.outputs.add(events)
         failed = {event.request_id for event in events if event.error is not None}
