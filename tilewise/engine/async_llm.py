@@ -162,7 +162,9 @@ class AsyncLLM:
         self, prompt: Prompt, sampling: SamplingParams, asked: dict[str, Any]
     ) -> Generation:
         text = prompt if isinstance(prompt, str) else ""
-        if len(text) > LONG_PROMPT or sampling.structured is not None:  # a grammar is compiled
+        # What is no SamplingParams is refused by prepare(); a grammar takes long to compile.
+        compiles = getattr(sampling, "structured", None) is not None
+        if len(text) > LONG_PROMPT or compiles:
             return await asyncio.to_thread(self.llm.prepare, prompt, sampling, **asked)
         return self.llm.prepare(prompt, sampling, **asked)
 
