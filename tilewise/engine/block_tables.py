@@ -268,6 +268,7 @@ class BlockTables:
         for block in blocks:
             if self.prefix is not None and self.allocator.is_cached(block):
                 forgotten = self.prefix.forget(block)
+                self.trace.note("forget", tuple(forgotten))
                 if self.swap is not None:
                     self.swap.forget_blocks(forgotten)
 
