@@ -184,7 +184,7 @@ def loaded(picture):
     pool = Pool()
     pool.take({"kind": "pool", "num_blocks": picture["num_blocks"]})
     for table in picture["tables"]:
-        pool.take({"kind": "admit", **table})
+        pool.take({"kind": "admit", "num_found": 0, **table})
     pool.counts = [0] * picture["num_blocks"]
     for block, owners in picture["counts"]:
         pool.counts[block] = owners
@@ -206,7 +206,7 @@ def state_of(llm):
 
 
 def ask(server, prompt, **more):
-    body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, **more}
+    body = {"prompt": prompt, "max_tokens": 90, "ignore_eos": True, "temperature": 1.0, **more}
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
 
@@ -216,8 +216,11 @@ def load(server, count=8):
         threading.Thread(target=ask, args=(server, p), kwargs={"n": 1 + i % 3, "seed": i})
         for i, p in enumerate(prompts)
     ]
+    server.engine.llm.loop.pause()  # so that all are there at once, and the blocks too few
     for thread in threads:
         thread.start()
+    wait_for(lambda: len(server.bridge.jobs) == count)
+    server.engine.llm.loop.resume()
     return threads
 
 
@@ -247,11 +250,16 @@ def test_events_add_up_to_the_tables_of_the_engine(llm, running):
     # In the midst: paused, so that the engine stands still while they are compared.
     llm.loop.pause()
     try:
-        state = caught_up(late, llm)
-        wait_for(lambda: early.next >= state["next"])
-        if late.next == early.next == state["next"]:
-            same(late, state)
-            same(early, state)
+        found = {}
+
+        def have_met():
+            found.update(llm.loop.call(lambda: state_of(llm)))
+            return early.next == late.next == found["next"]
+
+        wait_for(have_met)
+        assert found["tables"]
+        same(late, found)
+        same(early, found)
     finally:
         llm.loop.resume()
     for thread in threads:

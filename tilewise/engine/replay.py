@@ -83,7 +83,8 @@ class Pool:
         self.request_of[event["seq_id"]] = self._number(event["request_id"])
         self.tables[event["seq_id"]] = list(event["blocks"])
         self._own(event["blocks"])
-        self.known.update(event["blocks"][: event["num_found"]])  # those that come back, too
+        # Those that came back from main memory are findable from now on, too.
+        self.known.update(event["blocks"][: event["num_found"]])
 
     def _fork(self, event: dict[str, Any]) -> None:
         table = self.tables.get(event["seq_id"], [])

@@ -37,7 +37,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # the pool, first in the ring of each scheduler: an earlier one's blocks are gone
     "pool": ("num_blocks", "block_size"),
     "arrive": ("request_id", "user", "num_tokens", "num_samples"),
-    # its whole table; the first num_found blocks the prefix cache had, or they came back
+    # its whole table; the first num_found blocks the prefix cache had, or they came back: it finds
+    # them from now on
     "admit": ("seq_id", "request_id", "index", "blocks", "num_found"),
     # prompts: seq_id, tokens, of each run of more than one token; all others run one
     "schedule": ("num_sequences", "num_tokens", "prompts"),

@@ -181,6 +181,7 @@ const HANDLERS = {
     p.drop(e.seq_id);
     p.put(e.seq_id, 0, e.blocks);
     p.own(e.blocks);
+    p.mark(e.blocks.slice(0, e.num_found), 1); // those that came back from main memory, too
   },
   fork: (p, e) => {
     const table = p.tables.get(e.seq_id) ?? [];
@@ -803,6 +804,9 @@ async function openFile(file) {
   film.every = Math.max(500, Math.ceil(events.length / SHOTS));
   pool = new Pool();
   rates = new Rates();
+  chosen = -1;
+  chosenRequest = null;
+  $("detail").textContent = detailText = "Choose a block to see whose it is.";
   $("film").hidden = false;
   $("scrub").max = events.length;
   say("recorded: " + file.name);
