@@ -87,7 +87,7 @@ def test_a_slow_reader_gets_several_steps_in_one_output(llm, engine):
         return seen
 
     seen = asyncio.run(main())
-    assert len(seen) == 2
+    assert len(seen) <= 2  # one where all was there before the reader had looked once
     assert seen[-1] == STEPS
 
 
