@@ -400,7 +400,8 @@ def test_a_dropped_stream_is_aborted(llm, monkeypatch):
     assert llm.engine.has_unfinished()
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(deltas.close)
-        while llm.loop._core.inbox.empty():
+        # Until the engine's thread has been asked, or, between two steps, has done it already.
+        while llm.loop._core.inbox.empty() and not closing.done():
             time.sleep(0.001)
         steps.release()
         closing.result(timeout=60)
