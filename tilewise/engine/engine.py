@@ -118,9 +118,14 @@ class Engine:
 
     def _drop_unfinished(self) -> None:
         while self._unfinished:
-            _, handle = self._unfinished.popleft()
-            with suppress(Exception):  # whatever it was, it is for nobody
-                handle.result()
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> Batch:
+        """Wait for the oldest unfinished step, whatever comes of it; return what it was."""
+        batch, handle = self._unfinished.popleft()
+        with suppress(Exception):
+            handle.result()
+        return batch
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -207,27 +212,32 @@ class Engine:
             self.runner.reset()  # it may have been told what did not happen
         for batch in (failed, *newer):
             if moves:
-                with self.lock:
-                    for request_id in self._requests_of(batch):
-                        events += self.scheduler.fail(request_id, error)
-                    self.scheduler.discard(batch)
-                continue
-            rerun = run_again(
-                self.runner, self.scheduler, batch, error if batch is failed else None
-            )
-            with self.lock:
-                for request_id, reason in rerun.errors.items():
-                    events += self.scheduler.fail(request_id, reason)
-                events += self.scheduler.update(batch, rerun.samples)
+                events += self._fail_all(batch, error)
+            else:
+                events += self._rerun(batch, error if batch is failed else None)
         with self.lock:  # a step that failed may not have told the runner who left
             left = {i for batch in (failed, *newer) for i in batch.left}
             self.scheduler.preemption.left += left.difference(self.scheduler.roster.live)
         return events
 
-    def _requests_of(self, batch: Batch) -> list[str]:
-        live = self.scheduler.roster.live
-        found = (live[s.seq_id].request.request_id for s in batch.sequences if s.seq_id in live)
-        return list(dict.fromkeys(found))
+    def _fail_all(self, batch: Batch, error: Exception) -> list[TokenEvent]:
+        """End the requests of the oldest unfinished step, and let go of the step."""
+        events: list[TokenEvent] = []
+        with self.lock:
+            for request_id in self.scheduler.requests_of(batch):
+                events += self.scheduler.fail(request_id, error)
+            self.scheduler.discard(batch)
+        return events
+
+    def _rerun(self, batch: Batch, error: Exception | None) -> list[TokenEvent]:
+        """Run the oldest unfinished step again, and end the requests that break it."""
+        rerun = run_again(self.runner, self.scheduler, batch, error)
+        events: list[TokenEvent] = []
+        with self.lock:
+            for request_id, reason in rerun.errors.items():
+                events += self.scheduler.fail(request_id, reason)
+            events += self.scheduler.update(batch, rerun.samples)
+        return events
 
     def _discard(self, batch: Batch) -> None:
         with self.lock:
@@ -236,10 +246,7 @@ class Engine:
     def _let_end(self) -> None:
         """When no request is left, wait for the steps that nobody needs, and free their blocks."""
         while self._unfinished and not self.scheduler.has_unfinished():
-            batch, handle = self._unfinished.popleft()
-            with suppress(Exception):  # of requests that have ended
-                handle.result()
-            self._discard(batch)
+            self._discard(self._drop_oldest())
 
     def finish(
         self,

@@ -317,6 +317,12 @@ class Scheduler:
             self.preemption.recompute(self.roster.running[-1])
         return events
 
+    def requests_of(self, batch: Batch) -> list[str]:
+        """Return the ids of the requests that a step runs and that have not ended, in its order."""
+        live = self.roster.live
+        found = (live[s.seq_id].request.request_id for s in batch.sequences if s.seq_id in live)
+        return list(dict.fromkeys(found))
+
     def discard(self, batch: Batch) -> list[str]:
         """Abort all requests of an unfinished step that failed and return their ids.
 
@@ -331,16 +337,12 @@ class Scheduler:
             raise ValueError("batch must be one that schedule() returned, unfinished, got another")
         del self._steps[places[0]]
         self.tables.end_step(places[0])
-        failed = {
-            self.roster.live[s.seq_id].request.request_id: None
-            for s in batch.sequences
-            if s.seq_id in self.roster.live
-        }
+        failed = self.requests_of(batch)
         for request_id in failed:
             self.abort(request_id)
         later = [step.batch for i, step in enumerate(self._steps) if i >= places[0]]
         self.preemption.revoke(batch, later)
-        return list(failed)
+        return failed
 
     def finish(
         self,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import checks, dispatch
+from tilewise.ops import dispatch
 from tilewise.ops.derivatives import lean
 from tilewise.ops.library import register
+from tilewise.ops.linear import check_product, fake_product
 
 
 def invariant_linear(
@@ -20,7 +18,7 @@ def invariant_linear(
 
     Products are summed in float32 along K in an order that depends on the dtype alone: a row of y
     has the same bits whether it is computed alone or among thousands, which cuBLAS does not
-    promise and `linear` keeps up to 16 rows only. Nothing is differentiable.
+    promise and `linear` keeps for few rows only. Nothing is differentiable.
 
     Args:
         x: (..., K), float32, float16 or bfloat16, last dim contiguous.
@@ -39,20 +37,7 @@ def invariant_linear(
     Example:
         >>> y = invariant_linear(x, layer.weight)  # x (4096, 1024) on a GPU
     """
-    checks.check_float("x", x)
-    if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x must be (..., K) with K at least 1, got shape {tuple(x.shape)}")
-    checks.check_last_dim_contiguous("x", x)
-    checks.check_same_dtype("weight", weight, x.dtype)
-    checks.check_dims("weight", weight, "(N, K)")
-    checks.check_shape("weight", weight, (weight.shape[0], x.shape[-1]))
-    checks.check_device("weight", weight, x.device)
-    checks.check_last_dim_contiguous("weight", weight)
-    if bias is not None:
-        checks.check_same_dtype("bias", bias, x.dtype)
-        checks.check_shape("bias", bias, (weight.shape[0],))
-        checks.check_device("bias", bias, x.device)
-        checks.check_last_dim_contiguous("bias", bias)
+    check_product(x, weight, bias)
     dispatch.check_backend_name(backend)
     y: Tensor = _invariant_linear(x, weight, bias, backend)
     return y
@@ -64,13 +49,9 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None)
     return y
 
 
-def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
-
-
 register(
     "invariant_linear(Tensor x, Tensor weight, Tensor? bias, str? backend) -> Tensor",
     _kernel,
-    _fake,
+    fake_product,
 )
 _invariant_linear = lean("invariant_linear")

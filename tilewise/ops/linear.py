@@ -17,6 +17,34 @@ from tilewise.ops.library import register
 MOST_LINEAR_ROWS = MOST_ROWS
 
 
+def check_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int | None = None
+) -> None:
+    """Raise unless x (..., K), weight (N, K) and bias (N,) can be multiplied; see `linear`."""
+    checks.check_float("x", x)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x must be (..., K) with K at least 1, got shape {tuple(x.shape)}")
+    rows = x.numel() // x.shape[-1]
+    if most_rows is not None and rows > most_rows:
+        raise ValueError(f"x must have at most {most_rows} rows, got {rows}")
+    checks.check_last_dim_contiguous("x", x)
+    checks.check_same_dtype("weight", weight, x.dtype)
+    checks.check_dims("weight", weight, "(N, K)")
+    checks.check_shape("weight", weight, (weight.shape[0], x.shape[-1]))
+    checks.check_device("weight", weight, x.device)
+    checks.check_last_dim_contiguous("weight", weight)
+    if bias is not None:
+        checks.check_same_dtype("bias", bias, x.dtype)
+        checks.check_shape("bias", bias, (weight.shape[0],))
+        checks.check_device("bias", bias, x.device)
+        checks.check_last_dim_contiguous("bias", bias)
+
+
+def fake_product(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    """Return a tensor like y (..., N) of x (..., K) and weight (N, K)."""
+    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
@@ -42,23 +70,7 @@ def linear(
     Example:
         >>> y = linear(x, layer.weight)  # x (4, 1024) on a GPU
     """
-    checks.check_float("x", x)
-    if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x must be (..., K) with K at least 1, got shape {tuple(x.shape)}")
-    rows = x.numel() // x.shape[-1]
-    if rows > MOST_LINEAR_ROWS:
-        raise ValueError(f"x must have at most {MOST_LINEAR_ROWS} rows, got {rows}")
-    checks.check_last_dim_contiguous("x", x)
-    checks.check_same_dtype("weight", weight, x.dtype)
-    checks.check_dims("weight", weight, "(N, K)")
-    checks.check_shape("weight", weight, (weight.shape[0], x.shape[-1]))
-    checks.check_device("weight", weight, x.device)
-    checks.check_last_dim_contiguous("weight", weight)
-    if bias is not None:
-        checks.check_same_dtype("bias", bias, x.dtype)
-        checks.check_shape("bias", bias, (weight.shape[0],))
-        checks.check_device("bias", bias, x.device)
-        checks.check_last_dim_contiguous("bias", bias)
+    check_product(x, weight, bias, MOST_LINEAR_ROWS)
     dispatch.check_backend_name(backend)
     y: Tensor = _linear(x, weight, bias, backend)
     return y
@@ -77,9 +89,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None)
     return y
 
 
-def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
-
-
-register("linear(Tensor x, Tensor weight, Tensor? bias, str? backend) -> Tensor", _kernel, _fake)
+register(
+    "linear(Tensor x, Tensor weight, Tensor? bias, str? backend) -> Tensor", _kernel, fake_product
+)
 _linear = lean("linear")
