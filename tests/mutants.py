@@ -48,9 +48,9 @@ class Mutant:
 
 
 _ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
-_PLAIN, _ARGUMENTS = "tilewise/ops/attention/plain.py", "tilewise/ops/attention/arguments.py"
-_TEST_PLAIN, _TEST_ATTENTION = (
-    "tests/ops/attention/test_plain.py",
+_OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/arguments.py"
+_TEST_DIRECT, _TEST_ATTENTION = (
+    "tests/ops/attention/test_direct.py",
     "tests/ops/attention/test_api.py",
 )
 
@@ -76,16 +76,27 @@ MUTANTS = {
         _PREFIX, "            blocks.append(block)\n            parent = block",
         "            blocks.append(block)", ("tests/cache/test_prefix.py",),
     ),
-    # Remembered plain calls of attention.
-    "a_plain_call_is_remembered_without_the_strides_of_k": Mutant(
-        _PLAIN, "q.stride(), k.stride(), v.stride()", "q.stride(), v.stride()", (_TEST_PLAIN,)
+    # Calls of attention whose plans are known.
+    "a_call_is_known_without_the_strides_of_k": Mutant(
+        _OP, "q.stride(), k.stride(), v.stride()", "q.stride(), v.stride()", (_TEST_DIRECT,)
     ),
-    "a_plain_call_is_remembered_without_the_dtype_of_q": Mutant(
-        _PLAIN, "q.dtype, k.dtype, v.dtype", "k.dtype, v.dtype", (_TEST_PLAIN,)
+    "a_call_is_known_without_the_dtype_of_q": Mutant(
+        _OP, "q.dtype, k.dtype, v.dtype", "k.dtype, v.dtype", (_TEST_DIRECT,)
     ),
-    "a_plain_call_forgets_deterministic_mode": Mutant(
-        _PLAIN, "numbers, torch.are_deterministic_algorithms_enabled(),", "numbers,",
-        (_TEST_PLAIN,),
+    "a_call_is_known_without_the_shapes_beside_q_k_and_v": Mutant(
+        _OP, "key += (index, x.shape, x.stride(), x.dtype, x.device)",
+        "key += (index, x.dtype, x.device)", (_TEST_DIRECT,),
+    ),
+    "a_call_forgets_deterministic_mode": Mutant(
+        "tilewise/ops/attention/direct.py", "torch.are_deterministic_algorithms_enabled()", "False",
+        (_TEST_DIRECT,),
+    ),
+    "a_mask_is_known_without_what_it_covers": Mutant(
+        "tilewise/ops/attention/direct.py", "(mask.shape, mask.device)", "mask.device",
+        (_TEST_DIRECT,),
+    ),
+    "a_gradient_is_known_without_the_layouts_of_its_tensors": Mutant(
+        _OP, "layouts += [x.stride(), x.dtype]", "layouts += [x.dtype]", (_TEST_DIRECT,)
     ),
     # What arguments mean.
     "a_window_with_a_right_side_forgets_causal": Mutant(

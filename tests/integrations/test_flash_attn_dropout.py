@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewise.integrations import flash_attn
 from tilewise.ops import dispatch
+from tilewise.ops.attention import op
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
 
@@ -26,9 +27,8 @@ def place(request, monkeypatch):
     """The device of a test, on which one backend computes."""
     backend, device = request.param
     monkeypatch.setattr(dispatch, "_AUTOMATIC", {device: (backend,)})
-    dispatch.choose.cache_clear()
-    yield device
-    dispatch.choose.cache_clear()
+    monkeypatch.setattr(op, "_planned", {})
+    return device
 
 
 def _qkv(*, seqlen_q: int = 40, seqlen_k: int = 150, heads_k: int = 2, dim: int = 64, place="cpu"):

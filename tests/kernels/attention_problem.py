@@ -199,13 +199,13 @@ def expected(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def computed(problem: Problem) -> dict[str, Tensor]:
     """Run the kernels, forward and backward."""
-    from tilewise.kernels.triton.attention import launch as kernels
+    from tests.kernels.planned import backward, forward
+    from tilewise.kernels.triton.attention import plan as kernels
 
     p = problem
-    assert kernels.why_not(p.spec) is None
-    o, lse = kernels.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
-    dq, dk, dv, dbias, dsinks = kernels.launch_bwd(
-        p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors
+    o, lse = forward(kernels, p.q, p.k, p.v, p.spec, **p.tensors)
+    dq, dk, dv, dbias, dsinks = backward(
+        kernels, p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors
     )
     results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
     return {name: result for name, result in results.items() if result is not None}

@@ -102,9 +102,9 @@ def launch_attention(
     spec: AttentionSpec, part: Part | Literal["dbias"], tile: TileConfig | None = None
 ) -> None:
     """Call the launcher of one part of an attention call; "rows" are part of "dkdv"."""
-    from tilewise.kernels.triton.attention import launch as attention
-    from tilewise.kernels.triton.attention.geometry import extras_of
-    from tilewise.kernels.triton.attention.tile import Sequences
+    from tests.kernels.planned import tensors_of
+    from tilewise.kernels.plan import Call
+    from tilewise.kernels.triton.attention import plan as attention
 
     def tensor(heads: int, width: int, seqlen: int) -> Tensor:
         rows = (spec.batch * seqlen,) if spec.is_varlen else (spec.batch, seqlen)
@@ -118,34 +118,27 @@ def launch_attention(
     v = tensor(spec.num_kv_heads, spec.v_head_dim, spec.max_seqlen_k)
     o = tensor(spec.num_q_heads, spec.v_head_dim, spec.max_seqlen_q)
     cu_seqlens = numbers(spec.is_varlen, spec.batch + 1, torch.int32)
-    sequences = Sequences(
-        cu_seqlens, cu_seqlens, numbers(spec.has_seqlens_k, spec.batch, torch.int32)
-    )
-    slopes = numbers(spec.has_alibi, spec.num_q_heads, torch.float32)
-    bias, mask = tensor_of_bias(spec), tensors_of_mask(spec)
-    philox = numbers(spec.dropout_p > 0, 2, torch.int64)
+    tensors = tensors_of(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+        seqlens_k=numbers(spec.has_seqlens_k, spec.batch, torch.int32),
+        alibi_slopes=numbers(spec.has_alibi, spec.num_q_heads, torch.float32),
+        bias=tensor_of_bias(spec), mask=tensors_of_mask(spec),
+        philox=numbers(spec.dropout_p > 0, 2, torch.int64),
+        sinks=numbers(spec.has_sinks, spec.num_q_heads, torch.float32),
+    )  # fmt: skip
     if part == "fwd":
-        attention.launch_fwd(
-            q, k, v, spec, tile=tile,
-            cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
-            seqlens_k=sequences.seqlens_k, alibi_slopes=slopes, bias=bias, mask=mask,
-            philox=philox,
-            sinks=numbers(spec.has_sinks, spec.num_q_heads, torch.float32),
-        )  # fmt: skip
+        plan = attention.plan_fwd(Call.of(spec, tensors), {} if tile is None else {"fwd": tile})
+        plan.run(*tensors)
         return
-    lse = attention._allocate_rows(q, spec)
-    extras = extras_of(spec, bias=bias, alibi_slopes=slopes, mask=mask, philox=philox)
-    if part == "dbias":
-        attention.launch_dbias(o, q, k, v, lse, lse, bias, spec, sequences=sequences, extras=extras)
-    elif part == "dkdv":
-        attention.launch_rows(o, o, lse, lse, spec)
-        attention.launch_dkdv(
-            o, q, k, v, lse, lse, spec, sequences=sequences, extras=extras, tile=tile
-        )
-    else:
-        attention.launch_dq(
-            o, q, k, v, lse, lse, spec, sequences=sequences, extras=extras, tile=tile
-        )
+    shape = (spec.num_q_heads, q.shape[0]) if spec.is_varlen else (
+        spec.batch, spec.num_q_heads, spec.max_seqlen_q
+    )  # fmt: skip
+    lse = meta(*shape, dtype=torch.float32)
+    given = (o, o, lse, lse, lse, *tensors)
+    call = Call.of(spec, given)
+    if part == "dkdv":
+        attention.plan_part("rows", call).run(*given)
+    attention.plan_part(part, call, tile).run(*given)
 
 
 def _attention_case(

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
 from tests.kernels.compile_cases_mla import mla_spec
+from tests.kernels.planned import hopper_backward, hopper_forward
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
-from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
-from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tilewise.kernels.gluon.backward.launch import why_not_bwd
+from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.kernels.gluon.latent import launch as mla_decode
 from tilewise.kernels.spec import AttentionSpec, PagedSpec
 
@@ -67,9 +68,7 @@ def _tensors(spec: AttentionSpec) -> dict[str, Any]:
 def launch_forward(spec: AttentionSpec) -> None:
     """Call the launcher of the forward pass."""
     tensors = _tensors(spec)
-    attention_fwd_launch.launch_fwd(
-        tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), spec, **tensors
-    )
+    hopper_forward(tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), spec, **tensors)
 
 
 def launch_backward(spec: AttentionSpec) -> None:
@@ -81,7 +80,7 @@ def launch_backward(spec: AttentionSpec) -> None:
         spec.batch, spec.num_q_heads, spec.max_seqlen_q
     )  # fmt: skip
     lse = meta(*heads_rows, dtype=torch.float32)
-    attention_bwd_launch.launch_bwd(o, lse, q, k, v, o, lse, spec, **tensors)
+    hopper_backward(o, lse, q, k, v, o, lse, spec, **tensors)
 
 
 def launch_fp8(spec: AttentionSpec) -> None:
@@ -89,7 +88,7 @@ def launch_fp8(spec: AttentionSpec) -> None:
     tensors = _tensors(spec)
     q, k, v = (tensors[name] for name in "qkv")
     counter = meta(1, dtype=torch.int32)
-    with mock.patch.object(attention_fp8, "_counter", return_value=counter):
+    with mock.patch.object(attention_fp8, "counter_of", return_value=counter):
         attention_fp8.launch_fwd(q, k, v, spec, scales=None, seqlens_k=tensors["seqlens_k"])
 
 
@@ -221,8 +220,8 @@ def attention_cases() -> Iterator[GluonCase]:
             specs[f"d{head_dim}-{name}"] = attention_spec(head_dim, **changes)
     for name, spec in specs.items():
         for part, why_not, launch in (
-            ("fwd", attention_fwd_launch.why_not_fwd, launch_forward),
-            ("bwd", attention_bwd_launch.why_not_bwd, launch_backward),
+            ("fwd", why_not_fwd, launch_forward),
+            ("bwd", why_not_bwd, launch_backward),
         ):
             reason = why_not(spec)
             if reason is None:
@@ -231,7 +230,7 @@ def attention_cases() -> Iterator[GluonCase]:
                 REFUSED[f"{part}-{name}"] = reason
     for name, (head_dim, changes) in _APART.items():
         spec = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
-        assert attention_bwd_launch.why_not_bwd(spec) is None, name
+        assert why_not_bwd(spec) is None, name
         yield _case(f"bwd-{name}", launch_backward, spec)
 
 

@@ -211,31 +211,30 @@ LITTLE = {
 
 def _forward(call: Call) -> Prepared:
     from tests.kernels.gluon.problem import assert_forward_right
-    from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+    from tests.kernels.planned import hopper_forward
 
     problem = p = make_problem(call, "cuda")
 
     def run() -> Results:
-        o, lse = attention_fwd_launch.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
+        o, lse = hopper_forward(p.q, p.k, p.v, p.spec, **p.tensors)
         return {"o": o, "lse": lse}
 
     return Prepared(run, check=lambda results: assert_forward_right(problem, results))
 
 
 def _backward(call: Call, deterministic: bool) -> Prepared:
-    from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
-    from tilewise.kernels.triton.attention import launch as attention
+    from tests.kernels.planned import forward, hopper_backward
+    from tilewise.kernels.gluon.backward.launch import why_not_bwd
+    from tilewise.kernels.triton.attention import plan as attention
 
     p = make_problem(call, "cuda")
-    o, lse = attention.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
+    o, lse = forward(attention, p.q, p.k, p.v, p.spec, **p.tensors)
     spec = replace(p.spec, deterministic=deterministic)
-    reason = attention_bwd_launch.why_not_bwd(spec)
+    reason = why_not_bwd(spec)
     assert reason is None, reason
 
     def run() -> Results:
-        gradients = attention_bwd_launch.launch_bwd(
-            p.do, p.dlse, p.q, p.k, p.v, o, lse, spec, **p.tensors
-        )
+        gradients = hopper_backward(p.do, p.dlse, p.q, p.k, p.v, o, lse, spec, **p.tensors)
         named = zip(("dq", "dk", "dv", "dbias", "dsinks"), gradients, strict=True)
         return {name: x for name, x in named if x is not None}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels import planned
 from tests.kernels.attention_problem import (
     BRAIN,
     HALF,
@@ -29,10 +30,10 @@ from tests.kernels.attention_problem import (
 from tests.kernels.gluon.test_mla import check as check_latents
 from tests.kernels.triton import test_mla as latents
 from tests.kernels.triton import test_paged as paged
-from tilewise.kernels.cpu.attention import launch as cpu
-from tilewise.kernels.gluon.attention import launch as gluon
+from tilewise.kernels.cpu.attention import plan as cpu
+from tilewise.kernels.gluon.attention import plan as gluon
 from tilewise.kernels.gluon.latent import launch as mla_decode
-from tilewise.kernels.triton.attention import launch as portable
+from tilewise.kernels.triton.attention import plan as portable
 from tilewise.testing import accumulator_scales, assert_within_budget
 
 pytestmark = pytest.mark.slow
@@ -103,9 +104,8 @@ def peers_of(problem: Problem) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def judge(problem: Problem, kernels: ModuleType) -> None:
     """Run both directions and judge what they give by the error budget."""
     p = problem
-    assert kernels.why_not(p.spec) is None, kernels.why_not(p.spec)
-    o, lse = kernels.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
-    gradients = kernels.launch_bwd(p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors)
+    o, lse = planned.forward(kernels, p.q, p.k, p.v, p.spec, **p.tensors)
+    gradients = planned.backward(kernels, p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors)
     results = {"o": o, "lse": lse} | dict(
         zip(("dq", "dk", "dv", "dbias", "dsinks"), gradients, strict=True)
     )
@@ -138,7 +138,7 @@ def draw_problem(seed: int, device: str, *dtypes: torch.dtype) -> Problem:
 @pytest.mark.parametrize("seed", range(120))
 def test_attention_and_its_gradients(seed: int) -> None:
     problem = draw_problem(seed, "cuda")
-    judge(problem, gluon if gluon.why_not(problem.spec) is None else portable)
+    judge(problem, gluon if planned.refusal(gluon, problem.spec) is None else portable)
 
 
 @pytest.mark.parametrize("seed", range(40))

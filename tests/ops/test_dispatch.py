@@ -9,7 +9,8 @@ import torch
 
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.plan import Call, Refusal
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.ops import dispatch
 
 SPEC = AttentionSpec(
@@ -25,21 +26,31 @@ SPEC = AttentionSpec(
 )
 
 
+def choose(spec: AttentionSpec, backend: str | None) -> str:
+    """Return the backend of a call of this spec."""
+    shapes = (
+        (spec.batch, spec.max_seqlen_q, spec.num_q_heads, spec.head_dim),
+        (spec.batch, spec.max_seqlen_k, spec.num_kv_heads, spec.head_dim),
+        (spec.batch, spec.max_seqlen_k, spec.num_kv_heads, spec.v_head_dim),
+    )
+    tensors = [torch.empty(shape, dtype=spec.dtype, device="meta") for shape in shapes]
+    return dispatch.plan_attention(Call.of(spec, AttentionTensors(*tensors)), backend)[0]
+
+
 def test_a_cpu_call_runs_on_the_cpu_backend():
-    assert dispatch.choose("attention", SPEC, None) == "cpu"
+    assert choose(SPEC, None) == "cpu"
 
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Let a GPU of some compute capability be there, and forget earlier choices."""
+    """Let a GPU of some compute capability be there."""
 
     def have(arch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(device, "arch_of", lambda _: arch)
-        dispatch.choose.cache_clear()
+        monkeypatch.setattr(device, "sm_count_of", lambda _: 132)
 
-    yield have
-    dispatch.choose.cache_clear()
+    return have
 
 
 CUDA = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
@@ -48,21 +59,21 @@ CUDA = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
 @pytest.mark.parametrize(("arch", "backend"), [(80, "triton"), (90, "gluon"), (100, "triton")])
 def test_a_cuda_call_runs_on_the_kernels_of_its_gpu(capability, arch, backend):
     capability(arch)
-    assert dispatch.choose("attention", CUDA, None) == backend
+    assert choose(CUDA, None) == backend
 
 
 def test_what_hoppers_kernels_refuse_runs_on_the_portable_ones(capability):
     capability(90)
     single = replace(CUDA, dtype=torch.float32)
-    assert dispatch.choose("attention", single, None) == "triton"
+    assert choose(single, None) == "triton"
     with pytest.raises(UnsupportedError, match="'gluon' cannot run attention.*float32"):
-        dispatch.choose("attention", single, "gluon")
+        choose(single, "gluon")
 
 
 def test_hoppers_kernels_are_never_compiled_for_another_gpu(capability):
     capability(80)
     with pytest.raises(UnsupportedError, match="needs a Hopper GPU.*got 8.0"):
-        dispatch.choose("attention", CUDA, "gluon")
+        choose(CUDA, "gluon")
 
 
 def test_a_backend_without_a_kernel_says_so():
@@ -71,18 +82,18 @@ def test_a_backend_without_a_kernel_says_so():
 
 
 def test_the_reference_runs_when_named():
-    assert dispatch.choose("attention", SPEC, "reference") == "reference"
+    assert choose(SPEC, "reference") == "reference"
 
 
 def test_automatic_choice_never_falls_to_the_reference():
     spec = replace(SPEC, device_type="cuda", dtype=torch.float64)
     with pytest.raises(UnsupportedError, match="no backend can run attention on cuda.*float64"):
-        dispatch.choose("attention", spec, None)
+        choose(spec, None)
 
 
 def test_an_unknown_device_is_named():
     with pytest.raises(UnsupportedError, match="cpu or cuda device, got 'mps'"):
-        dispatch.choose("attention", replace(SPEC, device_type="mps"), None)
+        choose(replace(SPEC, device_type="mps"), None)
 
 
 def test_a_missing_package_is_the_reason(monkeypatch):
@@ -90,5 +101,7 @@ def test_a_missing_package_is_the_reason(monkeypatch):
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
     monkeypatch.setattr(dispatch, "kernel_module", missing)
-    reason = dispatch.refusal("attention", "triton", SPEC)
-    assert reason == "needs the package 'triton', which is not installed"
+    wanted = "needs the package 'triton', which is not installed"
+    assert dispatch.refusal("merge", "triton", SPEC) == wanted
+    plan = dispatch.attention_plan(Call(SPEC, torch.device("cpu"), ()), "triton")
+    assert plan == Refusal(wanted)

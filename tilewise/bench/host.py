@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import ops
-from tilewise.kernels.gluon.attention.launch import launch_fwd
-from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
-from tilewise.kernels.gluon.host.record import Memory
-from tilewise.ops.attention.arguments import prepare_dense
+from tilewise.errors import UnsupportedError
+from tilewise.kernels.gluon.attention.plan import plan_fwd
+from tilewise.kernels.plan import Call, LaunchPlan, Refusal
+from tilewise.kernels.spec import AttentionTensors
+from tilewise.ops.attention.arguments import Rule, prepare
 from tilewise.ops.attention.op import make_spec
 
 _CALLS = 300
@@ -45,7 +47,7 @@ def measure() -> dict[str, Any]:
     few = _tensors((1, 64), (32768, 8))
     results: dict[str, Any] = {
         "launch of the forward kernel, us": _host_time(_launch(leaves)),
-        "forward from the kernels' launcher on, us a call": _host_time(_launcher(leaves)),
+        "forward from its plan on, us a call": _host_time(_planned(leaves)),
         "forward, us a call": _host_time(_inference(leaves)),
         **_differentiated("", lambda: ops.attention(*leaves, causal=True), leaves),
         "split keys (1 query, 64 heads on 8, 32,768 keys), us a call": _host_time(_inference(few)),
@@ -112,22 +114,27 @@ def _cudnn(tensors: list[torch.Tensor]) -> dict[str, float]:
     return {"SDPA cuDNN forward, us a call": forward} | found
 
 
-def _launcher(tensors: list[torch.Tensor]) -> Callable[[], object]:
-    """Return a forward pass without the checks, the op and the choice of a backend."""
-    q, k, v, options = prepare_dense(*(tensor.detach() for tensor in tensors), causal=True)
-    spec = make_spec(q, k, v, options)
-    return lambda: launch_fwd(q, k, v, spec)
+def _plan(tensors: list[torch.Tensor]) -> tuple[LaunchPlan, AttentionTensors]:
+    """Return the plan of a forward pass, and its tensors."""
+    q, k, v = (tensor.detach() for tensor in tensors)
+    _, _, _, options = prepare(q, k, v, Rule(causal=True))
+    given = AttentionTensors(q, k, v)
+    plan = plan_fwd(Call.of(make_spec(q, k, v, options), given))
+    if isinstance(plan, Refusal):
+        raise UnsupportedError(plan.reason)
+    return plan, given
+
+
+def _planned(tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """Return a forward pass without the checks and the search for its plan."""
+    plan, given = _plan(tensors)
+    return functools.partial(plan.run, *given)
 
 
 def _launch(tensors: list[torch.Tensor]) -> Callable[[], object]:
-    """Return what starts the forward kernel and does nothing else."""
-    q, k, v, options = prepare_dense(*(tensor.detach() for tensor in tensors), causal=True)
-    spec, memory = make_spec(q, k, v, options), Memory()
-    for _ in range(4):
-        memory.run((), [q, k, v], lambda: attention_fwd_launch.launch_fwd(q, k, v, spec))
-    call = memory.known(())
-    assert call is not None, "the launch was not recorded"
-    return call.launcher([q, k, v])
+    """Return what starts the kernels of a forward pass into memory that is already there."""
+    plan, given = _plan(tensors)
+    return plan.launcher(given)
 
 
 def _graph(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -13,16 +13,19 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tilewise.errors import UnsupportedError
 from tilewise.kernels import device as facts
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.plan import Call, Plan, Refusal, Results
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.attention import Part, candidates
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.testing import make_qkv
@@ -75,39 +78,59 @@ def make_spec(head_dim: int, seqlen: int, causal: bool, tokens: int = TOKENS) ->
     )
 
 
-def _calls(
-    spec: AttentionSpec, device: str
-) -> dict[Part, Callable[[TileConfig | None], tuple[Tensor, ...]]]:
+def _calls(spec: AttentionSpec, device: str) -> dict[Part, Callable[[TileConfig | None], Results]]:
     """Return one function per part that runs it with given tiles on fixed random inputs."""
-    from tilewise.kernels.triton.attention import launch as attention
-    from tilewise.kernels.triton.attention.tile import Sequences
+    from tilewise.kernels.triton.attention import plan as attention
 
     q, k, v = make_qkv(
         spec.batch, spec.max_seqlen_q, spec.max_seqlen_k, spec.num_q_heads, spec.num_kv_heads,
         spec.head_dim, dtype=spec.dtype, device=device,
     )  # fmt: skip
-    o, lse = attention.launch_fwd(q, k, v, spec)
+    tensors = AttentionTensors(q, k, v)
+
+    def forward(tile: TileConfig | None) -> Plan | Refusal:
+        return attention.plan_fwd(Call.of(spec, tensors), {} if tile is None else {"fwd": tile})
+
+    first = forward(None)
+    if isinstance(first, Refusal):
+        raise UnsupportedError(first.reason)
+    o, lse = first.run(*tensors)
+    assert o is not None
     do = torch.randn_like(o)
-    lse_log2, delta = attention.launch_rows(o, do, lse, None, spec)
-    dense = Sequences(None, None, None)
-
-    def fwd(tile: TileConfig | None) -> tuple[Tensor, ...]:
-        return attention.launch_fwd(q, k, v, spec, tile=tile)
-
-    def dkdv(tile: TileConfig | None) -> tuple[Tensor, ...]:
-        return attention.launch_dkdv(do, q, k, v, lse_log2, delta, spec, sequences=dense, tile=tile)
-
-    def dq(tile: TileConfig | None) -> tuple[Tensor, ...]:
-        return (
-            attention.launch_dq(do, q, k, v, lse_log2, delta, spec, sequences=dense, tile=tile),
-        )
-
-    return {"fwd": fwd, "dkdv": dkdv, "dq": dq}
+    before = (do, o, lse, None, None, *tensors)
+    row_terms = attention.plan_part("rows", Call.of(spec, before)).run(*before)
+    given = (do, None, None, *row_terms, *tensors)
+    call = Call.of(spec, given)
+    return {
+        "fwd": _Candidates(forward, tensors),
+        "dkdv": _Candidates(partial(attention.plan_part, "dkdv", call), given),
+        "dq": _Candidates(partial(attention.plan_part, "dq", call), given),
+    }
 
 
-def _difference(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str | None:
+class _Candidates:
+    """A part of a call, which is planned once for each row that is tried."""
+
+    def __init__(
+        self, planner: Callable[[TileConfig | None], Plan | Refusal], given: Sequence[Tensor | None]
+    ) -> None:
+        self._planner, self._given = planner, given
+        self._plans: dict[TileConfig | None, Plan] = {}
+
+    def __call__(self, tile: TileConfig | None) -> Results:
+        plan = self._plans.get(tile)
+        if plan is None:
+            found = self._planner(tile)
+            assert not isinstance(found, Refusal)
+            plan = self._plans[tile] = found
+        return plan.run(*self._given)
+
+
+def _difference(actual: Results, expected: Results) -> str | None:
     """Say how a candidate's result differs from the default row's, or return None."""
     for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        assert got is not None
+        assert want is not None
         gap = (got.float() - want.float()).abs().max().item()
         limit = TOLERANCE * want.float().abs().max().item()
         if not gap <= limit:  # NaN must fail too
@@ -198,8 +221,8 @@ def _measure(
     spec: AttentionSpec,
     part: Part,
     tile: TileConfig,
-    call: Callable[[TileConfig | None], tuple[Tensor, ...]],
-    expected: tuple[Tensor, ...],
+    call: Callable[[TileConfig | None], Results],
+    expected: Results,
     time_call: Callable[[Callable[[], object]], float],
 ) -> Row:
     shape = (tile.tile_m, tile.tile_n, tile.num_warps, tile.num_stages)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.errors import UnsupportedError
 from tilewise.ops import attention, attention_varlen, paged_attention
-from tilewise.ops.attention.arguments import prepare_dense, prepare_packed
+from tilewise.ops.attention.arguments import Lengths, Rule, prepare
 from tilewise.ops.attention.dropout import philox_of
 from tilewise.ops.attention.op import attention_bwd
 
@@ -210,18 +210,10 @@ def flash_backward(
         "seed": rng_state.view(torch.int64) if dropout_p > 0.0 else None,
     }
     if cum_seq_q is None or cum_seq_k is None:
-        q, k, v, prepared = prepare_dense(q, k, v, **options)
+        q, k, v, prepared = prepare(q, k, v, Rule(**options))
     else:
-        q, k, v, prepared = prepare_packed(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cum_seq_q,
-            cu_seqlens_k=cum_seq_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
-            **options,
-        )
+        lengths = Lengths(None, cum_seq_q, cum_seq_k, max_q, max_k)
+        q, k, v, prepared = prepare(q, k, v, Rule(**options), lengths)
     dq, dk, dv, _, _ = attention_bwd(do, None, q, k, v, o, logsumexp, False, *prepared)
     return _like(dq, query), _like(dk, key), _like(dv, value)
 

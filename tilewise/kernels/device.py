@@ -44,14 +44,20 @@ def l2_bytes() -> int:
 
 
 def _index_of(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    is_named = device.type == "cuda" and device.index is not None
+    return device.index if is_named else torch.cuda.current_device()
+
+
+def _is_gpu(device: torch.device) -> bool:
+    """Whether `device` is one; "meta", where plans are made, stands for the current one."""
+    return device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
 
 
 def arch_of(device: torch.device) -> int:
     """Capability to choose tiles for; the interpreter on a CPU is treated as Hopper."""
-    return capability(_index_of(device)) if device.type == "cuda" else 90
+    return capability(_index_of(device)) if _is_gpu(device) else 90
 
 
 def sm_count_of(device: torch.device) -> int:
     """Multiprocessors to fill; the interpreter has few, so that tests cut sequences unevenly."""
-    return sm_count(_index_of(device)) if device.type == "cuda" else 4
+    return sm_count(_index_of(device)) if _is_gpu(device) else 4

@@ -7,7 +7,7 @@ function of a spec and can be tested without a device. Dimension letters are in 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,40 @@ class MaskTensors(NamedTuple):
     row_entries: Tensor
     columns: Tensor
     column_entries: Tensor
+
+
+class AttentionTensors(NamedTuple):
+    """The tensors of an attention call, None for those that were not given.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), when spec.is_varlen.
+        seqlens_k: int32 (B,), when spec.has_seqlens_k.
+        bias: broadcastable to (B, Hq, Sq, Sk), Sq and Sk those of the spec.
+        alibi_slopes: (Hq,) or (B, Hq); sinks: (Hq,).
+        philox: int64 (2,), seed and offset of the dropout.
+        mask_bits ... mask_column_entries: those of `MaskTensors`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqlens_k: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    philox: Any = None
+    mask_bits: Any = None
+    mask_rows: Any = None
+    mask_row_entries: Any = None
+    mask_columns: Any = None
+    mask_column_entries: Any = None
+
+    @property
+    def mask(self) -> MaskTensors | None:
+        """The block mask, if there is one."""
+        return None if self.mask_bits is None else MaskTensors(*self[-5:])
 
 
 @dataclass(frozen=True, slots=True)

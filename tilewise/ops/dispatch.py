@@ -1,28 +1,32 @@
 """Which backend computes a call: a pure function of its spec, never silent.
 
-A kernel module says with `why_not(spec)` in one sentence what it cannot do, or None. Automatic
-choice takes the first backend of the device that can; a named backend is obeyed or refused with its
-reason. The float64 `reference` backend is never chosen automatically: it is slow and holds O(N^2)
-memory.
+A kernel module says with `why_not(spec)` in one sentence what it cannot do, or None; one that plans
+its calls returns a plan or a refusal. Automatic choice takes the first backend of the device that
+can; a named backend is obeyed or refused with its reason. The float64 `reference` backend is never
+chosen automatically: it is slow and holds O(N^2) memory.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TypeVar
 
 from tilewise.errors import UnsupportedError
+from tilewise.kernels.plan import Call, Plan, Refusal
 from tilewise.kernels.spec import AttentionSpec, ElementSpec, PagedSpec
 
 Spec = AttentionSpec | PagedSpec | ElementSpec
+T = TypeVar("T")
 
 BACKENDS = ("reference", "cpu", "triton", "gluon")
 _AUTOMATIC = {"cpu": ("cpu",), "cuda": ("gluon", "triton")}
 # Where an op's launcher lies in a backend's folder, if not under the op's own name.
 _MODULES = {
-    "attention": "attention.launch",
+    "attention": "attention.plan",
     "attention_fp8": "attention.fp8",
     "quantize": "attention.quantise",
     "paged_attention": "paged.launch",
@@ -59,18 +63,33 @@ def _exists(module: str) -> bool:
         return False
 
 
-def refusal(op: str, backend: str, spec: Spec) -> str | None:
-    """Say why `backend` cannot compute this call, or return None when it can."""
+def _module_or_reason(op: str, backend: str) -> ModuleType | str:
     if backend != "reference" and not _exists(_path_of(op, backend)):
         return "it has no kernel for this op"
     try:
-        module = kernel_module(op, backend)
+        return kernel_module(op, backend)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("tilewise"):
             raise
         return f"needs the package {error.name!r}, which is not installed"
+
+
+def refusal(op: str, backend: str, spec: Spec) -> str | None:
+    """Say why `backend` cannot compute this call, or return None when it can."""
+    module = _module_or_reason(op, backend)
+    if isinstance(module, str):
+        return module
     reason: str | None = module.why_not(spec)
     return reason
+
+
+def attention_plan(call: Call, backend: str) -> Plan | Refusal:
+    """Return how `backend` runs a call of attention, or why it cannot."""
+    module = _module_or_reason("attention", backend)
+    if isinstance(module, str):
+        return Refusal(module)
+    plan: Plan | Refusal = module.plan_fwd(call)
+    return plan
 
 
 def check_backend_name(backend: str | None) -> None:
@@ -86,20 +105,42 @@ def choose(op: str, spec: Spec, backend: str | None) -> str:
     Raises:
         UnsupportedError: the named backend, or every automatic one, refuses; the message says why.
     """
-    names = (backend,) if backend is not None else _AUTOMATIC.get(spec.device_type, ())
+
+    def ask(name: str) -> str | Refusal:
+        reason = refusal(op, name, spec)
+        return name if reason is None else Refusal(reason)
+
+    return _first(op, spec.device_type, backend, ask)[1]
+
+
+def plan_attention(call: Call, backend: str | None) -> tuple[str, Plan]:
+    """Return the backend that computes a call of attention, and how it does.
+
+    Raises:
+        UnsupportedError: as `choose`.
+    """
+    ask = functools.partial(attention_plan, call)
+    return _first("attention", call.spec.device_type, backend, ask)
+
+
+def _first(
+    op: str, device_type: str, backend: str | None, ask: Callable[[str], T | Refusal]
+) -> tuple[str, T]:
+    """Return the first backend that does not refuse, and what it answers."""
+    names = (backend,) if backend is not None else _AUTOMATIC.get(device_type, ())
     reasons = []
     for name in names:
-        reason = refusal(op, name, spec)
-        if reason is None:
-            return name
-        reasons.append(f"{name}: {reason}")
+        answer = ask(name)
+        if not isinstance(answer, Refusal):
+            return name, answer
+        reasons.append(f"{name}: {answer.reason}")
     if backend is not None:
         raise UnsupportedError(
             f"backend {backend!r} cannot run {op}: {reasons[0].split(': ', 1)[1]}"
         )
     if not names:
-        raise UnsupportedError(f"{op} must run on a cpu or cuda device, got {spec.device_type!r}")
+        raise UnsupportedError(f"{op} must run on a cpu or cuda device, got {device_type!r}")
     raise UnsupportedError(
-        f"no backend can run {op} on {spec.device_type} ({'; '.join(reasons)}); "
+        f"no backend can run {op} on {device_type} ({'; '.join(reasons)}); "
         "backend='reference' computes anything, slowly, in float64 and O(N^2) memory"
     )

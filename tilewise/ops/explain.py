@@ -12,12 +12,13 @@ from torch import Tensor
 from tilewise import cost
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device as devices
-from tilewise.kernels.spec import AttentionSpec, PagedSpec
+from tilewise.kernels.plan import Call, Refusal
+from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.latent import mla_work
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch
 from tilewise.ops.attention import op as attention_op
-from tilewise.ops.attention.arguments import prepare_dense, prepare_packed
+from tilewise.ops.attention.arguments import Lengths, Rule, prepare
 from tilewise.ops.attention.op import AttentionOptions
 from tilewise.ops.latent import op as mla_op
 from tilewise.ops.latent.arguments import prepare_decode
@@ -37,6 +38,7 @@ class Explanation:
         cost: FLOPs and bytes of the forward pass, from the papers' formulas; with a block mask,
             of the tiles that are not empty.
         seconds: what `cost` takes on the measured peaks of this device, None where there are none.
+        steps: what the call's plan does, a line each, and that of its gradient; of `attention`.
     """
 
     op: str
@@ -45,6 +47,7 @@ class Explanation:
     tiles: dict[str, TileConfig] = field(default_factory=dict)
     cost: cost.Cost | None = None
     seconds: float | None = None
+    steps: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend or 'no backend can run this call'}"]
@@ -59,6 +62,7 @@ class Explanation:
             lines.append(f"  FLOPs a byte   {self.cost.intensity:.4g}")
         if self.seconds is not None:
             lines.append(f"  at best        {self.seconds * 1e6:.4g} us")
+        lines += [f"  step           {step}" for step in self.steps]
         lines += [f"  not {name:<10} {reason}" for name, reason in self.refusals.items()]
         return "\n".join(lines)
 
@@ -87,22 +91,25 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
     return _EXPLAINED[op_name](op_name, *args, **kwargs)
 
 
-def _backends(
-    op: str, spec: AttentionSpec | PagedSpec, named: str | None
-) -> tuple[str | None, dict[str, str]]:
+def _backends(op: str, spec: PagedSpec, named: str | None) -> tuple[str | None, dict[str, str]]:
     try:
         chosen: str | None = dispatch.choose(op, spec, named)
     except UnsupportedError:
         chosen = None
-    refusals = {}
-    for name in dispatch.BACKENDS:
-        if name == chosen:
-            continue
-        reason = dispatch.refusal(op, name, spec)
-        if reason is None:
-            reason = f"{named} was named" if named else "runs only when named"
-        refusals[name] = reason
-    return chosen, refusals
+    reasons = {name: dispatch.refusal(op, name, spec) for name in dispatch.BACKENDS}
+    return chosen, _refusals(reasons, chosen, named)
+
+
+def _refusals(
+    reasons: dict[str, str | None], chosen: str | None, named: str | None
+) -> dict[str, str]:
+    """Say of each backend but the chosen one why it does not run."""
+    otherwise = f"{named} was named" if named else "runs only when named"
+    return {
+        name: otherwise if reason is None else reason
+        for name, reason in reasons.items()
+        if name != chosen
+    }
 
 
 def _seconds(work: cost.Cost, tensor: Tensor) -> float | None:
@@ -123,14 +130,27 @@ def _lengths(q: Tensor, k: Tensor, options: AttentionOptions) -> list[tuple[int,
 
 
 def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Explanation:
-    prepare = prepare_packed if op_name == "attention_varlen" else prepare_dense
-    q, k, v, options = prepare(q, k, v, **kwargs)
+    named = {name: kwargs.pop(name) for name in Lengths._fields if name in kwargs}
+    q, k, v, options = prepare(q, k, v, Rule(**kwargs), Lengths(**named))
     spec = attention_op.make_spec(q, k, v, options)
-    backend, refusals = _backends("attention", spec, options.backend)
+    call = Call.of(spec, (q, k, v, *options.beside))
+    plans = {name: dispatch.attention_plan(call, name) for name in dispatch.BACKENDS}
+    reasons = {
+        name: plan.reason if isinstance(plan, Refusal) else None for name, plan in plans.items()
+    }
+    try:
+        backend: str | None = dispatch.plan_attention(call, options.backend)[0]
+    except UnsupportedError:
+        backend = None
+    refusals = _refusals(reasons, backend, options.backend)
     tiles: dict[str, TileConfig] = {}
-    if backend in ("triton", "gluon"):
-        module = dispatch.kernel_module("attention", backend)
-        tiles = module.tile_configs(spec, devices.arch_of(q.device))
+    steps: tuple[str, ...] = ()
+    chosen = plans.get(backend or "")
+    if chosen is not None and not isinstance(chosen, Refusal):
+        module = dispatch.kernel_module("attention", str(backend))
+        gradient = module.plan_bwd(call.gradient(spec))
+        tiles = chosen.tiles | gradient.tiles
+        steps = (*chosen.steps, *(f"backward: {step}" for step in gradient.steps))
     rows = tiles["fwd"].tile_m if tiles else max(1, spec.max_seqlen_q)
     work = cost.Cost(0, 0, 0)
     for seqlen_q, seqlen_k in _lengths(q, k, options):
@@ -148,7 +168,7 @@ def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: 
         )
     share = _visited_share(options)
     work = cost.Cost(round(share * work.flops), round(share * work.bytes_read), work.bytes_written)
-    return Explanation(op_name, backend, refusals, tiles, work, _seconds(work, q))
+    return Explanation(op_name, backend, refusals, tiles, work, _seconds(work, q), steps)
 
 
 def _visited_share(options: AttentionOptions) -> float:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.kernels import planned
 from tilewise import ops
-from tilewise.kernels.cpu.attention import launch as cpu
+from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.cpu.paged.decode_launch import run_decode
 from tilewise.kernels.spec import AttentionSpec
@@ -131,8 +132,8 @@ def by_reference(
 def by_kernel(
     qkv: list[Tensor], do: Tensor, dlse: Tensor | None, spec: AttentionSpec, extra: dict[str, Any]
 ) -> dict[str, Tensor]:
-    o, lse = cpu.launch_fwd(*qkv, spec, **extra)
-    return named(o, lse, cpu.launch_bwd(do, dlse, *qkv, o, lse, spec, **extra))
+    o, lse = planned.forward(cpu, *qkv, spec, **extra)
+    return named(o, lse, planned.backward(cpu, do, dlse, *qkv, o, lse, spec, **extra))
 
 
 def cotangents(qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -232,7 +233,7 @@ def test_rows_outside_every_packed_sequence_are_empty() -> None:
     (q, k, v), (edges_q, edges_k) = packed_inputs([(5, 5)], torch.float32)
     q = torch.cat([q, torch.full((3, 4, 64), math.nan)])
     spec = AttentionSpec("cpu", q.dtype, 1, 5, 5, 4, 2, 64, 32, is_varlen=True)
-    o, lse = cpu.launch_fwd(q, k, v, spec, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k)
+    o, lse = planned.forward(cpu, q, k, v, spec, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k)
     assert bool((o[5:] == 0).all())
     assert bool((lse[:, 5:] == -math.inf).all())
 
@@ -348,9 +349,9 @@ def test_a_call_of_other_strides_is_described_anew(name: str) -> None:
     """What is remembered of a call are its numbers but for addresses; strides are among them."""
     tensors = dict(zip("qkv", make_qkv(2, 5, 7, 4, 2, 16), strict=True))
     spec = spec_of(list(tensors.values()), {}, {})
-    want = cpu.launch_fwd(**tensors, spec=spec)
+    want = planned.forward(cpu, **tensors, spec=spec)
     tensors[name] = _heads_first(tensors[name])
-    for mine, other in zip(cpu.launch_fwd(**tensors, spec=spec), want, strict=True):
+    for mine, other in zip(planned.forward(cpu, **tensors, spec=spec), want, strict=True):
         assert torch.equal(mine, other)
 
 
@@ -467,12 +468,12 @@ def test_small_calls_stay_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> No
 def test_concurrent_python_threads_do_not_disturb_each_other() -> None:
     qkv, extra = inputs_of(Case(seqlen_q=200, seqlen_k=200), torch.bfloat16)
     spec = spec_of(qkv, {"causal": True}, extra)
-    want, _ = cpu.launch_fwd(*qkv, spec)
+    want, _ = planned.forward(cpu, *qkv, spec)
     wrong: list[int] = []
 
     def work() -> None:
         for index in range(20):
-            if not torch.equal(cpu.launch_fwd(*qkv, spec)[0], want):
+            if not torch.equal(planned.forward(cpu, *qkv, spec)[0], want):
                 wrong.append(index)
 
     workers = [threading.Thread(target=work) for _ in range(3)]
@@ -525,7 +526,7 @@ def test_logits_that_grow_from_key_to_key_stay_in_range(step: float) -> None:
     q[..., 0], k[..., 0] = 4.0, step * torch.arange(300).view(1, 300, 1)
     for options in ({}, {"causal": True}):
         spec = spec_of([q, k, v], options, {})
-        o, lse = cpu.launch_fwd(q, k, v, spec)
+        o, lse = planned.forward(cpu, q, k, v, spec)
         truth = standard.attention(q.double(), k.double(), v.double(), **options, return_lse=True)
         assert (o.double() - truth[0]).abs().max() < 2.0**-7 * v.abs().max()
         assert torch.allclose(lse.double(), truth[1], rtol=1e-6, atol=1e-5)

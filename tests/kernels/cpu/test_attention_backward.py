@@ -18,7 +18,7 @@ from tests.kernels.cpu.test_attention import (
     spec_of,
     wide,
 )
-from tilewise.kernels.cpu.attention import launch as cpu
+from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.cpu.machine import amx
 from tilewise.kernels.cpu.machine.amx_tiles import PARTS, multiply_tiles
 from tilewise.kernels.cpu.machine.rows import why_not_dtype

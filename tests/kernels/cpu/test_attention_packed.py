@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.attention import launch as cpu
+from tests.kernels import planned
+from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
@@ -65,8 +66,8 @@ def test_bias_and_slopes_count_from_the_start_of_a_sequence(name: str, dtype: to
     q, k, v, bias = tensors.values()
     extra = {"cu_seqlens_q": edges_of(0), "cu_seqlens_k": edges_of(1), "alibi_slopes": slopes,
              "bias": bias}  # fmt: skip
-    o, lse = cpu.launch_fwd(q, k, v, spec_of(dtype), **extra)
-    grads = cpu.launch_bwd(do, dlse.to(lse), q, k, v, o, lse, spec_of(dtype), **extra)
+    o, lse = planned.forward(cpu, q, k, v, spec_of(dtype), **extra)
+    grads = planned.backward(cpu, do, dlse.to(lse), q, k, v, o, lse, spec_of(dtype), **extra)
     assert grads[4] is None
     actual = dict(zip(("o", "lse", "dq", "dk", "dv", "dbias"), (o, lse, *grads[:4]), strict=True))
     doubles = {key: tensor.double() for key, tensor in tensors.items()}
@@ -87,11 +88,11 @@ def test_gradient_of_the_bias_only_when_wanted() -> None:
     extra = {"cu_seqlens_q": edges_of(0), "cu_seqlens_k": edges_of(1),
              "bias": torch.randn(MAX_Q, MAX_K)}  # fmt: skip
     spec = replace(spec_of(q.dtype), has_alibi=False)
-    o, lse = cpu.launch_fwd(q, k, v, spec, **extra)
+    o, lse = planned.forward(cpu, q, k, v, spec, **extra)
     do = torch.randn_like(o)
-    with_it = cpu.launch_bwd(do, None, q, k, v, o, lse, spec, **extra)
-    without = cpu.launch_bwd(
-        do, None, q, k, v, o, lse, replace(spec, needs_dbias=False), **extra
+    with_it = planned.backward(cpu, do, None, q, k, v, o, lse, spec, **extra)
+    without = planned.backward(
+        cpu, do, None, q, k, v, o, lse, replace(spec, needs_dbias=False), **extra
     )  # fmt: skip
     assert with_it[3] is not None
     assert with_it[3].shape == (MAX_Q, MAX_K)

@@ -8,9 +8,9 @@ import torch
 from numba import njit
 
 from tests.kernels.cpu.test_attention import spec_of
-from tilewise.kernels.cpu.attention import launch as cpu
+from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.cpu.attention.delta import delta_kernel
-from tilewise.kernels.cpu.attention.gradients import BackwardPlan, place_gradients
+from tilewise.kernels.cpu.attention.gradients import BackwardTasks, gradients_of, place_gradients
 from tilewise.kernels.cpu.attention.problem import SCORE_ROW, TILE_M
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import (
@@ -21,6 +21,8 @@ from tilewise.kernels.cpu.machine.blocks import (
     set_block,
 )
 from tilewise.kernels.cpu.machine.threads import run_tasks
+from tilewise.kernels.plan import Layout
+from tilewise.kernels.spec import AttentionTensors
 
 LANES = simd.lanes_of(np.float32)
 WIDTH = 2 * LANES
@@ -67,12 +69,11 @@ def test_delta_is_the_row_sum_less_dlse(dtype: torch.dtype) -> None:
     q, k, v, o, do = (torch.randn(2, 37, 3, 21).to(dtype) for _ in range(5))
     dlse = torch.randn(2, 3, 37)
     spec = spec_of([q, k, v], {}, {})
-    problem = cpu.describe(
-        q, k, v, o, spec, cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, bias=None,
-        alibi_slopes=None, sinks=None, philox=None, mask=None,
-    )  # fmt: skip
-    plan = BackwardPlan.of(spec, None)
-    grads = place_gradients(problem, plan, do, q, k, v, torch.zeros(0), None, None)
+    layouts = AttentionTensors(*map(Layout.of, (q, k, v)))
+    frame = cpu._Frame(spec, layouts, o)
+    problem = frame.problem(AttentionTensors(q, k, v), o)
+    place_gradients(problem.arrays.starts, do, q, k, v, frame.numbers, frame.numbers)
+    grads = gradients_of(BackwardTasks.of(spec, None), do, q, k, v, torch.zeros(0))
     grads = grads._replace(rows_per_task=10, num_row_tasks=8)
     delta = dlse.clone()
     run_tasks(delta_kernel, 8, problem.sizes, grads, problem.arrays, delta.view(-1).numpy())

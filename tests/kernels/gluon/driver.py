@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.gluon.host import descriptors, record
+from tilewise.kernels.gluon.host import descriptors, plan
 from tilewise.kernels.gluon.host import launch as _launch
 
 _SIZES = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float}
@@ -130,10 +130,9 @@ def pretended_gpu() -> Iterator[Driver]:
         mock.patch.object(_launch, "_is_on_gpu", _yes),
         mock.patch.object(_launch, "_remembered", {}),
         mock.patch.object(descriptors, "_recent", descriptors.OrderedDict()),
-        mock.patch.object(record, "_is_on_gpu", _yes),
-        mock.patch.object(record, "_capturing", return_value=False),
-        mock.patch.object(record, "_current_device", return_value=None),  # the index of a CPU
-        mock.patch.object(record, "_fresh", _fresh),
+        mock.patch.object(plan, "_is_on_gpu", _yes),
+        mock.patch.object(plan, "_current_device", return_value=None),  # the index of a CPU
+        mock.patch.object(plan, "_fresh", _fresh),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=STREAM, create=True),
     ):

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tests.kernels.attention_problem import Problem, expected
 from tests.kernels.gluon.emulator import Program, emulated
+from tests.kernels.planned import hopper_backward, hopper_forward
 from tilewise.kernels import device
-from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
-from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tilewise.kernels.gluon.backward.launch import why_not_bwd
+from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.testing import assert_within_budget
 
 # Both warpgroups clear rows that no query sees: what they write is the same, whoever comes first.
@@ -25,7 +26,7 @@ _UNCHANGED = Program()
 def refusals(problem: Problem) -> tuple[str | None, str | None]:
     """Return why the forward and the backward kernels would refuse the call on a GPU."""
     spec = replace(problem.spec, device_type="cuda")
-    return attention_fwd_launch.why_not_fwd(spec), attention_bwd_launch.why_not_bwd(spec)
+    return why_not_fwd(spec), why_not_bwd(spec)
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def forward(
     """Return o and lse."""
     p = problem
     with _emulated(seed, program, num_sms) as kernels:
-        o, lse = attention_fwd_launch.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
+        o, lse = hopper_forward(p.q, p.k, p.v, p.spec, **p.tensors)
     assert kernels or p.q.numel() == 0
     return {"o": o, "lse": lse}
 
@@ -66,9 +67,7 @@ def backward(
     """Return the gradients; resident: CTAs that really run at a time."""
     p = problem
     with _emulated(seed, program, num_sms, resident) as kernels:
-        gradients = attention_bwd_launch.launch_bwd(
-            p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors
-        )
+        gradients = hopper_backward(p.do, p.dlse, p.q, p.k, p.v, o, lse, p.spec, **p.tensors)
     assert kernels or p.q.numel() == 0 or p.k.numel() == 0
     named = zip(("dq", "dk", "dv", "dbias", "dsinks"), gradients, strict=True)
     return {name: gradient for name, gradient in named if gradient is not None}

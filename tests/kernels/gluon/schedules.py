@@ -66,7 +66,7 @@ class Attention:
         with ExitStack() as stack:
             patch = stack.enter_context
             patch(mock.patch.object(attention_fwd_launch, "tile_config_fwd", tile_of))
-            patch(mock.patch.object(attention_fwd_launch, "_counter", return_value=counter))
+            patch(mock.patch.object(attention_fwd_launch, "counter_of", return_value=counter))
             if self.prepost:
                 patch(mock.patch.object(attention_bwd_plan, "L2_BYTES", 1))
                 patch(mock.patch.object(attention_bwd_plan, "_FEW_WAVES", 0))

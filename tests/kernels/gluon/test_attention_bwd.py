@@ -187,14 +187,15 @@ CASES = {
 
 def gradients(problem: Problem, **changes: Any) -> dict[str, Tensor]:
     """Run the portable forward pass and Hopper's backward pass."""
+    from tests.kernels.planned import forward, hopper_backward
     from tilewise.kernels.gluon.backward import launch as hopper
-    from tilewise.kernels.triton.attention import launch as portable
+    from tilewise.kernels.triton.attention import plan as portable
 
     p = problem
     spec = replace(p.spec, **changes)
     assert hopper.why_not_bwd(spec) is None, hopper.why_not_bwd(spec)
-    o, lse = portable.launch_fwd(p.q, p.k, p.v, spec, **p.tensors)
-    dq, dk, dv, dbias, dsinks = hopper.launch_bwd(
+    o, lse = forward(portable, p.q, p.k, p.v, spec, **p.tensors)
+    dq, dk, dv, dbias, dsinks = hopper_backward(
         p.do, p.dlse, p.q, p.k, p.v, o, lse, spec, **p.tensors
     )
     results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}

@@ -20,6 +20,7 @@ from tests.kernels.attention_problem import (
     expected,
     make_problem,
 )
+from tests.kernels.planned import hopper_forward
 from tilewise.kernels.gluon.forward import launch as kernels
 from tilewise.kernels.gluon.forward.variant import choice
 from tilewise.kernels.spec import AttentionSpec
@@ -131,7 +132,7 @@ def launched(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel on a problem."""
     p = problem
     assert kernels.why_not_fwd(p.spec) is None
-    return kernels.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)
+    return hopper_forward(p.q, p.k, p.v, p.spec, **p.tensors)
 
 
 def assert_right(

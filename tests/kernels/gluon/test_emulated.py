@@ -18,10 +18,13 @@ pytest.importorskip("triton")
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, assert_right, make_problem
 from tests.kernels.gluon.emulator import emulated
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward, refusals
+from tests.kernels.planned import tensors_of
 from tilewise import masks
+from tilewise.kernels import plan as plans
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 from tilewise.kernels.gluon.forward.kernel import Tile
+from tilewise.kernels.gluon.host.plan import Maker
 from tilewise.kernels.spec import MaskTensors
 from tilewise.reference import standard
 
@@ -192,11 +195,14 @@ def test_a_plan_has_every_tile_of_a_packed_batch_once(window: tuple[int, int]) -
     p = make_problem(call, "cpu")
     tile = attention_fwd_launch.tile_config_fwd(p.spec)
     bound = p.q.shape[0] // tile.rows + len(lengths)
-    o, lse = torch.empty_like(p.q), torch.empty(p.q.shape[:2]).mT
+    o, lse = torch.empty_like(p.q), torch.empty(p.q.shape[:2]).mT.contiguous()
     with emulated(0):
-        plan, size = attention_fwd_launch._plan(
-            p.cu_seqlens_q, p.cu_seqlens_k, o, lse, p.spec, tile, bound
-        )
+        tensors = tensors_of(p.q, p.k, p.v, **p.tensors)
+        maker = Maker(plans.Call.of(p.spec, tensors))
+        results = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (o, lse)]
+        parts = attention_fwd_launch._plan(maker, maker.tensors, *results, p.spec, tile, bound)
+        copies = [maker.compute(plans.contiguous_copy, x) for x in parts]
+        plan, size = maker.finish(copies, {}).run(*tensors)
     tiles = plan.view(-1, 6)[: int(size)].tolist()
     first_q, first_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
     wanted = [

@@ -11,8 +11,11 @@ pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, Problem, make_problem
 from tests.kernels.gluon.problem import assert_forward_right
+from tests.kernels.planned import tensors_of
+from tilewise.kernels import plan
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.gluon.attention import split_kv as attention_few
+from tilewise.kernels.gluon.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec
 
 INTERPRETED = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
@@ -40,10 +43,10 @@ CASES = {
 def launched(problem: Problem) -> dict[str, torch.Tensor]:
     blocks = attention_few.blocks_of(problem.k, problem.v)
     assert blocks is not None
-    o, lse = attention_few.launch_split_kv(
-        problem.q, problem.k, problem.v, problem.spec, blocks, seqlens_k=problem.seqlens_k,
-        sinks=problem.sinks,
-    )  # fmt: skip
+    tensors = tensors_of(problem.q, problem.k, problem.v, **problem.tensors)
+    maker = Maker(plan.Call.of(problem.spec, tensors))
+    results = attention_few.add_split_kv(maker, problem.spec, maker.tensors, blocks)
+    o, lse = maker.finish(results, {}).run(*tensors)
     return {"o": o, "lse": lse}
 
 

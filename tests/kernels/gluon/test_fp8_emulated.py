@@ -61,7 +61,7 @@ def run(shape, window, lengths, *, seed=0, num_sms=3, program=None):
     counter = torch.zeros(1, dtype=torch.int32)
     with (
         mock.patch.object(device, "sm_count_of", return_value=num_sms),
-        mock.patch.object(attention_fp8, "_counter", return_value=counter),
+        mock.patch.object(attention_fp8, "counter_of", return_value=counter),
         emulated(seed, program=program or Program(), resident=num_sms),
     ):
         o, lse = attention_fp8.run(ready, spec, seqlens_k=seqlens)

@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from tests.kernels.gluon.driver import SCRATCH, STREAM, Kernel, pretended_gpu
 from tilewise.kernels.gluon.host import descriptors
 from tilewise.kernels.gluon.host import launch as _launch
-from tilewise.kernels.gluon.host import repeat as _repeat
+from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.plan import Call, Layout
 
 
 class Pair(NamedTuple):
@@ -187,48 +188,36 @@ def test_a_descriptor_does_not_keep_its_tensor_alive():
     assert watched() is None
 
 
-class Watcher:
-    """Keeps what it is told of launches."""
-
-    def __init__(self):
-        self.told = []
-
-    def launched(self, *launch):
-        self.told.append(launch)
-
-
-def test_a_repeated_launch_takes_new_addresses_and_keeps_the_rest(driver, monkeypatch):
+def test_a_launch_of_a_plan_takes_new_addresses_and_keeps_the_rest(driver):
     types = ["b8", *["u32"] * 4, *["u64"] * 4, "u64", "u32", "f32", "u64", "u64"]
     kernel = Kernel([*types, *SCRATCH], ("tensordesc", *KINDS))
     knows(driver, kernel, types)
-    x = torch.zeros(2, 128, 3, 64, dtype=torch.bfloat16)
+    mapped = torch.zeros(2, 128, 3, 64, dtype=torch.bfloat16)
     given, tensors = arguments(number=-8)
-    given = (descriptors.descriptor(x, 64, 64), *given)
-    watcher = Watcher()
-    monkeypatch.setattr(_launch.watching, "watcher", watcher, raising=False)
+    layouts = tuple(map(Layout.of, (*tensors, mapped)))
+    maker = Maker(Call(None, mapped.device, layouts), ("y", "z", "a", "x"))
+    y, z, a, described = maker.inputs
+    maker.launch(kernel, 9, descriptors.descriptor(described, 64, 64), y, -8, 0.5, Pair(z, a))
+    plan = maker.finish((), {})
     for _ in range(2):
-        _launch.launch(kernel, 9, *given)
-    addresses = [each.data_ptr() for each in (*tensors, x)]
-    repeat = _repeat.Repeat(*watcher.told[1], addresses.index)
-    repeat.start(6, (16, 32, 48, 4096))
-    repeat.start(6, (16, 32, 64, 8192))
-    first, again, other = driver.seen
+        plan.run(*tensors, mapped)
+    others = [each.clone() for each in (*tensors, mapped)]
+    plan.run(*others)
+    assert len(kernel.launches) == 1
+    first, other = driver.seen
     (encoded, beside), shape_and_strides = first.values[0], first.values[1:9]
-    assert encoded == x.data_ptr()
-    assert again.values == [(4096, beside), *shape_and_strides, 16, -8, 0.5, 32, 48]
-    assert other.values == [(8192, beside), *shape_and_strides, 16, -8, 0.5, 32, 64]
-    assert (again.stream, again.function, again.grid) == (6, first.function, first.grid)
-    _launch.launch(kernel, 9, *given)
-    assert driver.seen[3] == first  # whose parameters lie elsewhere
+    assert encoded == mapped.data_ptr()
+    for launch, (y, z, a, x) in ((first, (*tensors, mapped)), (other, others)):
+        numbers = [y.data_ptr(), -8, 0.5, z.data_ptr(), a.data_ptr()]
+        assert launch.values == [(x.data_ptr(), beside), *shape_and_strides, *numbers]
+        assert (launch.stream, launch.function, launch.grid) == (STREAM, first.function, (9, 1, 1))
+    _launch.launch(kernel, 9, descriptors.descriptor(mapped, 64, 64), *given)
+    assert len(kernel.launches) == 1  # whose parameters lie elsewhere
 
 
-def test_a_watcher_is_told_who_only_triton_can_launch(driver, monkeypatch):
-    watcher = Watcher()
-    monkeypatch.setattr(_launch.watching, "watcher", watcher, raising=False)
-    _launch.launch(Kernel([*TYPES, "u64"], KINDS), 1, *arguments()[0])
-    assert watcher.told[0][0] is None
+def test_a_launch_says_what_starts_it_again(driver):
+    assert _launch.launch(Kernel([*TYPES, "u64"], KINDS), 1, *arguments()[0]) is None
     kernel = Kernel(TYPES, KINDS)
-    _launch.launch(kernel, 1, *arguments()[0])
-    _launch.launch(kernel, 1, *arguments(number=2**40)[0])  # too wide for the parameter
-    assert watcher.told[1][0] is not None
-    assert watcher.told[2][0] is None
+    assert _launch.launch(kernel, 1, *arguments()[0]) is not None
+    too_wide = arguments(number=2**40)[0]
+    assert _launch.launch(kernel, 1, *too_wide) is None

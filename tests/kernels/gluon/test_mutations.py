@@ -102,7 +102,7 @@ def backward_truth(name: str) -> dict[str, Tensor]:
 def counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that dies leaves the counter of tiles anywhere."""
     counter = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(attention_fwd_launch, "_counter", lambda device: counter)
+    monkeypatch.setattr(attention_fwd_launch, "counter_of", lambda device, stream: counter)
 
 
 def same(results: dict[str, Tensor], truth: dict[str, Tensor]) -> bool:

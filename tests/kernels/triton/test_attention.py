@@ -23,7 +23,7 @@ from tests.kernels.attention_problem import (
 from tilewise.kernels import device as facts
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.triton.attention import geometry
-from tilewise.kernels.triton.attention import launch as kernels
+from tilewise.kernels.triton.attention import plan as kernels
 
 ON_CPU = pytest.param(
     "cpu",

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.kernels import planned
 from tests.kernels.attention_problem import (
     BRAIN,
     CAUSAL,
@@ -18,7 +19,7 @@ from tests.kernels.attention_problem import (
     make_problem,
 )
 from tilewise.kernels import device as facts
-from tilewise.kernels.triton.attention import launch as kernels
+from tilewise.kernels.triton.attention import plan as kernels
 from tilewise.reference import dropout
 
 ON_CPU = pytest.param(
@@ -60,7 +61,9 @@ class TestDropout:
         problem = make_problem(call, device)
         problem.q.zero_()
         problem.v = torch.eye(64, device=device)[None, :, None].expand(2, 64, 1, 64).contiguous()
-        o, _ = kernels.launch_fwd(problem.q, problem.k, problem.v, problem.spec, **problem.tensors)
+        o, _ = planned.forward(
+            kernels, problem.q, problem.k, problem.v, problem.spec, **problem.tensors
+        )
         keep = dropout.keep_mask(problem.philox, (2, 2, 40, 64), dropout_p)
         assert torch.equal(o.transpose(1, 2) != 0, keep)
 
@@ -87,7 +90,7 @@ class TestDropout:
         default = kernels.tile_config(p.spec, "fwd", 90)
         small = replace(default, tile_m=16, tile_n=64)
         results = [
-            kernels.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors, tile=tile)[0]
+            planned.forward(kernels, p.q, p.k, p.v, p.spec, **p.tensors, tiles={"fwd": tile})[0]
             for tile in (default, small)
         ]
         torch.testing.assert_close(*results)
@@ -98,7 +101,7 @@ class TestDropout:
         for seed, offset in ((1, 0), (1, 1), (2, 0), (1 + 2**32, 0), (1, 2**32)):
             problem.philox = torch.tensor([seed, offset], device=device)
             p = problem
-            outputs.append(kernels.launch_fwd(p.q, p.k, p.v, p.spec, **p.tensors)[0])
+            outputs.append(planned.forward(kernels, p.q, p.k, p.v, p.spec, **p.tensors)[0])
         assert torch.equal(outputs[0], outputs[-1])  # the offset counts modulo 2**32
         for index, left in enumerate(outputs[:-1]):
             for right in outputs[index + 1 : -1]:

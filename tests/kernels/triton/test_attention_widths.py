@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from tests.kernels.attention_problem import BRAIN, CAUSAL, Call, assert_right, make_problem
 from tilewise.kernels import device as facts
 from tilewise.kernels.spec import AttentionSpec
-from tilewise.kernels.triton.attention import launch as kernels
+from tilewise.kernels.triton.attention import plan as kernels
 
 ON_CPU = pytest.param(
     "cpu",

@@ -9,12 +9,9 @@ from torch import Tensor
 import tilewise.ops.attention.gradient
 import tilewise.ops.attention.vmap  # noqa: F401, to register its rules
 from tilewise.masks import BlockMask
-from tilewise.ops.attention.arguments import Window, prepare_dense, prepare_packed
+from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, Window
+from tilewise.ops.attention.direct import attend
 from tilewise.ops.attention.dropout import Seed
-from tilewise.ops.attention.plain import plain_attention
-from tilewise.ops.derivatives import lean
-
-attention_fwd = lean("attention_fwd")
 
 
 class _Shared(TypedDict, total=False):
@@ -129,32 +126,11 @@ def attention(
         >>> q = k = v = torch.randn(1, 128, 8, 64, requires_grad=True)
         >>> attention(q, k, v, causal=True).sum().backward()
     """
-    has_vectors = not (alibi_slopes is None and sinks is None and seqlens_k is None)
-    if bias is None and mask is None and not has_vectors and dropout_p == 0.0:
-        results = plain_attention(
-            q, k, v, causal, window, softmax_scale, softcap, deterministic, backend
-        )
-        if results is not None:
-            return results if return_lse else results[0]
-    q, k, v, options = prepare_dense(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        mask=mask,
-        seqlens_k=seqlens_k,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        backend=backend,
-    )
-    o, lse = attention_fwd(q, k, v, *options)
+    rule = Rule(
+        causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
+        deterministic, backend,
+    )  # fmt: skip
+    o, lse = attend(q, k, v, rule, DENSE if seqlens_k is None else Lengths(seqlens_k))
     return (o, lse) if return_lse else o
 
 
@@ -222,26 +198,10 @@ def attention_varlen(
         >>> o = attention_varlen(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu,
         ...                      max_seqlen_q=5, max_seqlen_k=5, causal=True)
     """
-    q, k, v, options = prepare_packed(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        causal=causal,
-        window=window,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        mask=mask,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        backend=backend,
-    )
-    o, lse = attention_fwd(q, k, v, *options)
+    rule = Rule(
+        causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
+        deterministic, backend,
+    )  # fmt: skip
+    lengths = Lengths(None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    o, lse = attend(q, k, v, rule, lengths)
     return (o, lse) if return_lse else o

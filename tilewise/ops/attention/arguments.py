@@ -15,142 +15,91 @@ from tilewise.ops.attention.op import AttentionOptions
 Window = int | tuple[int | None, int | None] | None
 
 
-class _Layout(NamedTuple):
-    """What differs between dense and packed calls."""
+class Rule(NamedTuple):
+    """What a user says of a call of attention besides q, k, v and where sequences lie."""
 
-    batch: int
-    max_seqlen_q: int
-    max_seqlen_k: int
+    causal: bool = False
+    window: Window = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    mask: BlockMask | None = None
+    dropout_p: float = 0.0
+    seed: Seed = None
+    deterministic: bool = False
+    backend: str | None = None
+
+
+class Lengths(NamedTuple):
+    """Where sequences lie: of a dense call nothing or seqlens_k, of a packed one all the others."""
+
+    seqlens_k: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-    seqlens_k: Tensor | None = None
+    max_seqlen_q: int = -1
+    max_seqlen_k: int = -1
 
 
-class _Rule(NamedTuple):
-    """The arguments that both calls share, as the user gave them."""
-
-    causal: bool
-    window: Window
-    softmax_scale: float | None
-    softcap: float
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    mask: BlockMask | None
-    dropout_p: float
-    seed: Seed
-    deterministic: bool
-    backend: str | None
+DENSE = Lengths()
 
 
-def prepare_dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    mask: BlockMask | None = None,
-    seqlens_k: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Seed = None,
-    deterministic: bool = False,
-    backend: str | None = None,
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths = DENSE
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
-    """Check the arguments of `attention` and put them into the registered op's order."""
+    """Check the arguments of a call and put them into the registered op's order."""
     q, k, v = autocast(q, k, v)
+    is_packed = lengths.cu_seqlens_q is not None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_dims(name, tensor, "(B, S, H, D)")
-    batch = q.shape[0]
-    if k.shape[0] != batch:
-        raise ValueError(f"k must have the batch of q, {batch}, got {k.shape[0]}")
-    if seqlens_k is not None:
-        checks.check_int32("seqlens_k", seqlens_k, (batch,), q.device)
-    layout = _Layout(batch, q.shape[1], k.shape[1], seqlens_k=seqlens_k)
+        checks.check_dims(name, tensor, "(T, H, D)" if is_packed else "(B, S, H, D)")
+    if is_packed:
+        batch = _check_packed(q, lengths)
+    else:
+        batch = q.shape[0]
+        if k.shape[0] != batch:
+            raise ValueError(f"k must have the batch of q, {batch}, got {k.shape[0]}")
+        if lengths.seqlens_k is not None:
+            checks.check_int32("seqlens_k", lengths.seqlens_k, (batch,), q.device)
+        lengths = lengths._replace(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
     _check_tensors(q, k, v)
-    if mask is not None and mask.shape[2:] != (q.shape[1], k.shape[1]):
-        raise ValueError(
-            f"mask must cover {(q.shape[1], k.shape[1])} queries and keys, got {mask.shape[2:]}"
-        )
-    rule = _Rule(
-        causal,
-        window,
-        softmax_scale,
-        softcap,
-        bias,
-        alibi_slopes,
-        sinks,
-        mask,
-        dropout_p,
-        seed,
-        deterministic,
-        backend,
-    )
-    return q, k, v, _options(q, rule, layout)
+    if rule.mask is not None:
+        _check_mask(rule.mask, q, batch, lengths)
+    return q, k, v, _options(q, rule, batch, lengths)
 
 
-def prepare_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    mask: BlockMask | None = None,
-    dropout_p: float = 0.0,
-    seed: Seed = None,
-    deterministic: bool = False,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
-    """Check the arguments of `attention_varlen` and put them into the registered op's order."""
-    q, k, v = autocast(q, k, v)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_dims(name, tensor, "(T, H, D)")
+def _check_packed(q: Tensor, lengths: Lengths) -> int:
+    """Return how many sequences there are."""
+    cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
     checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
     count = cu_seqlens_q.shape[0]
     if count < 1:
         raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
     checks.check_int32("cu_seqlens_q", cu_seqlens_q, (count,), q.device)
     checks.check_int32("cu_seqlens_k", cu_seqlens_k, (count,), q.device)
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        length = getattr(lengths, name)
         if length < 0:
             raise ValueError(f"{name} must be at least 0, got {length}")
-    _check_tensors(q, k, v)
-    if mask is not None and (mask.shape[2] < max_seqlen_q or mask.shape[3] < max_seqlen_k):
+    return count - 1
+
+
+def _check_mask(mask: BlockMask, q: Tensor, batch: int, lengths: Lengths) -> None:
+    covered, wanted = mask.shape[2:], (lengths.max_seqlen_q, lengths.max_seqlen_k)
+    if lengths.cu_seqlens_q is None:
+        if covered != wanted:
+            raise ValueError(f"mask must cover {wanted} queries and keys, got {covered}")
+    elif covered[0] < wanted[0] or covered[1] < wanted[1]:
+        raise ValueError(f"mask must cover at least {wanted} queries and keys, got {covered}")
+    if mask.device != q.device:
+        raise ValueError(f"mask must be on {q.device}, got {mask.device}; see mask.to(device)")
+    if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, q.shape[-2]):
         raise ValueError(
-            f"mask must cover at least {(max_seqlen_q, max_seqlen_k)} queries and keys, "
-            f"got {mask.shape[2:]}"
+            f"mask must be for 1 or {batch} sequences and 1 or {q.shape[-2]} query heads, "
+            f"got {mask.shape[0]} and {mask.shape[1]}"
         )
-    layout = _Layout(count - 1, max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k)
-    rule = _Rule(
-        causal,
-        window,
-        softmax_scale,
-        softcap,
-        bias,
-        alibi_slopes,
-        sinks,
-        mask,
-        dropout_p,
-        seed,
-        deterministic,
-        backend,
-    )
-    return q, k, v, _options(q, rule, layout)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,52 +113,43 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _wide(per_head: Tensor | None, q: Tensor) -> Tensor | None:
+def wide(per_head: Tensor | None, q: Tensor) -> Tensor | None:
     """Numbers of a head are float32, or float64 beside float64 queries."""
     if per_head is None:
         return None
     return per_head.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
 
 
-def _options(q: Tensor, rule: _Rule, layout: _Layout) -> AttentionOptions:
+def _options(q: Tensor, rule: Rule, batch: int, lengths: Lengths) -> AttentionOptions:
     """Check what both calls share, fill in defaults and put everything in the op's order."""
-    batch, num_q_heads = layout.batch, q.shape[-2]
-    full = (batch, num_q_heads, layout.max_seqlen_q, layout.max_seqlen_k)
+    num_q_heads = q.shape[-2]
+    full = (batch, num_q_heads, lengths.max_seqlen_q, lengths.max_seqlen_k)
     checks.check_bias("bias", rule.bias, q, full)
     checks.check_alibi(rule.alibi_slopes, batch, num_q_heads, q.device)
     checks.check_per_head("sinks", rule.sinks, num_q_heads, q.device)
     checks.check_softcap(rule.softcap)
     dispatch.check_backend_name(rule.backend)
     left, right = checks.window_bounds(rule.causal, rule.window)
-    mask = rule.mask
-    if mask is not None:
-        if mask.device != q.device:
-            raise ValueError(f"mask must be on {q.device}, got {mask.device}; see mask.to(device)")
-        if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, num_q_heads):
-            raise ValueError(
-                f"mask must be for 1 or {batch} sequences and 1 or {num_q_heads} query heads, "
-                f"got {mask.shape[0]} and {mask.shape[1]}"
-            )
     if not 0.0 <= rule.dropout_p <= 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1], got {rule.dropout_p}")
     bits, rows, row_entries, columns, column_entries = (
-        (None,) * 5 if mask is None else mask.tensors()
+        (None,) * 5 if rule.mask is None else rule.mask.tensors()
     )
     return AttentionOptions(
-        cu_seqlens_q=layout.cu_seqlens_q,
-        cu_seqlens_k=layout.cu_seqlens_k,
-        seqlens_k=layout.seqlens_k,
-        bias=rule.bias,
-        alibi_slopes=_wide(rule.alibi_slopes, q),
-        sinks=_wide(rule.sinks, q),
-        philox=philox_of(rule.seed, q.device) if rule.dropout_p > 0 else None,
-        mask_bits=bits,
-        mask_rows=rows,
-        mask_row_entries=row_entries,
-        mask_columns=columns,
-        mask_column_entries=column_entries,
-        max_seqlen_q=layout.max_seqlen_q,
-        max_seqlen_k=layout.max_seqlen_k,
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.seqlens_k,
+        rule.bias,
+        wide(rule.alibi_slopes, q),
+        wide(rule.sinks, q),
+        philox_of(rule.seed, q.device) if rule.dropout_p > 0 else None,
+        bits,
+        rows,
+        row_entries,
+        columns,
+        column_entries,
+        max_seqlen_q=lengths.max_seqlen_q,
+        max_seqlen_k=lengths.max_seqlen_k,
         window_left=left,
         window_right=right,
         softmax_scale=q.shape[-1] ** -0.5 if rule.softmax_scale is None else rule.softmax_scale,

@@ -32,11 +32,9 @@ from tilewise.ops.attention.op import (
     attention_second,
     attention_tangent,
 )
-from tilewise.ops.derivatives import lean, register_gradient, save
+from tilewise.ops.derivatives import register_gradient, save
 
 __all__ = ["attention_fwd"]
-
-_lean_attention_bwd = lean("attention_bwd")
 
 _Named = dict[str, Any]
 _Grads = tuple[Tensor | None, ...]
@@ -100,7 +98,7 @@ def _forward_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> _Grad
     q, k, v, *optional = inputs
     do = torch.zeros_like(o) if do is None else do
     needs_dbias = ctx.needs_input_grad[_BIAS]
-    dq, dk, dv, dbias, dsinks = _lean_attention_bwd(
+    dq, dk, dv, dbias, dsinks = attention_bwd(
         do, dlse, q, k, v, o, lse, needs_dbias, *optional, *ctx.values
     )
     grads[:3] = dq, dk, dv

@@ -16,13 +16,14 @@ they are one another's derivatives is in gradient.py.
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.kernels.plan import Call, Plan, Results, device_of
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.ops import dispatch
 from tilewise.ops.attention import second_order as _attention_second
@@ -55,6 +56,13 @@ class AttentionOptions(NamedTuple):
     deterministic: bool
     backend: str | None
 
+    @property
+    def beside(self) -> tuple[Tensor | None, ...]:
+        """The tensors, in the order in which plans take them after q, k and v."""
+        given: Any = self[:_TENSORS]
+        found: tuple[Tensor | None, ...] = given
+        return found
+
     def tensors(self) -> dict[str, Any]:
         """The optional tensors by name, as launchers take them; the mask's in one tuple."""
         named: dict[str, Any] = dict(zip(self._fields[:_MASK], self[:_MASK], strict=True))
@@ -63,7 +71,9 @@ class AttentionOptions(NamedTuple):
         return named
 
 
+_MAX_PLANNED, _MAX_GRADIENTS = 1024, 64
 _MASK = AttentionOptions._fields.index("mask_bits")
+_BIAS = AttentionOptions._fields.index("bias")
 _TENSORS = AttentionOptions._fields.index("max_seqlen_q")
 
 # The arguments of each op, in the order of its schema.
@@ -76,19 +86,15 @@ BWD = ("do", "dlse", *_CALL, "needs_dbias", *OPTIONS)
 TANGENT = (*_CALL, *DIRECTION, *OPTIONS)
 SECOND = ("do", "dlse", *_CALL, "o_dot", "lse_dot", *DIRECTION, "needs_dbias", *OPTIONS)
 CURVE = (*_CALL, "lse_dot", "lse_dot2", *DIRECTION, *DIRECTION2, *OPTIONS)
-NUM_FWD_TENSORS = 3 + _TENSORS  # q, k, v and the optional tensors of AttentionOptions
-
-_OPTIONS_SCHEMA = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, Tensor? bias, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? philox, Tensor? mask_bits, Tensor? mask_rows, "
-    "Tensor? mask_row_entries, Tensor? mask_columns, Tensor? mask_column_entries, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, int window_left, int window_right, "
-    "float softmax_scale, float softcap, float dropout_p, "
-    "bool deterministic, str? backend"
+NUM_TENSORS = _TENSORS  # of AttentionOptions; its numbers follow
+NUM_FWD_TENSORS = 3 + NUM_TENSORS  # with q, k and v
+_SCHEMA_TYPES = {"Tensor | None": "Tensor?", "str | None": "str?"}
+_OPTIONS_SCHEMA = ", ".join(
+    f"{'SymInt' if name.startswith('max_') else _SCHEMA_TYPES.get(kind, kind)} {name}"
+    for name, kind in (
+        (name, kind.__forward_arg__) for name, kind in AttentionOptions.__annotations__.items()
+    )
 )
-
-
-_spec_of = functools.lru_cache(maxsize=4096)(AttentionSpec)  # calls come again
 
 
 def make_spec(
@@ -96,7 +102,7 @@ def make_spec(
 ) -> AttentionSpec:
     """Gather what dispatch and the launchers need to know beside the tensors."""
     cu_seqlens_q, bits = options.cu_seqlens_q, options.mask_bits
-    return _spec_of(
+    return AttentionSpec(
         device_type=q.device.type,
         dtype=q.dtype,
         batch=q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
@@ -122,27 +128,13 @@ def make_spec(
     )
 
 
-def chosen(spec: AttentionSpec, backend: str | None) -> ModuleType:
-    """Return the kernels of a call."""
-    return dispatch.kernel_module("attention", dispatch.choose("attention", spec, backend))
-
-
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     options = AttentionOptions(*values)
-    spec = make_spec(q, k, v, options)
-    return run_forward(q, k, v, spec, chosen(spec, options.backend), **options.tensors())
-
-
-def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kernels: ModuleType, **tensors: Any
-) -> tuple[Tensor, Tensor]:
-    """Compute a call on the kernels that are `chosen` for it."""
-    o, lse = kernels.launch_fwd(q, k, v, spec, **tensors)
-    return o.contiguous(), lse.contiguous()
+    return planned(q, k, v, options).forward(q, k, v, *options.beside)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
@@ -164,66 +156,10 @@ def _backward(
     *values: Any,
 ) -> tuple[Tensor, ...]:
     options = AttentionOptions(*values)
-    bias = options.bias if needs_dbias else None
-    is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
-    spec = make_spec(q, k, v, options, needs_dbias=needs_dbias and not is_row_bias)
-    dq, dk, dv, dbias, dsinks = run_backward(
-        do, dlse, q, k, v, o, lse, spec, chosen(spec, options.backend), **options.tensors()
+    grads = planned(q, k, v, options).backward(
+        do, dlse, o, lse, q, k, v, *options.beside, needs_dbias=needs_dbias
     )
-    if bias is not None and is_row_bias:
-        dbias = _row_bias_gradient(do, dlse, o, lse, bias, options)
-    return tuple(q.new_empty(0) if g is None else g for g in (dq, dk, dv, dbias, dsinks))
-
-
-def _row_bias_gradient(
-    do: Tensor,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    bias: Tensor,
-    options: AttentionOptions,
-) -> Tensor:
-    """Return the gradient of a bias that all keys of a row share.
-
-    Such a bias moves all logits of a row alike, lse with them, and o where a sink stays behind.
-    With the sink's share of the row, w = exp(sink - lse), sum_j ds_ij = w delta + dlse. A kernel
-    would sum p (dp - delta) instead, whose terms cancel to a rounding of o.
-    """
-    if dlse is None and options.sinks is None:
-        return torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    rows = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
-    if options.sinks is not None:
-        share = torch.exp(options.sinks.unsqueeze(-1) - lse)
-        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2) - rows
-        rows = rows + share * delta
-    rows = torch.where(lse.isneginf(), 0.0, rows)
-    edges = options.cu_seqlens_q
-    if edges is not None:
-        count = torch.arange(options.max_seqlen_q, device=rows.device)
-        at = edges[:-1, None] + count  # (B, max_seqlen_q)
-        exists = at < edges[1:, None]
-        padded = torch.nn.functional.pad(rows, (0, 1))  # one row to read where none exists
-        rows = padded[:, torch.where(exists, at, rows.shape[1])].transpose(0, 1)
-    return rows.unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
-
-
-def run_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    kernels: ModuleType,
-    **tensors: Any,
-) -> tuple[Tensor | None, ...]:
-    """Compute a gradient on the kernels that are `chosen` for it; see their `launch_bwd`."""
-    if do.shape[-1] > 1 and do.stride(-1) != 1:
-        do = do.contiguous()
-    grads = kernels.launch_bwd(do, dlse, q, k, v, o, lse, spec, **tensors)
-    return tuple(None if g is None else g.contiguous() for g in grads)
+    return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
 def _backward_fake(
@@ -292,6 +228,149 @@ def _curve(*args: Any) -> tuple[Tensor, Tensor]:
         return _attention_second.curve(
             q, k, v, o, lse, (lse_dots[0], lse_dots[1]), along, spec, **options.tensors()
         )
+
+
+class Planned:
+    """A call of attention whose arguments were checked, and its plans.
+
+    Attributes:
+        numbers: the options that are no tensors.
+        backend: whose plans they are.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+        self.numbers = options[NUM_TENSORS:]
+        self.spec = make_spec(q, k, v, options)
+        with device_of(q.device):
+            call = Call.of(self.spec, (q, k, v, *options.beside))
+            self.backend, self._plan = dispatch.plan_attention(call, options.backend)
+        self._gradients: dict[tuple[object, ...], Plan] = {}
+
+    def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return o and lse; tensors: q, k, v and those of the options."""
+        o, lse = self._plan.run(*tensors)
+        assert o is not None
+        assert lse is not None
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+        *tensors: Tensor | None,
+        needs_dbias: bool,
+    ) -> Results:
+        """Return dq, dk, dv, dbias and dsinks, the last two None where they are not wanted."""
+        bias = tensors[3 + _BIAS] if needs_dbias else None
+        is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
+        given = (do, dlse, o, lse, *tensors)
+        needs_dbias = needs_dbias and not is_row_bias
+        layouts, odd = [], 0
+        for x in given:
+            if x is not None:
+                layouts += [x.stride(), x.dtype]
+                odd |= x.data_ptr()
+        key = (needs_dbias, dlse is None, *layouts, odd & 15 and _odd(given))
+        plan = self._gradients.get(key)
+        if plan is None:
+            with device_of(do.device):
+                call = Call.of(replace(self.spec, needs_dbias=needs_dbias), given)
+                plan = dispatch.kernel_module("attention", self.backend).plan_bwd(call)
+            if len(self._gradients) >= _MAX_GRADIENTS:
+                self._gradients.clear()
+            self._gradients[key] = plan
+        dq, dk, dv, dbias, dsinks = plan.run(*given)
+        if bias is not None and is_row_bias:
+            options = AttentionOptions(*tensors[3:], *self.numbers)  # type: ignore[arg-type]
+            dbias = _row_bias_gradient(do, dlse, o, lse, bias, options)
+        return dq, dk, dv, dbias, dsinks
+
+
+_planned: dict[tuple[object, ...], Planned] = {}
+
+
+def key_of(
+    q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor | None], *numbers: object
+) -> tuple[object, ...]:
+    """Return what decides how a call is checked and computed: layouts and numbers.
+
+    tensors: those of the options.
+    """
+    key: list[object] = [
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, *numbers,
+    ]  # fmt: skip
+    odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    for index, x in enumerate(tensors):
+        if x is not None:
+            key += (index, x.shape, x.stride(), x.dtype, x.device)
+            odd |= x.data_ptr()
+    if odd & 15:
+        key.append(_odd((q, k, v, *tensors)))
+    return tuple(key)
+
+
+def _odd(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:
+    """Say of each tensor whether its address is no multiple of 16, which kernels are made for."""
+    return tuple([x is not None and x.data_ptr() & 15 != 0 for x in tensors])
+
+
+def planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    key: tuple[object, ...] | None = None,
+) -> Planned:
+    """Return the plans of a call with checked arguments; `key` is that of `key_of`."""
+    if key is None:
+        key = key_of(q, k, v, options.beside, *options[NUM_TENSORS:])
+        found = _planned.get(key)
+        if found is not None:
+            return found
+    if len(_planned) >= _MAX_PLANNED:
+        _planned.clear()
+    found = _planned[key] = Planned(q, k, v, options)
+    return found
+
+
+def known(key: tuple[object, ...]) -> Planned | None:
+    """Return the plans under a key of `key_of`, whose call is known to be right."""
+    return _planned.get(key)
+
+
+def _row_bias_gradient(
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    bias: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """Return the gradient of a bias that all keys of a row share.
+
+    Such a bias moves all logits of a row alike, lse with them, and o where a sink stays behind.
+    With the sink's share of the row, w = exp(sink - lse), sum_j ds_ij = w delta + dlse. A kernel
+    would sum p (dp - delta) instead, whose terms cancel to a rounding of o.
+    """
+    if dlse is None and options.sinks is None:
+        return torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    rows = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
+    if options.sinks is not None:
+        share = torch.exp(options.sinks.unsqueeze(-1) - lse)
+        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2) - rows
+        rows = rows + share * delta
+    rows = torch.where(lse.isneginf(), 0.0, rows)
+    edges = options.cu_seqlens_q
+    if edges is not None:
+        count = torch.arange(options.max_seqlen_q, device=rows.device)
+        at = edges[:-1, None] + count  # (B, max_seqlen_q)
+        exists = at < edges[1:, None]
+        padded = torch.nn.functional.pad(rows, (0, 1))  # one row to read where none exists
+        rows = padded[:, torch.where(exists, at, rows.shape[1])].transpose(0, 1)
+    return rows.unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
 
 
 def _schema(name: str, arguments: tuple[str, ...], num_results: int) -> str:

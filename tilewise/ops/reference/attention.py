@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import AttentionSpec, MaskTensors
+from tilewise.kernels.plan import Call, Results
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
+from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.reference import dropout, standard
 
 _Tensors = dict[str, Any]
 
 
-def why_not(spec: AttentionSpec) -> str | None:
-    """The oracle computes every call."""
-    return None
+def plan_fwd(call: Call) -> OraclePlan:
+    """Return how o in q's dtype and lse in float32 (float64 for float64) are computed: always."""
+    return OraclePlan(call.spec, _forward)
+
+
+def plan_bwd(call: Call) -> OraclePlan:
+    """Return how dq, dk, dv, dbias and dsinks are computed, the last two None where not wanted."""
+    return OraclePlan(call.spec, _backward)
+
+
+class OraclePlan:
+    """A call by the book.
+
+    Attributes:
+        tiles: none.
+        steps: what it does.
+    """
+
+    def __init__(self, spec: AttentionSpec, compute: Callable[..., Results]) -> None:
+        self.tiles: dict[str, TileConfig] = {}
+        self.steps = ["compute in float64"]
+        self._spec, self._compute = spec, compute
+
+    def run(self, *tensors: Tensor | None) -> Results:
+        """Return the results."""
+        results = self._compute(self._spec, *tensors)
+        return tuple(None if x is None else x.contiguous() for x in results)
 
 
 def _rule(spec: AttentionSpec, tensors: _Tensors) -> dict[str, Any]:
@@ -61,10 +88,15 @@ def _float64(tensor: Any) -> Any:
     return tensor
 
 
-def launch_fwd(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **tensors: Any
-) -> tuple[Tensor, Tensor]:
-    """Return o in q's dtype and lse in float32 (float64 for float64 inputs)."""
+def _named(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor, _Tensors]:
+    """Return q, k, v and the others by name."""
+    given = AttentionTensors(*tensors)
+    others: _Tensors = given._asdict() | {"mask": given.mask}
+    return others.pop("q"), others.pop("k"), others.pop("v"), others
+
+
+def _forward(spec: AttentionSpec, *given: Tensor | None) -> Results:
+    q, k, v, tensors = _named(given)
     rule = _rule(spec, {name: _float64(t) for name, t in tensors.items()})
     if spec.is_varlen:
         rule |= {name: tensors[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
@@ -74,18 +106,9 @@ def launch_fwd(
     return o.to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def launch_bwd(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    **tensors: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return dq, dk, dv, dbias and dsinks, the last two None where not given."""
+def _backward(spec: AttentionSpec, *given: Tensor | None) -> Results:
+    do, dlse, _, _, *rest = given
+    q, k, v, tensors = _named(tuple(rest))
     rule = _rule(spec, {name: _float64(t) for name, t in tensors.items()})
     run: Any = standard.attention_backward
     if spec.is_varlen:

@@ -1,7 +1,7 @@
 """Attention of e4m3 tensors on the CPU: dequantised to float32, then the exact kernels.
 
 What      o = softmax(logits) v of the numbers x8 * scale.
-Grid      that of the float32 kernels, see launch.py.
+Grid      that of the float32 kernels, see plan.py.
 One call  makes float32 copies of q, k and v.
 Traffic   that of float32 attention and the copies: this backend is for correctness, not for speed.
 Numerics  float32 throughout; probabilities are not rounded to e4m3, so o is nearer to the rule than
@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.attention import launch as attention
-from tilewise.kernels.spec import AttentionSpec, dequantised
+from tilewise.kernels.cpu.attention import plan as attention
+from tilewise.kernels.plan import run_once
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, dequantised
 
 __all__ = ["QUANTIZES", "launch_fwd", "why_not"]
 
@@ -41,5 +42,8 @@ def launch_fwd(
     """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
     exact = replace(spec, dtype=torch.float32)
     wide = (dequantised(x, s, exact.dtype) for x, s in zip((q, k, v), scales, strict=True))
-    o, lse = attention.launch_fwd(*wide, exact, seqlens_k=seqlens_k)
+    tensors = AttentionTensors(*wide, seqlens_k=seqlens_k)
+    o, lse = run_once(attention.plan_fwd, exact, tensors)
+    assert o is not None
+    assert lse is not None
     return o.to(dtype), lse

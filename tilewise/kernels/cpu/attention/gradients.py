@@ -15,7 +15,6 @@ from tilewise.kernels.cpu.attention.problem import (
     Q_LEN,
     TILE_N,
     Gradients,
-    Problem,
     byte_strides,
 )
 from tilewise.kernels.spec import AttentionSpec
@@ -24,7 +23,7 @@ ROW_ELEMENTS = 1 << 16  # of do that a task of `delta.py` multiplies with o
 TILES_PER_CHUNK = 4  # 512 keys: their operands and sums fill the better part of an L2 cache
 
 
-class BackwardPlan(NamedTuple):
+class BackwardTasks(NamedTuple):
     """How the backward pass is cut into tasks, from shapes alone, so that bits do not depend on
     threads.
 
@@ -41,7 +40,7 @@ class BackwardPlan(NamedTuple):
     shares_heads: bool
 
     @classmethod
-    def of(cls, spec: AttentionSpec, bias: Tensor | None) -> BackwardPlan:
+    def of(cls, spec: AttentionSpec, bias: Tensor | None) -> BackwardTasks:
         shares_batch = shares_heads = False
         wide: tuple[int, ...] = (0,)
         if bias is not None:
@@ -62,37 +61,17 @@ class BackwardPlan(NamedTuple):
         return cls(num_chunks, owners, wide, shares_batch, shares_heads)
 
 
-def place_gradients(
-    problem: Problem,
-    plan: BackwardPlan,
-    do: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor,
-    first_q: np.ndarray | None,
-    first_k: np.ndarray | None,
+def gradients_of(
+    plan: BackwardTasks, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias_like: Tensor
 ) -> Gradients:
-    """Write the gradients' addresses into problem.arrays.starts and describe their strides.
-
-    Args:
-        dq: like q; its places are in elements, the others are addresses.
-        first_q, first_k: first row of each sequence of packed tensors, None for dense ones.
-    """
-    starts = problem.arrays.starts
-    batch = np.arange(len(starts))
-    first_q = batch if first_q is None else first_q
-    first_k = batch if first_k is None else first_k
-    for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
-        starts[:, column] = tensor.data_ptr() + first * tensor.stride(0) * tensor.element_size()
-    starts[:, DQ] = first_q * dq.stride(0)
+    """Describe the strides of gradients; of all but num_row_tasks, which lengths decide."""
     (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
     rows_per_task = max(1, ROW_ELEMENTS // max(1, do.shape[-1] * do.shape[-2]))
     strides = [0] * 5
-    if dbias.ndim == 5:
+    if dbias_like.ndim == 5:
         strides = [
             stride if size > 1 else 0
-            for stride, size in zip(dbias.stride(), dbias.shape, strict=True)
+            for stride, size in zip(dbias_like.stride(), dbias_like.shape, strict=True)
         ]
     return Gradients(
         do_row=do_row,
@@ -102,7 +81,7 @@ def place_gradients(
         dv_row=dv_row,
         dv_head=dv_head,
         dq_row=dq.stride(-3),
-        has_dbias=dbias.ndim == 5,
+        has_dbias=dbias_like.ndim == 5,
         shares_batch=plan.shares_batch,
         shares_heads=plan.shares_heads,
         dbias_chunk=strides[0],
@@ -113,5 +92,30 @@ def place_gradients(
         num_chunks=plan.num_chunks,
         num_owners=plan.num_owners,
         rows_per_task=rows_per_task,
-        num_row_tasks=int((-(-starts[:, Q_LEN] // rows_per_task)).sum()),
+        num_row_tasks=0,
     )
+
+
+def place_gradients(
+    starts: np.ndarray,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    first_q: np.ndarray,
+    first_k: np.ndarray,
+) -> None:
+    """Write the gradients' addresses into `starts`.
+
+    Args:
+        dq: like q; its places are in elements, the others are addresses.
+        first_q, first_k: first row of each sequence, or its number where tensors are dense.
+    """
+    for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
+        starts[:, column] = tensor.data_ptr() + first * tensor.stride(0) * tensor.element_size()
+    starts[:, DQ] = first_q * dq.stride(0)
+
+
+def count_row_tasks(starts: np.ndarray, rows_per_task: int) -> int:
+    """Return how many tasks of `delta.py` there are."""
+    return int((-(-starts[:, Q_LEN] // rows_per_task)).sum())

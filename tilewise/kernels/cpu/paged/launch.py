@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu import merge
-from tilewise.kernels.cpu.attention.launch import run_forward
+from tilewise.kernels.cpu.attention.plan import run_forward
 from tilewise.kernels.cpu.attention.problem import (
     LSE,
     NO_MASK,

@@ -19,7 +19,7 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.attention.quantise import Quantized, quantize_qkv, value_columns
 from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, Variant, variant_of
-from tilewise.kernels.gluon.forward.launch import _counter
+from tilewise.kernels.gluon.forward.launch import counter_of
 from tilewise.kernels.gluon.host.descriptors import descriptor, why_no_descriptor
 from tilewise.kernels.gluon.host.launch import launch
 from tilewise.kernels.spec import AttentionSpec
@@ -121,9 +121,13 @@ def run(
         descriptor(k, variant.TILE_N, head_dim),
         descriptor(v.transpose(1, 2), width, variant.TILE_N),
         descriptor(o, 64, width),
-        lse, *scales, seqlens_k, _counter(q.device),
+        lse, *scales, seqlens_k, counter_of(q.device, _stream_of(q)),
         spec.softmax_scale * math.log2(math.e),
         row_tiles, tiles, batch * heads, heads, heads // kv_heads, group, seqlen_q, seqlen_k,
         left, right, VARIANT=variant,
     )  # fmt: skip
     return o, lse
+
+
+def _stream_of(x: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0

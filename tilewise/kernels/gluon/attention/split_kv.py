@@ -18,17 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon.host.launch import launch
-from tilewise.kernels.gluon.host.record import keep
-from tilewise.kernels.spec import AttentionSpec, PagedSpec
+from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.plan import contiguous_copy
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec
 from tilewise.kernels.tiles.paged import TileConfig, paged_work
 from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
-from tilewise.kernels.triton.attention.geometry import device_of
 from tilewise.kernels.triton.paged import launch as paged_attention
 from tilewise.kernels.triton.paged.quantise import Scales
 from tilewise.kernels.triton.paged.rows import launch_rows
 
-__all__ = ["blocks_of", "is_faster", "launch_split_kv", "tile_config_split_kv"]
+__all__ = ["add_split_kv", "blocks_of", "is_faster", "tile_config_split_kv"]
 
 _MAX_ROWS = 128  # queries of a sequence: a tile of the other kernel
 _BLOCKS = (128, 64, 32, 16)
@@ -103,57 +102,67 @@ def tile_config_split_kv(spec: AttentionSpec, arch: int, num_sms: int) -> TileCo
     return work.rows_config or work.split_config
 
 
-def launch_split_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    blocks: Blocks,
-    *,
-    seqlens_k: Tensor | None = None,
-    sinks: Tensor | None = None,
+def add_split_kv(
+    maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
-    """Return o (B, Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
+    """Add the forward pass to a plan; return o (B, Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
+    q, k, v = tensors[:3]
     batch, rows, heads = spec.batch, spec.max_seqlen_q, spec.num_q_heads
     paged = _paged_spec(spec, blocks)
-    table, lengths, starts = _metadata(batch, rows, spec.max_seqlen_k, blocks, q.device)
-    keep(table, lengths, starts)
-    if seqlens_k is not None:
-        lengths = seqlens_k.contiguous()
-    packed_q = q.reshape(batch * rows, heads, spec.head_dim)
-    packed_q = packed_q if packed_q.stride(-1) == 1 else packed_q.contiguous()
+
+    def metadata(index: int) -> Tensor:
+        def make(stream: int = 0) -> Tensor:
+            return _metadata(batch, rows, spec.max_seqlen_k, blocks, maker.device)[index]
+
+        x = make()
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return maker.ask(make, like)
+
+    table, lengths, starts = (metadata(index) for index in range(3))
+    if tensors.seqlens_k is not None:
+        lengths = tensors.seqlens_k
+    if q.stride(-1) != 1 or not _is_one_row_after_another(q):
+        q = maker.compute(contiguous_copy, q)
+    packed_q = q.view(batch * rows, heads, spec.head_dim)
     # Kernels read strides only, so one block stands for all.
     k_cache, v_cache = (
         x.as_strided((1, 1, *x.shape[2:]), (blocks.size * x.stride(1), *x.stride()[1:]))
         for x in (k, v)
     )
-    tensors = {"block_table": table, "seqlens_k": lengths, "cu_seqlens_q": starts, "sinks": sinks}
-    with device_of(q):
-        if paged.causal:
-            o, lse = paged_attention.launch(
-                packed_q, k_cache, v_cache, paged, **tensors, start=launch
-            )
-        else:
-            shape = (*packed_q.shape[:-1], spec.v_head_dim)
-            o = torch.empty(shape, dtype=q.dtype, device=q.device)
-            lse = torch.empty((heads, batch * rows), dtype=torch.float32, device=q.device)
-            arch, num_sms = device.arch_of(q.device), device.sm_count_of(q.device)
-            plan = plan_rows(paged, extend_config(paged, arch), num_sms)
-            scales = Scales.of(k_cache, None, None, lse)
-            launch_rows(
-                packed_q, k_cache, v_cache, paged, o, lse, plan, scales=scales, **tensors,
-                start=launch,
-            )  # fmt: skip
-        return o.view(batch, rows, heads, spec.v_head_dim), _by_sequence(lse, batch)
+    given = {
+        "block_table": table, "seqlens_k": lengths, "cu_seqlens_q": starts, "sinks": tensors.sinks
+    }  # fmt: skip
+    if paged.causal:
+        o, lse = paged_attention.launch(
+            packed_q, k_cache, v_cache, paged, **given, start=maker.launch
+        )
+    else:
+        shape = (*packed_q.shape[:-1], spec.v_head_dim)
+        o = torch.empty(shape, dtype=q.dtype, device="meta")
+        lse = torch.empty((heads, batch * rows), dtype=torch.float32, device="meta")
+        arch, num_sms = device.arch_of(maker.device), device.sm_count_of(maker.device)
+        plan = plan_rows(paged, extend_config(paged, arch), num_sms)
+        scales = Scales.of(k_cache, None, None, lse)
+        launch_rows(
+            packed_q, k_cache, v_cache, paged, o, lse, plan, scales=scales, **given,
+            start=maker.launch,
+        )  # fmt: skip
+    return o.view(batch, rows, heads, spec.v_head_dim), _by_sequence(maker, lse, batch)
 
 
-def _by_sequence(lse: Tensor, batch: int) -> Tensor:
+def _is_one_row_after_another(q: Tensor) -> bool:
+    """Whether (B, Sq, Hq, D) is (B * Sq, Hq, D) in place."""
+    batch, rows = q.shape[:2]
+    return batch == 1 or rows == 1 or q.stride(0) == rows * q.stride(1)
+
+
+def _by_sequence(maker: Maker, lse: Tensor, batch: int) -> Tensor:
     """Return lse (B, Hq, Sq) of lse (Hq, B * Sq)."""
     heads, rows = lse.shape[0], lse.shape[1] // batch
     if batch == 1:
         return lse.view(1, heads, rows)
-    sorted_lse = torch.empty((batch, heads, rows), dtype=lse.dtype, device=lse.device)
-    launch(
+    sorted_lse = torch.empty((batch, heads, rows), dtype=lse.dtype, device="meta")
+    maker.launch(
         _by_sequence_kernel, -(-lse.numel() // _LSE_TILE), lse, sorted_lse, batch, heads, rows,
         TILE=_LSE_TILE,
     )  # fmt: skip

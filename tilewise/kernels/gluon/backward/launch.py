@@ -1,8 +1,4 @@
-"""Launch Hopper's backward pass: allocate, run the steps, and what torch adds up itself.
-
-The contract is that of `kernels.triton.attention.launch`: `why_not_bwd` refuses with a reason,
-`launch_bwd` runs a call.
-"""
+"""Plan Hopper's backward pass: what is allocated, the launches, and what torch adds up itself."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ from tilewise.kernels.gluon.backward.plan import (
 )
 from tilewise.kernels.gluon.backward.span import Sequences
 from tilewise.kernels.gluon.backward.steps import (
-    Rows,
     launch_after,
     launch_before,
     launch_dkdv,
@@ -31,37 +26,27 @@ from tilewise.kernels.gluon.backward.steps import (
     sum_groups,
     zero_gaps,
 )
-from tilewise.kernels.gluon.host.descriptors import addressable
-from tilewise.kernels.spec import AttentionSpec, MaskTensors
-from tilewise.kernels.triton.attention import launch as portable
-from tilewise.kernels.triton.attention.geometry import dense, device_of, extras_of
+from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+from tilewise.kernels.triton.attention import plan as portable
+from tilewise.kernels.triton.attention.geometry import extras_of
 from tilewise.kernels.triton.attention.tile import Extras
 
-__all__ = ["launch_bwd", "variant_of", "why_not_bwd"]
+__all__ = ["add_bwd", "variant_of", "why_not_bwd"]
 
 _LOG2E = math.log2(math.e)
 
 
-def launch_bwd(
+def add_bwd(
+    maker: Maker,
+    spec: AttentionSpec,
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
-    spec: AttentionSpec,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    philox: Tensor | None = None,
-    mask: MaskTensors | None = None,
+    tensors: AttentionTensors,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Run the backward pass.
+    """Add the backward pass to a plan.
 
     Args:
         do: gradient of o, any strides.
@@ -72,41 +57,48 @@ def launch_bwd(
         dq, dk, dv like q, k, v; dbias like bias where spec.needs_dbias, else None; dsinks (Hq,)
         float32 or None.
     """
+    q, k, v, bias, sinks = *tensors[:3], tensors.bias, tensors.sinks
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
-        return _nothing_seen(q, k, v, dlse, bias, sinks, spec)
-    q, k, v, do, o = (addressable(x) for x in (q, k, v, do, o))
-    sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
-    extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
+        return _nothing_seen(maker, q, k, v, dlse, bias, sinks, spec)
+    q, k, v, do, o = (maker.addressable(x) for x in (q, k, v, do, o))
+    sequences = Sequences(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k)
+    mask = tensors.mask
+    extras = extras_of(
+        spec, bias=bias, alibi_slopes=tensors.alibi_slopes, mask=mask, philox=tensors.philox
+    )
     given, group_size = spec, 1
     mask_heads = 1 if mask is None else mask.columns.shape[1]
-    if splits_groups(spec, mask_heads, device.sm_count_of(q.device)):
+    if splits_groups(spec, mask_heads, device.sm_count_of(maker.device)):
         spec, group_size = with_ungrouped_heads(spec), spec.group_size
     dq, dk, dv = (
-        torch.empty((*x.shape[:-2], heads, x.shape[-1]), dtype=x.dtype, device=x.device)
+        torch.empty((*x.shape[:-2], heads, x.shape[-1]), dtype=x.dtype, device="meta")
         for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
     )
     variant = variant_of(spec)
     dbias = None
-    with device_of(q):
-        if spec.is_varlen:
-            zero_gaps(dq, dk, dv, spec, sequences)
-        rows = launch_before(q, o, do, lse, dlse, spec, sequences, variant)
-        scores, places = scores_of(spec, extras)
-        if has_separate_dq(spec):
-            launch_dkdv(do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
-            scores, places = scores_of(spec, extras, by_rows=True)
-            launch_dq(do, q, k, v, dq, rows, given, sequences, scores, places, variant)
-        else:
-            launch_main(do, q, k, v, o, dq, dk, dv, rows, spec, sequences, scores, places, variant)
-            launch_after(rows, dq, spec, sequences, variant)
-        if group_size > 1:
-            dk, dv = sum_groups(dk, group_size), sum_groups(dv, group_size)
-        if bias is not None and spec.needs_dbias:
-            # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
-            row_terms = portable.launch_rows(o, do, lse, dlse, given)
-            beside = {"sequences": portable.Sequences(*sequences), "extras": extras}
-            dbias = portable.launch_dbias(do, q, k, v, *row_terms, bias, given, **beside)
-    dsinks = None if sinks is None else _sink_gradient(sinks, rows)
+    if spec.is_varlen:
+        zero_gaps(maker, dq, dk, dv, spec, sequences)
+    rows = launch_before(maker, q, o, do, lse, dlse, spec, sequences, variant)
+    scores, places = scores_of(spec, extras)
+    if has_separate_dq(spec):
+        launch_dkdv(maker, do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
+        scores, places = scores_of(spec, extras, by_rows=True)
+        launch_dq(maker, do, q, k, v, dq, rows, given, sequences, scores, places, variant)
+    else:
+        launch_main(
+            maker, do, q, k, v, o, dq, dk, dv, rows, spec, sequences, scores, places, variant
+        )
+        launch_after(maker, rows, dq, spec, sequences, variant)
+    if group_size > 1:
+        dk, dv = sum_groups(maker, dk, group_size), sum_groups(maker, dv, group_size)
+    if bias is not None and spec.needs_dbias:
+        # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
+        row_terms = portable.launch_rows(maker, o, do, lse, dlse, given)
+        beside = {"sequences": portable.Sequences(*sequences), "extras": extras}
+        dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
+    dsinks = None
+    if sinks is not None:
+        dsinks = maker.compute(_sink_gradient, sinks, rows.delta, rows.lse_log2)
     return dq, dk, dv, dbias, dsinks
 
 
@@ -138,6 +130,7 @@ def scores_of(
 
 
 def _nothing_seen(
+    maker: Maker,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -147,17 +140,22 @@ def _nothing_seen(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of a call without queries or keys: only sinks may have one."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return maker.full(x.shape, 0.0, x.dtype)
+
+    def sum_of_rows(dlse: Tensor) -> Tensor:
+        return dlse.sum(dim=(1,) if spec.is_varlen else (0, 2))
+
     dsinks = None
     if sinks is not None:
-        axes = (1,) if spec.is_varlen else (0, 2)
-        dsinks = torch.zeros_like(sinks) if dlse is None else dlse.sum(dim=axes)
-    dbias = torch.zeros_like(bias) if bias is not None and spec.needs_dbias else None
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, dsinks
+        dsinks = zeros(sinks) if dlse is None else maker.compute(sum_of_rows, dlse)
+    dbias = zeros(bias) if bias is not None and spec.needs_dbias else None
+    return zeros(q), zeros(k), zeros(v), dbias, dsinks
 
 
-def _sink_gradient(sinks: Tensor, rows: Rows) -> Tensor:
+def _sink_gradient(sinks: Tensor, delta: Tensor, lse_log2: Tensor) -> Tensor:
     """Return dsinks (Hq,): a sink is one more probability of each row, with a value of zero."""
-    planes = rows.delta.shape[0]
-    of_planes = sinks.float().repeat(planes // len(sinks)).unsqueeze(-1)
-    p_sink = torch.exp2(of_planes * _LOG2E - rows.lse_log2)
-    return -(p_sink * rows.delta).sum(dim=1).view(-1, len(sinks)).sum(dim=0)
+    of_planes = sinks.float().repeat(delta.shape[0] // len(sinks)).unsqueeze(-1)
+    p_sink = torch.exp2(of_planes * _LOG2E - lse_log2)
+    return -(p_sink * delta).sum(dim=1).view(-1, len(sinks)).sum(dim=0)

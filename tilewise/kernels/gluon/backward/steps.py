@@ -37,9 +37,8 @@ from tilewise.kernels.gluon.backward.rows import (
 from tilewise.kernels.gluon.backward.span import BwdVariant, Sequences
 from tilewise.kernels.gluon.forward.variant import in_pairs
 from tilewise.kernels.gluon.host.descriptors import descriptor, row_descriptor
-from tilewise.kernels.gluon.host.launch import launch
+from tilewise.kernels.gluon.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec
-from tilewise.kernels.triton.attention.geometry import dense
 
 _ELEMENTS = 4096  # of a tile of the kernels before and after
 _RUN = 1024  # rows of lse of a program
@@ -63,6 +62,7 @@ class Rows(NamedTuple):
 
 
 def launch_before(
+    maker: Maker,
     q: Tensor,
     o: Tensor,
     do: Tensor,
@@ -77,8 +77,7 @@ def launch_before(
     lse_log2, delta = torch.empty((2, planes, count), dtype=torch.float32, device=o.device)
     if spec.is_varlen and (spec.has_sinks or spec.mask_tile):
         # Gaps between sequences: torch sums them for sinks, and lists of a mask may visit them.
-        lse_log2.fill_(math.inf)
-        delta.zero_()
+        maker.compute(_clear_terms, lse_log2, delta)
     heads = spec.batch * spec.num_kv_heads
     num_tiles = cdiv(spec.max_seqlen_k, variant.tile_n)
     section = heads_per_section(q, spec, num_tiles, _channels(variant))
@@ -92,14 +91,14 @@ def launch_before(
     if variant.ordered:
         shape = (planes, count // variant.tile_m)
         semaphores = torch.empty(shape, dtype=torch.int32, device=o.device)
-    lse, dlse = lse.contiguous(), dense(dlse)
+    lse, dlse = maker.dense(lse), maker.dense(dlse)
     d = power_of_2(spec.v_head_dim)
     tile = min(_ELEMENTS // d, ROW_TILE)
     heads_before = plan.ahead * spec.group_size
     tile_programs = cdiv(_padded(spec.max_seqlen_q), tile) * heads_before
     runs = cdiv(_padded(spec.max_seqlen_q), _RUN) * spec.batch * spec.num_q_heads
     lse_batch, lse_head = (0, lse.stride(0)) if spec.is_varlen else lse.stride()[:2]
-    launch(
+    maker.launch(
         attention_bwd_before_kernel,
         tile_programs + runs,
         o, do, lse, dlse, lse_log2, delta, dq_sum if semaphores is None else None, semaphores,
@@ -112,14 +111,23 @@ def launch_before(
     return Rows(lse_log2, delta, dq_sum, semaphores, counts, dlse, plan, section)
 
 
+def _clear_terms(lse_log2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    return lse_log2.fill_(math.inf), delta.zero_()
+
+
 def launch_after(
-    rows: Rows, dq: Tensor, spec: AttentionSpec, sequences: Sequences, variant: BwdVariant
+    maker: Maker,
+    rows: Rows,
+    dq: Tensor,
+    spec: AttentionSpec,
+    sequences: Sequences,
+    variant: BwdVariant,
 ) -> None:
     """Round the sum of dq of the last heads."""
     assert rows.dq_sum is not None
     tile = _ELEMENTS // variant.d
     heads_after = rows.plan.behind * spec.group_size
-    launch(
+    maker.launch(
         attention_bwd_after_kernel,
         cdiv(spec.max_seqlen_q, tile) * heads_after,
         rows.dq_sum, rows.semaphores, dq, sequences.cu_q,
@@ -132,23 +140,23 @@ def launch_after(
 
 
 def zero_gaps(
-    dq: Tensor, dk: Tensor, dv: Tensor, spec: AttentionSpec, sequences: Sequences
+    maker: Maker, dq: Tensor, dk: Tensor, dv: Tensor, spec: AttentionSpec, sequences: Sequences
 ) -> None:
     """Zero the rows of packed gradients that no sequence has; they may be any."""
     widths = (x.shape[-2] * x.shape[-1] for x in (dq, dk, dv))
-    launch(
+    maker.launch(
         attention_bwd_gaps_kernel, _GAP_PROGRAMS, dq, dk, dv, sequences.cu_q, sequences.cu_k,
         spec.batch, dq.shape[0], dk.shape[0], *widths, TILE=_ELEMENTS, num_warps=_ROWS_WARPS,
     )  # fmt: skip
 
 
-def sum_groups(x: Tensor, group_size: int) -> Tensor:
+def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
     """Return the gradient of key heads (..., Hk, D), given that of each query head (..., Hq, D)."""
     heads, width = x.shape[-2] // group_size, x.shape[-1]
     total = torch.empty((*x.shape[:-2], heads, width), dtype=x.dtype, device=x.device)
     count, d = total.numel() // width, power_of_2(width)
     tile = _ELEMENTS // d
-    launch(
+    maker.launch(
         attention_bwd_group_kernel, cdiv(count, tile), x, total, count, group_size,
         WIDTH=width, D=d, TILE=tile, num_warps=_ROWS_WARPS,
     )  # fmt: skip
@@ -156,6 +164,7 @@ def sum_groups(x: Tensor, group_size: int) -> Tensor:
 
 
 def launch_main(
+    maker: Maker,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -177,7 +186,7 @@ def launch_main(
     part = rows_of_part(d)
     num_tiles = cdiv(spec.max_seqlen_k, KEYS)
     heads = spec.batch * spec.num_kv_heads
-    launch(
+    maker.launch(
         attention_bwd_kernel,
         num_tiles * heads,
         descriptor(q, m, d), descriptor(k, KEYS, d), descriptor(v, KEYS, d), descriptor(do, m, d),
@@ -196,6 +205,7 @@ def launch_main(
 
 
 def launch_dkdv(
+    maker: Maker,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -213,7 +223,7 @@ def launch_dkdv(
     m, n, d = variant.tile_m, variant.tile_n, variant.d
     num_tiles = cdiv(spec.max_seqlen_k, n)
     heads = spec.batch * spec.num_kv_heads
-    launch(
+    maker.launch(
         attention_bwd_dkdv_kernel,
         num_tiles * heads,
         descriptor(q, m, d), descriptor(k, n, d), descriptor(v, n, variant.dv),
@@ -227,6 +237,7 @@ def launch_dkdv(
 
 
 def launch_dq(
+    maker: Maker,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -253,7 +264,7 @@ def launch_dq(
         section = min(heads, 4 * spec.batch)
     elif variant.right:
         section = min(heads, max(2, L2_BYTES // (spec.max_seqlen_k * _channels(variant) * 4)))
-    launch(
+    maker.launch(
         attention_bwd_dq_kernel,
         num_tiles * heads,
         descriptor(q, half, d), descriptor(k, n, d), descriptor(v, n, variant.dv),

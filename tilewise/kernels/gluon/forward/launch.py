@@ -1,4 +1,4 @@
-"""Launch the Hopper forward pass: which calls it takes, how they are cut, and the call itself."""
+"""Plan the Hopper forward pass: which calls it takes, how they are cut, and what is launched."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
 )
 from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
-from tilewise.kernels.gluon.host.descriptors import addressable, descriptor
-from tilewise.kernels.gluon.host.launch import launch
-from tilewise.kernels.gluon.host.record import ask
-from tilewise.kernels.spec import AttentionSpec, MaskTensors
-from tilewise.kernels.triton.attention.geometry import bias_strides, device_of
+from tilewise.kernels.gluon.host.descriptors import descriptor
+from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
+from tilewise.kernels.triton.attention.geometry import bias_strides
 from tilewise.kernels.triton.attention.mask import mask_reach_kernel
 
-__all__ = ["launch_fwd", "tile_config_fwd", "why_not_fwd"]
+__all__ = ["add_fwd", "counter_of", "tile_config_fwd", "why_not_fwd"]
 
 _MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
 # Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
@@ -51,23 +50,10 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
     return None
 
 
-def launch_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    philox: Tensor | None = None,
-    mask: MaskTensors | None = None,
-    tile: Tile | None = None,
+def add_fwd(
+    maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward pass; see `ops.attention` for shapes and rules.
+    """Add the forward pass to a plan; see `ops.attention` for shapes and rules.
 
     Args:
         tile: overrides the choice of `tile_config_fwd`, for tuning.
@@ -75,40 +61,35 @@ def launch_fwd(
     Returns:
         o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
     """
+    q, bias, heads = tensors.q, tensors.bias, spec.num_q_heads
     rows = q.shape[0] if spec.is_varlen else q.shape[1]
-    heads = spec.num_q_heads
-    o = torch.empty((*q.shape[:-1], spec.v_head_dim), dtype=q.dtype, device=q.device)
-    shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if spec.batch * heads * spec.max_seqlen_q == 0 or lse.numel() == 0:
-        return o.zero_(), lse.fill_(-math.inf)
-    strides = (0, 0, 0, 0) if bias is None else bias_strides(bias)
-    strides, bias_pairs = in_pairs(*strides)
+    o_shape = (*q.shape[:-1], spec.v_head_dim)
+    lse_shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
+    if spec.batch * heads * spec.max_seqlen_q * rows == 0:
+        o = maker.full(o_shape, 0.0, q.dtype)
+        return o, maker.full(lse_shape, -math.inf, torch.float32)
+    o = torch.empty(o_shape, dtype=q.dtype, device="meta")
+    lse = torch.empty(lse_shape, dtype=torch.float32, device="meta")
+    strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
     bias_rows = strides[2] != 0
     tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
     variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
-    # Named, because a descriptor does not keep the memory of a copy alive.
-    q, k, v = (addressable(_some(x)) for x in (q, k, v))
-    with device_of(q):
-        tensors, upper_bound = _tensors_of(
-            o, lse, spec, tile,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k,
-            bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, philox=philox, mask=mask,
-        )  # fmt: skip
-        num_heads = heads if spec.is_varlen else spec.batch * heads
-        num_tiles = upper_bound * num_heads
-        grid = min(num_tiles, device.sm_count_of(q.device))
-        counter = _counter(q.device)
-        ask(counter, functools.partial(_counter_of, q.device))
-        launch(
-            attention_fwd_kernel, grid, *_split_descriptors(q, GROUP_ROWS, tile),
-            *_split_descriptors(k, tile.keys, tile), descriptor(v, tile.keys, tile.dv),
-            descriptor(o, GROUP_ROWS, tile.o_columns), o, lse, counter, tensors,
-            num_tiles, upper_bound, num_heads, *numbers,
-            0 if spec.is_varlen else heads * rows, rows,
-            _alibi_stride(alibi_slopes), *_mask_strides(mask), *strides,
-            tile=tile, variant=variant,
-        )  # fmt: skip
+    q, k, v = (maker.addressable(_some(maker, x)) for x in tensors[:3])
+    added, upper_bound = _tensors_of(maker, o, lse, spec, tensors, tile)
+    num_heads = heads if spec.is_varlen else spec.batch * heads
+    num_tiles = upper_bound * num_heads
+    grid = min(num_tiles, device.sm_count_of(maker.device))
+    one = torch.empty(1, dtype=torch.int32, device="meta")
+    counter = maker.ask(functools.partial(counter_of, maker.device), one)
+    maker.launch(
+        attention_fwd_kernel, grid, *_split_descriptors(q, GROUP_ROWS, tile),
+        *_split_descriptors(k, tile.keys, tile), descriptor(v, tile.keys, tile.dv),
+        descriptor(o, GROUP_ROWS, tile.o_columns), o, lse, counter, added,
+        num_tiles, upper_bound, num_heads, *numbers,
+        0 if spec.is_varlen else heads * rows, rows,
+        _alibi_stride(tensors.alibi_slopes), *_mask_strides(tensors.mask), *strides,
+        tile=tile, variant=variant,
+    )  # fmt: skip
     return o, lse
 
 
@@ -121,49 +102,30 @@ def _split_descriptors(
 
 
 def _tensors_of(
-    o: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    tile: Tile,
-    *,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqlens_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    philox: Tensor | None,
-    mask: MaskTensors | None,
+    maker: Maker, o: Tensor, lse: Tensor, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile
 ) -> tuple[Tensors, int]:
     """Return what the call adds, and how many tiles of rows a head has at most."""
-    given: dict[str, Tensor] = {}
-    upper_bound = -(-spec.max_seqlen_q // tile.rows)
-    vectors = {"seqlens_k": seqlens_k, "alibi": alibi_slopes, "sinks": sinks, "philox": philox}
-    given |= {name: x.contiguous() for name, x in vectors.items() if x is not None}
-    if bias is not None:
-        given["bias"] = bias
+    mask, upper_bound = tensors.mask, -(-spec.max_seqlen_q // tile.rows)
+    given: dict[str, Tensor | None] = {
+        "seqlens_k": tensors.seqlens_k, "alibi": tensors.alibi_slopes, "sinks": tensors.sinks,
+        "philox": tensors.philox, "bias": tensors.bias,
+    }  # fmt: skip
     if mask is not None:
-        bits = mask.bits.contiguous()
-        count, mask_rows, words = bits.shape
-        reach = torch.empty((count, words), dtype=bits.dtype, device=bits.device)
+        count, mask_rows, words = mask.bits.shape
+        reach = torch.empty((count, words), dtype=mask.bits.dtype, device="meta")
         if count > 0:
-            launch(mask_reach_kernel, count, bits, reach, TILE_M=mask_rows, WORDS=words)
-        given |= {"mask_bits": bits, "mask_reach": reach}
-        given |= {"mask_spans": mask.rows.contiguous()}
-        given |= {"mask_entries": mask.row_entries.contiguous()}
+            maker.launch(mask_reach_kernel, count, mask.bits, reach, TILE_M=mask_rows, WORDS=words)
+        given |= {"mask_bits": mask.bits, "mask_reach": reach, "mask_spans": mask.rows}
+        given["mask_entries"] = mask.row_entries
     if spec.is_varlen:
-        assert cu_seqlens_q is not None
-        assert cu_seqlens_k is not None
         upper_bound = o.shape[0] // tile.rows + spec.batch
-        given["plan"], given["plan_size"] = _plan(
-            cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), o, lse, spec, tile, upper_bound
-        )
-    return Tensors(**given), upper_bound
+        given["plan"], given["plan_size"] = _plan(maker, tensors, o, lse, spec, tile, upper_bound)
+    return Tensors(**{name: x for name, x in given.items() if x is not None}), upper_bound
 
 
 def _plan(
-    cu_q: Tensor,
-    cu_k: Tensor,
+    maker: Maker,
+    tensors: AttentionTensors,
     o: Tensor,
     lse: Tensor,
     spec: AttentionSpec,
@@ -172,18 +134,18 @@ def _plan(
 ) -> tuple[Tensor, Tensor]:
     """List the tiles of a packed batch on the device, and clear rows of no sequence."""
     fields = PLAN_FIELDS.value
-    memory = torch.empty(upper_bound * (2 * fields + 1) + 1, dtype=torch.int32, device=o.device)
+    memory = torch.empty(upper_bound * (2 * fields + 1) + 1, dtype=torch.int32, device="meta")
     size, work, entries, plan = memory.split(
         [1, upper_bound, upper_bound * fields, upper_bound * fields]
     )
     programs = max(spec.batch, -(-o.shape[0] // CLEAR_ROWS))
-    launch(
-        attention_plan_kernel, programs, cu_q, cu_k, entries, work, size, o, lse,
-        spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
+    maker.launch(
+        attention_plan_kernel, programs, tensors.cu_seqlens_q, tensors.cu_seqlens_k, entries, work,
+        size, o, lse, spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
         spec.window_left, spec.window_right,
         ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=128,
     )  # fmt: skip
-    launch(
+    maker.launch(
         attention_order_kernel, -(-upper_bound // ENTRIES), entries, work, size, plan,
         COUNT=ENTRIES, FIELDS_PAD=8,
     )  # fmt: skip
@@ -193,15 +155,10 @@ def _plan(
 _counters: dict[tuple[int | None, int], Tensor] = {}
 
 
-def _counter(where: torch.device) -> Tensor:
-    """Return the counter of the current stream: it goes back to 0 by itself at a launch's end."""
+def counter_of(where: torch.device, stream: int) -> Tensor:
+    """Return the counter of a device's current stream; a launch leaves it at 0."""
     if where.type != "cuda":
         return torch.zeros(1, dtype=torch.int32, device=where)
-    return _counter_of(where, torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
-
-
-def _counter_of(where: torch.device, stream: int) -> Tensor:
-    """Return the counter of a device's current stream."""
     counter = _counters.get((where.index, stream))
     # Memory of a graph must not outlive it, and a graph's launches not share a counter with others.
     if counter is None or torch.cuda.is_current_stream_capturing():
@@ -211,11 +168,11 @@ def _counter_of(where: torch.device, stream: int) -> Tensor:
     return counter
 
 
-def _some(x: Tensor) -> Tensor:
+def _some(maker: Maker, x: Tensor) -> Tensor:
     """Return x; where it has no rows, one of zeros, which no query sees."""
     if x.numel() > 0:
         return x
-    return x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:]))
+    return maker.full((*x.shape[:-3], 1, *x.shape[-2:]), 0.0, x.dtype)
 
 
 def _alibi_stride(slopes: Tensor | None) -> int:

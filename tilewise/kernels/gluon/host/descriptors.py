@@ -86,7 +86,7 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     What lies outside the tensor is read as zero and not written.
     """
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
-    found = _recent.get(key)
+    found = _known(key)
     if found is None:
         view = tensor.transpose(-2, -3)
         view = view.unsqueeze(0) if view.dim() == 3 else view
@@ -97,13 +97,30 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
             for size, step in zip(view.shape[:-1], view.stride()[:-1], strict=True)
         ]
         block = [1, 1, rows, columns]
-        base = _Base(tensor.data_ptr(), tensor.dtype)
+        base = _base_of(tensor)
         found = TensorDescriptor(base, list(view.shape), [*strides, 1], block, layout)
         _remember(key, found)
     return found
 
 
+def at(found: TensorDescriptor, address: int) -> TensorDescriptor:
+    """Return a descriptor of a tensor like that of `found` which lies at `address`."""
+    base = _Base(address, found.base.dtype)
+    return TensorDescriptor(base, found.shape, found.strides, found.block_shape, found.layout)
+
+
+def _base_of(tensor: Tensor) -> Any:
+    """Return what a descriptor holds; that of a plan's tensor says which of them it is."""
+    return tensor if tensor.is_meta else _Base(tensor.data_ptr(), tensor.dtype)
+
+
+def _known(key: tuple[object, ...]) -> TensorDescriptor | None:
+    return _recent.get(key)
+
+
 def _remember(key: tuple[object, ...], found: TensorDescriptor) -> None:
+    if isinstance(found.base, Tensor):  # whose address is nobody's
+        return
     while len(_recent) >= _REMEMBERED:
         _recent.popitem(last=False)
     _recent[key] = found
@@ -112,10 +129,10 @@ def _remember(key: tuple[object, ...], found: TensorDescriptor) -> None:
 def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
     """Return the descriptor of runs of `count` numbers of contiguous (planes, rows), float32."""
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), count)
-    found = _recent.get(key)
+    found = _known(key)
     if found is None:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        base = _Base(tensor.data_ptr(), tensor.dtype)
+        base = _base_of(tensor)
         shape, strides = list(tensor.shape), list(tensor.stride())
         found = TensorDescriptor(base, shape, strides, [1, count], layout)
         _remember(key, found)
@@ -125,10 +142,10 @@ def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
 def scale_descriptor(tensor: Tensor, rows: int, heads: int) -> TensorDescriptor:
     """Return the descriptor of (rows, heads) tiles of float32 (num_blocks, block_size, Hk)."""
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, heads)
-    found = _recent.get(key)
+    found = _known(key)
     if found is None:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-        base = _Base(tensor.data_ptr(), tensor.dtype)
+        base = _base_of(tensor)
         shape, strides = list(tensor.shape), list(tensor.stride())
         found = TensorDescriptor(base, shape, strides, [1, rows, heads], layout)
         _remember(key, found)
@@ -162,7 +179,8 @@ class _Parameters:
     def __init__(self, found: TensorDescriptor) -> None:
         rank = len(found.shape)
         self._map = Maps(1)
-        Encoder(found).write(self._map.places[0], found.base.data_ptr())
+        if not isinstance(found.base, Tensor):  # a plan's has no address
+            Encoder(found).write(self._map.places[0], found.base.data_ptr())
         self._shape = (ctypes.c_int32 * rank)(*found.shape)
         self._strides = (ctypes.c_int64 * rank)(*found.strides)
         shape, strides = ctypes.addressof(self._shape), ctypes.addressof(self._strides)

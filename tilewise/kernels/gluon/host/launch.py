@@ -4,8 +4,7 @@ Triton's own launcher binds, specialises and hashes every argument and encodes e
 anew, which takes 60 to 100 us of host time for a kernel of attention. Here a first call goes that
 way; what it compiled is remembered with a buffer of parameters, and later calls only write into it
 and start the kernel. Anything unexpected (another parameter layout, an integer that Triton compiled
-in unasked, a profiler's hook, a CPU) goes Triton's way always. Who wants to repeat a call as a
-whole (see `record`) watches and is told of every launch.
+in unasked, a profiler's hook, a CPU) goes Triton's way always.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import operator
 import re
 import struct
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,29 +23,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descrip
 
 from tilewise.kernels.gluon.host.descriptors import driver, found_kind, parameters_of
 
-__all__ = ["Config", "Prepared", "Watcher", "launch", "observed", "watching"]
+__all__ = ["Config", "Grid", "Prepared", "launch", "observed"]
 
 Grid = tuple[int, int]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_REMEMBERED = 1024
 _remembered: dict[tuple[object, ...], _Calls] = {}
 _lock = threading.Lock()
-watching = threading.local()  # its `watcher`, where there is one, sees the launches of a thread
-
-
-class Watcher(Protocol):
-    """Who is told of launches."""
-
-    def launched(
-        self, prepared: Prepared | None, grid: Grid, leaves: list[Any], tensors: list[int]
-    ) -> None:
-        """Note a launch.
-
-        Args:
-            prepared: what starts it again; None where only Triton's launcher can.
-            leaves: the arguments one by one, of tensors the addresses.
-            tensors: where these stand.
-        """
 
 
 def observed() -> bool:
@@ -57,8 +40,10 @@ def observed() -> bool:
 
 def launch(
     kernel: Any, grid: int | Grid, *arguments: Any, num_warps: int = 4, **constants: Any
-) -> None:
+) -> Prepared | None:
     """Run `kernel` on `grid` CTAs, on the current stream of the current device.
+
+    Return what starts it again; None where only Triton's launcher can.
 
     Args:
         kernel: a jitted Triton or Gluon function.
@@ -94,9 +79,7 @@ def launch(
             if len(calls.prepared) >= _MAX_REMEMBERED:  # of integers any number of values may come
                 calls.prepared.clear()
             prepared = calls.prepared[kind] = _prepare(compiled, arguments, calls.specialised)
-    watcher: Watcher | None = getattr(watching, "watcher", None)
-    if watcher is not None:
-        watcher.launched(prepared, size, leaves, calls.tensors)
+    return prepared
 
 
 def _refuse_numbers_in_tuples(arguments: tuple[Any, ...]) -> None:
@@ -124,14 +107,14 @@ class _Calls:
     """Calls of one kernel whose arguments have the same types; what was prepared for their kinds.
 
     Attributes:
-        tensors, descriptors: where they stand among the leaves.
+        descriptors: where they stand among the leaves.
         specialised: where integers stand whose values are part of a kind.
         prepared: by kind; None where only Triton's launcher will do.
     """
 
     def __init__(self, kernel: Any, leaves: list[Any], specialised: list[int]) -> None:
         self._kernel = kernel  # it lives as long as its id is part of a key
-        self.tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.descriptors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _Descriptor)]
         self.specialised = specialised
         self.prepared: dict[tuple[object, ...], Prepared | None] = {}
@@ -139,7 +122,7 @@ class _Calls:
     def kind_of(self, leaves: list[Any]) -> tuple[object, ...]:
         """Return what Triton compiles anew for; tensors become their addresses in `leaves`."""
         kind: list[object] = [found_kind(leaves[i]) for i in self.descriptors]
-        for i in self.tensors:
+        for i in self._tensors:
             tensor = leaves[i]
             address = tensor.data_ptr()
             kind += tensor.dtype, address & 15 == 0, tensor.device

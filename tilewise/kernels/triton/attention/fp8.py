@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import AttentionSpec, dequantised
-from tilewise.kernels.triton.attention import launch as attention
+from tilewise.kernels.plan import run_once
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, dequantised
+from tilewise.kernels.triton.attention import plan as attention
 
 __all__ = ["QUANTIZES", "launch_fwd", "why_not"]
 
@@ -40,4 +41,8 @@ def launch_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
     narrow = (dequantised(x, s, dtype) for x, s in zip((q, k, v), scales, strict=True))
-    return attention.launch_fwd(*narrow, replace(spec, dtype=dtype), seqlens_k=seqlens_k)
+    tensors = AttentionTensors(*narrow, seqlens_k=seqlens_k)
+    o, lse = run_once(attention.plan_fwd, replace(spec, dtype=dtype), tensors)
+    assert o is not None
+    assert lse is not None
+    return o, lse

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
@@ -17,18 +14,6 @@ from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Variant
 SECTION_BYTES = 32 << 20
 _MOST_ROWS = 256  # of a tile
 _VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it when they allow
-
-
-def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which kernels are launched where `tensor` lies."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
-
-
-def dense(tensor: Tensor | None) -> Tensor | None:
-    """Return a vector that kernels may index without its stride."""
-    return None if tensor is None else tensor.contiguous()
 
 
 def head_dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:

@@ -1,20 +1,29 @@
-"""Launch the portable Triton attention kernels: allocate, choose tiles, fill the grid.
+"""Plan the portable Triton attention kernels: allocate, choose tiles, fill the grid.
 
-The contract of these functions is shared by every backend: `why_not` refuses with a reason,
-`tile_config` says how a call would be cut, `launch_fwd` and `launch_bwd` run it. `launch_rows`,
-`launch_dkdv` and `launch_dq` are the three steps of the backward pass, which the tuner times alone.
+The contract is shared by every backend: `plan_fwd` returns the plan of a call or refuses it,
+`plan_bwd` that of its gradient. `launch_rows`, `launch_dkdv` and `launch_dq` are the three steps of
+the backward pass, which the tuner times alone.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.spec import AttentionSpec, MaskTensors
+from tilewise.kernels.plan import (
+    GRADIENT_TENSORS,
+    Call,
+    LaunchPlan,
+    Maker,
+    Refusal,
+    contiguous_copy,
+)
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.attention import WIDEST, WIDEST_QK, Part, candidates
 from tilewise.kernels.tiles.paged import WIDE_SHARED_MEMORY, TileConfig
 from tilewise.kernels.triton.attention.bias import attention_bwd_bias_kernel
@@ -22,7 +31,6 @@ from tilewise.kernels.triton.attention.dkdv import attention_bwd_dkdv_kernel
 from tilewise.kernels.triton.attention.dq import attention_bwd_dq_kernel
 from tilewise.kernels.triton.attention.forward import FwdStrides, attention_fwd_kernel
 from tilewise.kernels.triton.attention.geometry import (
-    dense,
     extras_of,
     head_dims,
     key_heads_per_section,
@@ -36,7 +44,7 @@ from tilewise.kernels.triton.attention.mask import mask_reach_kernel
 from tilewise.kernels.triton.attention.rows import BwdStrides, attention_bwd_rows_kernel
 from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Sequences
 
-__all__ = ["launch_bwd", "launch_fwd", "tile_config", "tile_configs", "why_not"]
+__all__ = ["add_fwd", "plan_bwd", "plan_fwd", "plan_part", "tile_config", "why_not"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BIAS_TILE, _BIAS_CHUNK = 64, 64  # rows and keys, channels of a step; divide every mask tile
@@ -74,51 +82,124 @@ def tile_config(spec: AttentionSpec, part: Part = "fwd", arch: int = 90) -> Tile
     return candidates(spec, part, arch)[0]
 
 
-def tile_configs(spec: AttentionSpec, arch: int = 90) -> dict[str, TileConfig]:
-    """Return the tiles of each kernel that `spec` runs."""
-    parts: tuple[Part, ...] = ("fwd", "dkdv", "dq")
-    return {part: tile_config(spec, part, arch) for part in parts}
-
-
-def launch_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    philox: Tensor | None = None,
-    mask: MaskTensors | None = None,
-    tile: TileConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run the forward pass; see `ops.attention` for shapes and rules.
+def plan_fwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPlan | Refusal:
+    """Return how the forward pass is run; its results are o and lse.
 
     Args:
-        tile: overrides the table, for tuning.
+        tiles: by part, override the table, for tuning.
+    """
+    reason = why_not(call.spec)
+    if reason is not None:
+        return Refusal(reason)
+    maker = Maker(call)
+    chosen = _tiles(call, ("fwd",), tiles)
+    return maker.finish(add_fwd(maker, call.spec, maker.tensors, chosen["fwd"]), chosen)
+
+
+def plan_bwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPlan:
+    """Return how the backward pass is run; bitwise reproducible.
+
+    Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted.
+    """
+    maker, spec = Maker(call, GRADIENT_TENSORS), call.spec
+    do, dlse, o, lse = maker.inputs[:4]
+    assert do is not None
+    assert o is not None
+    assert lse is not None
+    tensors, chosen = maker.tensors, _tiles(call, ("dkdv", "dq"), tiles)
+    q, k, v = tensors[:3]
+    if do.stride(-1) != 1 and do.shape[-1] > 1:
+        do = maker.compute(contiguous_copy, do)
+    given = given_of(spec, tensors)
+    lse_log2, delta = launch_rows(maker, o, do, lse, dlse, spec)
+    row_terms = lse_log2, delta
+    dk, dv = launch_dkdv(maker, do, q, k, v, *row_terms, spec, **given, tile=chosen["dkdv"])
+    dq = launch_dq(maker, do, q, k, v, *row_terms, spec, **given, tile=chosen["dq"])
+    dbias = dsinks = None
+    if tensors.bias is not None and spec.needs_dbias:
+        dbias = launch_dbias(maker, do, q, k, v, *row_terms, tensors.bias, spec, **given)
+    if tensors.sinks is not None:
+
+        def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+            p_sink = torch.exp(sinks.unsqueeze(-1) - lse.masked_fill(lse == -math.inf, math.inf))
+            return -(p_sink * delta).sum(dim=(1,) if spec.is_varlen else (0, 2))
+
+        dsinks = maker.compute(sink_gradient, tensors.sinks, lse, delta)
+    return maker.finish((dq, dk, dv, dbias, dsinks), chosen)
+
+
+PART_TENSORS = ("do", "o", "lse", "lse_log2", "delta", *AttentionTensors._fields)
+
+
+def plan_part(
+    part: Literal["rows", "dkdv", "dq", "dbias"], call: Call, tile: TileConfig | None = None
+) -> LaunchPlan:
+    """Return the plan of one step of the backward pass alone, which the tuner times.
+
+    Args:
+        call: of `PART_TENSORS`; "rows" takes do, o and lse, and the others do and what it returns.
+        tile: overrides the table.
+    """
+    maker, spec = Maker(call, PART_TENSORS), call.spec
+    do, o, lse, lse_log2, delta = maker.inputs[:5]
+    assert do is not None
+    tensors = maker.tensors
+    if part == "rows":
+        assert o is not None
+        assert lse is not None
+        return maker.finish(launch_rows(maker, o, do, lse, None, spec), {})
+    assert lse_log2 is not None
+    assert delta is not None
+    given = (maker, do, *tensors[:3], lse_log2, delta)
+    beside = given_of(spec, tensors)
+    if part == "dbias":
+        return maker.finish([launch_dbias(*given, tensors.bias, spec, **beside)], {})
+    tile = tile or tile_config(spec, part, device.arch_of(call.device))
+    if part == "dkdv":
+        return maker.finish(launch_dkdv(*given, spec, **beside, tile=tile), {part: tile})
+    return maker.finish([launch_dq(*given, spec, **beside, tile=tile)], {part: tile})
+
+
+def _tiles(
+    call: Call, parts: tuple[Part, ...], given: dict[str, TileConfig] | None
+) -> dict[str, TileConfig]:
+    arch = device.arch_of(call.device)
+    table = {part: tile_config(call.spec, part, arch) for part in parts}
+    return table | {part: tile for part, tile in (given or {}).items() if part in table}
+
+
+def given_of(spec: AttentionSpec, tensors: AttentionTensors) -> dict[str, Any]:
+    """Return what the launches of the backward pass take besides rows."""
+    lengths = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k
+    extras = extras_of(
+        spec, bias=tensors.bias, alibi_slopes=tensors.alibi_slopes, mask=tensors.mask,
+        philox=tensors.philox,
+    )  # fmt: skip
+    return {"sequences": Sequences(*lengths), "extras": extras}
+
+
+def add_fwd(
+    maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: TileConfig
+) -> tuple[Tensor, Tensor]:
+    """Add the forward pass to a plan; see `ops.attention` for shapes and rules.
 
     Returns:
         o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
     """
-    o = _allocate(q, (*q.shape[:-1], spec.v_head_dim), spec)
-    lse = _allocate_rows(q, spec)
-    tile = tile or tile_config(spec, "fwd", device.arch_of(q.device))
-    tensors = (q, k, v, o)
-    dims = head_dims(spec, *tensors)
-    strides = FwdStrides(*(strides_of(x, spec, dims) for x in tensors), row_strides(lse))
+    q, k, v = tensors[:3]
+    o = _allocate(maker, q, (*q.shape[:-1], spec.v_head_dim), spec)
+    lse = _allocate_rows(maker, q, spec)
+    dims = head_dims(spec, q, k, v, o)
+    strides = FwdStrides(*(strides_of(x, spec, dims) for x in (q, k, v, o)), row_strides(lse))
     num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
     num_heads = spec.batch * spec.num_q_heads
     if num_tiles * num_heads == 0:
         return o, lse
-    sequences = Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k))
-    extras = extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox)
-    extras = _with_reach(extras, tile)
-    attention_fwd_kernel[(num_tiles * num_heads,)](
-        q, k, v, o, lse, dense(sinks), sequences, strides,
+    given = given_of(spec, tensors)
+    extras = _with_reach(maker, given["extras"], tile)
+    maker.launch(
+        attention_fwd_kernel, num_tiles * num_heads,
+        q, k, v, o, lse, tensors.sinks, given["sequences"], strides,
         num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
         dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -126,68 +207,19 @@ def launch_fwd(
     return o, lse
 
 
-def launch_bwd(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    philox: Tensor | None = None,
-    mask: MaskTensors | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Run the backward pass; bitwise reproducible.
-
-    Args:
-        do: gradient of o, any strides.
-        dlse: gradient of lse, None for zero.
-        o, lse: what `launch_fwd` returned.
-
-    Returns:
-        dq, dk, dv like q, k, v; dbias like bias where spec.needs_dbias, else None; dsinks (Hq,)
-        float32 or None.
-    """
-    if do.stride(-1) != 1:
-        do = do.contiguous()
-    given = {
-        "sequences": Sequences(dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqlens_k)),
-        "extras": extras_of(spec, bias=bias, alibi_slopes=alibi_slopes, mask=mask, philox=philox),
-    }
-    lse_log2, delta = launch_rows(o, do, lse, dlse, spec)
-    dk, dv = launch_dkdv(do, q, k, v, lse_log2, delta, spec, **given)
-    dq = launch_dq(do, q, k, v, lse_log2, delta, spec, **given)
-    dbias = None
-    if bias is not None and spec.needs_dbias:
-        dbias = launch_dbias(do, q, k, v, lse_log2, delta, bias, spec, **given)
-    dsinks = None
-    if sinks is not None:
-        p_sink = torch.exp(sinks.unsqueeze(-1) - lse.masked_fill(lse == -math.inf, math.inf))
-        axes = (1,) if spec.is_varlen else (0, 2)
-        dsinks = -(p_sink * delta).sum(dim=axes)
-    return dq, dk, dv, dbias, dsinks
-
-
 def launch_rows(
-    o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, spec: AttentionSpec
+    maker: Maker, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Return (lse in base 2, delta), both float32 in the shape of lse."""
-    lse, dlse = lse.contiguous(), dense(dlse)
+    lse, dlse = _dense(maker, lse), maker.dense(dlse)
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     num_rows = lse.shape[-1]
     num_tiles = triton.cdiv(num_rows, _ROWS_TILE)
     if lse.numel() > 0:
         dims = head_dims(spec, o, do)
         # A packed batch is one long sequence here: no row looks at another.
-        attention_bwd_rows_kernel[(num_tiles * (lse.numel() // num_rows),)](
+        maker.launch(
+            attention_bwd_rows_kernel, num_tiles * (lse.numel() // num_rows),
             o, do, lse, dlse, lse_log2, delta,
             strides_of(o, spec, dims), strides_of(do, spec, dims), row_strides(lse),
             num_rows, num_tiles, spec.num_q_heads,
@@ -197,6 +229,7 @@ def launch_rows(
 
 
 def launch_dkdv(
+    maker: Maker,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -207,16 +240,16 @@ def launch_dkdv(
     *,
     sequences: Sequences,
     extras: Extras = Extras(),
-    tile: TileConfig | None = None,
+    tile: TileConfig,
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv, given the row terms of `launch_rows`."""
-    dk, dv = _allocate(k, k.shape, spec), _allocate(v, v.shape, spec)
-    tile = tile or tile_config(spec, "dkdv", device.arch_of(q.device))
+    dk, dv = _allocate(maker, k, k.shape, spec), _allocate(maker, v, v.shape, spec)
     num_tiles = triton.cdiv(spec.max_seqlen_k, tile.tile_n)
     num_heads = spec.batch * spec.num_kv_heads
     if num_tiles * num_heads > 0:
         dims, strides = _bwd_strides(spec, q, k, v, do, q, dk, dv, lse_log2)
-        attention_bwd_dkdv_kernel[(num_tiles * num_heads,)](
+        maker.launch(
+            attention_bwd_dkdv_kernel, num_tiles * num_heads,
             q, k, v, do, lse_log2, delta, dk, dv, sequences, strides,
             num_tiles, key_heads_per_section(spec), *numbers_of(spec), extras,
             dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
@@ -226,6 +259,7 @@ def launch_dkdv(
 
 
 def launch_dq(
+    maker: Maker,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -236,17 +270,17 @@ def launch_dq(
     *,
     sequences: Sequences,
     extras: Extras = Extras(),
-    tile: TileConfig | None = None,
+    tile: TileConfig,
 ) -> Tensor:
     """Return dq, given the row terms of `launch_rows`."""
-    dq = _allocate(q, q.shape, spec)
-    tile = tile or tile_config(spec, "dq", device.arch_of(q.device))
+    dq = _allocate(maker, q, q.shape, spec)
     num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
     num_heads = spec.batch * spec.num_q_heads
     if num_tiles * num_heads > 0:
         dims, strides = _bwd_strides(spec, q, k, v, do, dq, k, v, lse_log2)
-        extras = _with_reach(extras, tile)
-        attention_bwd_dq_kernel[(num_tiles * num_heads,)](
+        extras = _with_reach(maker, extras, tile)
+        maker.launch(
+            attention_bwd_dq_kernel, num_tiles * num_heads,
             q, k, v, do, lse_log2, delta, dq, sequences, strides,
             num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
             dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
@@ -256,6 +290,7 @@ def launch_dq(
 
 
 def launch_dbias(
+    maker: Maker,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -280,17 +315,24 @@ def launch_dbias(
     dtype = bias.dtype if num_parts == 1 else torch.float32
     parts = torch.empty((num_parts, *bias.shape), dtype=dtype, device=bias.device)
     dims, strides = _bwd_strides(spec, q, k, v, do, q, k, v, lse_log2)
-    attention_bwd_bias_kernel[(num_parts * tiles,)](
+    maker.launch(
+        attention_bwd_bias_kernel, num_parts * tiles,
         q, k, v, do, lse_log2, delta, parts, sequences, strides,
         rows, keys, num_parts, batch, heads, spec.batch, *numbers_of(spec), extras,
         dims=dims, variant=variant_of(spec, extras),
         SHARED_ROWS=rows == 1, SHARED_KEYS=keys == 1, TILE_M=_BIAS_TILE, TILE_N=_BIAS_TILE,
         CHUNK=_BIAS_CHUNK, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return parts[0] if num_parts == 1 else parts.sum(dim=0).to(bias.dtype)
+
+    def sum_parts(parts: Tensor) -> Tensor:
+        return parts.sum(dim=0).to(bias_dtype)
+
+    bias_dtype = bias.dtype
+    total: Tensor = parts[0] if num_parts == 1 else maker.compute(sum_parts, parts)
+    return total
 
 
-def _with_reach(extras: Extras, tile: TileConfig) -> Extras:
+def _with_reach(maker: Maker, extras: Extras, tile: TileConfig) -> Extras:
     """Add which keys the rows of each compute tile see of a bit tile, (n, mask_q / tile_m, words).
 
     Keys that no row of its tile sees are not loaded, so that NaN in them stays where it is.
@@ -301,24 +343,31 @@ def _with_reach(extras: Extras, tile: TileConfig) -> Extras:
     count, mask_q, words = bits.shape
     reach = torch.empty((count, mask_q // tile.tile_m, words), dtype=bits.dtype, device=bits.device)
     if reach.numel() > 0:
-        mask_reach_kernel[(reach.numel() // words,)](bits, reach, TILE_M=tile.tile_m, WORDS=words)
+        maker.launch(
+            mask_reach_kernel, reach.numel() // words, bits, reach, TILE_M=tile.tile_m, WORDS=words
+        )
     return extras._replace(mask_reach=reach)
 
 
-def _allocate(like: Tensor, shape: tuple[int, ...], spec: AttentionSpec) -> Tensor:
+def _allocate(maker: Maker, like: Tensor, shape: tuple[int, ...], spec: AttentionSpec) -> Tensor:
     """Return an output; packed rows that belong to no sequence are never written, so zero them."""
     if spec.is_varlen:
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return maker.full(shape, 0.0, like.dtype)
+    return torch.empty(shape, dtype=like.dtype, device="meta")
 
 
-def _allocate_rows(q: Tensor, spec: AttentionSpec) -> Tensor:
+def _allocate_rows(maker: Maker, q: Tensor, spec: AttentionSpec) -> Tensor:
     """Return lse (B, Hq, Sq) or (Hq, T); -inf in packed rows that belong to no sequence."""
     if spec.is_varlen:
-        shape = (spec.num_q_heads, q.shape[0])
-        return torch.full(shape, -math.inf, dtype=torch.float32, device=q.device)
+        return maker.full((spec.num_q_heads, q.shape[0]), -math.inf, torch.float32)
     shape = (spec.batch, spec.num_q_heads, q.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+def _dense(maker: Maker, rows: Tensor) -> Tensor:
+    dense = maker.dense(rows)
+    assert dense is not None
+    return dense
 
 
 def _bwd_strides(spec: AttentionSpec, *tensors: Tensor) -> tuple[HeadDims, BwdStrides]:

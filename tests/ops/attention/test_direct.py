@@ -1,4 +1,4 @@
-"""Plain calls of attention whose checks and backend are remembered: the same results and errors."""
+"""Calls of attention that go straight to their plans: the same results and errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import ops
-from tilewise.ops.attention import plain
+from tilewise.masks import causal as causal_mask
+from tilewise.ops.attention import direct, op
+from tilewise.ops.attention.arguments import prepare
 from tilewise.testing import make_qkv
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
-    monkeypatch.setattr(plain, "_remembered", {})
+    monkeypatch.setattr(op, "_planned", {})
 
 
 def attend(q, k, v, **options):
@@ -27,7 +29,7 @@ def attend(q, k, v, **options):
 
 def by_dispatcher(*tensors, **options):
     """Return results of a call that somebody watches."""
-    with mock.patch.object(plain, "unwatched", return_value=False):
+    with mock.patch.object(direct, "unwatched", return_value=False):
         return attend(*tensors, **options)
 
 
@@ -40,7 +42,7 @@ def test_a_later_call_is_not_checked_again():
     options = {"causal": True, "softcap": 3.0}
     attend(*make_qkv(2, 7, 9, 4, 2, 16), **options)
     tensors = make_qkv(2, 7, 9, 4, 2, 16)
-    with mock.patch.object(plain, "prepare_dense", side_effect=AssertionError):
+    with mock.patch.object(direct, "prepare", side_effect=AssertionError):
         found = attend(*tensors, **options)
     for result, expected in zip(found, by_dispatcher(*tensors, **options), strict=True):
         assert torch.equal(result, expected)
@@ -76,19 +78,115 @@ def test_what_differs_is_checked_again():
         ((q, k, v), {"softcap": 2.0}),
         ((q, k, v), {"deterministic": True}),
     ]
-    for _ in range(2):
-        for tensors, options in calls:
-            found, expected = attend(*tensors, **options), by_dispatcher(*tensors, **options)
-            assert all(map(torch.equal, found, expected)), options
-    assert len(plain._remembered) == len(calls)
+    for number in (len(calls), 0):
+        with mock.patch.object(direct, "prepare", side_effect=prepare) as checks:
+            found = [attend(*tensors, **options) for tensors, options in calls]
+        assert checks.call_count == number
+        for (tensors, options), results in zip(calls, found, strict=True):
+            assert all(map(torch.equal, results, by_dispatcher(*tensors, **options))), options
+    before = len(op._planned)
     torch.use_deterministic_algorithms(True)
     try:
         attend(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
     ops.attention(q, k, v)  # of another backend
-    assert len(plain._remembered) == len(calls) + 2
-    assert {call.options.deterministic for call in plain._remembered.values()} == {False, True}
+    assert len(op._planned) == before + 2
+    assert {call.spec.deterministic for call in op._planned.values()} == {False, True}
+
+
+def extras(name: str) -> dict[str, object]:
+    """Arguments of calls with 2 sequences of 7 queries and 9 keys and 4 heads."""
+    return {
+        "sinks": {"sinks": torch.randn(4, requires_grad=True)},
+        "slopes": {"alibi_slopes": torch.rand(4)},
+        "slopes_of_sequences": {"alibi_slopes": torch.rand(2, 4)},
+        "lengths": {"seqlens_k": torch.tensor([3, 9], dtype=torch.int32)},
+        "bias": {"bias": torch.randn(2, 4, 7, 9, requires_grad=True)},
+        "shared_bias": {"bias": torch.randn(7, 9, requires_grad=True)},
+        "dropout": {"dropout_p": 0.5, "seed": 3},
+        "mask": {"mask": causal_mask(7, 9)},
+    }[name]
+
+
+EXTRAS = ("sinks", "slopes", "slopes_of_sequences", "lengths", "bias", "shared_bias", "dropout",
+          "mask")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_calls_with_more_tensors_are_planned_once_too(name):
+    leaves = make_qkv(2, 7, 9, 4, 2, 16, requires_grad=True)
+    for again in (False, True):
+        given = extras(name)  # other values
+        wanted = [*leaves, *(x for x in given.values() if getattr(x, "requires_grad", False))]
+        with mock.patch.object(direct, "prepare", side_effect=prepare) as checks:
+            found = attend(*leaves, **given)
+        assert checks.call_count == (0 if again else 1)
+        expected = by_dispatcher(*leaves, **given)
+        assert all(map(torch.equal, found, expected))
+        weights = [torch.randn_like(x) for x in found]
+        with mock.patch.object(op.Planned, "backward", autospec=True) as planned:
+            planned.side_effect = original_backward
+            ours = torch.autograd.grad(found, wanted, weights)
+        assert planned.called
+        for mine, theirs in zip(ours, torch.autograd.grad(expected, wanted, weights), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+original_backward = op.Planned.backward
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_tensor_more_is_another_call(name):
+    q, k, v = make_qkv(2, 7, 9, 4, 2, 16)
+    plain = attend(q, k, v)
+    given = extras(name)
+    assert not torch.equal(attend(q, k, v, **given)[0], plain[0])
+    assert all(map(torch.equal, attend(q, k, v), plain))
+
+
+def test_wrong_tensors_beside_are_refused_every_time():
+    q, k, v = make_qkv(2, 7, 9, 4, 2, 16)
+    wrong = {
+        "sinks must have shape": {"sinks": torch.randn(3)},
+        "sinks must be one of": {"sinks": torch.ones(4, dtype=torch.int64)},
+        "alibi_slopes must have shape": {"alibi_slopes": torch.rand(4, 2)},
+        "bias must broadcast": {"bias": torch.randn(2, 4, 7, 8)},
+        "seqlens_k must have dtype": {"seqlens_k": torch.tensor([3, 9])},
+        "mask must cover": {"mask": causal_mask(7, 8)},
+        "dropout_p must lie": {"dropout_p": 1.5, "seed": 1},
+    }
+    for name in EXTRAS:
+        attend(q, k, v, **extras(name))
+    for _ in range(2):
+        for message, options in wrong.items():
+            with pytest.raises((ValueError, TypeError), match=message):
+                attend(q, k, v, **options)
+    with pytest.raises(ValueError, match="must not require a gradient"):
+        attend(q, k, v, alibi_slopes=torch.rand(4, requires_grad=True))
+
+
+def test_a_mask_of_as_many_tiles_may_cover_another_length():
+    q, k, v = make_qkv(1, 7, 9, 4, 2, 16)
+    attend(q, k, v, mask=causal_mask(7, 9))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="mask must cover"):
+            attend(q, k, v, mask=causal_mask(7, 10))
+
+
+def test_packed_calls_are_planned_once():
+    edges = torch.tensor([0, 3, 8], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    results = []
+    for number in (1, 0):
+        q, k, v = (torch.ones(8, 2, 16) for _ in range(3))
+        with mock.patch.object(direct, "prepare", side_effect=prepare) as checks:
+            results.append(ops.attention_varlen(q, k, v, backend="reference", **lengths))
+        assert checks.call_count == number
+    assert torch.equal(*results)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_seqlen_q must be at least 0"):
+            ops.attention_varlen(q, k, v, **lengths | {"max_seqlen_q": -1})
 
 
 def test_errors_are_raised_every_time():
@@ -103,7 +201,7 @@ def test_errors_are_raised_every_time():
             attend(q, k, v, softcap=-1.0)
         with pytest.raises(ValueError, match="window must be at least 1"):
             attend(q, k, v, window=0)
-    assert len(plain._remembered) == 1
+    assert len(op._planned) == 1
 
 
 def test_numbers_of_others_are_not_remembered():
@@ -115,8 +213,8 @@ def test_numbers_of_others_are_not_remembered():
             {"softmax_scale": torch.tensor(0.5)},
             {"softcap": torch.tensor(2.0)},
         ):
-            attend(q, k, v, **options)
-    assert not plain._remembered
+            with mock.patch.object(direct, "known", side_effect=AssertionError):
+                attend(q, k, v, **options)
 
 
 def seen_by(call) -> list[str]:
@@ -151,7 +249,7 @@ class TestWatched:
     def test_by_a_transform(self):
         q, k, v = make_qkv(3, 8, 8, 4, 2, 16)
         attend(q, k, v)
-        with mock.patch.object(plain._Call, "forward", side_effect=AssertionError):
+        with mock.patch.object(direct, "known", side_effect=AssertionError):
             o = torch.vmap(lambda q, k, v: ops.attention(q[None], k[None], v[None])[0])(q, k, v)
         torch.testing.assert_close(o, ops.attention(q, k, v))
 
@@ -175,7 +273,7 @@ class TestWatched:
 
         q, k, v = make_qkv(1, 8, 8, 4, 2, 16)
         attend(q, k, v)
-        with mock.patch.object(plain._Call, "forward", side_effect=AssertionError):
+        with mock.patch.object(direct, "known", side_effect=AssertionError):
             for tensors in ((q.as_subclass(Mine), k, v), (q, k, v.as_subclass(Mine))):
                 attend(*tensors)
 
@@ -235,6 +333,16 @@ class TestGradient:
         assert len(packed) == 5
         for ours, theirs in zip(torch.autograd.grad(o.sum(), leaves), expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_gradients_that_lie_otherwise_are_planned_anew():
+    leaves = make_qkv(2, 7, 9, 4, 2, 16, requires_grad=True)
+    o = ops.attention(*leaves, backend="cpu")
+    do = torch.randn_like(o)
+    expected = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    for other in (heads_first(do), do.flatten()[:, None].repeat(1, 2)[:, 0].view(do.shape)):
+        grads = torch.autograd.grad(o, leaves, other, retain_graph=True)
+        assert all(map(torch.equal, grads, expected))
 
 
 def test_no_tensor_is_kept_alive():

@@ -1,0 +1,86 @@
+"""Calls of a backend's kernels of attention in one line: planned, then run."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.plan import Call, Plan, Refusal, Results
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
+
+
+def tensors_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors | None = None, **others: Tensor | None
+) -> AttentionTensors:
+    """Return the tensors of a call."""
+    named = {} if mask is None else {f"mask_{name}": x for name, x in mask._asdict().items()}
+    return AttentionTensors(q, k, v, **others, **named)
+
+
+def refusal(kernels: ModuleType, spec: AttentionSpec) -> str | None:
+    """Return why a backend would not plan a call of this spec, whose tensors lie as usual."""
+    first = () if spec.is_varlen else (spec.batch,)
+    shapes = (
+        (*first, spec.max_seqlen_q, spec.num_q_heads, spec.head_dim),
+        (*first, spec.max_seqlen_k, spec.num_kv_heads, spec.head_dim),
+        (*first, spec.max_seqlen_k, spec.num_kv_heads, spec.v_head_dim),
+    )
+    tensors = tensors_of(*(torch.empty(s, dtype=spec.dtype, device="meta") for s in shapes))
+    plan = kernels.plan_fwd(Call.of(spec, tensors))
+    return plan.reason if isinstance(plan, Refusal) else None
+
+
+def plan_fwd(
+    kernels: ModuleType, spec: AttentionSpec, tensors: AttentionTensors, **more: Any
+) -> Plan:
+    """Return the plan of a forward pass that is not refused."""
+    plan = kernels.plan_fwd(Call.of(spec, tensors), **more)
+    assert not isinstance(plan, Refusal), plan.reason
+    return plan
+
+
+def forward(
+    kernels: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *,
+    tiles: Any = None, **others: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return o and lse."""
+    tensors = tensors_of(q, k, v, **others)
+    more = {} if tiles is None else {"tiles": tiles}
+    o, lse = plan_fwd(kernels, spec, tensors, **more).run(*tensors)
+    assert o is not None
+    assert lse is not None
+    return o, lse
+
+
+def backward(
+    kernels: ModuleType, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    o: Tensor, lse: Tensor, spec: AttentionSpec, **others: Any,
+) -> Results:  # fmt: skip
+    """Return dq, dk, dv, dbias and dsinks."""
+    given = (do, dlse, o, lse, *tensors_of(q, k, v, **others))
+    return kernels.plan_bwd(Call.of(spec, given)).run(*given)
+
+
+def hopper_forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **others: Any
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse of Hopper's forward kernel, whatever the device."""
+    from tilewise.kernels.gluon.forward.launch import add_fwd
+    from tilewise.kernels.gluon.host.plan import Maker
+
+    tensors = tensors_of(q, k, v, **others)
+    maker = Maker(Call.of(spec, tensors))
+    o, lse = maker.finish(add_fwd(maker, spec, maker.tensors), {}).run(*tensors)
+    assert o is not None
+    assert lse is not None
+    return o, lse
+
+
+def hopper_backward(*given: Any, **others: Any) -> Results:
+    """Return the gradients of Hopper's backward kernels; arguments are those of `backward`."""
+    from tilewise.kernels.gluon.attention import plan
+
+    return backward(plan, *given, **others)

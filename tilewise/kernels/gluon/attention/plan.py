@@ -1,0 +1,81 @@
+"""Attention on Hopper: which calls its own kernels take, and what they launch.
+
+The contract is that of `kernels.triton.attention.plan`. What these kernels cannot do is refused
+here for both directions at once, since a call's gradient belongs to the backend that computed the
+call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.attention import split_kv
+from tilewise.kernels.gluon.backward.launch import add_bwd, variant_of, why_not_bwd
+from tilewise.kernels.gluon.backward.plan import has_separate_dq
+from tilewise.kernels.gluon.forward.launch import add_fwd, tile_config_fwd, why_not_fwd
+from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.plan import GRADIENT_TENSORS, Call, LaunchPlan, Refusal
+from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.tiles.paged import TileConfig
+
+__all__ = ["plan_bwd", "plan_fwd"]
+
+_SEPARATE_ROWS = 128  # of a tile of dq where it has a kernel of its own
+
+
+def plan_fwd(call: Call) -> LaunchPlan | Refusal:
+    """Return how the forward pass is run, where queries are few on the paged kernels.
+
+    Its results are o and lse.
+    """
+    reason = _why_not(call.spec)
+    return Refusal(reason) if reason is not None else made_fwd(call)
+
+
+def plan_bwd(call: Call) -> LaunchPlan:
+    """Return how the backward pass of a call that `plan_fwd` took is run.
+
+    Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted.
+    """
+    spec, maker = call.spec, Maker(call, GRADIENT_TENSORS)
+    do, dlse, o, lse = maker.inputs[:4]
+    assert do is not None
+    assert o is not None
+    assert lse is not None
+    return maker.finish(add_bwd(maker, spec, do, dlse, o, lse, maker.tensors), _tiles_bwd(spec))
+
+
+def _why_not(spec: AttentionSpec) -> str | None:
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    arch = device.arch_of(torch.device("cuda"))
+    if arch // 10 != 9:
+        return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
+    return why_not_fwd(spec) or why_not_bwd(spec)
+
+
+def made_fwd(call: Call) -> LaunchPlan:
+    """Return the plan of a call that nothing refuses."""
+    spec, maker = call.spec, Maker(call)
+    tensors, num_sms = maker.tensors, device.sm_count_of(call.device)
+    blocks = None
+    if split_kv.is_faster(spec, num_sms):
+        blocks = split_kv.blocks_of(tensors.k, tensors.v)
+    if blocks is None:
+        tile = tile_config_fwd(spec)
+        tiles = TileConfig(tile.rows, tile.keys, 4 * tile.warpgroups + 1, tile.stages)
+        return maker.finish(add_fwd(maker, spec, tensors), {"fwd": tiles})
+    tiles = split_kv.tile_config_split_kv(spec, device.arch_of(call.device), num_sms)
+    return maker.finish(split_kv.add_split_kv(maker, spec, tensors, blocks), {"fwd": tiles})
+
+
+def _tiles_bwd(spec: AttentionSpec) -> dict[str, TileConfig]:
+    """Return the tiles of each kernel; warps are those that load and send, too."""
+    variant = variant_of(spec)
+    if not has_separate_dq(spec):
+        return {"bwd": TileConfig(variant.tile_m, variant.tile_n, 10, variant.stages)}
+    dkdv = TileConfig(variant.tile_m, variant.tile_n, 9, variant.stages)
+    return {"dkdv": dkdv, "dq": TileConfig(_SEPARATE_ROWS, variant.tile_n, 9, variant.stages)}

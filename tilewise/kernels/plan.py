@@ -1,0 +1,453 @@
+"""A call is planned once and run many times: what it allocates, launches and computes, as data.
+
+    Call -> backend.plan_fwd(call) -> Plan | Refusal;  plan.run(*tensors) -> results
+
+A `Call` is a spec and how each tensor lies in memory, all but its address. A backend's planner
+turns it into a `Plan`, which depends on nothing else and is run for every call like it. Planners of
+GPU kernels write down with a `Maker` what they would do: tensors in it are torch's own, on the
+device "meta", so that shapes, strides and views are torch's, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import UnsupportedError
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+from tilewise.kernels.tiles.paged import TileConfig
+
+__all__ = [
+    "GRADIENT_TENSORS", "Call", "LaunchPlan", "Layout", "Maker", "Plan", "Refusal", "Results",
+    "contiguous_copy", "run_once",
+]  # fmt: skip
+
+Results = tuple[Tensor | None, ...]
+GRADIENT_TENSORS = ("do", "dlse", "o", "lse", *AttentionTensors._fields)
+_ALIGNMENT = 16  # bytes: kernels are compiled for multiples of it, and again for other addresses
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory, but for its address.
+
+    Attributes:
+        is_aligned: its address is a multiple of 16 bytes.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_aligned: bool = True
+
+    @classmethod
+    def of(cls, x: Tensor) -> Layout:
+        """Return that of a tensor."""
+        return cls(x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT == 0)
+
+    def meta(self) -> Tensor:
+        """Return a tensor without memory that lies so."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class Call(NamedTuple):
+    """All that decides how a call is computed.
+
+    Attributes:
+        device: where its tensors are.
+        layouts: of the fields of `AttentionTensors`, None for those that were not given; of a
+            gradient those of do, dlse, o and lse before them.
+    """
+
+    spec: AttentionSpec
+    device: torch.device
+    layouts: tuple[Layout | None, ...]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, tensors: Sequence[Tensor | None]) -> Call:
+        """Return the call of these tensors, in the order of `layouts`."""
+        first = next(x for x in tensors if x is not None)
+        layouts = tuple(None if x is None else Layout.of(x) for x in tensors)
+        return cls(spec, first.device, layouts)
+
+    def gradient(self, spec: AttentionSpec) -> Call:
+        """Return the call of its gradient, where gradients of o alone come in contiguous."""
+        q = self.layouts[0]
+        assert q is not None
+        o = (*q.shape[:-1], spec.v_head_dim)
+        lse = (o[1], o[0]) if spec.is_varlen else (o[0], o[2], o[1])
+        rows = _contiguous(lse, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        do = _contiguous(o, q.dtype)
+        return Call(spec, self.device, (do, None, do, rows, *self.layouts))
+
+
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+
+class Refusal(NamedTuple):
+    """What a backend returns in place of a plan: why it cannot run the call."""
+
+    reason: str
+
+
+def run_once(
+    planner: Callable[[Call], Plan | Refusal], spec: AttentionSpec, tensors: AttentionTensors
+) -> Results:
+    """Plan a forward pass and run it, where the call is part of another."""
+    plan = planner(Call.of(spec, tensors))
+    if isinstance(plan, Refusal):
+        raise UnsupportedError(plan.reason)
+    return plan.run(*tensors)
+
+
+class Plan(Protocol):
+    """How a backend runs a call.
+
+    Attributes:
+        tiles: by kernel part, where the backend has a table of them.
+        steps: what is done, a line each.
+    """
+
+    @property
+    def tiles(self) -> dict[str, TileConfig]: ...
+
+    @property
+    def steps(self) -> list[str]: ...
+
+    def run(self, *tensors: Tensor | None) -> Results:
+        """Run it for tensors that lie as those of its call do; results are contiguous."""
+
+
+class View(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements
+
+
+class Place(NamedTuple):
+    """A tensor of a plan: which of its buffers it lies in; `view` is None for a buffer itself."""
+
+    buffer: int
+    offset: int  # bytes
+    view: View | None
+
+    def fill(self, run: Run) -> Tensor:
+        """Return the tensor."""
+        return run.tensor(self)
+
+
+class Buffer(NamedTuple):
+    """Memory that steps read or write.
+
+    Attributes:
+        kind: "input", "result" (allocated by itself), "work" (allocated for the call), "made" (by a
+            step) or "asked" (for when a call begins).
+        whole: the tensor that it is; None where only views of it are known.
+    """
+
+    kind: str
+    whole: Layout | None
+    num_bytes: int
+    dtype: torch.dtype
+    ask: Callable[[int], Tensor] | None = None
+
+
+class Run:
+    """The buffers of one call.
+
+    Attributes:
+        tensors: of each buffer; None for one that is not made yet.
+        stream: the current one, 0 on a CPU.
+    """
+
+    __slots__ = ("stream", "tensors")
+
+    def __init__(self, tensors: list[Any], stream: int) -> None:
+        self.tensors, self.stream = tensors, stream
+
+    def buffer(self, index: int) -> Tensor:
+        """Return all of a buffer."""
+        x: Tensor = self.tensors[index]
+        return x
+
+    def store(self, index: int, x: Tensor) -> None:
+        """Let a buffer be `x`."""
+        self.tensors[index] = x
+
+    def tensor(self, place: Place) -> Tensor:
+        """Return the tensor of a place."""
+        x, view = self.buffer(place.buffer), place.view
+        if view is None:
+            return x
+        if x.dtype != view.dtype:
+            x = x.view(view.dtype)
+        return x.as_strided(view.shape, view.stride, x.storage_offset() + view.offset)
+
+
+class Compute:
+    """A step that torch does: `function` of these tensors, and which buffers its results are."""
+
+    def __init__(
+        self, function: Callable[..., Any], places: list[Place], made: list[int | None]
+    ) -> None:
+        self._function, self._places, self._made = function, places, made
+
+    def __str__(self) -> str:
+        return f"torch: {getattr(self._function, '__name__', self._function)}"
+
+    def run(self, run: Run) -> None:
+        """Compute it."""
+        found = self._function(*map(run.tensor, self._places))
+        if len(self._made) == 1:
+            found = (found,)
+        for index, x in zip(self._made, found, strict=True):
+            if index is not None:
+                run.store(index, x)
+
+
+class Launch:
+    """A step that a kernel does, started by Triton's own launcher.
+
+    Args:
+        arguments: with a Place for each tensor, also inside of tuples.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: int | tuple[int, int], arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid, self.options = kernel, grid, options
+        self.arguments = arguments
+
+    def __str__(self) -> str:
+        name = getattr(getattr(self.kernel, "fn", self.kernel), "__name__", "kernel")
+        return f"launch {name} on {self.grid} programs"
+
+    def run(self, run: Run) -> None:
+        """Start it."""
+        grid = self.grid if isinstance(self.grid, tuple) else (self.grid,)
+        self.kernel[grid](*filled(self.arguments, run), **self.options)
+
+
+def filled(argument: Any, run: Run) -> Any:
+    """Return an argument with what stands for its places in a run."""
+    fill = getattr(argument, "fill", None)
+    if fill is not None:
+        return fill(run)
+    if isinstance(argument, tuple):
+        fields = [filled(field, run) for field in argument]
+        return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
+    return argument
+
+
+class LaunchPlan:
+    """A plan of launches and of what torch computes between them; made by a `Maker`."""
+
+    def __init__(
+        self, device: torch.device, num_inputs: int, buffers: list[Buffer],
+        actions: list[Compute | Launch], results: list[int | None], tiles: dict[str, TileConfig],
+    ) -> None:  # fmt: skip
+        self.device, self.tiles, self.actions = device, tiles, actions
+        self._num_inputs, self._buffers, self._results = num_inputs, buffers, results
+        made = enumerate(buffers)
+        self._allocated = [(i, each) for i, each in made if each.kind in ("result", "work")]
+        self._asked = [(i, each.ask) for i, each in enumerate(buffers) if each.ask is not None]
+
+    @property
+    def steps(self) -> list[str]:
+        """What it does, a line each."""
+        return [str(action) for action in self.actions]
+
+    def run(self, *tensors: Tensor | None) -> Results:
+        """Run the steps for tensors that lie as those of its call do."""
+        with device_of(self.device):
+            run = self._begin(tensors)
+            for action in self.actions:
+                action.run(run)
+            return tuple(None if i is None else run.tensors[i] for i in self._results)
+
+    def launcher(self, tensors: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Return what only starts the steps, into memory allocated here: it is to be measured."""
+        self.run(*tensors)
+        run = self._begin(tensors)
+
+        def start() -> None:
+            for action in self.actions:
+                action.run(run)
+
+        return start
+
+    def _begin(self, tensors: Sequence[Tensor | None]) -> Run:
+        """Allocate what a call needs."""
+        run = Run([*tensors, *[None] * (len(self._buffers) - self._num_inputs)], 0)
+        for index, each in self._allocated:
+            if each.whole is None:
+                count = each.num_bytes // each.dtype.itemsize
+                x = torch.empty(count, dtype=each.dtype, device=self.device)
+            else:
+                x = torch.empty(each.whole.shape, dtype=each.dtype, device=self.device)
+            run.tensors[index] = x
+        for index, ask in self._asked:
+            run.tensors[index] = ask(run.stream)
+        return run
+
+
+def device_of(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which kernels are launched on `device`."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+class Maker:
+    """Writes down a plan while a planner says what is to be done, in its order.
+
+    Memory that is only written by launches is torch.empty's, on "meta"; whatever torch computes
+    goes through `compute`.
+
+    Args:
+        names: of the call's tensors, in the order of its layouts.
+    """
+
+    def __init__(self, call: Call, names: Sequence[str] = AttentionTensors._fields) -> None:
+        self.device = call.device
+        self._names = names
+        self._buffers: list[Buffer] = []
+        self._kept: list[Tensor] = []  # their storages tell buffers apart while they live
+        self._found: dict[int, int] = {}
+        self._actions: list[Compute | Launch] = []
+        self._odd: set[int] = set()
+        self.inputs: list[Tensor | None] = []
+        for layout in call.layouts:
+            x = None if layout is None else layout.meta()
+            self.inputs.append(x)
+            if layout is None or x is None:
+                self._buffers.append(Buffer("input", None, 0, torch.uint8))
+                continue
+            self._add(x, Buffer("input", layout, x.untyped_storage().nbytes(), x.dtype))
+            if not layout.is_aligned:
+                self._odd.add(len(self._buffers) - 1)
+
+    @property
+    def tensors(self) -> AttentionTensors:
+        """Return the call's tensors; all but q, k, v and bias may be indexed without strides."""
+        given = AttentionTensors(*self.inputs[-len(AttentionTensors._fields) :])
+        strided = {"q", "k", "v", "bias"}
+        names = [name for name in given._fields if name not in strided]
+        return given._replace(**{name: self.dense(getattr(given, name)) for name in names})
+
+    def input(self, name: str) -> Tensor | None:
+        """Return one of the call's tensors."""
+        return self.inputs[self._names.index(name)]
+
+    def is_aligned(self, x: Tensor) -> bool:
+        """Return whether `x` starts at a multiple of 16 bytes."""
+        place = self.place(x)
+        return place.buffer not in self._odd and place.offset % _ALIGNMENT == 0
+
+    def launch(
+        self, kernel: Any, grid: int | tuple[int, int], *arguments: Any, **options: Any
+    ) -> None:
+        """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
+        places = self.placed(arguments)
+        self._actions.append(self._launch(kernel, grid, places, options))
+
+    def compute(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        """Let torch compute; return what `function` returns, a tensor or several."""
+        places = [self.place(x) for x in tensors]
+        found = function(*tensors)
+        results = found if isinstance(found, tuple) else (found,)
+        made = [None if self._is_known(x) else self._add_made(x) for x in results]
+        self._actions.append(Compute(function, places, made))
+        return found
+
+    def dense(self, x: Tensor | None) -> Tensor | None:
+        """Return a tensor that kernels may index without its strides: a copy where needed."""
+        if x is None or x.is_contiguous():
+            return x
+        copy: Tensor = self.compute(contiguous_copy, x)
+        return copy
+
+    def full(self, shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of one value."""
+        x = torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+        def fill(x: Tensor) -> Tensor:
+            return x.fill_(value)
+
+        self.compute(fill, x)
+        return x
+
+    def ask(self, make: Callable[[int], Tensor], like: Tensor) -> Tensor:
+        """Return what `make(stream)` returns when a call begins; it lies like `like`, on "meta"."""
+        whole = Layout(like.shape, like.stride(), like.dtype)
+        self._add(like, Buffer("asked", whole, like.nbytes, like.dtype, make))
+        return like
+
+    def finish(self, results: Sequence[Tensor | None], tiles: dict[str, TileConfig]) -> LaunchPlan:
+        """Return the plan; results: each all of what was allocated for it, or computed."""
+        indices = [None if x is None else self._as_result(x) for x in results]
+        kinds = self._buffers, self._actions, indices, tiles
+        return self._plan(self.device, len(self.inputs), *kinds)
+
+    def _as_result(self, x: Tensor) -> int:
+        index = self.place(x).buffer
+        buffer = self._buffers[index]
+        if buffer.kind == "work":
+            assert x.is_contiguous(), "a result is contiguous"
+            assert x.nbytes == buffer.num_bytes, "a result is all of an allocation"
+            whole = Layout(x.shape, x.stride(), x.dtype)
+            self._buffers[index] = buffer._replace(kind="result", whole=whole, dtype=x.dtype)
+        return index
+
+    # What a backend may do otherwise.
+    _launch: Callable[..., Launch] = Launch
+    _plan: Callable[..., LaunchPlan] = LaunchPlan
+
+    def placed(self, argument: Any) -> Any:
+        """Return an argument with places for tensors."""
+        if isinstance(argument, Tensor):
+            return self.place(argument)
+        if isinstance(argument, tuple):
+            fields = [self.placed(field) for field in argument]
+            return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
+        return argument
+
+    def place(self, x: Tensor) -> Place:
+        """Return where a tensor lies."""
+        assert x.is_meta, "a plan is made of tensors without memory"
+        index = self._found.get(x.untyped_storage()._cdata)
+        if index is None:
+            size = x.untyped_storage().nbytes()
+            is_whole = x.nbytes == size and x.is_contiguous()
+            whole = Layout(x.shape, x.stride(), x.dtype) if is_whole else None
+            index = self._add(x, Buffer("work", whole, size, x.dtype))
+        whole = self._buffers[index].whole
+        offset = int(x.storage_offset())
+        if whole is not None and offset == 0 and whole[:3] == (x.shape, x.stride(), x.dtype):
+            return Place(index, 0, None)
+        view = View(x.dtype, x.shape, x.stride(), offset)
+        return Place(index, offset * x.itemsize, view)
+
+    def _is_known(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self._found
+
+    def _add_made(self, x: Tensor) -> int:
+        whole = Layout(x.shape, x.stride(), x.dtype)
+        return self._add(x, Buffer("made", whole, x.untyped_storage().nbytes(), x.dtype))
+
+    def _add(self, x: Tensor, buffer: Buffer) -> int:
+        self._kept.append(x)
+        self._found[x.untyped_storage()._cdata] = len(self._buffers)
+        self._buffers.append(buffer)
+        return len(self._buffers) - 1
+
+
+def contiguous_copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy, for `Maker.compute`."""
+    return x.clone(memory_format=torch.contiguous_format)

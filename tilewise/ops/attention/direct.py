@@ -1,0 +1,136 @@
+"""Calls of attention that go straight to their plans, past torch's dispatcher.
+
+Checks, options, backend and plans of a call follow from its numbers and from how its tensors lie.
+Where nothing watches ops, a call like one before finds its plans at once, and so does its gradient;
+the dispatcher alone takes longer than the launch of a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.ops.attention.arguments import Lengths, Rule, prepare, wide
+from tilewise.ops.attention.dropout import philox_of
+from tilewise.ops.attention.op import (
+    Planned,
+    attention_bwd,
+    attention_fwd,
+    key_of,
+    known,
+    planned,
+)
+from tilewise.ops.derivatives import are_plain, autocasts, records, unwatched
+
+__all__ = ["attend"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """Return o and lse.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as `ops.attention`.
+    """
+    if unwatched() and not autocasts():
+        found = _directly(q, k, v, rule, lengths)
+        if found is not None:
+            return found
+    q, k, v, options = prepare(q, k, v, rule, lengths)
+    results: tuple[Tensor, Tensor] = attention_fwd(q, k, v, *options)
+    return results
+
+
+def _directly(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths
+) -> tuple[Tensor, Tensor] | None:
+    """Return o and lse; None where an argument is not a usual one."""
+    mask, philox = rule.mask, None
+    beside = [lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqlens_k]
+    beside += [rule.bias, rule.alibi_slopes, rule.sinks]
+    given = [x for x in beside if x is not None]
+    if not are_plain(q, k, v, *given) or not (q.is_cuda or q.is_cpu):
+        return None
+    if not _are_usual(rule, lengths):
+        return None
+    if rule.alibi_slopes is not None and rule.alibi_slopes.requires_grad:  # refused
+        return None
+    if rule.dropout_p != 0.0:
+        if isinstance(rule.seed, Tensor) and not are_plain(rule.seed):
+            return None
+        philox = philox_of(rule.seed, q.device)
+        rule = rule._replace(seed=philox)
+    tensors = [*beside, philox, *((None,) * 5 if mask is None else mask.tensors())]
+    key = key_of(
+        q, k, v, tensors, rule.causal, rule.window, rule.softmax_scale, rule.softcap,
+        rule.dropout_p, rule.deterministic, torch.are_deterministic_algorithms_enabled(),
+        rule.backend, lengths[3:], None if mask is None else (mask.shape, mask.device),
+    )  # fmt: skip
+    call = known(key)
+    if call is None:
+        _, _, _, options = prepare(q, k, v, rule._replace(softcap=float(rule.softcap)), lengths)
+        call = planned(q, k, v, options, key)
+    if rule.alibi_slopes is not None or rule.sinks is not None:
+        tensors[_SLOPES], tensors[_SINKS] = wide(rule.alibi_slopes, q), wide(rule.sinks, q)
+    if records(q, k, v, *given):
+        results: tuple[Tensor, Tensor] = _apply(
+            q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors
+        )
+        return results
+    return call.forward(q, k, v, *tensors)
+
+
+_BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
+
+
+def _are_usual(rule: Rule, lengths: Lengths) -> bool:
+    """Whether all numbers are Python's, whose equals do the same."""
+    window, scale = rule.window, rule.softmax_scale
+    bounds = window if isinstance(window, tuple) else (window,)
+    return (
+        type(rule.causal) is bool
+        and all(x is None or type(x) is int for x in bounds)
+        and (scale is None or type(scale) is float)
+        and type(rule.softcap) in (float, int)
+        and type(rule.dropout_p) in (float, int)
+        and (rule.backend is None or type(rule.backend) is str)
+        and type(lengths.max_seqlen_q) is type(lengths.max_seqlen_k) is int
+    )
+
+
+class _Node(torch.autograd.Function):
+    """Records the gradient of a call: that of the op, which computes it where it is watched."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+        call: Planned, tensors: list[Tensor | None],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        o, lse = call.forward(q, k, v, *tensors)
+        ctx.save_for_backward(q, k, v, o, lse, *tensors)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if do is None and dlse is None:
+            return (None,) * 7
+        q, k, v, o, lse, *tensors = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        needs_dbias = ctx.needs_input_grad[3]
+        given = [x for x in (do, dlse, q, k, v, o, lse, *tensors) if x is not None]
+        if unwatched() and are_plain(*given) and not records(*given):
+            grads = ctx.call.backward(do, dlse, o, lse, q, k, v, *tensors, needs_dbias=needs_dbias)
+        else:
+            grads = attention_bwd(
+                do, dlse, q, k, v, o, lse, needs_dbias, *tensors, *ctx.call.numbers
+            )
+        dq, dk, dv, dbias, dsinks = grads
+        dbias = dbias if needs_dbias else None
+        return dq, dk, dv, dbias, None if tensors[_SINKS] is None else dsinks, None, None
+
+
+# Function.apply, past what it does for torch.func: no call comes here under a transform.
+_apply: Any = super(torch.autograd.Function, _Node).apply
