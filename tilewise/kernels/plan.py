@@ -23,7 +23,7 @@ from tilewise.kernels.tiles.paged import TileConfig
 
 __all__ = [
     "GRADIENT_TENSORS", "Call", "LaunchPlan", "Layout", "Maker", "Plan", "Refusal", "Results",
-    "contiguous_copy", "run_once",
+    "run_once",
 ]  # fmt: skip
 
 Results = tuple[Tensor | None, ...]
@@ -135,6 +135,7 @@ class Place(NamedTuple):
     buffer: int
     offset: int  # bytes
     view: View | None
+    dtype: torch.dtype
 
     def fill(self, run: Run) -> Tensor:
         """Return the tensor."""
@@ -190,10 +191,10 @@ class Run:
 
 
 class Compute:
-    """A step that torch does: `function` of these tensors, and which buffers its results are."""
+    """A step that torch does: `function` of these tensors, and which buffer its result is."""
 
     def __init__(
-        self, function: Callable[..., Any], places: list[Place], made: list[int | None]
+        self, function: Callable[..., Tensor], places: list[Place], made: int | None
     ) -> None:
         self._function, self._places, self._made = function, places, made
 
@@ -203,11 +204,8 @@ class Compute:
     def run(self, run: Run) -> None:
         """Compute it."""
         found = self._function(*map(run.tensor, self._places))
-        if len(self._made) == 1:
-            found = (found,)
-        for index, x in zip(self._made, found, strict=True):
-            if index is not None:
-                run.store(index, x)
+        if self._made is not None:
+            run.store(self._made, found)
 
 
 class Launch:
@@ -357,21 +355,27 @@ class Maker:
         places = self.placed(arguments)
         self._actions.append(self._launch(kernel, grid, places, options))
 
-    def compute(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Let torch compute; return what `function` returns, a tensor or several."""
+    def compute(self, function: Callable[..., Tensor], *tensors: Tensor, like: Tensor) -> Tensor:
+        """Let torch compute one tensor of others.
+
+        Args:
+            like: lies as the result does; one of `tensors` where `function` writes to that.
+        """
         places = [self.place(x) for x in tensors]
-        found = function(*tensors)
-        results = found if isinstance(found, tuple) else (found,)
-        made = [None if self._is_known(x) else self._add_made(x) for x in results]
+        made = None if self._is_known(like) else self._add_made(like)
         self._actions.append(Compute(function, places, made))
-        return found
+        return like
 
     def dense(self, x: Tensor | None) -> Tensor | None:
         """Return a tensor that kernels may index without its strides: a copy where needed."""
         if x is None or x.is_contiguous():
             return x
-        copy: Tensor = self.compute(contiguous_copy, x)
-        return copy
+        return self.copy(x)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return a contiguous copy."""
+        like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return self.compute(_contiguous_copy, x, like=like)
 
     def full(self, shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
         """Return a tensor of one value."""
@@ -380,8 +384,7 @@ class Maker:
         def fill(x: Tensor) -> Tensor:
             return x.fill_(value)
 
-        self.compute(fill, x)
-        return x
+        return self.compute(fill, x, like=x)
 
     def ask(self, make: Callable[[int], Tensor], like: Tensor) -> Tensor:
         """Return what `make(stream)` returns when a call begins; it lies like `like`, on "meta"."""
@@ -430,9 +433,9 @@ class Maker:
         whole = self._buffers[index].whole
         offset = int(x.storage_offset())
         if whole is not None and offset == 0 and whole[:3] == (x.shape, x.stride(), x.dtype):
-            return Place(index, 0, None)
+            return Place(index, 0, None, x.dtype)
         view = View(x.dtype, x.shape, x.stride(), offset)
-        return Place(index, offset * x.itemsize, view)
+        return Place(index, offset * x.itemsize, view, x.dtype)
 
     def _is_known(self, x: Tensor) -> bool:
         return x.untyped_storage()._cdata in self._found
@@ -448,6 +451,5 @@ class Maker:
         return len(self._buffers) - 1
 
 
-def contiguous_copy(x: Tensor) -> Tensor:
-    """Return a contiguous copy, for `Maker.compute`."""
+def _contiguous_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)

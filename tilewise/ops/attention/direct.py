@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.ops.attention.arguments import Lengths, Rule, prepare, wide
+from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, prepare, wide
 from tilewise.ops.attention.dropout import philox_of
 from tilewise.ops.attention.op import (
+    NOTHING,
     Planned,
     attention_bwd,
     attention_fwd,
@@ -46,22 +47,23 @@ def _directly(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths
 ) -> tuple[Tensor, Tensor] | None:
     """Return o and lse; None where an argument is not a usual one."""
-    mask, philox = rule.mask, None
-    beside = [lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqlens_k]
-    beside += [rule.bias, rule.alibi_slopes, rule.sinks]
+    mask, slopes, sinks, philox = rule.mask, rule.alibi_slopes, rule.sinks, None
+    beside = (
+        lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqlens_k, rule.bias, slopes, sinks
+    )  # fmt: skip
     given = [x for x in beside if x is not None]
     if not are_plain(q, k, v, *given) or not (q.is_cuda or q.is_cpu):
         return None
-    if not _are_usual(rule, lengths):
-        return None
-    if rule.alibi_slopes is not None and rule.alibi_slopes.requires_grad:  # refused
+    if not _are_usual(rule, lengths) or (slopes is not None and slopes.requires_grad):
         return None
     if rule.dropout_p != 0.0:
         if isinstance(rule.seed, Tensor) and not are_plain(rule.seed):
             return None
         philox = philox_of(rule.seed, q.device)
         rule = rule._replace(seed=philox)
-    tensors = [*beside, philox, *((None,) * 5 if mask is None else mask.tensors())]
+    tensors: Any = NOTHING
+    if given or mask is not None or philox is not None:
+        tensors = [*beside, philox, *((None,) * 5 if mask is None else mask.tensors())]
     key = key_of(
         q, k, v, tensors, rule.causal, rule.window, rule.softmax_scale, rule.softcap,
         rule.dropout_p, rule.deterministic, torch.are_deterministic_algorithms_enabled(),
@@ -71,8 +73,8 @@ def _directly(
     if call is None:
         _, _, _, options = prepare(q, k, v, rule._replace(softcap=float(rule.softcap)), lengths)
         call = planned(q, k, v, options, key)
-    if rule.alibi_slopes is not None or rule.sinks is not None:
-        tensors[_SLOPES], tensors[_SINKS] = wide(rule.alibi_slopes, q), wide(rule.sinks, q)
+    if slopes is not None or sinks is not None:
+        tensors[_SLOPES], tensors[_SINKS] = wide(slopes, q), wide(sinks, q)
     if records(q, k, v, *given):
         results: tuple[Tensor, Tensor] = _apply(
             q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors
@@ -90,12 +92,12 @@ def _are_usual(rule: Rule, lengths: Lengths) -> bool:
     bounds = window if isinstance(window, tuple) else (window,)
     return (
         type(rule.causal) is bool
-        and all(x is None or type(x) is int for x in bounds)
+        and (window is None or all(x is None or type(x) is int for x in bounds))
         and (scale is None or type(scale) is float)
         and type(rule.softcap) in (float, int)
         and type(rule.dropout_p) in (float, int)
         and (rule.backend is None or type(rule.backend) is str)
-        and type(lengths.max_seqlen_q) is type(lengths.max_seqlen_k) is int
+        and (lengths is DENSE or type(lengths.max_seqlen_q) is type(lengths.max_seqlen_k) is int)
     )
 
 

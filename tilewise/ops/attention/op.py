@@ -88,6 +88,7 @@ SECOND = ("do", "dlse", *_CALL, "o_dot", "lse_dot", *DIRECTION, "needs_dbias", *
 CURVE = (*_CALL, "lse_dot", "lse_dot2", *DIRECTION, *DIRECTION2, *OPTIONS)
 NUM_TENSORS = _TENSORS  # of AttentionOptions; its numbers follow
 NUM_FWD_TENSORS = 3 + NUM_TENSORS  # with q, k and v
+NOTHING = (None,) * NUM_TENSORS
 _SCHEMA_TYPES = {"Tensor | None": "Tensor?", "str | None": "str?"}
 _OPTIONS_SCHEMA = ", ".join(
     f"{'SymInt' if name.startswith('max_') else _SCHEMA_TYPES.get(kind, kind)} {name}"
@@ -303,7 +304,7 @@ def key_of(
         q.device, k.device, v.device, *numbers,
     ]  # fmt: skip
     odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    for index, x in enumerate(tensors):
+    for index, x in enumerate(tensors if tensors is not NOTHING else ()):
         if x is not None:
             key += (index, x.shape, x.stride(), x.dtype, x.device)
             odd |= x.data_ptr()

@@ -110,7 +110,7 @@ class _Frame:
         bias = None if layouts.bias is None else layouts.bias.meta()
         slopes = layouts.alibi_slopes
         self.spec = spec
-        self.copies = [_is_strided(x) for x in layouts[:3]]
+        self.copies = any(_is_strided(x) for x in layouts[:3])
         self._steps = [x.stride(0) * x.element_size() for x in (q, k, v, o)]
         starts = np.zeros((spec.batch, NUM_STARTS), np.int64)
         self.numbers = np.arange(spec.batch)
@@ -446,7 +446,7 @@ def _unit_stride(tensor: Tensor) -> Tensor:
 
 def _with_unit_strides(frame: _Frame, tensors: AttentionTensors) -> AttentionTensors:
     """The tensors of a call, with copies of those of q, k and v whose last dim is strided."""
-    if not any(frame.copies):
+    if not frame.copies:
         return tensors
     q, k, v = (_unit_stride(x) for x in tensors[:3])
     return tensors._replace(q=q, k=k, v=v)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.host.plan import Maker
-from tilewise.kernels.plan import contiguous_copy
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec
 from tilewise.kernels.tiles.paged import TileConfig, paged_work
 from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
@@ -122,7 +121,7 @@ def add_split_kv(
     if tensors.seqlens_k is not None:
         lengths = tensors.seqlens_k
     if q.stride(-1) != 1 or not _is_one_row_after_another(q):
-        q = maker.compute(contiguous_copy, q)
+        q = maker.copy(q)
     packed_q = q.view(batch * rows, heads, spec.head_dim)
     # Kernels read strides only, so one block stands for all.
     k_cache, v_cache = (

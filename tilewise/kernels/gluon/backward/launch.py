@@ -98,7 +98,8 @@ def add_bwd(
         dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
     dsinks = None
     if sinks is not None:
-        dsinks = maker.compute(_sink_gradient, sinks, rows.delta, rows.lse_log2)
+        like = torch.empty(sinks.shape, dtype=torch.float32, device="meta")
+        dsinks = maker.compute(_sink_gradient, sinks, rows.delta, rows.lse_log2, like=like)
     return dq, dk, dv, dbias, dsinks
 
 
@@ -149,7 +150,13 @@ def _nothing_seen(
 
     dsinks = None
     if sinks is not None:
-        dsinks = zeros(sinks) if dlse is None else maker.compute(sum_of_rows, dlse)
+        dsinks = (
+            zeros(sinks)
+            if dlse is None
+            else maker.compute(
+                sum_of_rows, dlse, like=torch.empty(sinks.shape, dtype=dlse.dtype, device="meta")
+            )
+        )
     dbias = zeros(bias) if bias is not None and spec.needs_dbias else None
     return zeros(q), zeros(k), zeros(v), dbias, dsinks
 

@@ -77,7 +77,8 @@ def launch_before(
     lse_log2, delta = torch.empty((2, planes, count), dtype=torch.float32, device=o.device)
     if spec.is_varlen and (spec.has_sinks or spec.mask_tile):
         # Gaps between sequences: torch sums them for sinks, and lists of a mask may visit them.
-        maker.compute(_clear_terms, lse_log2, delta)
+        maker.compute(_clear_lse, lse_log2, like=lse_log2)
+        maker.compute(torch.Tensor.zero_, delta, like=delta)
     heads = spec.batch * spec.num_kv_heads
     num_tiles = cdiv(spec.max_seqlen_k, variant.tile_n)
     section = heads_per_section(q, spec, num_tiles, _channels(variant))
@@ -111,8 +112,8 @@ def launch_before(
     return Rows(lse_log2, delta, dq_sum, semaphores, counts, dlse, plan, section)
 
 
-def _clear_terms(lse_log2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    return lse_log2.fill_(math.inf), delta.zero_()
+def _clear_lse(lse_log2: Tensor) -> Tensor:
+    return lse_log2.fill_(math.inf)
 
 
 def launch_after(

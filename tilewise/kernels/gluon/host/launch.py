@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descrip
 
 from tilewise.kernels.gluon.host.descriptors import driver, found_kind, parameters_of
 
-__all__ = ["Config", "Grid", "Prepared", "launch", "observed"]
+__all__ = ["Config", "Grid", "Prepared", "calls_of", "launch", "observed"]
 
 Grid = tuple[int, int]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
@@ -61,7 +61,7 @@ def launch(
         else:
             leaves.append(argument)
     types = tuple(map(type, leaves))
-    key = (id(kernel), num_warps, types, *constants, *constants.values())
+    key = _key(kernel, types, num_warps, constants)
     calls = _remembered.get(key)
     if calls is None:
         _refuse_numbers_in_tuples(arguments)
@@ -80,6 +80,19 @@ def launch(
                 calls.prepared.clear()
             prepared = calls.prepared[kind] = _prepare(compiled, arguments, calls.specialised)
     return prepared
+
+
+def _key(
+    kernel: Any, types: tuple[type, ...], num_warps: int, constants: dict[str, Any]
+) -> tuple[object, ...]:
+    return id(kernel), num_warps, types, *constants, *constants.values()
+
+
+def calls_of(
+    kernel: Any, types: tuple[type, ...], *, num_warps: int = 4, **constants: Any
+) -> _Calls | None:
+    """Return what is prepared for launches of `kernel` with leaves of these types."""
+    return _remembered.get(_key(kernel, types, num_warps, constants))
 
 
 def _refuse_numbers_in_tuples(arguments: tuple[Any, ...]) -> None:

@@ -22,8 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.kernels import plan
 from tilewise.kernels.gluon.host import descriptors
 from tilewise.kernels.gluon.host.descriptors import Encoder, Maps, parameters_of
-from tilewise.kernels.gluon.host.launch import Grid, Prepared, launch, observed
-from tilewise.kernels.plan import Buffer, Place, Results, contiguous_copy, device_of, filled
+from tilewise.kernels.gluon.host.launch import Grid, Prepared, calls_of, launch, observed
+from tilewise.kernels.plan import Buffer, Place, Results, device_of, filled
 
 __all__ = ["LaunchPlan", "Maker"]
 
@@ -65,7 +65,7 @@ class Run(plan.Run):
         at: addresses, of each buffer and then of `LaunchPlan.inner`; 0 before a buffer is made.
     """
 
-    __slots__ = ("_plan", "at", "workspace")
+    __slots__ = ("_plan", "at", "device", "has_addresses", "workspace")
 
     def __init__(
         self, tensors: list[Any], stream: int, at: list[int], workspace: Tensor | None,
@@ -73,6 +73,7 @@ class Run(plan.Run):
     ) -> None:  # fmt: skip
         super().__init__(tensors, stream)
         self.at, self.workspace, self._plan = at, workspace, its_plan
+        self.device, self.has_addresses = its_plan.device, its_plan.has_addresses
 
     def buffer(self, index: int) -> Tensor:
         """Return all of a buffer, of the workspace where it is part of that."""
@@ -106,25 +107,43 @@ class Launch(plan.Launch):
         self, kernel: Any, grid: int | Grid, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         super().__init__(kernel, grid, arguments, options)
+        self._leaves = _leaves(arguments)
         self._prepared: Prepared | None = None
         self._repeat: _Repeat | None = None
 
     def run(self, run: plan.Run) -> None:
         """Start it."""
         assert isinstance(run, Run)
+        if self._prepared is None and run.has_addresses:
+            self._prepared = self._find(run)
         if self._prepared is None or observed():
             arguments = filled(self.arguments, run)
             self._prepared = launch(self.kernel, self.grid, *arguments, **self.options)
             return
         if self._repeat is None:
             grid = self.grid if isinstance(self.grid, tuple) else (self.grid, 1)
-            self._repeat = _Repeat(self._prepared, grid, _leaves(self.arguments), self.slots)
+            self._repeat = _Repeat(self._prepared, grid, self._leaves, self.slots)
         self._repeat.start(run.stream, run.at)
+
+    def _find(self, run: Run) -> Prepared | None:
+        """Return what starts the kernel where launches of its kind were prepared before."""
+        stand_in = {Place: Tensor, _Described: TensorDescriptor}
+        types = tuple(stand_in.get(type(leaf), type(leaf)) for leaf in self._leaves)
+        calls = calls_of(self.kernel, types, **self.options)
+        if calls is None:
+            return None
+        found = [leaf for leaf in self._leaves if isinstance(leaf, _Described)]
+        kind: list[object] = [descriptors.found_kind(each.like) for each in found]
+        for leaf in self._leaves:
+            if isinstance(leaf, Place):
+                kind += leaf.dtype, run.at[self.slots(leaf)] & 15 == 0, run.device
+        kind += [self._leaves[i] for i in calls.specialised]
+        return calls.prepared.get(tuple(kind))
 
     def places(self) -> list[Place]:
         """Return those of all its tensors and descriptors."""
         found = []
-        for leaf in _leaves(self.arguments):
+        for leaf in self._leaves:
             if isinstance(leaf, _Described):
                 found.append(leaf.place)
             elif isinstance(leaf, Place):
@@ -218,6 +237,7 @@ class LaunchPlan(plan.LaunchPlan):
 
     Attributes:
         pieces: where a buffer lies in the workspace.
+        has_addresses: whether launches take them, as on a GPU.
     """
 
     def __init__(
@@ -237,7 +257,7 @@ class LaunchPlan(plan.LaunchPlan):
                 size += -(-each.num_bytes // _PIECE) * _PIECE
         self._workspace = ((size,), (1,), torch.uint8)
         self._inner: dict[tuple[int, int], int] = {}  # places inside of buffers
-        self._has_addresses = _is_on_gpu(device)
+        self.has_addresses = _is_on_gpu(device)
         for action in self.actions:
             if isinstance(action, Launch):
                 for place in action.places():
@@ -259,7 +279,7 @@ class LaunchPlan(plan.LaunchPlan):
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Run the steps for tensors that lie as those of its call do."""
-        if self._has_addresses and _current_device() != self.device.index:
+        if self.has_addresses and _current_device() != self.device.index:
             with device_of(self.device):
                 return self._run(tensors)
         return self._run(tensors)
@@ -273,7 +293,7 @@ class LaunchPlan(plan.LaunchPlan):
 
     def _begin(self, tensors: Sequence[Tensor | None]) -> Run:
         """Allocate what a call needs."""
-        if not self._has_addresses:
+        if not self.has_addresses:
             slow = super()._begin(tensors)
             return Run(slow.tensors, 0, [0] * (len(self._buffers) + len(self._inner)), None, self)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -323,5 +343,4 @@ class Maker(plan.Maker):
         """Return `x`, or a copy of it where TMA cannot read it in place."""
         if x.stride(-1) == 1 and self.is_aligned(x) and not descriptors.why_no_descriptor(x):
             return x
-        copy: Tensor = self.compute(contiguous_copy, x)
-        return copy
+        return self.copy(x)

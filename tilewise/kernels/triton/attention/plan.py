@@ -21,7 +21,6 @@ from tilewise.kernels.plan import (
     LaunchPlan,
     Maker,
     Refusal,
-    contiguous_copy,
 )
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.attention import WIDEST, WIDEST_QK, Part, candidates
@@ -109,7 +108,7 @@ def plan_bwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPl
     tensors, chosen = maker.tensors, _tiles(call, ("dkdv", "dq"), tiles)
     q, k, v = tensors[:3]
     if do.stride(-1) != 1 and do.shape[-1] > 1:
-        do = maker.compute(contiguous_copy, do)
+        do = maker.copy(do)
     given = given_of(spec, tensors)
     lse_log2, delta = launch_rows(maker, o, do, lse, dlse, spec)
     row_terms = lse_log2, delta
@@ -124,7 +123,8 @@ def plan_bwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPl
             p_sink = torch.exp(sinks.unsqueeze(-1) - lse.masked_fill(lse == -math.inf, math.inf))
             return -(p_sink * delta).sum(dim=(1,) if spec.is_varlen else (0, 2))
 
-        dsinks = maker.compute(sink_gradient, tensors.sinks, lse, delta)
+        like = torch.empty(tensors.sinks.shape, dtype=torch.float32, device="meta")
+        dsinks = maker.compute(sink_gradient, tensors.sinks, lse, delta, like=like)
     return maker.finish((dq, dk, dv, dbias, dsinks), chosen)
 
 
@@ -328,8 +328,10 @@ def launch_dbias(
         return parts.sum(dim=0).to(bias_dtype)
 
     bias_dtype = bias.dtype
-    total: Tensor = parts[0] if num_parts == 1 else maker.compute(sum_parts, parts)
-    return total
+    if num_parts == 1:
+        return parts[0]
+    like = torch.empty(bias.shape, dtype=bias_dtype, device="meta")
+    return maker.compute(sum_parts, parts, like=like)
 
 
 def _with_reach(maker: Maker, extras: Extras, tile: TileConfig) -> Extras:
