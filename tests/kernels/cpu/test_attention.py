@@ -19,7 +19,9 @@ from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.cpu.paged.decode_launch import run_decode
+from tilewise.kernels.plan import Call
 from tilewise.kernels.spec import AttentionSpec
+from tilewise.ops.attention import op
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget, make_qkv
 
@@ -328,13 +330,21 @@ def test_a_call_like_one_before_reads_and_writes_its_own_tensors() -> None:
     qkv, extra = inputs_of(case, torch.bfloat16)
     spec = spec_of(qkv, {}, extra)
     do, dlse = cotangents(qkv)
-    first = by_kernel(qkv, do, dlse, spec, extra)
-    kept = {key: tensor.clone() for key, tensor in first.items()}
+    first_call = planned.tensors_of(*qkv, **extra)
     others = [tensor.flip(1).contiguous() for tensor in qkv]
-    extra = {key: tensor.flip(-1).contiguous() for key, tensor in extra.items()}
-    again = by_kernel(others, do, dlse, spec, extra)
-    cpu._calls.clear()
-    want = by_kernel(others, do, dlse, spec, extra)
+    other_extra = {key: tensor.flip(-1).contiguous() for key, tensor in extra.items()}
+    other_call = planned.tensors_of(*others, **other_extra)
+    want = by_kernel(others, do, dlse, spec, other_extra)
+    forward = planned.plan_fwd(cpu, spec, first_call)
+    results = []
+    for call in (first_call, other_call):
+        o, lse = forward.run(*call)
+        if not results:
+            backward = cpu.plan_bwd(Call.of(spec, (do, dlse, o, lse, *call)))
+        results.append(named(o, lse, backward.run(do, dlse, o, lse, *call)))
+        if len(results) == 1:
+            kept = {key: tensor.clone() for key, tensor in results[0].items()}
+    first, again = results
     assert all(torch.equal(again[key], want[key]) for key in want)
     assert all(torch.equal(first[key], kept[key]) for key in kept)
     assert not torch.equal(first["o"], again["o"])
@@ -457,6 +467,7 @@ def test_small_calls_stay_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> No
     results = []
     for limit in (2**20, 0):
         monkeypatch.setattr(cpu, "_SMALL", limit)
+        monkeypatch.setattr(op, "_planned", {})
         q, k, v = make_qkv(1, 16, 16, 4, 2, 64, requires_grad=True)
         o = ops.attention(q, k, v, backend="cpu", causal=True)
         results.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v))])
