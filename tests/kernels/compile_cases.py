@@ -134,7 +134,7 @@ def launch_attention(
         spec.batch, spec.num_q_heads, spec.max_seqlen_q
     )  # fmt: skip
     lse = meta(*shape, dtype=torch.float32)
-    given = (o, o, lse, lse, lse, *tensors)
+    given = (o, lse, o, lse, lse, lse, *tensors)
     call = Call.of(spec, given)
     if part == "dkdv":
         attention.plan_part("rows", call).run(*given)

@@ -97,9 +97,9 @@ def _calls(spec: AttentionSpec, device: str) -> dict[Part, Callable[[TileConfig 
     o, lse = first.run(*tensors)
     assert o is not None
     do = torch.randn_like(o)
-    before = (do, o, lse, None, None, *tensors)
+    before = (do, None, o, lse, None, None, *tensors)
     row_terms = attention.plan_part("rows", Call.of(spec, before)).run(*before)
-    given = (do, None, None, *row_terms, *tensors)
+    given = (do, None, None, None, *row_terms, *tensors)
     call = Call.of(spec, given)
     return {
         "fwd": _Candidates(forward, tensors),

@@ -128,7 +128,7 @@ def plan_bwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPl
     return maker.finish((dq, dk, dv, dbias, dsinks), chosen)
 
 
-PART_TENSORS = ("do", "o", "lse", "lse_log2", "delta", *AttentionTensors._fields)
+PART_TENSORS = ("do", "dlse", "o", "lse", "lse_log2", "delta", *AttentionTensors._fields)
 
 
 def plan_part(
@@ -137,17 +137,17 @@ def plan_part(
     """Return the plan of one step of the backward pass alone, which the tuner times.
 
     Args:
-        call: of `PART_TENSORS`; "rows" takes do, o and lse, and the others do and what it returns.
+        call: of `PART_TENSORS`; "rows" takes do, dlse, o and lse, and the others do and what it returns.
         tile: overrides the table.
     """
     maker, spec = Maker(call, PART_TENSORS), call.spec
-    do, o, lse, lse_log2, delta = maker.inputs[:5]
+    do, dlse, o, lse, lse_log2, delta = maker.inputs[:6]
     assert do is not None
     tensors = maker.tensors
     if part == "rows":
         assert o is not None
         assert lse is not None
-        return maker.finish(launch_rows(maker, o, do, lse, None, spec), {})
+        return maker.finish(launch_rows(maker, o, do, lse, dlse, spec), {})
     assert lse_log2 is not None
     assert delta is not None
     given = (maker, do, *tensors[:3], lse_log2, delta)
