@@ -86,7 +86,7 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     What lies outside the tensor is read as zero and not written.
     """
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
-    found = _known(key)
+    found = _recent.get(key)
     if found is None:
         view = tensor.transpose(-2, -3)
         view = view.unsqueeze(0) if view.dim() == 3 else view
@@ -114,12 +114,8 @@ def _base_of(tensor: Tensor) -> Any:
     return tensor if tensor.is_meta else _Base(tensor.data_ptr(), tensor.dtype)
 
 
-def _known(key: tuple[object, ...]) -> TensorDescriptor | None:
-    return _recent.get(key)
-
-
 def _remember(key: tuple[object, ...], found: TensorDescriptor) -> None:
-    if isinstance(found.base, Tensor):  # whose address is nobody's
+    if isinstance(found.base, Tensor):  # a plan's, without an address
         return
     while len(_recent) >= _REMEMBERED:
         _recent.popitem(last=False)
@@ -129,7 +125,7 @@ def _remember(key: tuple[object, ...], found: TensorDescriptor) -> None:
 def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
     """Return the descriptor of runs of `count` numbers of contiguous (planes, rows), float32."""
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), count)
-    found = _known(key)
+    found = _recent.get(key)
     if found is None:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         base = _base_of(tensor)
@@ -142,7 +138,7 @@ def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
 def scale_descriptor(tensor: Tensor, rows: int, heads: int) -> TensorDescriptor:
     """Return the descriptor of (rows, heads) tiles of float32 (num_blocks, block_size, Hk)."""
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, heads)
-    found = _known(key)
+    found = _recent.get(key)
     if found is None:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
         base = _base_of(tensor)

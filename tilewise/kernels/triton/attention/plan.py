@@ -137,7 +137,8 @@ def plan_part(
     """Return the plan of one step of the backward pass alone, which the tuner times.
 
     Args:
-        call: of `PART_TENSORS`; "rows" takes do, dlse, o and lse, and the others do and what it returns.
+        call: of `PART_TENSORS`; "rows" takes do, dlse, o and lse, the others do and what that
+            returns.
         tile: overrides the table.
     """
     maker, spec = Maker(call, PART_TENSORS), call.spec
