@@ -35,6 +35,7 @@ from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.host_cache import HostCache
 from tilewise.engine.prompt_scores import Chunk, PromptScores, finish, hand_over, score
+from tilewise.engine.prompt_steps import PromptSteps, can_capture
 from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples, is_device_lost
 from tilewise.engine.sampler import most_likely
@@ -57,12 +58,15 @@ class DeviceRunner:
         storage: the paged cache on the device of the model.
         max_num_seqs: sequences of a batch at most.
         max_model_len: tokens of a sequence at most.
+        max_num_batched_tokens: tokens of a step at most, so that steps with prompts are padded to
+            `PromptSteps.sizes` and can be captured; None computes them as they are, op by op.
         batch_invariant: see `ModelRunner`; the model's products must be invariant, too.
 
     Attributes:
         steps: the decode steps by their number of rows.
         host: main memory for blocks; may be set before the first step.
-        captures: a decode step is captured as a CUDA graph when it first runs.
+        prompts: the steps with prompts, where they are padded.
+        captures: a step is captured as a CUDA graph when it first runs.
         compilations: kernels that were compiled since the runner was ready.
     """
 
@@ -73,6 +77,7 @@ class DeviceRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        max_num_batched_tokens: int | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self.model = model
@@ -93,6 +98,9 @@ class DeviceRunner:
         self.scores = PromptScores()
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
+        self.prompts: PromptSteps | None = None
+        if max_num_batched_tokens is not None and can_capture(model):
+            self.prompts = PromptSteps(model, storage, max_num_batched_tokens)
         self.captures = False
         self._pool: Any = None
         self._place = 0  # of the next results, as the device counts
@@ -192,17 +200,25 @@ class DeviceRunner:
 
     def capture(self, bucket: int, *, of_model: bool = False) -> None:
         """Capture the decode step of so many rows, or the part of it before the logits."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         rows, place = self.rows, self.results.place
         with torch.inference_mode():
             state = [x.clone() for x in (rows.active, rows.fresh, place)]
             rows.active.zero_()
             rows.fresh.fill_(-1)
             step = self.step_of(bucket)
-            (step.capture_model if of_model else step.capture)(self._pool)
+            (step.capture_model if of_model else step.capture)(self._shared_pool())
             for x, value in zip((rows.active, rows.fresh, place), state, strict=True):
                 x.copy_(value)
+
+    def capture_prompts(self, size: int) -> None:
+        """Capture the steps with prompts that are padded to one of `PromptSteps.sizes`."""
+        assert self.prompts is not None
+        self.prompts.capture(size, self._shared_pool())
+
+    def _shared_pool(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _run(self, batch: Batch, adjusts: bool, chunks: list[Chunk]) -> _Handle:
         """Compute a step of which some sequences run more than one token, or draw not one."""
@@ -252,7 +268,7 @@ class DeviceRunner:
             batch_invariant=self.batch_invariant,
             shared=shared,
         )
-        hidden = self.model(ids_, positions_, ctx=ctx, kv=self.storage.layers)
+        hidden = self._hidden(ids_, positions_, ctx)
         scored = None
         if chunks:
             scored = _Scored(chunks, self._scored(chunks, hidden))
@@ -283,6 +299,14 @@ class DeviceRunner:
         target = torch.empty(pairs.shape, dtype=torch.int64, pin_memory=is_cuda)
         event = self._read([(target, pairs)], logprobs, scored)
         return _Handle(batch, None, target, logprobs, event, errors, scored)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        if self.prompts is None:
+            return self.model(ids, positions, ctx=ctx, kv=self.storage.layers)
+        size = self.prompts.size_of(len(ids))
+        if self.captures and not self.prompts.is_captured(size):
+            self.capture_prompts(size)
+        return self.prompts.run(ids, positions, ctx)
 
     def _scored(self, chunks: list[Chunk], hidden: Tensor) -> list[Logprobs]:
         def logits_of(rows: Tensor) -> Tensor:

@@ -73,7 +73,11 @@ def prepare(
 
 
 def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
-    """Capture every decode step, the largest first."""
+    """Capture every decode step and every step with prompts, the largest first."""
+    sizes = [] if runner.prompts is None else runner.prompts.sizes[::-1]
+    for i, size in enumerate(sizes):
+        show(f"capturing steps with prompts, {i + 1} of {len(sizes)}")
+        runner.capture_prompts(size)
     sizes = runner.buckets[::-1]
     for i, bucket in enumerate(sizes):
         show(f"capturing decode steps, {i + 1} of {len(sizes)}")

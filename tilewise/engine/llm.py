@@ -242,6 +242,7 @@ class LLM:
                     storage,
                     max_num_seqs=max_num_seqs,
                     max_model_len=max_model_len,
+                    max_num_batched_tokens=max_num_batched_tokens,
                     batch_invariant=batch_invariant,
                 )
                 progress = Progress(terminal(use_progress))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ def blocks_on_cuda(
     """Return blocks for what the weights, the widest step and the graphs leave of the memory.
 
     The step is run once, and its temporaries stay with torch's allocator meanwhile; the two largest
-    graphs are captured, and the others counted as the second, which shares the pool of the first.
+    graphs of each kind are captured, and the others counted as the second, which shares the pool.
     What the driver then reports as free is what is left, other processes included.
 
     Raises:
@@ -106,7 +107,11 @@ def blocks_on_cuda(
         if has_graphs:
             storage = KVStorage(spec, _blocks_of(batch), device)
             trial = DeviceRunner(
-                model, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+                model,
+                storage,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens,
             )
             trial.submit(batch).result()
             with_step = _used(device)
@@ -141,13 +146,18 @@ def blocks_on_cuda(
 
 
 def _graph_bytes(trial: DeviceRunner, before: int) -> int:
-    """Capture the two largest decode steps and return what all of them will take."""
-    used = [before]
-    for size in trial.buckets[-2:][::-1]:
-        trial.capture(size)
-        used.append(_used(trial.device))
-    another = used[-1] - used[-2] if len(used) == 3 else 0
-    return used[-1] - before + max(0, another) * (len(trial.buckets) - 2)
+    """Capture the two largest steps of each kind and return what all of them will take."""
+    total, used = 0, before
+    kinds: list[tuple[list[int], Callable[[int], None]]] = [(trial.buckets, trial.capture)]
+    if trial.prompts is not None:
+        kinds.insert(0, (trial.prompts.sizes, trial.capture_prompts))
+    for sizes, capture in kinds:
+        another = 0
+        for size in sizes[-2:][::-1]:
+            capture(size)
+            another, used = _used(trial.device) - used, _used(trial.device)
+        total += max(0, another) * max(0, len(sizes) - 2)
+    return used - before + total
 
 
 def _used(device: torch.device) -> int:

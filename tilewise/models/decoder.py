@@ -32,11 +32,13 @@ class Decoder(nn.Module):
         weight_prefix: what a checkpoint of the bare model leaves out of every tensor name.
         ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
         residual_projections: suffixes of parameters that write to the residual stream.
+        hands_attention_over: every layer calls its attention by `AttentionContext.attend`, once.
     """
 
     weight_prefix: str = ""
     ignored_weights: tuple[str, ...] = ()
     residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
+    hands_attention_over: bool = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

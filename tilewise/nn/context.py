@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from tilewise.ops import PagedPlan, SharedPrefixes
+
+__all__ = ["Attend", "AttentionContext"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class AttentionContext:
         shared: leading blocks that layers without a window read once for several sequences.
         keeps_plans: the plans stay when lengths change: whoever made the context updates them
             before the layers run. A CUDA graph needs that: make them in a run before the capture.
+        attend: calls a layer's attention in its place, `attend(function, q, v_dim)`: a step whose
+            attention stands between CUDA graphs. `function(q, ctx)` gives o (T, Hq, v_dim).
         plans: what the layers of a step share, made by the first of each kind on a GPU: for the
             shapes and the window of a call, which program reads which keys.
     """
@@ -35,6 +40,11 @@ class AttentionContext:
     batch_invariant: bool = False
     shared: SharedPrefixes | None = None
     keeps_plans: bool = False
+    attend: Callable[[Attend, Tensor, int], Tensor] | None = None
     plans: dict[tuple[object, ...], PagedPlan] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+
+
+# A layer's attention: queries (T, Hq, D) and where they belong, to o (T, Hq, Dv).
+Attend = Callable[[Tensor, AttentionContext], Tensor]
