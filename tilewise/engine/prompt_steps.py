@@ -12,8 +12,8 @@ one call a layer between two graphs.
     ...
     piece L      the rest of the last layer, the last norm
 
-The pieces of all numbers share one pool of memory. What one piece leaves for the next is read
-before anything else of the pool runs, so nothing of it is held between steps.
+The pieces of all numbers share one pool of memory, and all layers one buffer of queries and one of
+outputs: attention reads and writes them before the next piece does.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class PromptSteps:
         self._ids = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._slots = torch.full((most,), -1, dtype=torch.int64, device=self.device)
+        self._buffers: dict[str, Tensor] = {}  # queries, outputs and hidden states of a step
         self._captured: dict[int, _Pieces] = {}
 
     def is_captured(self, size: int) -> bool:
@@ -105,7 +106,8 @@ class PromptSteps:
             self._slots[count:size].fill_(-1)
         pieces = self._captured.get(size)
         if pieces is not None:
-            return pieces.run(ctx, count)[:count]
+            pieces.run(ctx, count)
+            return self._buffers["hidden"][:count]
 
         def attend(function: Attend, q: Tensor, v_dim: int) -> Tensor:
             # Whatever the padding's rows hold stays in them, but zeros keep them finite.
@@ -119,24 +121,23 @@ class PromptSteps:
     def capture(self, size: int, pool: Any) -> None:
         """Capture the steps of one of `sizes` in a pool of `torch.cuda.graph_pool_handle`.
 
-        Kernels that a size may be the first to need are run once before, over rows of no slot.
+        Before, the step is run once where it may need kernels or buffers for the first time.
         """
         self._slots.fill_(-1)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             if not self._captured or size % 16 or size <= _FEW:
-                self._compute(
-                    size, self._context(lambda _, q, dim: q.new_zeros((*q.shape[:-1], dim)))
-                )
-            pieces = _Pieces(stream, pool)
+                context = self._context(lambda _, q, v_dim: self._room(q, v_dim)[1])
+                self._buffer("hidden", self._compute(size, context))
+            pieces = _Pieces(pool, self._room)
+            context = self._context(pieces.cut)
             pieces.begin()
             try:
-                hidden = self._compute(size, self._context(pieces.cut))
+                hidden = self._compute(size, context)
+                self._buffer("hidden", hidden).copy_(hidden)
             finally:
                 pieces.end()
-            pieces.hidden = _borrowed(hidden)
-            del hidden
         torch.cuda.current_stream(self.device).wait_stream(stream)
         if len(pieces.graphs) != len(self.storage.layers) + 1:
             raise RuntimeError(
@@ -161,6 +162,20 @@ class PromptSteps:
         ctx = replace(ctx, slot_mapping=self._slots[:size])
         return self.model(self._ids[:size], self._positions[:size], ctx=ctx, kv=self.storage.layers)
 
+    def _room(self, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+        """Return where queries like these lie in every layer, and their outputs."""
+        at_q = self._buffer(f"q {q.shape[1:]}", q)
+        return at_q, self._buffer(f"o {q.shape[1]} {v_dim}", q, v_dim)
+
+    def _buffer(self, name: str, like: Tensor, last: int | None = None) -> Tensor:
+        """Return the rows of a buffer for `like` (T, ..., last); it is made for `most` rows."""
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            shape = (self.sizes[-1], *like.shape[1:-1], last or like.shape[-1])
+            # Zeros, so that rows of the padding are finite in whatever reads them first.
+            buffer = self._buffers[name] = like.new_zeros(shape)
+        return buffer[: len(like)]
+
 
 @dataclass(slots=True)
 class _Attention:
@@ -172,61 +187,41 @@ class _Attention:
 
 
 class _Pieces:
-    """The graphs of one size, and the attention between them."""
+    """The graphs of one size, and the attention between them.
 
-    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
+    Args:
+        pool: of the graphs.
+        room: queries and the channels of a value to the buffers of q and o.
+    """
+
+    def __init__(self, pool: Any, room: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.attention: list[_Attention] = []
-        self.hidden: Tensor | None = None
-        self._stream, self._pool = stream, pool
+        self._pool, self._room = pool, room
 
     def begin(self) -> None:
+        """Begin the next piece, on the current stream."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self.graphs.append(graph)
 
     def end(self) -> None:
+        """End the piece that was begun."""
         self.graphs[-1].capture_end()
 
     def cut(self, function: Attend, q: Tensor, v_dim: int) -> Tensor:
-        """End a piece before a layer's attention and begin the next with room for o."""
-        q = q.contiguous()
+        """End a piece before a layer's attention, and begin the next with its output."""
+        at = _Attention(function, *self._room(q, v_dim))
+        at.q.copy_(q)
         self.end()
+        self.attention.append(at)
         self.begin()
-        o = q.new_empty((*q.shape[:-1], v_dim))
-        self.attention.append(_Attention(function, _borrowed(q), _borrowed(o)))
-        return o
+        return at.o
 
-    def run(self, ctx: AttentionContext, count: int) -> Tensor:
+    def run(self, ctx: AttentionContext, count: int) -> None:
+        """Replay the pieces, and compute the attention of the first `count` rows between them."""
         for graph, at in zip(self.graphs, self.attention, strict=False):
             graph.replay()
             at.o[:count].copy_(at.function(at.q[:count], ctx))
         self.graphs[-1].replay()
-        assert self.hidden is not None
-        return self.hidden
-
-
-def _no_attention(_: Attend, q: Tensor, v_dim: int) -> Tensor:
-    return q.new_zeros((*q.shape[:-1], v_dim))
-
-
-class _Memory:
-    """Bytes on a GPU as other libraries offer them, owned by whoever allocated them."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (x.numel() * x.element_size(),),
-            "typestr": "|u1",
-            "data": (x.data_ptr(), False),
-            "version": 2,
-        }
-
-
-def _borrowed(x: Tensor) -> Tensor:
-    """Return a tensor at the place of contiguous `x` that does not keep its memory.
-
-    The pool may give the memory to later pieces: they run after what reads this one.
-    """
-    raw = torch.as_tensor(_Memory(x), device=x.device)
-    return raw.view(x.dtype).view(x.shape)
