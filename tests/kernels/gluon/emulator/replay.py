@@ -5,8 +5,8 @@ a fraction of a millisecond. Every warp is an actor of its own, which may stall 
 others of its partition go on to the next barrier among them; copies land, and outgoing ones read
 shared memory, after any time; a warp that looks at an mbarrier late may find it a phase further,
 from which it learns no more than the first phase that lets it go on tells. Vector clocks prove that
-all accesses are ordered (see clocks.py). Numbers are not followed: what an ordered access finds does
-not depend on the schedule.
+all accesses are ordered (see clocks.py). Numbers are not followed: what an ordered access finds
+does not depend on the schedule.
 
 What a kernel's path depends on is kept as recorded: an atomic add waits for the number that it
 found. Schedules in which other CTAs take a tile are those of another recording.

@@ -589,7 +589,7 @@ def _do(m, actor, step):
         return _wait(m, actor, step, a, b)
     if kind == ARRIVE:
         return _arrive(m, actor, step, a, b, m[row + C])
-    if kind == LOAD or kind == STORE:
+    if kind in (LOAD, STORE):
         lane = m[m[A_LANE] + actor]
         epoch = m[_row(m, CLOCKS, actor) + lane]
         writes, verb = (0, LOADS) if kind == LOAD else (1, STORES)
