@@ -4,10 +4,10 @@
     python benchmarks/racecheck.py --cases forward_causal --seconds 200
     python benchmarks/racecheck.py --read FOLDER       # logs of an earlier run, without a GPU
 
-compute-sanitizer's racecheck looks at shared memory only, and follows neither mbarriers nor the copy engine, so it
-reports words that these hand over. A row for each pair of places in the source: kernel, hazard,
-words, both places, the warps that met, and what orders them, as docs/hopper.md proves it. A pair
-that none of these rules names is "not explained", and the exit status is 1.
+compute-sanitizer's racecheck looks at shared memory only, and follows neither mbarriers nor the
+copy engine, so it reports words that these hand over. A row for each pair of places in the source:
+kernel, hazard, words, both places, the warps that met, and what orders them, as docs/hopper.md
+proves it. A pair that none of these rules names is "not explained", and the exit status is 1.
 """
 
 from __future__ import annotations

@@ -27,8 +27,10 @@ from tests.kernels.gluon.emulator.errors import Deadlock, Protocol, Race
 from tests.kernels.gluon.emulator.machine import Worker
 from tests.kernels.gluon.emulator.recording import Recording, Regions, steps_of, without_polls
 
-_VERBS = ("loads from", "stores to", "copies into", "copies from", "multiplies")
-_VERB_OF = {"load": 0, "store": 1, "bring": 2, "send": 3, "multiply": 4}
+_VERBS = {
+    "load": "loads from", "store": "stores to", "bring": "copies into", "send": "copies from",
+    "multiply": "multiplies",
+}  # fmt: skip
 _KINDS = (
     "init", "arrive", "wait", "bring", "send", "sent", "load", "store", "fence", "multiply",
     "multiplied", "meet", "barrier", "start", "join", "atomic",
@@ -76,18 +78,18 @@ class Replay:
 
     def _error(self, seed: int, proof: bool) -> AssertionError:
         m = self._memory
-        code, actor, step, other, verb, region = m[schedule.ERROR :][:6].tolist()
+        code, actor, step, other, kind, region = m[schedule.ERROR :][:6].tolist()
         when = "the proof" if proof else f"schedule {seed}"
-        name = self._actors[actor] if actor >= 0 else "nobody"
-        what = self._told(step) if step >= 0 else ""
+        name = self._actors[actor]
         barrier = dict(self._barriers.values()).get(other, f"barrier {other}")
         if code in (schedule.UNORDERED, schedule.UNFENCED):
             missing = (
                 "was not fenced" if code == schedule.UNFENCED else "is not known to be finished"
             )
+            other_access = f"{self._actors[other]} {_VERBS[_KINDS[kind]]}"
             return Race(
-                f"{name} {what} {self._regions.names[region]}, but '{self._actors[other]} "
-                f"{_VERBS[verb]}' {missing} ({when})"
+                f"{name} {self._told(step)} {self._regions.names[region]}, but "
+                f"'{other_access}' {missing} ({when})"
             )
         if code == schedule.BOX:
             return Race(
@@ -115,8 +117,8 @@ class Replay:
     def _told(self, step: int) -> str:
         row = self._memory[self._memory[schedule.STEPS] + schedule.STEP * step :][: schedule.STEP]
         kind, _, *numbers = row.tolist()
-        if (name := _KINDS[kind]) in _VERB_OF:
-            return _VERBS[_VERB_OF[name]]
+        if (name := _KINDS[kind]) in _VERBS:
+            return _VERBS[name]
         if name in ("wait", "arrive"):
             return f"{name} {dict(self._barriers.values())[numbers[0]]} {numbers[1:]}"
         return f"{name} {numbers}"

@@ -28,9 +28,8 @@ ON_PHASE, ON_SENT, ON_ISSUED, ON_NAMED, ON_WARPS, ON_END, ON_VALUE = range(7)
 GO_ON, LAND, HAVE_READ, HAVE_WRITTEN = range(4)
 RIGHT, UNORDERED, UNFENCED, BOX, DEADLOCK, PRODUCTS, COPIES, ARRIVALS, TWICE = range(9)
 EARLY_ARRIVAL, LATE_WAIT, EARLY_COPY, EARLY_MEETING = range(9, 13)
-# Verbs of accesses, and the columns of a record; lanes and epochs of fences follow.
-LOADS, STORES, COPIES_INTO, COPIES_FROM, MULTIPLIES = range(5)
-R_LANE, R_EPOCH, R_ENGINE, R_SETTLES, R_ACTOR, R_VERB, R_FENCES, R_DEAD, R_BARRIER, R_BYTES = range(
+# Columns of a record; lanes and epochs of fences follow.
+R_LANE, R_EPOCH, R_ENGINE, R_SETTLES, R_ACTOR, R_KIND, R_FENCES, R_DEAD, R_BARRIER, R_BYTES = range(
     10
 )
 RECORD = 10 + 2 * FENCES
@@ -40,7 +39,7 @@ EVENT = 5  # due, order, kind, two numbers
 (
     LANES, NUM_ACTORS, NUM_PARTITIONS, NUM_CTAS, NUM_VALUES, RESIDENT, PROOF, ZERO, ZERO_END,
     NOW, NUM_EVENTS, DUE, COUNT, NUM_READY, NUM_BLOCKED, NUM_RECORDS, NUM_LOOSE, NEXT_CTA, DELAY,
-    SEED, ERROR, ERROR_ACTOR, ERROR_STEP, ERROR_OTHER, ERROR_VERB, ERROR_REGION,
+    SEED, ERROR, ERROR_ACTOR, ERROR_STEP, ERROR_OTHER, ERROR_KIND, ERROR_REGION,
 ) = range(26)  # fmt: skip
 # Tables. What is recorded:
 (
@@ -58,11 +57,11 @@ EVENT = 5  # due, order, kind, two numbers
     NAMED_ARRIVED, NAMED_GENERATION, NAMED_MARK, NAMED_COLLECTED, NAMED_PUBLISHED, SIZES, SLOTS,
     UPDATED, WAITED,  # (barriers, actors): the epoch of a wait, in a proof
     # What it writes before it reads:
-    AT, WAITS_ON, WAITS_WHICH, READY, BLOCKED, LEFT, SENT_STATE, ARRIVALS_WANTED, PENDING,
+    AT, WAITS_FOR, READY, BLOCKED, LEFT, SENT_STATE, ARRIVALS_WANTED, PENDING,
     PUBLISHED, WAITED_PHASE, TABLES, RECORDS, LOOSE, SLOT_ACTORS, VALUES, UPDATES, UPDATE_VALUES,
     EVENTS,
-) = range(26, 26 + 64)  # fmt: skip
-HEADER = 26 + 64
+) = range(26, 26 + 63)  # fmt: skip
+HEADER = 26 + 63
 
 
 def memory(recorded: dict[int, Any], resident: int) -> np.ndarray:
@@ -96,7 +95,7 @@ def memory(recorded: dict[int, Any], resident: int) -> np.ndarray:
         WAITED: barriers * actors,
     }  # fmt: skip
     others = {
-        AT: actors, WAITS_ON: actors, WAITS_WHICH: actors, READY: actors, BLOCKED: actors,
+        AT: actors, WAITS_FOR: actors, READY: actors, BLOCKED: actors,
         LEFT: partitions, SENT_STATE: copies, ARRIVALS_WANTED: barriers, PENDING: barriers,
         PUBLISHED: barriers * PHASES * lanes, WAITED_PHASE: barriers * actors,
         TABLES: 2 * regions * lanes, RECORDS: accesses * RECORD, LOOSE: accesses,
@@ -117,20 +116,20 @@ def memory(recorded: dict[int, Any], resident: int) -> np.ndarray:
 
 
 @njit(cache=True)
-def _draw(m, most):
-    """Return a number below `most` (xorshift, Marsaglia 2003)."""
+def _random(m):
+    """Return a number of 31 bits (xorshift, Marsaglia 2003)."""
     x = np.uint32(m[SEED])
     x ^= np.uint32(x << np.uint32(13))
     x ^= np.uint32(x >> np.uint32(17))
     x ^= np.uint32(x << np.uint32(5))
     m[SEED] = np.int64(x)
-    return np.int64(x >> np.uint32(1)) % most
+    return np.int64(x >> np.uint32(1))
 
 
 @njit(cache=True)
 def _row(m, table, number):
     """Return where the clock of a table of clocks begins."""
-    return m[table] + number * m[LANES]
+    return table + number * m[LANES]
 
 
 @njit(cache=True)
@@ -155,14 +154,7 @@ def _clear(m, clock):
 @njit(cache=True)
 def _advance(m, actor):
     """What an actor does from now on is not in what it has told."""
-    m[_row(m, CLOCKS, actor) + m[m[A_LANE] + actor]] += 1
-
-
-@njit(cache=True)
-def _fail(m, code, actor, step, other, verb, region):
-    m[ERROR], m[ERROR_ACTOR], m[ERROR_STEP] = code, actor, step
-    m[ERROR_OTHER], m[ERROR_VERB], m[ERROR_REGION] = other, verb, region
-    return False
+    m[_row(m, m[CLOCKS], actor) + m[m[A_LANE] + actor]] += 1
 
 
 @njit(cache=True)
@@ -172,17 +164,17 @@ def _make_ready(m, actor):
 
 
 @njit(cache=True)
-def _block(m, actor, on, which):
-    m[m[WAITS_ON] + actor], m[m[WAITS_WHICH] + actor] = on, which
+def _block(m, actor, reason):
+    m[m[WAITS_FOR] + actor] = reason
     return False
 
 
 @njit(cache=True)
-def _wake(m, on, which):
+def _wake(m, reason):
     kept = 0
     for at in range(m[NUM_BLOCKED]):
         actor = m[m[BLOCKED] + at]
-        if m[m[WAITS_ON] + actor] == on and m[m[WAITS_WHICH] + actor] == which:
+        if m[m[WAITS_FOR] + actor] == reason:
             _make_ready(m, actor)
         else:
             m[m[BLOCKED] + kept] = actor
@@ -191,26 +183,26 @@ def _wake(m, on, which):
 
 
 @njit(cache=True)
-def _later(m, times, kind, a, b):
-    due = m[NOW] + _draw(m, times * m[DELAY] + 1)
+def _later(m, most):
+    """Return a new event, due in less than `most` steps; the caller says what it is."""
+    due = m[NOW] + _random(m) % most
     event = m[EVENTS] + EVENT * m[NUM_EVENTS]
-    m[event], m[event + 1], m[event + 2] = due, m[COUNT], kind
-    m[event + 3], m[event + 4] = a, b
+    m[event], m[event + 1] = due, m[COUNT]
     m[NUM_EVENTS] += 1
     m[COUNT] += 1
     m[DUE] = min(m[DUE], due)
+    return event
 
 
 @njit(cache=True)
 def _begin(m, partition, clock):
-    """Let the warps of a partition run; they know what the clock does, if there is one."""
+    """Let the warps of a partition run; they know what the clock does."""
     if m[m[STARTED] + partition]:
         return
     m[m[STARTED] + partition] = 1
     first = m[m[P_ACTOR] + partition]
     for actor in range(first, first + m[m[P_WARPS] + partition]):
-        if clock >= 0:
-            _copy(m, _row(m, CLOCKS, actor), clock)
+        _copy(m, _row(m, m[CLOCKS], actor), clock)
         _advance(m, actor)
         _make_ready(m, actor)
 
@@ -218,7 +210,8 @@ def _begin(m, partition, clock):
 @njit(cache=True)
 def _next_cta(m):
     if m[NEXT_CTA] < m[NUM_CTAS]:
-        _begin(m, m[m[CTAS] + m[NEXT_CTA]], -1)
+        partition = m[m[CTAS] + m[NEXT_CTA]]
+        _begin(m, partition, _row(m, m[ENDED], partition))  # which is all zeros still
         m[NEXT_CTA] += 1
 
 
@@ -226,15 +219,17 @@ def _next_cta(m):
 def _end(m, actor):
     """Let a warp end, if it may."""
     partition = m[m[A_PARTITION] + actor]
-    clock, ended = _row(m, CLOCKS, actor), _row(m, ENDED, partition)
+    clock, ended = _row(m, m[CLOCKS], actor), _row(m, m[ENDED], partition)
     if m[m[ISSUED] + actor] > m[clock + m[m[A_LANE] + actor] + 1]:
-        return _fail(m, PRODUCTS, actor, -1, 0, 0, 0)
+        m[ERROR] = PRODUCTS
+        return False
     m[m[LEFT] + partition] -= 1
     _join(m, ended, clock)
     if m[m[LEFT] + partition] == 0:
         if m[m[SENDS] + partition] > m[ended + m[m[P_COPIES] + partition]]:
-            return _fail(m, COPIES, actor, -1, 0, 0, 0)
-        _wake(m, ON_END, m[m[P_CTA] + partition])
+            m[ERROR] = COPIES
+            return False
+        _wake(m, 8 * m[m[P_CTA] + partition] + ON_END)
         if m[m[P_NUMBER] + partition] == 0:
             _next_cta(m)
     return True
@@ -249,9 +244,20 @@ def _is_fenced(m, record, clock):
 
 
 @njit(cache=True)
-def _access(m, actor, step, region, writes, lane, epoch, engine, settles, verb):
+def _access(m, actor, row, region):
     """Note an access; return where its record is, or -1 where another is not ordered before it."""
-    clock, mine = _row(m, CLOCKS, actor), m[m[A_PARTITION] + actor]
+    kind, clock, mine = m[row + KIND], _row(m, m[CLOCKS], actor), m[m[A_PARTITION] + actor]
+    engine, writes = kind not in (LOAD, STORE), int(kind in (STORE, BRING))
+    settles = not engine and m[row + B]
+    lane = m[m[A_LANE] + actor]
+    if kind == BRING:
+        lane, epoch = m[m[BARRIER_LANES] + m[row + B]], NEVER
+    elif kind == SEND:
+        lane, epoch = m[m[P_COPIES] + mine], m[m[SENDS] + mine]
+    elif kind == MULTIPLY:
+        lane, epoch = lane + 1, m[m[ISSUED] + actor]
+    else:
+        epoch = m[clock + lane]
     mates, tables, lanes = m[MATES], m[TABLES], m[LANES]
     for at in range(m[m[OVERLAPS_AT] + region], m[m[OVERLAPS_AT] + region + 1]):
         other = m[m[OVERLAPS] + at]
@@ -259,24 +265,24 @@ def _access(m, actor, step, region, writes, lane, epoch, engine, settles, verb):
             table = 2 * other + reads
             for entry in range(m[m[SIZES] + table]):
                 old = m[tables + table * lanes + entry]
-                if m[clock + m[old + R_LANE]] >= m[old + R_EPOCH]:
-                    if engine and not m[old + R_ENGINE] and not _is_fenced(m, old, clock):
-                        other_actor, other_verb = m[old + R_ACTOR], m[old + R_VERB]
-                        _fail(m, UNFENCED, actor, step, other_actor, other_verb, region)
-                        return -1
+                known = m[clock + m[old + R_LANE]] >= m[old + R_EPOCH]
+                if known and (not engine or m[old + R_ENGINE] or _is_fenced(m, old, clock)):
                     continue
-                if not engine and m[mates + m[old + R_LANE]] == mine:
-                    continue  # of the same partition, whose barriers Triton has seen to
-                if settles and not (reads == 0 and not m[old + R_SETTLES]):
-                    continue
-                if m[old + R_SETTLES] and not writes:
-                    continue
-                _fail(m, UNORDERED, actor, step, m[old + R_ACTOR], m[old + R_VERB], region)
+                if not known:
+                    if not engine and m[mates + m[old + R_LANE]] == mine:
+                        continue  # of the same partition, whose barriers Triton has seen to
+                    if settles and not (reads == 0 and not m[old + R_SETTLES]):
+                        continue
+                    if m[old + R_SETTLES] and not writes:
+                        continue
+                m[ERROR] = UNFENCED if known else UNORDERED
+                m[ERROR_OTHER], m[ERROR_KIND] = m[old + R_ACTOR], m[old + R_KIND]
+                m[ERROR_REGION] = region
                 return -1
     new = m[RECORDS] + RECORD * m[NUM_RECORDS]
     m[NUM_RECORDS] += 1
     m[new + R_LANE], m[new + R_EPOCH], m[new + R_ENGINE] = lane, epoch, engine
-    m[new + R_SETTLES], m[new + R_ACTOR], m[new + R_VERB] = settles, actor, verb
+    m[new + R_SETTLES], m[new + R_ACTOR], m[new + R_KIND] = settles, actor, kind
     m[new + R_FENCES] = m[new + R_DEAD] = 0
     if writes and not settles:
         for at in range(m[m[INSIDE_AT] + region], m[m[INSIDE_AT] + region + 1]):
@@ -310,7 +316,7 @@ def _access(m, actor, step, region, writes, lane, epoch, engine, settles, verb):
 @njit(cache=True)
 def _fence(m, actor):
     """Order the ordinary accesses that a warp knows of before copies and products."""
-    clock, lane = _row(m, CLOCKS, actor), m[m[A_LANE] + actor]
+    clock, lane = _row(m, m[CLOCKS], actor), m[m[A_LANE] + actor]
     kept = 0
     for at in range(m[NUM_LOOSE]):
         old = m[m[LOOSE] + at]
@@ -331,19 +337,19 @@ def _fence(m, actor):
 
 
 @njit(cache=True)
-def _boxes_meet(m, actor, step, begin, end):
+def _boxes_meet(m, actor, begin, end):
     """Say whether a copy from or to global memory meets one that may be under way."""
-    clock = _row(m, CLOCKS, actor)
+    clock = _row(m, m[CLOCKS], actor)
     for at in range(begin, end):
         slot = m[m[LISTS] + at]
         if m[m[SLOTS] + slot] > m[clock + m[m[SLOT_LANES] + slot]]:
-            _fail(m, BOX, actor, step, m[m[SLOT_ACTORS] + slot], 0, 0)
+            m[ERROR], m[ERROR_OTHER] = BOX, m[m[SLOT_ACTORS] + slot]
             return True
     return False
 
 
 @njit(cache=True)
-def _maybe_end_phase(m, barrier, step):
+def _maybe_end_phase(m, barrier):
     """End a phase that has all its arrivals and bytes; return whether that is right."""
     if m[m[PENDING] + barrier] != 0 or m[m[BYTES] + barrier] != 0:
         return True
@@ -351,12 +357,12 @@ def _maybe_end_phase(m, barrier, step):
     phase = m[m[FINISHED] + barrier]
     m[m[PENDING] + barrier] = m[m[ARRIVALS_WANTED] + barrier]
     now, collected = (
-        _row(m, PUBLISHED, barrier * PHASES + phase % PHASES),
-        _row(m, COLLECTED, barrier),
+        _row(m, m[PUBLISHED], barrier * PHASES + phase % PHASES),
+        _row(m, m[COLLECTED], barrier),
     )
     _copy(m, now, collected)
     if phase > 1:
-        _join(m, now, _row(m, PUBLISHED, barrier * PHASES + (phase - 1) % PHASES))
+        _join(m, now, _row(m, m[PUBLISHED], barrier * PHASES + (phase - 1) % PHASES))
     m[now + m[m[BARRIER_LANES] + barrier]] = phase
     _clear(m, collected)
     if m[PROOF]:
@@ -365,42 +371,46 @@ def _maybe_end_phase(m, barrier, step):
             epoch = m[m[WAITED] + at]
             if epoch and m[m[WAITED_PHASE] + at] < phase:
                 if m[now + m[m[A_LANE] + actor]] < epoch:
-                    return _fail(m, LATE_WAIT, actor, step, barrier, 0, 0)
+                    m[ERROR], m[ERROR_OTHER], m[ERROR_ACTOR] = LATE_WAIT, barrier, actor
+                    return False
                 m[m[WAITED] + at] = 0
-    _wake(m, ON_PHASE, barrier)
+    _wake(m, 8 * barrier + ON_PHASE)
     return True
 
 
 @njit(cache=True)
-def _arrive(m, actor, step, barrier, count, nbytes):
-    clock = _row(m, CLOCKS, actor)
+def _arrive(m, actor, barrier, count, nbytes):
+    clock = _row(m, m[CLOCKS], actor)
     if m[PROOF] and m[clock + m[m[BARRIER_LANES] + barrier]] < m[m[FINISHED] + barrier]:
-        return _fail(m, EARLY_ARRIVAL, actor, step, barrier, 0, 0)
+        m[ERROR], m[ERROR_OTHER] = EARLY_ARRIVAL, barrier
+        return False
     m[m[BYTES] + barrier] += nbytes
-    _join(m, _row(m, COLLECTED, barrier), clock)
+    _join(m, _row(m, m[COLLECTED], barrier), clock)
     _advance(m, actor)
     m[m[PENDING] + barrier] -= count
     if m[m[PENDING] + barrier] < 0:
-        return _fail(m, ARRIVALS, actor, step, barrier, 0, 0)
-    return _maybe_end_phase(m, barrier, step)
+        m[ERROR], m[ERROR_OTHER] = ARRIVALS, barrier
+        return False
+    return _maybe_end_phase(m, barrier)
 
 
 @njit(cache=True)
-def _wait(m, actor, step, barrier, parity):
+def _wait(m, actor, barrier, parity):
     finished = m[m[FINISHED] + barrier]
     if finished & 1 == parity:
-        return _block(m, actor, ON_PHASE, barrier)
-    clock = _row(m, CLOCKS, actor)
+        return _block(m, actor, 8 * barrier + ON_PHASE)
+    clock = _row(m, m[CLOCKS], actor)
     # Of the phases that let it go on, the first may have been the one; more is not known.
     phase = m[clock + m[m[BARRIER_LANES] + barrier]]
     if phase & 1 == parity:
         phase += 1
     if phase > 0:
         kept = max(phase, finished - PHASES + 1)
-        _join(m, clock, _row(m, PUBLISHED, barrier * PHASES + kept % PHASES))
+        _join(m, clock, _row(m, m[PUBLISHED], barrier * PHASES + kept % PHASES))
     if m[PROOF]:
         if phase < finished:
-            return _fail(m, LATE_WAIT, actor, step, barrier, 0, 0)
+            m[ERROR], m[ERROR_OTHER] = LATE_WAIT, barrier
+            return False
         at = barrier * m[NUM_ACTORS] + actor
         m[m[WAITED] + at] = m[clock + m[m[A_LANE] + actor]]
         m[m[WAITED_PHASE] + at] = phase
@@ -408,33 +418,36 @@ def _wait(m, actor, step, barrier, parity):
 
 
 @njit(cache=True)
-def _bring(m, actor, step, row):
+def _bring(m, actor, row):
     barrier = m[row + B]
     lane = m[m[BARRIER_LANES] + barrier]
-    if m[PROOF] and m[_row(m, CLOCKS, actor) + lane] < m[m[FINISHED] + barrier]:
-        return _fail(m, EARLY_COPY, actor, step, barrier, 0, 0)
-    if _boxes_meet(m, actor, step, m[row + D], m[row + E]):
+    if m[PROOF] and m[_row(m, m[CLOCKS], actor) + lane] < m[m[FINISHED] + barrier]:
+        m[ERROR], m[ERROR_OTHER] = EARLY_COPY, barrier
         return False
-    record = _access(m, actor, step, m[row + A], 1, lane, NEVER, 1, 0, COPIES_INTO)
+    if _boxes_meet(m, actor, m[row + D], m[row + E]):
+        return False
+    record = _access(m, actor, row, m[row + A])
     if record < 0:
         return False
     m[record + R_BARRIER], m[record + R_BYTES] = barrier, m[row + C]
-    _later(m, 1, LAND, record, 0)
+    event = _later(m, m[DELAY] + 1)
+    m[event + 2], m[event + 3] = LAND, record
     return True
 
 
 @njit(cache=True)
-def _send(m, actor, step, row):
+def _send(m, actor, row):
     partition = m[m[A_PARTITION] + actor]
     m[m[SENDS] + partition] += 1
-    count, lane = m[m[SENDS] + partition], m[m[P_COPIES] + partition]
-    if _access(m, actor, step, m[row + A], 0, lane, count, 1, 0, COPIES_FROM) < 0:
+    count = m[m[SENDS] + partition]
+    if _access(m, actor, row, m[row + A]) < 0:
         return False
-    if _boxes_meet(m, actor, step, m[row + D], m[row + E]):
+    if _boxes_meet(m, actor, m[row + D], m[row + E]):
         return False
     m[m[SLOTS] + m[row + B]], m[m[SLOT_ACTORS] + m[row + B]] = count, actor
     m[m[SENT_STATE] + m[m[P_SENDS] + partition] + count] = 1
-    _later(m, 1, HAVE_READ, partition, count)
+    event = _later(m, m[DELAY] + 1)
+    m[event + 2], m[event + 3], m[event + 4] = HAVE_READ, partition, count
     return True
 
 
@@ -444,11 +457,11 @@ def _sent(m, actor, pendings, written):
     last = m[m[SENDS] + partition] - pendings
     for count in range(1, last + 1):
         if m[m[SENT_STATE] + m[m[P_SENDS] + partition] + count] < 2 + written:
-            return _block(m, actor, ON_SENT, partition)
-    copies = _row(m, CLOCKS, actor) + m[m[P_COPIES] + partition]
+            return _block(m, actor, 8 * partition + ON_SENT)
+    copies = _row(m, m[CLOCKS], actor) + m[m[P_COPIES] + partition]
     m[copies] = max(m[copies], last)
     if written:
-        lane = _row(m, CLOCKS, actor) + m[m[P_WRITTEN] + partition]
+        lane = _row(m, m[CLOCKS], actor) + m[m[P_WRITTEN] + partition]
         m[lane] = max(m[lane], last)
     return True
 
@@ -456,13 +469,13 @@ def _sent(m, actor, pendings, written):
 @njit(cache=True)
 def _multiplied(m, actor, outstanding):
     """Wait for products, which the four warps of a warpgroup make together."""
-    partition, clock = m[m[A_PARTITION] + actor], _row(m, CLOCKS, actor)
+    partition, clock = m[m[A_PARTITION] + actor], _row(m, m[CLOCKS], actor)
     done = m[m[ISSUED] + actor] - outstanding
     first = m[m[P_ACTOR] + partition]
     last = first + m[m[P_WARPS] + partition]
     for mate in range(first, last):
         if m[m[ISSUED] + mate] < done:
-            return _block(m, actor, ON_ISSUED, partition)
+            return _block(m, actor, 8 * partition + ON_ISSUED)
     for mate in range(first, last):
         lane = clock + m[m[A_LANE] + mate] + 1
         m[lane] = max(m[lane], done)
@@ -470,16 +483,18 @@ def _multiplied(m, actor, outstanding):
 
 
 @njit(cache=True)
-def _meet(m, actor, step, named, warps, blocks):
-    clock, lane = _row(m, CLOCKS, actor), m[m[NAMED_LANES] + named]
-    published, collected = _row(m, NAMED_PUBLISHED, named), _row(m, NAMED_COLLECTED, named)
+def _meet(m, actor, named, warps, blocks):
+    clock, lane = _row(m, m[CLOCKS], actor), m[m[NAMED_LANES] + named]
+    published, collected = _row(m, m[NAMED_PUBLISHED], named), _row(m, m[NAMED_COLLECTED], named)
     if m[m[MET] + actor] == 0:
         mine = m[m[NAMED_GENERATION] + named]
         mark = m[NAMED_MARK] + named * m[NUM_ACTORS] + actor
         if m[mark] == mine + 1:
-            return _fail(m, TWICE, actor, step, named, 0, 0)
+            m[ERROR], m[ERROR_OTHER] = TWICE, named
+            return False
         if m[PROOF] and m[clock + lane] < mine:
-            return _fail(m, EARLY_MEETING, actor, step, named, 0, 0)
+            m[ERROR], m[ERROR_OTHER] = EARLY_MEETING, named
+            return False
         m[mark] = mine + 1
         _join(m, collected, clock)
         _advance(m, actor)
@@ -490,12 +505,12 @@ def _meet(m, actor, step, named, warps, blocks):
             _join(m, published, collected)
             m[published + lane] = m[m[NAMED_GENERATION] + named]
             _clear(m, collected)
-            _wake(m, ON_NAMED, named)
+            _wake(m, 8 * named + ON_NAMED)
         if not blocks:
             return True
         m[m[MET] + actor] = mine + 1
     if m[m[NAMED_GENERATION] + named] == m[m[MET] + actor] - 1:
-        return _block(m, actor, ON_NAMED, named)
+        return _block(m, actor, 8 * named + ON_NAMED)
     m[m[MET] + actor] = 0
     _join(m, clock, published)
     return True
@@ -513,16 +528,16 @@ def _barrier(m, actor):
             m[m[ARRIVED] + partition] = 0
             m[m[GENERATION] + partition] += 1
             first = m[m[P_ACTOR] + partition]
-            clock = _row(m, CLOCKS, first)
+            clock = _row(m, m[CLOCKS], first)
             for mate in range(first + 1, first + warps):
-                _join(m, clock, _row(m, CLOCKS, mate))
+                _join(m, clock, _row(m, m[CLOCKS], mate))
             for mate in range(first + 1, first + warps):
-                _copy(m, _row(m, CLOCKS, mate), clock)
+                _copy(m, _row(m, m[CLOCKS], mate), clock)
             for mate in range(first, first + warps):
                 _advance(m, mate)
-            _wake(m, ON_WARPS, partition)
+            _wake(m, 8 * partition + ON_WARPS)
     if m[m[GENERATION] + partition] == m[m[MET] + actor] - 1:
-        return _block(m, actor, ON_WARPS, partition)
+        return _block(m, actor, 8 * partition + ON_WARPS)
     m[m[MET] + actor] = 0
     return True
 
@@ -530,7 +545,7 @@ def _barrier(m, actor):
 @njit(cache=True)
 def _start_or_join(m, actor, row):
     """Start partitions, which learn what the starting warp knows; or wait for their ends."""
-    cta, clock = m[m[P_CTA] + m[m[A_PARTITION] + actor]], _row(m, CLOCKS, actor)
+    cta, clock = m[m[P_CTA] + m[m[A_PARTITION] + actor]], _row(m, m[CLOCKS], actor)
     first = m[m[CTAS] + cta]
     begin, end = m[row + A], m[row + B]
     if m[row + KIND] == START:
@@ -540,9 +555,9 @@ def _start_or_join(m, actor, row):
         return True
     for at in range(begin, end):
         if m[m[LEFT] + first + m[m[LISTS] + at]] > 0:
-            return _block(m, actor, ON_END, cta)
+            return _block(m, actor, 8 * cta + ON_END)
     for at in range(begin, end):
-        _join(m, clock, _row(m, ENDED, first + m[m[LISTS] + at]))
+        _join(m, clock, _row(m, m[ENDED], first + m[m[LISTS] + at]))
     return True
 
 
@@ -551,12 +566,12 @@ def _atomic(m, actor, row):
     """Find the number that the recording found; learn and tell what its order says."""
     place, value, old, how = m[row + A], m[row + B], m[row + C], m[row + D]
     adds, acquires, releases = how & 1, how & 2, how & 4
-    clock, found, base = _row(m, CLOCKS, actor), m[m[VALUES] + place], m[m[UPDATES_AT] + place]
+    clock, found, base = _row(m, m[CLOCKS], actor), m[m[VALUES] + place], m[m[UPDATES_AT] + place]
     last = base + m[m[UPDATED] + place]
     known = last
     if adds:
         if (found < old) if value == 0 else (found != old):
-            return _block(m, actor, ON_VALUE, place)
+            return _block(m, actor, 8 * place + ON_VALUE)
         if value == 0:  # of the updates that it may have found, the first
             known = base
             while m[m[UPDATE_VALUES] + known] < old:
@@ -565,16 +580,16 @@ def _atomic(m, actor, row):
     else:
         m[m[VALUES] + place] = value
     if acquires:
-        _join(m, clock, _row(m, UPDATES, known))
+        _join(m, clock, _row(m, m[UPDATES], known))
     if value != 0 or not adds:
         m[m[UPDATED] + place] += 1
-        update = _row(m, UPDATES, last + 1)
-        _copy(m, update, _row(m, UPDATES, last))
+        update = _row(m, m[UPDATES], last + 1)
+        _copy(m, update, _row(m, m[UPDATES], last))
         m[m[UPDATE_VALUES] + last + 1] = m[m[VALUES] + place]
         if releases:
             _join(m, update, clock)
             _advance(m, actor)
-        _wake(m, ON_VALUE, place)
+        _wake(m, 8 * place + ON_VALUE)
     return True
 
 
@@ -586,36 +601,31 @@ def _do(m, actor, step):
     if kind == BARRIER:
         return _barrier(m, actor)
     if kind == WAIT:
-        return _wait(m, actor, step, a, b)
+        return _wait(m, actor, a, b)
     if kind == ARRIVE:
-        return _arrive(m, actor, step, a, b, m[row + C])
+        return _arrive(m, actor, a, b, m[row + C])
     if kind in (LOAD, STORE):
-        lane = m[m[A_LANE] + actor]
-        epoch = m[_row(m, CLOCKS, actor) + lane]
-        writes, verb = (0, LOADS) if kind == LOAD else (1, STORES)
-        return _access(m, actor, step, a, writes, lane, epoch, 0, b, verb) >= 0
+        return _access(m, actor, row, a) >= 0
     if kind == MULTIPLY:
         m[m[ISSUED] + actor] += 1
-        lane, epoch = m[m[A_LANE] + actor] + 1, m[m[ISSUED] + actor]
         for at in range(a, b):
-            region = m[m[LISTS] + at]
-            if _access(m, actor, step, region, 0, lane, epoch, 1, 0, MULTIPLIES) < 0:
+            if _access(m, actor, row, m[m[LISTS] + at]) < 0:
                 return False
-        _wake(m, ON_ISSUED, m[m[A_PARTITION] + actor])
+        _wake(m, 8 * m[m[A_PARTITION] + actor] + ON_ISSUED)
         return True
     if kind == MULTIPLIED:
         return _multiplied(m, actor, a)
     if kind == BRING:
-        return _bring(m, actor, step, row)
+        return _bring(m, actor, row)
     if kind == SEND:
-        return _send(m, actor, step, row)
+        return _send(m, actor, row)
     if kind == SENT:
         return _sent(m, actor, a, b)
     if kind == FENCE:
         _fence(m, actor)
         return True
     if kind == MEET:
-        return _meet(m, actor, step, a, b, m[row + C])
+        return _meet(m, actor, a, b, m[row + C])
     if kind == ATOMIC:
         return _atomic(m, actor, row)
     if kind == INIT:
@@ -649,19 +659,20 @@ def _happen(m):
         m[m[BYTES] + barrier] -= m[a + R_BYTES]
         phase = m[m[FINISHED] + barrier] + 1
         m[a + R_EPOCH] = phase
-        lane = _row(m, COLLECTED, barrier) + m[m[BARRIER_LANES] + barrier]
+        lane = _row(m, m[COLLECTED], barrier) + m[m[BARRIER_LANES] + barrier]
         m[lane] = max(m[lane], phase)
-        _maybe_end_phase(m, barrier, -1)
+        _maybe_end_phase(m, barrier)
     else:
         m[m[SENT_STATE] + m[m[P_SENDS] + a] + b] = 2 if kind == HAVE_READ else 3
-        _wake(m, ON_SENT, a)
+        _wake(m, 8 * a + ON_SENT)
         if kind == HAVE_READ:
-            _later(m, 1, HAVE_WRITTEN, a, b)
+            event = _later(m, m[DELAY] + 1)
+            m[event + 2], m[event + 3], m[event + 4] = HAVE_WRITTEN, a, b
 
 
 @njit(cache=True)
 def _reset(m, seed, proof):
-    for at in range(NOW, HEADER - 64):
+    for at in range(NOW, HEADER - 63):
         m[at] = 0
     for at in range(m[ZERO], m[ZERO_END]):
         m[at] = 0
@@ -677,7 +688,7 @@ def _reset(m, seed, proof):
         base = m[m[UPDATES_AT] + place]
         m[m[VALUES] + place] = m[m[VALUES_FIRST] + place]
         m[m[UPDATE_VALUES] + base] = m[m[VALUES_FIRST] + place]
-        _clear(m, _row(m, UPDATES, base))
+        _clear(m, _row(m, m[UPDATES], base))
 
 
 @njit(cache=True)
@@ -685,9 +696,9 @@ def _run(m, seed, proof):
     """Run one schedule; m[ERROR] says what is wrong with it."""
     _reset(m, seed, proof)
     # How this schedule is: long runs or short ones, late copies or early ones, stalls or none.
-    burst = (1, 2, 8, 40)[_draw(m, 4)]
-    m[DELAY] = (2, 20, 100, 400)[_draw(m, 4)]
-    stall = (0, 2, 20)[_draw(m, 3)]  # of 1,000 steps
+    burst = (1, 2, 8, 40)[_random(m) % 4]
+    m[DELAY] = (2, 20, 100, 400)[_random(m) % 4]
+    stall = (0, 2, 20)[_random(m) % 3]  # of 1,000 steps
     if proof:
         stall = 0
     for _ in range(m[RESIDENT]):
@@ -699,15 +710,16 @@ def _run(m, seed, proof):
                 return
         if m[NUM_READY] == 0:
             break
-        chosen = m[READY] + _draw(m, m[NUM_READY])
+        chosen = m[READY] + _random(m) % m[NUM_READY]
         actor = m[chosen]
         m[NUM_READY] -= 1
         m[chosen] = m[m[READY] + m[NUM_READY]]
         end, first = m[m[P_END] + m[m[A_PARTITION] + actor]], m[m[A_FIRST] + actor]
-        left = _draw(m, 2 * burst) + 1
+        left = _random(m) % (2 * burst) + 1
         goes_on = True
         while left > 0:
             step = m[m[AT] + actor]
+            m[ERROR_ACTOR], m[ERROR_STEP] = actor, step
             if step == end:
                 if not _end(m, actor):
                     return
@@ -726,8 +738,9 @@ def _run(m, seed, proof):
                 goes_on = False
                 break
             m[m[AT] + actor] += 1
-            if stall and _draw(m, 1000) < stall:
-                _later(m, 10, GO_ON, actor, 0)
+            if stall and _random(m) % 1000 < stall:
+                event = _later(m, 10 * m[DELAY] + 1)
+                m[event + 2], m[event + 3] = GO_ON, actor
                 goes_on = False
                 break
             while not proof and m[DUE] <= m[NOW]:
@@ -737,7 +750,7 @@ def _run(m, seed, proof):
         if goes_on:
             _make_ready(m, actor)
     if m[NUM_BLOCKED] or m[NEXT_CTA] < m[NUM_CTAS]:
-        _fail(m, DEADLOCK, -1, -1, 0, 0, 0)
+        m[ERROR] = DEADLOCK
 
 
 @njit(cache=True)
