@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SHARES = 4.0  # of the time left, what a case may take in one go
-PATIENCE = {"warm": 240.0, "prepare": 150.0, "run": 60.0}  # seconds until an answer is too late
+PATIENCE = {"warm": 300.0, "prepare": 150.0, "run": 60.0}  # seconds until an answer is too late
 LEAST = 0.2  # seconds; a shorter go is not begun
 Record = dict[str, Any]
 
@@ -111,7 +111,8 @@ class Cases:
     def seconds(self, left: float) -> float:
         """Return how long a case may run now, of so many seconds left for all."""
         waiting = sum(case.state not in ("done", "failed") for case in self.all.values())
-        return min(left, SHARES * left / max(1, waiting))
+        most = left if waiting <= 1 else left / 2  # the last but one leaves time to the last
+        return min(most, SHARES * left / max(1, waiting))
 
     def ran(self, name: str, found: Record) -> None:
         """Add runs to the record of a case."""

@@ -118,7 +118,11 @@ def test_the_time_left_is_shared_by_the_cases_left() -> None:
 
 @pytest.fixture(scope="module")
 def clock(request: pytest.FixtureRequest) -> Clock:
-    cases = [item for item in request.session.items if item.name.startswith("test_every_run")]
+    cases = [
+        item
+        for item in request.session.items
+        if item.path == request.path and item.name.startswith("test_every_run")
+    ]
     return Clock(SECONDS, len(cases))
 
 
