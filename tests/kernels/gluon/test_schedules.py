@@ -21,7 +21,7 @@ from tests.kernels.gluon.emulator import (
 from tests.kernels.gluon.handovers import HANDOVERS
 from tests.kernels.gluon.schedules import CASES, replayed
 
-SCHEDULES, SCHEDULES_SLOW = 2_000, 25_000
+SCHEDULES, SCHEDULES_SLOW = 2_000, 10_000  # of a recording; the slow form has four
 TRIES = 3
 # Mistakes with which a run of the emulator cannot go on: it hangs, or its barriers are misused.
 STOPPED = frozenset((
