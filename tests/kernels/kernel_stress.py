@@ -183,6 +183,7 @@ class Captured:
         self, prepared: Prepared, want: Results, runs_per_graph: int = RUNS_PER_GRAPH
     ) -> None:
         self.watch = Watch(want, prepared.rounded)
+        self._prepared = prepared  # the graph reads its tensors
         self.runs, self._per_graph = 3, runs_per_graph
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
