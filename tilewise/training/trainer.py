@@ -23,7 +23,7 @@ from tilewise.training.flops import attention_flops, product_flops
 from tilewise.training.loss import find_loss
 from tilewise.training.packing import Batch
 
-__all__ = ["Settings", "Trainer", "learning_rate"]
+__all__ = ["Settings", "Trainer", "learning_rate", "model_flops"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,32 @@ def learning_rate(settings: Settings, step: int) -> float:
     return settings.lr * (settings.final_lr + (1 - settings.final_lr) * share)
 
 
+def model_flops(model: Decoder | Bert, tokens: int, pairs: float) -> float:
+    """FLOPs of a forward and backward pass: products and visible attention; see `training.flops`.
+
+    Args:
+        model: its parameters may lie on the meta device.
+        tokens: of all sequences.
+        pairs: sum of the sequences' squared lengths.
+    """
+    looked_up = ["embed_positions.weight"]
+    if isinstance(model, Bert):
+        # The head sees masked rows only; what it costs for them is left out.
+        looked_up += ["embed_tokens.weight", "head.weight"]
+        layers, channels = model.shape.num_layers, model.shape.hidden_size
+    else:
+        layers = model.config.num_layers
+        channels = model.config.num_q_heads * model.config.head_dim
+        if model.lm_head is not None:
+            looked_up.append("embed_tokens.weight")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    multiplied = sum(sizes.values()) - sum(sizes.get(name, 0) for name in looked_up)
+    attention = attention_flops(
+        pairs, num_layers=layers, channels=channels, causal=not isinstance(model, Bert)
+    )
+    return product_flops(multiplied) * tokens + attention
+
+
 class Trainer:
     """A model, its optimizer and its compiled forward and backward pass.
 
@@ -110,31 +136,9 @@ class Trainer:
                 mode=mode,
             )  # fmt: skip
 
-    @property
-    def product_flops(self) -> int:
-        """FLOPs a token of all products, forward and backward; see `training.flops`."""
-        model = self.model
-        looked_up = ["embed_positions.weight"]
-        if isinstance(model, Bert):
-            # The head sees masked rows only; what it costs for them is left out.
-            looked_up += ["embed_tokens.weight", "head.weight"]
-        elif model.lm_head is not None:
-            looked_up.append("embed_tokens.weight")
-        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        return product_flops(sum(sizes.values()) - sum(sizes.get(name, 0) for name in looked_up))
-
     def flops(self, batch: Batch) -> float:
         """FLOPs of a forward and backward pass over `batch`: products and visible attention."""
-        model = self.model
-        if isinstance(model, Bert):
-            layers, channels = model.shape.num_layers, model.shape.hidden_size
-        else:
-            layers = model.config.num_layers
-            channels = model.config.num_q_heads * model.config.head_dim
-        attention = attention_flops(
-            batch.pairs, num_layers=layers, channels=channels, causal=not isinstance(model, Bert)
-        )
-        return self.product_flops * batch.ids.numel() + attention
+        return model_flops(self.model, batch.ids.numel(), batch.pairs)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch's targets, in nats, on the device."""
