@@ -111,8 +111,8 @@ def masked_batches(
         ids = np.where(chosen & (draw < 0.8), mask, ids)
         random = rng.integers(0, words, ids.shape)
         ids = np.where(chosen & (draw >= 0.8) & (draw < 0.9), random, ids)
-        tensors = (torch.from_numpy(x) for x in (ids, labels, present.astype(np.int64)))
-        batches.append(Padded(*tensors, tuple(sizes)))
+        inputs, wanted, mask_of = map(torch.from_numpy, (ids, labels, present.astype(np.int64)))
+        batches.append(Padded(inputs, wanted, mask_of, tuple(sizes)))
     return batches
 
 

@@ -37,7 +37,7 @@ from tilewise.training.parameters import load_parameters, pad_vocabulary
 from tilewise.training.shapes import BERT_SHAPES, DECODER_SHAPES, decoder_config
 from tilewise.training.trainer import Settings, Trainer, model_flops
 
-__all__ = ["WAYS", "measure"]
+__all__ = ["WAYS", "make_step", "measure"]
 
 Json = dict[str, Any]
 Step = Callable[[int], Tensor]
@@ -71,7 +71,7 @@ def measure(spec: Json) -> Json:
     torch.set_float32_matmul_precision("high")
     started = time.perf_counter()
     try:
-        step, facts = _make(spec, device)
+        step, facts = make_step(spec, device)
         losses = [step(index) for index in range(max(3, spec["losses"]))]
         values = torch.stack(losses).tolist()
         start = time.perf_counter() - started
@@ -118,7 +118,7 @@ def _time(step: Step, device: torch.device, budget: float) -> list[float]:
     return seconds
 
 
-def _make(spec: Json, device: torch.device) -> tuple[Step, Json]:
+def make_step(spec: Json, device: torch.device) -> tuple[Step, Json]:
     """Build the model of a row and its batches; return a step, and what it counts for."""
     is_masked = spec["shape"] in BERT_SHAPES
     if is_masked:
@@ -191,9 +191,10 @@ def hugging_face(spec: Json, attention: str, device: torch.device) -> Any:
         config = getattr(transformers, f"{family}Config")(**fields, **none)
         made = getattr(transformers, "GPT2LMHeadModel" if is_gpt2 else "LlamaForCausalLM")
     config.use_cache = False
+    make: Any = made._from_config
     torch.manual_seed(spec["seed"])
     with device:
-        model = made._from_config(config, attn_implementation=attention)
+        model = make(config, attn_implementation=attention)
     return model.to(device).train()
 
 
