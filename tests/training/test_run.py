@@ -25,9 +25,10 @@ def train(out: Path, *, stop_after: int | None = None, **settings) -> list[dict]
     """Six steps of two batches each; return the log."""
     options = {"steps": 6, "compile": "", "warm_up": 2, "lr": 3e-3} | settings
     trainer = Trainer(make_decoder(), Settings(**options), words=WORDS)
-    plan = Plan(accumulate=2, log_every=1, evaluate_every=2, save_every=3, stop_after=stop_after)
-    held_out = make_packer(make_corpus(seed=1))
-    return run(trainer, make_packer(), out, plan, held_out=held_out)
+    plan = Plan(accumulate=2, log_every=1, evaluate_every=2, save_every=3,
+                evaluation_batches=2, stop_after=stop_after)  # fmt: skip
+    held_out = make_packer(make_corpus(seed=1), tokens=128)
+    return run(trainer, make_packer(tokens=128), out, plan, held_out=held_out)
 
 
 def test_three_steps_and_three_more_are_six(tmp_path):
