@@ -196,7 +196,8 @@ def attention_fp8(
         softcap=softcap,
         backend=backend,
     )
-    o, lse = attention_fp8_fwd(q, k, v, *options)
+    results: tuple[Tensor, Tensor] = attention_fp8_fwd(q, k, v, *options)
+    o, lse = results
     if not return_lse:
         return o
     if mean is not None:
@@ -219,7 +220,8 @@ def _mean_key(k: Tensor, seqlens_k: Tensor | None) -> Tensor:
 def _products_with(q: Tensor, mean: Tensor) -> Tensor:
     """Return q . mean of each head's mean key, (B, Hq, Sq) float32."""
     grouped = q.float().unflatten(2, (mean.shape[2], -1))
-    return (grouped * mean[:, :, :, None]).sum(-1).flatten(2).transpose(1, 2)
+    products: Tensor = (grouped * mean[:, :, :, None]).sum(-1).flatten(2).transpose(1, 2)
+    return products
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
