@@ -26,10 +26,13 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"nn", "ops", "cache", "errors"},
     "engine": {"models", "nn", "ops", "cache", "cost", "errors"},
     "server": {"engine", "errors"},
+    "training": {"models", "nn", "ops", "errors"},
     "integrations": {"ops", "nn", "cache", "masks", "errors"},
     "testing": {"reference", "errors"},
     "bench": {
         "engine",
+        "training",
+        "integrations",
         "models",
         "nn",
         "ops",

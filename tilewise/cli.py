@@ -356,6 +356,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "cascade",
             "paged",
             "engine",
+            "train",
             "waste",
             "machine",
             "live",
