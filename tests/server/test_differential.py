@@ -177,7 +177,16 @@ def check_completion(llm, running, http, fields):
                 None if entry is None else max(entry[token], -9999.0)
                 for entry, token in zip(entries, ids, strict=True)
             ]
-            assert len(choice["logprobs"]["text_offset"]) == len(told)
+            check_places(choice)
+
+
+def check_places(choice):
+    """Each whole token stands in the text where its offset says, as far as the text goes."""
+    logprobs, text = choice["logprobs"], choice["text"]
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"])
+    for token, place in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        if not token.startswith(("bytes:", "<|")) and place + len(token) <= len(text):
+            assert text[place : place + len(token)] == token or "\ufffd" in text
 
 
 @EVERYDAY

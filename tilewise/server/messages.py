@@ -23,6 +23,7 @@ from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, unserved
 from tilewise.server.protocol import ChatRequest, shown
 from tilewise.server.reply import Reply
+from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
 
 if TYPE_CHECKING:
@@ -69,14 +70,14 @@ def messages_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    @router.post("/v1/messages")
+    @router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
     async def messages(request: Request) -> Response:
         try:
             return _MessagesJob(service, await service.read(request, MessagesRequest)).reply()
         except ApiError as error:
             return JSONResponse(_error(error), error.status, error.headers)
 
-    @router.post("/v1/messages/count_tokens")
+    @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
     async def count_tokens(request: Request) -> Response:
         try:
             body = await service.read(request, CountRequest)
