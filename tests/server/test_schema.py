@@ -35,12 +35,15 @@ def running():
 def check_all(running, examples, mode):
     """Send drawn requests to every route and compare the answers with the schema."""
     schemathesis = pytest.importorskip("schemathesis", reason="pip install 'tilewise[clients]'")
+    checks = pytest.importorskip("schemathesis.checks")
     schema = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
     modes = schemathesis.GenerationMode
     num_routes = 0
     for found in schema.exclude(path=list(LEFT_OUT)).get_all_operations():
         operation = found.ok()
         num_routes += 1
+        if mode == "NEGATIVE" and "requestBody" not in operation.definition.raw:
+            continue  # nothing that could be wrong, but for a number in a query
 
         @settings(
             max_examples=examples, deadline=None, derandomize=True, database=None,
@@ -48,7 +51,10 @@ def check_all(running, examples, mode):
         )  # fmt: skip
         @given(operation.as_strategy(generation_mode=getattr(modes, mode)))
         def check(case):
-            case.call_and_validate(timeout=20)
+            # A schema cannot say every rule: what it allows may still be refused with 400.
+            case.call_and_validate(
+                timeout=20, excluded_checks=[checks.positive_data_acceptance]
+            )
 
         check()
     assert num_routes >= 18
