@@ -29,6 +29,9 @@ __all__ = ["GrammarMatcher", "Grammars"]
 COMPILE_SECONDS = 20.0  # a caller waits so long at most; what is compiled ends by the counts below
 COMPILERS = 2  # descriptions compiled at a time
 MAX_KEPT = 128  # compiled descriptions
+# Between the tokens of JSON, where its schema says nothing else: a line's end and its indentation.
+# With any amount, a weak model writes line ends until its tokens are used up.
+WHITESPACE = r"\n? {0,16}"
 # Counts of llguidance: half a second of building a lexer (50,000 units a millisecond), 60,000
 # symbols, 50,000 states of some 1.5 kB, and 14 ms (14,000 a millisecond) of work for one mask.
 LIMITS: dict[str, Any] = {
@@ -143,6 +146,10 @@ class Grammars:
             if kind == "choice":
                 texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(description))
                 grammar = self._library.grammar_from("lark", "start: " + " | ".join(texts))
+            elif kind == "json":
+                grammar = self._library.LLMatcher.grammar_from_json_schema(
+                    description, defaults={"whitespace_pattern": WHITESPACE}
+                )
             else:
                 grammar = self._library.grammar_from(kind, description)
         except ValueError as error:
