@@ -7,7 +7,14 @@ import statistics
 import pytest
 
 from tilewise.bench.trace import TraceRequest, ids_within
-from tilewise.bench.workload import Asked, arriving, conversations, drawn_prompts, of_trace, with_keys
+from tilewise.bench.workload import (
+    Asked,
+    arriving,
+    conversations,
+    drawn_prompts,
+    of_trace,
+    with_keys,
+)
 
 DRAWN = {"words": 5, "shared_words": 3, "max_tokens": 4, "temperature": 1.0}
 

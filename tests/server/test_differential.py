@@ -91,8 +91,11 @@ FIELDS = st.fixed_dictionaries(
         "echo": some(st.booleans()),
         "structured_outputs": some(
             st.sampled_from(
-                [{"choice": ["yes", "no", "maybe so"]}, {"regex": "[a-c]{2,9}"},
-                 {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}}}]
+                [
+                    {"choice": ["yes", "no", "maybe so"]},
+                    {"regex": "[a-c]{2,9}"},
+                    {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
+                ]
             )  # fmt: skip
         ),
         "prompt": st.sampled_from([*PROMPTS, PROMPTS[:2], PROMPTS[2:]]),
@@ -334,7 +337,7 @@ def test_the_other_forms_of_a_chat_add_up(talking, http, case):
         kinds = {"content": "text", "reasoning": "thinking"}
         ids = TOKENIZER.encode(case["text"], adds_special_tokens=False)[: case["max_tokens"]]
         content, reasoning, calls = parsed({**case, "one": False}, TOKENIZER.decode(ids))
-        texts = {kind: "" for kind in kinds.values()}
+        texts = dict.fromkeys(kinds.values(), "")
         for block in whole["content"]:
             if block["type"] in texts:
                 texts[block["type"]] += block[block["type"]]

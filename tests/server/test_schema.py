@@ -52,9 +52,7 @@ def check_all(running, examples, mode):
         @given(operation.as_strategy(generation_mode=getattr(modes, mode)))
         def check(case):
             # A schema cannot say every rule: what it allows may still be refused with 400.
-            case.call_and_validate(
-                timeout=20, excluded_checks=[checks.positive_data_acceptance]
-            )
+            case.call_and_validate(timeout=20, excluded_checks=[checks.positive_data_acceptance])
 
         check()
     assert num_routes >= 18

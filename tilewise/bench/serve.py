@@ -127,9 +127,7 @@ def _count(answer: Answer, usage: dict[str, Any]) -> None:
     answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-async def load(
-    url: str, asked: Sequence[Asked], *, concurrency: int | None = None
-) -> list[Answer]:
+async def load(url: str, asked: Sequence[Asked], *, concurrency: int | None = None) -> list[Answer]:
     """Send requests and return what each saw, in their order.
 
     Args:

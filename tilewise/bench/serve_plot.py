@@ -77,9 +77,7 @@ def _shares(axes: Any, values: list[float], label: str, colour: str) -> None:
     axes.step([0.0, *ranked], [0.0, *shares], where="post", label=label, color=colour)
 
 
-def _over_time(
-    axes: Any, good: Sequence[Answer], failed: Sequence[Answer], started: float
-) -> None:
+def _over_time(axes: Any, good: Sequence[Answer], failed: Sequence[Answer], started: float) -> None:
     names = sorted({a.key for a in good})
     for i, name in enumerate(names):
         mine = [a for a in good if a.key == name]
@@ -105,9 +103,7 @@ def _over_time(
 
 def _rate(axes: Any, good: Sequence[Answer], done: Sequence[Any], started: float) -> None:
     """Draw tokens that have come, and the requests that are under way."""
-    events = sorted(
-        (when - started, a.num_tokens / len(a.times)) for a in good for when in a.times
-    )
+    events = sorted((when - started, a.num_tokens / len(a.times)) for a in good for when in a.times)
     made, so_far = [0.0], 0.0
     for _, tokens in events:
         so_far += tokens
@@ -127,7 +123,9 @@ def _rate(axes: Any, good: Sequence[Answer], done: Sequence[Any], started: float
     axes.set_ylabel("tokens so far")
     axes.grid(alpha=0.3)
     beside = axes.twinx()
-    changes = sorted([(a.begun - started, 1) for a in good] + [(a.ended - started, -1) for a in good])
+    changes = sorted(
+        [(a.begun - started, 1) for a in good] + [(a.ended - started, -1) for a in good]
+    )
     live, counts = 0, []
     for _, change in changes:
         live += change

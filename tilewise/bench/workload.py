@@ -55,8 +55,15 @@ def drawn_prompts(
 
 
 def conversations(
-    count: int, turns: int, *, words: int, shared_words: int, max_tokens: int, temperature: float,
-    think_s: float, seed: int = 0,
+    count: int,
+    turns: int,
+    *,
+    words: int,
+    shared_words: int,
+    max_tokens: int,
+    temperature: float,
+    think_s: float,
+    seed: int = 0,
 ) -> list[Asked]:
     """Draw conversations: each turn's prompt is all that was said before and `words` new ones.
 

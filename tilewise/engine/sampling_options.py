@@ -145,7 +145,10 @@ def check_options(params: SamplingParams) -> None:
         raise ValueError(
             f"repetition_penalty must be finite and above 0, got {params.repetition_penalty}"
         )
-    if params.min_tokens < 0 or params.min_tokens > (params.max_tokens or params.min_tokens):
+    most = params.max_tokens
+    if most is not None and most < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {most}")
+    if params.min_tokens < 0 or params.min_tokens > (most or params.min_tokens):
         raise ValueError(
             f"min_tokens must be in 0 ... max_tokens ({params.max_tokens}), got {params.min_tokens}"
         )

@@ -79,7 +79,10 @@ class GrammarMatcher:
 
     def _check(self, what: str) -> None:
         if self._state.is_error():
-            raise RuntimeError(f"the grammar failed at {what}: {self._state.get_error()}")
+            error = " ".join(str(self._state.get_error()).split())
+            raise RequestError(
+                f"the grammar must be one that can be followed, got {error} at {what}"
+            )
 
 
 class Grammars:
