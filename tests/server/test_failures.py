@@ -380,7 +380,8 @@ def test_a_description_that_explodes_is_refused_and_others_go_on(http):
     assert slowest < 2.0
     for name, answer in found.items():
         assert answer.status_code in (200, 400), (name, answer.text[:300])
-    harmless = {"circle", "nested", "huge enum", "grammar"}  # these may be followed after all
+    # These may be followed after all: states are built as they are reached, and not for long.
+    harmless = {"circle", "nested", "huge enum", "grammar", "states"}
     assert {name for name, answer in found.items() if answer.status_code == 200} <= harmless
     alive(http)
 

@@ -5,9 +5,9 @@
     tilewise bench serve --turns 4 --think-s 1 --shared-words 100     conversations
     tilewise bench serve --direct --concurrency 64      the packaged model, with and without HTTP
 
-What is sent and when is in `workload`. --simulate serves what was sent, when it was sent, in virtual
-time as well, and sets the two beside one another. The client is a few lines over a socket: what is
-measured should be the server. The last line is JSON.
+What is sent and when is in `workload`. --simulate serves what was sent, when it was sent, in
+virtual time as well, and sets the two beside one another. The client is a few lines over a socket:
+what is measured should be the server. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def simulated(
         requests.append(
             TraceRequest(
                 when, len(ids), output, answer.samples, token_ids=tuple(ids), user=answer.key
-            )  # fmt: skip
+            )
         )
         measured.append(
             Timing(
