@@ -43,27 +43,93 @@ ABSENT = "no part of this server"
 KNOWN: dict[str, tuple[str, tuple[str, ...] | str]] = {
     "1": ("a request larger than the cache waits for ever", (FITS,)),
     "2": ("a small cache hangs", (FITS, FULL)),
-    "3": ("capacity counted one block too many", (FULL, f"{SCHEDULER}::test_a_request_of_exactly_the_cache_ends_and_uses_every_block")),
-    "4": ("all seats taken, and none is given again", (f"{HERE}::test_seats_that_were_all_taken_are_given_again",)),
+    "3": (
+        "capacity counted one block too many",
+        (FULL, f"{SCHEDULER}::test_a_request_of_exactly_the_cache_ends_and_uses_every_block"),
+    ),
+    "4": (
+        "all seats taken, and none is given again",
+        (f"{HERE}::test_seats_that_were_all_taken_are_given_again",),
+    ),
     "5": ("requests wait for another machine's cache", ABSENT),
     "6": ("engines made from such an engine do the same", (FITS,)),
-    "7": ("health is good while nothing moves", (f"{LIFE}::test_health_is_bad_when_work_is_there_and_no_step_ends",)),
-    "8": ("a request too large ends the engine", (FITS, f"{SCHEDULER}::test_a_refused_request_hurts_nobody")),
+    "7": (
+        "health is good while nothing moves",
+        (f"{LIFE}::test_health_is_bad_when_work_is_there_and_no_step_ends",),
+    ),
+    "8": (
+        "a request too large ends the engine",
+        (FITS, f"{SCHEDULER}::test_a_refused_request_hurts_nobody"),
+    ),
     "9": ("a prompt too long is dropped and its client waits", (FITS,)),
-    "10": ("a full swap space ends the engine", ("engine/test_swap_space.py::test_a_full_swap_space_falls_to_recomputing",)),
-    "11": ("main memory grows", ("server/test_chaos.py::test_memory_stays_while_clients_come_and_go",)),
-    "12": ("the check for leaks ends the server", ("engine/test_scheduler.py::test_a_failed_step_ends_only_the_requests_that_were_in_it",)),
-    "13": ("work goes on for a client that has left", (f"{LIFE}::test_a_client_that_leaves_ends_its_work_at_once", f"{LIFE}::test_a_client_that_leaves_the_queue_frees_its_place", "server/test_story.py::test_a_client_that_leaves_frees_its_blocks")),
-    "14": ("blocks freed while a step reads them", ("engine/test_scheduler_simulation.py::test_any_schedule_gives_the_tokens_of_a_request_alone", f"{SCHEDULER}::test_an_abort_in_flight_drops_its_results_and_keeps_those_of_others")),
-    "15": ("a preempted request loses its place", (f"{SCHEDULER}::test_a_preempted_request_keeps_its_place_in_the_queue",)),
-    "16": ("penalties beside guessed tokens end the engine", ("engine/test_speculative.py::test_guesses_beside_swapped_and_adjusted_requests_change_nothing",)),
-    "17": ("memory counted wrong at the start", ("engine/test_sizing.py::test_what_does_not_fit_is_refused_with_the_sizes", "engine/test_sizing.py::test_the_widest_step_runs")),
-    "18": ("prompts made to collide read others' cache", (f"{PREFIX}::test_colliding_hashes_do_not_share",)),
-    "19": ("a salt that poses as something else", (f"{PREFIX}::test_a_salt_cannot_pose_as_a_block", f"{KEYS}::test_salts_of_different_callers_never_collide")),
+    "10": (
+        "a full swap space ends the engine",
+        ("engine/test_swap_space.py::test_a_full_swap_space_falls_to_recomputing",),
+    ),
+    "11": (
+        "main memory grows",
+        ("server/test_chaos.py::test_memory_stays_while_clients_come_and_go",),
+    ),
+    "12": (
+        "the check for leaks ends the server",
+        ("engine/test_scheduler.py::test_a_failed_step_ends_only_the_requests_that_were_in_it",),
+    ),
+    "13": (
+        "work goes on for a client that has left",
+        (
+            f"{LIFE}::test_a_client_that_leaves_ends_its_work_at_once",
+            f"{LIFE}::test_a_client_that_leaves_the_queue_frees_its_place",
+            "server/test_story.py::test_a_client_that_leaves_frees_its_blocks",
+        ),
+    ),
+    "14": (
+        "blocks freed while a step reads them",
+        (
+            "engine/test_scheduler_simulation.py::test_any_schedule_gives_the_tokens_of_a_request_alone",
+            f"{SCHEDULER}::test_an_abort_in_flight_drops_its_results_and_keeps_those_of_others",
+        ),
+    ),
+    "15": (
+        "a preempted request loses its place",
+        (f"{SCHEDULER}::test_a_preempted_request_keeps_its_place_in_the_queue",),
+    ),
+    "16": (
+        "penalties beside guessed tokens end the engine",
+        (
+            "engine/test_speculative.py::test_guesses_beside_swapped_and_adjusted_requests_change_nothing",
+        ),
+    ),
+    "17": (
+        "memory counted wrong at the start",
+        (
+            "engine/test_sizing.py::test_what_does_not_fit_is_refused_with_the_sizes",
+            "engine/test_sizing.py::test_the_widest_step_runs",
+        ),
+    ),
+    "18": (
+        "prompts made to collide read others' cache",
+        (f"{PREFIX}::test_colliding_hashes_do_not_share",),
+    ),
+    "19": (
+        "a salt that poses as something else",
+        (
+            f"{PREFIX}::test_a_salt_cannot_pose_as_a_block",
+            f"{KEYS}::test_salts_of_different_callers_never_collide",
+        ),
+    ),
     "20": ("a weak hash with an unknown seed", (f"{PREFIX}::test_colliding_hashes_do_not_share",)),
-    "21": ("a collision gives wrong text in silence", (f"{PREFIX}::test_colliding_hashes_do_not_share",)),
-    "22": ("64 bits without a look at the tokens", (f"{PREFIX}::test_the_boundaries_of_tokens_are_part_of_the_key",)),
-    "23": ("timing tells of other users' prompts", (f"{HERE}::test_no_key_finds_what_another_has_cached",)),
+    "21": (
+        "a collision gives wrong text in silence",
+        (f"{PREFIX}::test_colliding_hashes_do_not_share",),
+    ),
+    "22": (
+        "64 bits without a look at the tokens",
+        (f"{PREFIX}::test_the_boundaries_of_tokens_are_part_of_the_key",),
+    ),
+    "23": (
+        "timing tells of other users' prompts",
+        (f"{HERE}::test_no_key_finds_what_another_has_cached",),
+    ),
     "24": ("pickle over a socket", (PICKLE,)),
     "25": ("pickle between machines", (PICKLE,)),
     "26": ("a store that listens everywhere", (PICKLE,)),
@@ -73,24 +139,75 @@ KNOWN: dict[str, tuple[str, tuple[str, ...] | str]] = {
     "30": ("pickle through shared memory", (PICKLE,)),
     "31": ("pickle in a queue of messages", (PICKLE,)),
     "32": ("pickle in other servers", (PICKLE,)),
-    "33": ("a template's argument blocks the server", (f"{HERE}::test_a_templates_arguments_are_its_own", f"{TEMPLATES}::test_arguments_of_a_template_may_not_replace_messages")),
-    "34": ("a request's template loops", (f"{HERE}::test_a_template_that_loops_stops_nobody", f"{TEMPLATES}::test_a_requests_own_template_needs_permission")),
-    "35": ("a checkpoint's template runs code", (f"{TEMPLATES}::test_a_template_that_does_wrong_is_an_error_and_the_next_one_works",)),
+    "33": (
+        "a template's argument blocks the server",
+        (
+            f"{HERE}::test_a_templates_arguments_are_its_own",
+            f"{TEMPLATES}::test_arguments_of_a_template_may_not_replace_messages",
+        ),
+    ),
+    "34": (
+        "a request's template loops",
+        (
+            f"{HERE}::test_a_template_that_loops_stops_nobody",
+            f"{TEMPLATES}::test_a_requests_own_template_needs_permission",
+        ),
+    ),
+    "35": (
+        "a checkpoint's template runs code",
+        (f"{TEMPLATES}::test_a_template_that_does_wrong_is_an_error_and_the_next_one_works",),
+    ),
     "36": ("n of a million", (f"{HERE}::test_counts_of_a_million_are_refused",)),
     "37": ("best_of of a million", (f"{HERE}::test_counts_of_a_million_are_refused",)),
-    "38": ("an empty prompt ends the server", (f"{HERE}::test_an_empty_prompt_is_answered_or_refused",)),
-    "39": ("a header of megabytes", (f"{LIFE}::test_headers_over_the_limit_are_431", "server/test_sockets.py::test_headers_of_megabytes_are_not_read")),
-    "40": ("a wrong schema, expression or tool ends the engine", (f"{HERE}::test_a_description_that_explodes_is_refused_and_others_go_on",)),
-    "41": ("compiled grammars fill the disk", (f"{HERE}::test_compiled_descriptions_are_kept_within_a_bound",)),
-    "42": ("huge choices, and grammars that nest for ever", (f"{HERE}::test_a_description_that_explodes_is_refused_and_others_go_on",)),
-    "43": ("prompt_logprobs of everything", (f"{HERE}::test_prompt_logprobs_of_everything_are_refused", "engine/test_sampling_options.py::test_prompts_are_scored_in_slices_of_bounded_memory")),
+    "38": (
+        "an empty prompt ends the server",
+        (f"{HERE}::test_an_empty_prompt_is_answered_or_refused",),
+    ),
+    "39": (
+        "a header of megabytes",
+        (
+            f"{LIFE}::test_headers_over_the_limit_are_431",
+            "server/test_sockets.py::test_headers_of_megabytes_are_not_read",
+        ),
+    ),
+    "40": (
+        "a wrong schema, expression or tool ends the engine",
+        (f"{HERE}::test_a_description_that_explodes_is_refused_and_others_go_on",),
+    ),
+    "41": (
+        "compiled grammars fill the disk",
+        (f"{HERE}::test_compiled_descriptions_are_kept_within_a_bound",),
+    ),
+    "42": (
+        "huge choices, and grammars that nest for ever",
+        (f"{HERE}::test_a_description_that_explodes_is_refused_and_others_go_on",),
+    ),
+    "43": (
+        "prompt_logprobs of everything",
+        (
+            f"{HERE}::test_prompt_logprobs_of_everything_are_refused",
+            "engine/test_sampling_options.py::test_prompts_are_scored_in_slices_of_bounded_memory",
+        ),
+    ),
     "44": ("an advisory of 2026 of which no text was found", "what it was is not known"),
     "45": ("images and films of any size", (f"{HERE}::test_what_is_no_text_is_refused_by_name",)),
     "46": ("a negative count", (f"{HERE}::test_numbers_at_the_edges_are_never_the_servers_error",)),
-    "46b": ("a key in other letters, and routes that need none", (f"{KEYS}::test_every_route_but_two_needs_a_key",)),
-    "47": ("a key found out by timing", (f"{HERE}::test_a_key_is_compared_whole_with_every_known_one",)),
-    "48": ("a key that guards only some routes", (f"{KEYS}::test_every_route_but_two_needs_a_key", "server/test_page.py::test_without_a_key_the_page_is_a_form_for_it")),
-}  # fmt: skip
+    "46b": (
+        "a key in other letters, and routes that need none",
+        (f"{KEYS}::test_every_route_but_two_needs_a_key",),
+    ),
+    "47": (
+        "a key found out by timing",
+        (f"{HERE}::test_a_key_is_compared_whole_with_every_known_one",),
+    ),
+    "48": (
+        "a key that guards only some routes",
+        (
+            f"{KEYS}::test_every_route_but_two_needs_a_key",
+            "server/test_page.py::test_without_a_key_the_page_is_a_form_for_it",
+        ),
+    ),
+}
 
 
 def test_every_failure_has_a_test_or_a_reason():

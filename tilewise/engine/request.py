@@ -52,8 +52,8 @@ class SamplingParams:
         logprobs: report the log-probability of each token and of this many best ones, of the
             model's own distribution: before everything below, and before temperature.
         prompt_logprobs: the same for each token of the prompt but the first.
-        repetition_penalty: in [1e-6, 1e6]; divides the positive logits of tokens that prompt or output
-            have, and multiplies the others; 1 is none.
+        repetition_penalty: in [1e-6, 1e6]; divides the positive logits of tokens that prompt or
+            output have, and multiplies the others; 1 is none.
         frequency_penalty: in [-2, 2]; taken from a token's logit for each time the output has it.
         presence_penalty: in [-2, 2]; taken once if the output has the token.
         logit_bias: {token id: bias in [-100, 100]} of at most 1024 tokens, added to their logits.
