@@ -1,8 +1,8 @@
 """Clients that others wrote, unmodified, against a running server.
 
-openai is in the everyday set, and so is anthropic; litellm, langchain-openai, instructor, guidellm and
-lm-eval run where they are installed (the extra `clients`, or an environment of each one's own whose bin
-is in PATH). docs/serve.md has the versions that were seen working.
+openai and anthropic are in the everyday set; litellm, langchain-openai and instructor run where
+they can be imported, guidellm and lm-eval where their commands are in PATH. docs/serve.md has the
+versions that were seen working.
 """
 
 from __future__ import annotations

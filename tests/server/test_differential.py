@@ -96,7 +96,7 @@ FIELDS = st.fixed_dictionaries(
                     {"regex": "[a-c]{2,9}"},
                     {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
                 ]
-            )  # fmt: skip
+            )
         ),
         "prompt": st.sampled_from([*PROMPTS, PROMPTS[:2], PROMPTS[2:]]),
     }
