@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 import pytest
@@ -21,7 +22,7 @@ DRAWN = {"words": 5, "shared_words": 3, "max_tokens": 4, "temperature": 1.0}
 
 def gaps(asked):
     times = [one.seconds for one in asked]
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

@@ -1,6 +1,6 @@
 """The page in Chromium: what is seen in the map is what the engine did, by mouse and by keyboard.
 
-Needs playwright (the extra `clients`) and a Chromium in PATH; playwright's own browsers are not used.
+Needs playwright (the extra `clients`) and a Chromium in PATH; not one of playwright's own.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class GrammarMatcher:
     Args:
         state: an llguidance matcher of its own.
 
-    Every method raises RuntimeError where the library gives up, with its reason.
+    Every method raises RuntimeError where the library gives up, with its reason; fill_mask raises
+    RequestError, for it is then the description that cannot be followed.
     """
 
     def __init__(self, state: Any) -> None:
@@ -64,7 +65,11 @@ class GrammarMatcher:
     def fill_mask(self, words: NDArray[np.int32]) -> None:
         """Write which tokens may come next: bit t % 32 of word t // 32 for token t."""
         mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
-        self._check("the next mask")
+        if self._state.is_error():
+            # It compiles lazily: one without an end, or too large, is found out here.
+            raise RequestError(
+                f"the grammar must be one that can be followed, got an error: {self._error()}"
+            )
         count = min(len(mask), len(words))
         words[:count], words[count:] = mask[:count], 0
 
@@ -79,10 +84,10 @@ class GrammarMatcher:
 
     def _check(self, what: str) -> None:
         if self._state.is_error():
-            error = " ".join(str(self._state.get_error()).split())
-            raise RequestError(
-                f"the grammar must be one that can be followed, got {error} at {what}"
-            )
+            raise RuntimeError(f"the grammar failed at {what}: {self._error()}")
+
+    def _error(self) -> str:
+        return " ".join(str(self._state.get_error()).split())
 
 
 class Grammars:
