@@ -27,7 +27,7 @@ VIEWS = {"light": ("light", 1180, 820), "dark": ("dark", 1180, 820), "phone": ("
 
 def ask(url: str, prompt: str, n: int, seed: int) -> None:
     body = {
-        "prompt": prompt, "max_tokens": 160, "n": n, "seed": seed, "ignore_eos": True,
+        "prompt": prompt, "max_tokens": 400, "n": n, "seed": seed, "ignore_eos": True,
         "temperature": 1.0,
     }  # fmt: skip
     data = json.dumps(body).encode()
@@ -36,7 +36,7 @@ def ask(url: str, prompt: str, n: int, seed: int) -> None:
 
 def main() -> None:
     """Write page_light.png, page_dark.png and page_phone.png beside this file."""
-    llm = LLM("story", device="cpu", num_blocks=160, max_num_seqs=12, swap_space_gib=0.02)
+    llm = LLM("story", device="cpu", num_blocks=120, max_num_seqs=12, swap_space_gib=0.02)
     path = shutil.which("chromium")
     with (
         serving(
@@ -67,11 +67,12 @@ def main() -> None:
             ]
             for thread in threads:
                 thread.start()
-            while not llm.engine.scheduler.stats().num_preemptions and any(
+            before = llm.engine.scheduler.stats().num_preemptions
+            page.wait_for_timeout(1500)
+            while llm.engine.scheduler.stats().num_preemptions - before < 3 and any(
                 t.is_alive() for t in threads
             ):
                 time.sleep(0.02)
-            page.wait_for_timeout(1200)
             llm.loop.pause()
             page.wait_for_timeout(1400)
             page.focus("#map")
