@@ -168,6 +168,13 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def width_of(token: int, tokenizer: Tokenizer | None, shows_special: bool) -> int:
+    """Return how many characters of the text begin in a token: of one cut in two, in its first."""
+    if tokenizer is None or (token in tokenizer.special_ids and not shows_special):
+        return 0
+    return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
+
+
 def _chat_token(token: int, logprob: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
     data = token_text(token, tokenizer) if tokenizer is None else tokenizer.token_bytes(token)
     raw = data.encode() if isinstance(data, str) else data
@@ -193,13 +200,6 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def width_of(token: int, tokenizer: Tokenizer | None, shows_special: bool) -> int:
-    """Return how many characters of the text begin in a token: of one cut in two, in its first."""
-    if tokenizer is None or (token in tokenizer.special_ids and not shows_special):
-        return 0
-    return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
 
 
 class CompletionAnswer:
