@@ -320,9 +320,17 @@ def start(*arguments):
     )  # fmt: skip
     for line in process.stderr:
         if found := re.search(r"serving \S+ at (\S+)", line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()
+            process.reader = threading.Thread(target=process.stderr.read, daemon=True)
+            process.reader.start()
             return process, found.group(1)
     raise AssertionError("it did not start")
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait(20)
+    process.reader.join(20)
+    process.stderr.close()
 
 
 @pytest.mark.slow
@@ -341,8 +349,7 @@ def test_a_server_that_was_killed_starts_again_at_its_port_and_answers_the_same(
             ).encode()
             stream = urllib.request.urlopen(f"{url}/v1/completions", long, timeout=60)
             stream.readline()
-            process.send_signal(signal.SIGKILL)  # with work under way
-            process.wait(20)
+            kill(process)  # with work under way
             with pytest.raises((http.client.IncompleteRead, ConnectionError)):
                 stream.read()
             stream.close()
@@ -356,5 +363,4 @@ def test_a_server_that_was_killed_starts_again_at_its_port_and_answers_the_same(
         orphans = [line for line in listed.splitlines() if "templates.work()" in line]
         assert not [line for line in orphans if line.split()[0] in ("1", str(process.pid))]
     finally:
-        process.kill()
-        process.wait(20)
+        kill(process)

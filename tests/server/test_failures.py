@@ -341,8 +341,11 @@ def test_nothing_is_unpickled_and_no_socket_is_opened_but_the_servers_own():
     }  # fmt: skip
     opened = []
     for file in sorted((ROOT / "tilewise").rglob("*.py")):
-        name = str(file.relative_to(ROOT / "tilewise"))
-        for node in ast.walk(ast.parse(file.read_text())):
+        name, text = str(file.relative_to(ROOT / "tilewise")), file.read_text()
+        calls = ("torch.load", ".listen(", "_server(", ".bind(")
+        if not any(word in text for word in (*forbidden, *calls)):
+            continue  # parsing takes time
+        for node in ast.walk(ast.parse(text)):
             modules = []
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]

@@ -131,7 +131,8 @@ def test_heads_are_read_or_refused(running, head, wanted):
     data = talk(running, head)
     assert status(data) in wanted, data[:200]
     if status(data) is not None and status(data) >= 400:
-        told = json.loads(data.partition(b"\r\n\r\n")[2])
+        # What followed may have been taken for a further request, and refused as well.
+        told, _ = json.JSONDecoder().raw_decode(data.partition(b"\r\n\r\n")[2].decode())
         assert told["error"]["message"]
     assert httpx.get(f"{running.url}/health").status_code == 200
 
