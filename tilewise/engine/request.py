@@ -52,8 +52,8 @@ class SamplingParams:
         logprobs: report the log-probability of each token and of this many best ones, of the
             model's own distribution: before everything below, and before temperature.
         prompt_logprobs: the same for each token of the prompt but the first.
-        repetition_penalty: above 0; divides the positive logits of tokens that prompt or output
-            have, and multiplies the others; 1 is none.
+        repetition_penalty: in [1e-6, 1e6]; divides the positive logits of tokens that prompt or
+            output have, and multiplies the others; 1 is none.
         frequency_penalty: in [-2, 2]; taken from a token's logit for each time the output has it.
         presence_penalty: in [-2, 2]; taken once if the output has the token.
         logit_bias: {token id: bias in [-100, 100]} of at most 1024 tokens, added to their logits.
@@ -116,7 +116,10 @@ class SamplingParams:
                 f"temperature must be finite and at least 0, got {self.temperature}",
             ),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
-            (self.top_k >= -1, f"top_k must be -1, 0 or a count, got {self.top_k}"),
+            (
+                -1 <= self.top_k < 1 << 31,
+                f"top_k must be -1, 0 or a count below 2^31, got {self.top_k}",
+            ),
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
             (
                 self.max_tokens is None or self.max_tokens >= 1,

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from tilewise.server.errors import ApiError
 from tilewise.server.front import caller_of
 from tilewise.server.keys import Caller
+from tilewise.server.schema import body_of
 
 if TYPE_CHECKING:
     from tilewise.server.app import Service
@@ -53,7 +54,7 @@ def admin_router(service: Service) -> APIRouter:
         bridge.is_paused = False
         return JSONResponse({"paused": False})
 
-    @router.post("/abort")
+    @router.post("/abort", openapi_extra=body_of(AbortRequest))
     async def abort(request: Request) -> Response:
         admin_only(request)
         body = await service.read(request, AbortRequest)
