@@ -15,6 +15,12 @@ import torch
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.draft_runner import DraftingRunner, check_speculative, draft_runner
+from tilewise.engine.embedding import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    check_pooling,
+    embedding_of,
+)
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.loop import EngineLoop
@@ -364,6 +370,60 @@ class LLM:
             self._drop(mine)
         return [g.output for g in mine]
 
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        pooling: str = "mean",
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Return one vector for each prompt: its hidden states after the last norm, pooled.
+
+        mean: sum_p h_p / T over the T tokens of the prompt; last: h_T. The prompts run in the steps
+        of all requests, in chunks. Vectors are not of unit length.
+
+        Args:
+            prompts: see generate(); each leaves room for one more token in the context.
+            pooling: "mean" or "last".
+            user, cache_salt, priority, deadline_s, max_queue_s: see generate().
+
+        Returns:
+            One output per prompt, in the order given, `embedding` of hidden_size floats.
+
+        Raises:
+            ValueError: pooling is something else.
+            TimeoutError: a deadline has passed.
+            Exception: as of generate().
+
+        Example:
+            >>> [output] = LLM("story").embed("Once upon a time")
+            >>> len(output.embedding)
+        """
+        check_pooling(pooling)
+        mine = self._generations(
+            prompts,
+            EMBEDDING_PARAMS,
+            user=user,
+            salt=cache_salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            max_queue_s=max_queue_s,
+            pooling=pooling,
+        )
+        waiter = _Waiter(mine)
+        try:
+            self._submit(mine)
+            while not waiter.is_over:
+                waiter.wait()
+            _raise_first(mine)
+        finally:
+            self._drop(mine)
+        return [embedding_of(g.output, pooling) for g in mine]
+
     def stream(
         self,
         prompt: Prompt,
@@ -421,8 +481,8 @@ class LLM:
         """Return a request for `loop.submit()`, checked; nothing has changed.
 
         Args:
-            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s of
-                `Request`.
+            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s,
+                pooling of `Request`.
 
         Raises:
             RequestError: it can never be served.

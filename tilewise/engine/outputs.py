@@ -63,6 +63,7 @@ class RequestOutput:
         finished: whether every sample has ended.
         prompt_logprobs: per prompt token, as `CompletionOutput.logprobs`; the first one has None.
             Without SamplingParams.prompt_logprobs, and until the first token is drawn, None.
+        prompt_state: the pooled hidden states of the prompt, where they were asked for.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = False
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    prompt_state: tuple[float, ...] | None = None
 
 
 class Generation:
@@ -152,6 +154,8 @@ class Generation:
             if event.token.prompt_logprobs is not None:
                 scores = event.token.prompt_logprobs
                 self.output.prompt_logprobs = [None, *({**dict(t), i: p} for i, p, t in scores)]
+            if event.token.prompt_state is not None:
+                self.output.prompt_state = event.token.prompt_state
             metrics.first_token_time = metrics.first_token_time or now
         if event.finish_reason is not None:
             completion.finish_reason = event.finish_reason.value

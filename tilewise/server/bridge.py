@@ -13,12 +13,20 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.embedding import EmbeddingOutput
+from tilewise.engine.outputs import RequestMetrics, RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import RequestError
@@ -339,14 +347,88 @@ class Bridge:
         Raises:
             ApiError: why it was refused, or what ended it.
         """
+        asked = (user, cache_salt, priority, timeout)
+        with self._entered(job, prompts, *asked) as (ticket, keywords):
+            self.metrics.params_n.observe(sampling.n)
+            if sampling.max_tokens is not None:
+                self.metrics.params_max_tokens.observe(sampling.max_tokens)
+            outputs = [
+                self.llm.generate(_as_given(prompt), sampling, request_id=request_id, **keywords)
+                for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
+            ]
+            merged = _one(outputs[0]) if len(outputs) == 1 else _merged(outputs)
+            async with contextlib.aclosing(merged):
+                async for place, output in merged:
+                    self._observe(job, ticket, place, output)
+                    yield place, output
+
+    async def embed(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        pooling: str,
+        *,
+        user: str = "",
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Return the embeddings of the prompts, in their order.
+
+        Raises:
+            ApiError: why it was refused, or what ended it.
+        """
+        embed: Any = self.llm.embed  # type: ignore[attr-defined]
+        asked = (user, cache_salt, priority, timeout)
+        with self._entered(job, prompts, *asked) as (ticket, keywords):
+            tasks = [
+                asyncio.ensure_future(
+                    embed(_as_given(prompt), pooling=pooling, request_id=request_id, **keywords)
+                )
+                for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
+            ]
+            try:
+                found: list[EmbeddingOutput] = await asyncio.gather(*tasks)
+            except TimeoutError:
+                message = "the deadline has passed before the prompts were computed"
+                raise ApiError(504, message) from None
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            self._last_output = time.monotonic()
+            self.queue.begin(ticket)
+            for place, output in enumerate(found):
+                job.outputs[place] = RequestOutput(
+                    output.request_id,
+                    None,
+                    output.prompt_token_ids,
+                    [],
+                    RequestMetrics(job.arrived),
+                    output.num_cached_tokens,
+                    finished=True,
+                )
+            return found
+
+    @contextlib.contextmanager
+    def _entered(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        user: str,
+        cache_salt: str | None,
+        priority: int,
+        timeout: float | None,
+    ) -> Iterator[tuple[Ticket, dict[str, Any]]]:
+        """Hold a place in the queue; give it and what the engine is asked beside the prompts."""
         caller = job.caller
         for prompt in prompts:
             self.check_length(caller, prompt.ids)
         tokens = sum(len(prompt.ids) for prompt in prompts)
         ticket = self.queue.enter(caller, tokens, len(prompts))
-        self.metrics.params_n.observe(sampling.n)
-        if sampling.max_tokens is not None:
-            self.metrics.params_max_tokens.observe(sampling.max_tokens)
+        job.engine_ids = [
+            job.job_id if i == 0 else f"{job.job_id}-{i}" for i in range(len(prompts))
+        ]
         keywords: dict[str, Any] = {
             "user": caller.name or user,
             "cache_salt": caller.salt(cache_salt),
@@ -354,19 +436,8 @@ class Bridge:
             "priority": priority if not caller.name else caller.priority + max(0, priority),
             "deadline_s": self.limits.deadline_s(timeout),
         }
-        job.engine_ids = [
-            job.job_id if i == 0 else f"{job.job_id}-{i}" for i in range(len(prompts))
-        ]
-        outputs = [
-            self.llm.generate(_as_given(prompt), sampling, request_id=request_id, **keywords)
-            for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
-        ]
-        merged = _one(outputs[0]) if len(outputs) == 1 else _merged(outputs)
         try:
-            async with contextlib.aclosing(merged):
-                async for place, output in merged:
-                    self._observe(job, ticket, place, output)
-                    yield place, output
+            yield ticket, keywords
         except RequestError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
         except (ApiError, asyncio.CancelledError, GeneratorExit):

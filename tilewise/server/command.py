@@ -17,6 +17,7 @@ from typing import Any
 from tilewise.server.app import Service, build_app
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate, read_template
+from tilewise.server.embeddings import embeddings_router
 from tilewise.server.keys import Caller, KeyRing, hash_of, read_keys
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.live import live_router
@@ -101,6 +102,7 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
             service,
             [
                 admin_router(service),
+                embeddings_router(service),
                 live_router(service),
                 messages_router(service),
                 responses_router(service),

@@ -20,7 +20,7 @@ from tilewise.server.front import Receive, Scope, Send, caller_of
 __all__ = ["Reply", "read_body"]
 
 LOG = logging.getLogger("tilewise.server")
-Whole = Callable[[Job], Awaitable[dict[str, Any]]]
+Whole = Callable[[Job], Awaitable[dict[str, Any] | bytes]]  # or JSON already
 Stream = Callable[[Job], AsyncGenerator[bytes, None]]
 LAST_WRITE_S = 1.0  # for the event that says why a stream ends
 _STREAM_HEADERS = [
@@ -98,7 +98,8 @@ class Reply(Response):
             try:
                 async with self._bridge.job(self._kind, caller, self._asked_id, receive) as job:
                     if self._whole is not None:
-                        body = json.dumps(await self._whole(job)).encode()
+                        told = await self._whole(job)
+                        body = told if isinstance(told, bytes) else json.dumps(told).encode()
                     else:
                         await self._write_stream(job, send)
             except (ApiError, asyncio.CancelledError):
