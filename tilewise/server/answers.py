@@ -24,6 +24,7 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "event",
+    "prompt_logprobs",
     "usage_of",
 ]
 
@@ -141,7 +142,8 @@ def completion_logprobs(
         text = token_text(token, tokenizer)
         tokens.append(text)
         offsets.append(offset)
-        offset += len(text)
+        if tokenizer is None or token not in tokenizer.special_ids:  # these are not in the text
+            offset += len(text)
         own.append(None if entry is None else max(entry[token], LEAST))
         best.append(
             None
@@ -195,6 +197,22 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def prompt_logprobs(
+    output: RequestOutput, tokenizer: Tokenizer | None
+) -> list[dict[str, Any] | None]:
+    """Return a prompt's log-probabilities as vLLM does, by token id."""
+    told: Sequence[dict[int, float] | None] = output.prompt_logprobs or []
+    return [
+        None
+        if entry is None
+        else {
+            str(i): {"logprob": max(p, LEAST), "decoded_token": token_text(i, tokenizer)}
+            for i, p in entry.items()
+        }
+        for entry in told
+    ]
 
 
 class CompletionAnswer:
@@ -287,7 +305,7 @@ class CompletionAnswer:
             if delta.is_first:
                 more += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
         if self._tells_prompt_logprobs and delta.is_first:
-            more += f',"prompt_logprobs":{json.dumps(self._of_prompt(output))}'
+            more += f',"prompt_logprobs":{json.dumps(prompt_logprobs(output, self._tokenizer))}'
         more += "}]"
         if usage is not None:
             more += f',"usage":{json.dumps(usage)}'
@@ -314,19 +332,6 @@ class CompletionAnswer:
         told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
         return [*output.prompt_token_ids, *ids], [*told, *entries]
 
-    def _of_prompt(self, output: RequestOutput) -> list[dict[str, Any] | None]:
-        """Return the prompt's log-probabilities as vLLM does, by token id."""
-        told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
-        return [
-            None
-            if entry is None
-            else {
-                str(i): {"logprob": max(p, LEAST), "decoded_token": token_text(i, self._tokenizer)}
-                for i, p in entry.items()
-            }
-            for entry in told
-        ]
-
     def _choice(
         self, prompt: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
@@ -347,7 +352,7 @@ class CompletionAnswer:
                 ids, entries, self._logprobs, self._tokenizer, 0
             )
         if self._tells_prompt_logprobs:
-            choice["prompt_logprobs"] = self._of_prompt(output)
+            choice["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
         if self._tells_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids

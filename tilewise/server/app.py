@@ -114,6 +114,7 @@ def options_of(request: GenerationRequest) -> dict[str, Any]:
         "cache_salt": request.cache_salt,
         "priority": request.priority or 0,
         "timeout": request.timeout,
+        "most": request.n or 1,
     }
 
 
@@ -152,7 +153,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
             job.job_id,
             service.names[0] if request.model is None else request.model,
             bridge.llm.tokenizer,
-            samples=sampling.n,
+            samples=request.n or 1,
             logprobs=request.logprobs,
             echoes=echoes,
             tells_ids=bool(request.return_token_ids),

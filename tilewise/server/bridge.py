@@ -22,7 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from tilewise.engine.embedding import EmbeddingOutput
@@ -341,8 +341,12 @@ class Bridge:
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        most: int | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield outputs of the prompts, each with its prompt's number, until all have finished.
+
+        Args:
+            most: samples of each prompt that are kept, the first ones; None keeps all.
 
         Raises:
             ApiError: why it was refused, or what ended it.
@@ -359,6 +363,8 @@ class Bridge:
             merged = _one(outputs[0]) if len(outputs) == 1 else _merged(outputs)
             async with contextlib.aclosing(merged):
                 async for place, output in merged:
+                    if most is not None and len(output.outputs) > most:
+                        output = replace(output, outputs=output.outputs[:most])
                     self._observe(job, ticket, place, output)
                     yield place, output
 
