@@ -29,9 +29,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def running(llm):
-    with serving(
-        AsyncLLM(llm), loop=llm.loop, routers=lambda s: [embeddings_router(s)]
-    ) as server:
+    with serving(AsyncLLM(llm), loop=llm.loop, routers=lambda s: [embeddings_router(s)]) as server:
         yield server
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import pooling
 from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import (
     BROKEN,
@@ -33,7 +34,6 @@ from tilewise.engine.batch import (
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
-from tilewise.engine import pooling
 from tilewise.engine.host_cache import HostCache
 from tilewise.engine.prompt_scores import Chunk, PromptScores, finish, hand_over, score
 from tilewise.engine.request import MOST_LOGPROBS

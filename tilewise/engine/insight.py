@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tilewise.engine.request import Sequence
 from tilewise.engine.stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -33,7 +34,39 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         num_recalled_tokens=swap.num_recalled * scheduler.limits.block_size if swap else 0,
         num_drafts=scheduler.speculation.num_drafts if scheduler.speculation else 0,
         num_accepted_drafts=scheduler.speculation.num_accepted if scheduler.speculation else 0,
+        waiting_by_reason=waiting_by_reason(scheduler),
+        num_tokens_lost=scheduler.trace.num_lost,
+        step_tokens=scheduler.trace.ages.step_tokens.read(),
+        block_lifetime=scheduler.trace.ages.lifetime.read(),
+        block_idle=scheduler.trace.ages.idle.read(),
+        block_reuse_gap=scheduler.trace.ages.reuse_gap.read(),
     )
+
+
+REASONS = ("swapped", "preempted", "seats", "blocks", "budget", "behind")
+
+
+def waiting_by_reason(scheduler: Scheduler) -> dict[str, int]:
+    """Return how many sequences wait for what, see `SchedulerStats`."""
+    counts = dict.fromkeys(REASONS, 0)
+    for place, seq in enumerate(scheduler.roster.waiting):
+        if seq.swap_slots:
+            reason = "swapped"
+        elif seq.num_preemptions:
+            reason = "preempted"
+        else:
+            reason = _lacks(scheduler, seq)[0] if place == 0 else "behind"
+        counts[reason] += 1
+    return counts
+
+
+def _lacks(scheduler: Scheduler, seq: Sequence) -> tuple[str, int]:
+    """Return what the first in line waits for, and how many blocks it lacks."""
+    running = scheduler.roster.running
+    if sum(map(scheduler.seats, running)) >= scheduler.limits.max_num_seqs:
+        return "seats", 0
+    missing = scheduler.tables.missing_blocks(seq, spare=len(running))
+    return ("blocks", missing) if missing else ("budget", 0)
 
 
 def picture(scheduler: Scheduler) -> dict[str, Any]:
@@ -93,16 +126,16 @@ def explain(scheduler: Scheduler, request_id: str) -> str:
     seq = unfinished[0]
     if seq.block_ids:
         return f"running: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed"
+    kept = f"swapped out with {seq.num_swapped_tokens} tokens; " if seq.swap_slots else ""
     place = scheduler.order.place(seq, scheduler.roster.waiting)
     if place > 0:
-        return f"waiting: {place} sequences are before it"
-    running = scheduler.roster.running
-    if sum(map(scheduler.seats, running)) >= scheduler.limits.max_num_seqs:
-        return f"waiting: all {scheduler.limits.max_num_seqs} seats are taken"
-    missing = scheduler.tables.missing_blocks(seq, spare=len(running))
-    if missing:
-        return f"waiting: {missing} more cache blocks must become free"
-    return "waiting: next in line for the token budget"
+        return f"waiting: {kept}{place} sequences are before it"
+    reason, missing = _lacks(scheduler, seq)
+    if reason == "seats":
+        return f"waiting: {kept}all {scheduler.limits.max_num_seqs} seats are taken"
+    if reason == "blocks":
+        return f"waiting: {kept}{missing} more cache blocks must become free"
+    return f"waiting: {kept}next in line for the token budget"
 
 
 def check_integrity(scheduler: Scheduler) -> None:

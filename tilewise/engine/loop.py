@@ -366,6 +366,8 @@ class _Core:
             if generation is None:
                 continue  # another's, given to the engine directly
             output = generation.output
+            if event.finish_reason is not None:  # before a reader can see that it has finished
+                self._settle(generation)
             try:
                 generation.take(event)
             except Exception as error:  # of its tokenizer: no other text is worse for it
@@ -373,6 +375,7 @@ class _Core:
                 self.engine.abort(event.request_id)
             completion = generation.samples[event.index]
             if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
+                self._settle(generation)
                 self.engine.finish(
                     event.request_id, event.index, FinishReason.STOP, completion.stop_reason
                 )
@@ -421,7 +424,11 @@ class _Core:
                 self.engine.abort(request_id)
             if not generation.output.finished:
                 generation.abort()
+                self._settle(generation)
                 self.tell(generation)
+
+    def _settle(self, generation: Generation) -> None:
+        generation.settle(self.engine.scheduler.trace.account(generation.request.request_id))
 
     def tell(self, generation: Generation) -> None:
         """Tell whoever waits for it; a callback that raises ends its request."""

@@ -13,6 +13,7 @@ from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.text import Detokenizer, StopAutomaton, TextStream
 from tilewise.engine.tokenizer import Tokenizer
+from tilewise.engine.trace import Account
 
 __all__ = ["CompletionOutput", "Generation", "RequestMetrics", "RequestOutput"]
 
@@ -46,9 +47,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of `time.perf_counter`; None if not yet."""
+    """When things happened, in seconds of `time.perf_counter`; None if not yet.
+
+    scheduled_time, when it began to run first, is known when the request has ended.
+    """
 
     arrival_time: float
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 
@@ -64,6 +69,8 @@ class RequestOutput:
         prompt_logprobs: per prompt token, as `CompletionOutput.logprobs`; the first one has None.
             Without SamplingParams.prompt_logprobs, and until the first token is drawn, None.
         prompt_state: the pooled hidden states of the prompt, where they were asked for.
+        num_preemptions: how often a sample lost its blocks; known when the request has ended.
+        num_tokens_lost: tokens that were computed twice for that; known likewise.
     """
 
     request_id: str
@@ -75,6 +82,8 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[dict[int, float] | None] | None = None
     prompt_state: tuple[float, ...] | None = None
+    num_preemptions: int = 0
+    num_tokens_lost: int = 0
 
 
 class Generation:
@@ -204,6 +213,13 @@ class Generation:
         if completion.finish_reason is not None or self._streams is None:
             return completion.text
         return self._streams[completion.index].text
+
+    def settle(self, account: Account | None) -> None:
+        """Take what the engine has noted of a request that has ended; None is nothing."""
+        if account is not None:
+            self.output.num_preemptions = account.num_preemptions
+            self.output.num_tokens_lost = account.num_lost
+            self.output.metrics.scheduled_time = account.admitted
 
     def abort(self) -> None:
         """Mark every sample that still runs as aborted."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.engine.batch import Batch, SampledToken
 
-__all__ = ["Part", "Pooled", "Pools", "Pooling", "hand_over"]
+__all__ = ["Part", "Pooled", "Pooling", "Pools", "hand_over"]
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import pooling
 from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import PENDING, Batch, SampledToken
 from tilewise.engine.host_cache import HostCache
-from tilewise.engine import pooling
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.prompt_scores import PromptScores, finish, hand_over, score
 from tilewise.engine.sampler import few_threads, sample

@@ -502,7 +502,9 @@ class Bridge:
         prompt = sum(len(o.prompt_token_ids) for o in outputs)
         cached = sum(o.num_cached_tokens for o in outputs)
         made = sum(len(c.token_ids) for o in outputs for c in o.outputs)
-        preempted = sum(getattr(o, "num_preemptions", 0) for o in outputs)
+        preempted = sum(o.num_preemptions for o in outputs)
+        lost = sum(o.num_tokens_lost for o in outputs)
+        queued = self._observe_phases(job)
         reasons = [c.finish_reason or "abort" for o in outputs for c in o.outputs]
         error = failure if isinstance(failure, ApiError) else None
         is_refused = error is not None and not job.engine_ids
@@ -539,6 +541,8 @@ class Bridge:
             "cached_tokens": cached,
             "tokens": made,
             "preemptions": preempted,
+            "recomputed_tokens": lost,
+            "queued_s": None if queued is None else round(queued, 4),
             "first_token_s": None
             if job.first_token is None
             else round(job.first_token - job.arrived, 4),
@@ -546,6 +550,24 @@ class Bridge:
             "reason": why,
         }
         LOG.info("%s", json.dumps(line))
+
+    def _observe_phases(self, job: Job) -> float | None:
+        """Count how long the prompts of a job waited and ran; return how long the first waited."""
+        metrics, waited = self.metrics, list[float]()
+        for output in job.outputs.values():
+            times = output.metrics
+            began, first, ended = times.scheduled_time, times.first_token_time, times.finished_time
+            if began is None:
+                continue
+            waited.append(max(0.0, began - job.arrived))
+            metrics.queued.observe(waited[-1])
+            if first is not None:
+                metrics.prefill.observe(max(0.0, first - began))
+            if ended is not None:
+                metrics.inference.observe(max(0.0, ended - began))
+                if first is not None:
+                    metrics.decode.observe(max(0.0, ended - first))
+        return min(waited, default=None)
 
     async def _sweep(self) -> None:
         """Drop whoever has not read for too long."""
