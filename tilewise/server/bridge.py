@@ -19,6 +19,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from tilewise.server.errors import ApiError, ClientLeft
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket
 from tilewise.server.metrics import Metrics
+from tilewise.server.spans import Spans
 from tilewise.server.usage import Ledger
 
 __all__ = ["AsyncEngine", "Bridge", "Job", "Loop", "Prompt"]
@@ -126,6 +128,8 @@ class Job:
         arrived: seconds of time.perf_counter.
         stopped: why it was stopped from outside; None if it was not.
         sending_since: when the write began that has not ended; None between writes.
+        trace_headers: of the client's trace, where spans are written.
+        failure: what the client was told in place of an answer; None if it got one.
     """
 
     job_id: str
@@ -139,6 +143,8 @@ class Job:
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     first_token: float | None = None
     last_token: float = 0.0
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    failure: str | None = None
 
     def stop(self, error: ApiError) -> None:
         """End it with this error, unless it has ended."""
@@ -160,6 +166,7 @@ class Bridge:
         stall_s: seconds without a step, with work there, after which the engine is unhealthy.
         num_threads: that tokenise long texts and render templates.
         max_pending: tasks that wait for these threads; more are refused with 503.
+        spans: where the spans of requests go; None writes none.
     """
 
     def __init__(
@@ -174,6 +181,7 @@ class Bridge:
         stall_s: float = 30.0,
         num_threads: int = 2,
         max_pending: int = 256,
+        spans: Spans | None = None,
     ) -> None:
         self.llm = llm
         self.loop = loop
@@ -181,6 +189,7 @@ class Bridge:
         self.limits = limits
         self.metrics = metrics
         self.ledger = Ledger()
+        self.spans = spans
         self.jobs: dict[str, Job] = {}
         self.is_draining = False
         self.is_paused = False
@@ -219,6 +228,7 @@ class Bridge:
         caller: Caller,
         asked_id: str | None,
         receive: Callable[[], Awaitable[Any]],
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Job]:
         """Run the block as one job, which ends with the client.
 
@@ -226,6 +236,7 @@ class Bridge:
             kind: what its id begins with.
             asked_id: what follows; None draws it.
             receive: of ASGI; the body has been read.
+            trace_headers: see `Job`.
 
         Raises:
             ApiError: 503 while draining, 400 for an id that is in use, or what stopped the job.
@@ -240,7 +251,7 @@ class Bridge:
             )  # fmt: skip
         task = asyncio.current_task()
         assert task is not None
-        job = Job(job_id, caller, task, time.perf_counter())
+        job = Job(job_id, caller, task, time.perf_counter(), trace_headers=trace_headers or {})
         self.jobs[job_id] = job
         self.metrics.http.inc()
         if self._sweeper is None:
@@ -481,6 +492,8 @@ class Bridge:
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     def _observe(self, job: Job, ticket: Ticket, place: int, output: RequestOutput) -> None:
         self._last_output = time.monotonic()
@@ -534,6 +547,13 @@ class Bridge:
         why = error.code if error else ",".join(sorted(set(reasons))) or "none"
         if isinstance(error, ClientLeft):
             metrics.count(metrics.dropped, "client_left")
+        if failure is not None:
+            job.failure = why if error is not None else type(failure).__name__
+        if self.spans is not None:
+            try:
+                self.spans.write(job, job.trace_headers, why, name)
+            except Exception:  # a request is not worse for what was to be told of it
+                LOG.exception("the spans of %s could not be written", job.job_id)
         line = {
             "request": job.job_id,
             "key": name or None,
@@ -547,6 +567,7 @@ class Bridge:
             if job.first_token is None
             else round(job.first_token - job.arrived, 4),
             "seconds": round(seconds, 4),
+            "status": 200 if error is None else error.status,
             "reason": why,
         }
         LOG.info("%s", json.dumps(line))

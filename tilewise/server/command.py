@@ -27,6 +27,7 @@ from tilewise.server.options import FLAGS, resolve
 from tilewise.server.responses import responses_router
 from tilewise.server.routes import admin_router
 from tilewise.server.run import Server, ServerOptions, bind, run
+from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
 
 __all__ = ["serve"]
@@ -211,6 +212,9 @@ def _service(
         settings["user_weights"] = weights
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
+    names = options["served_model_name"] or [directory.name if model == str(directory) else model]
+    endpoint = options["otlp_traces_endpoint"]
+    spans = None if endpoint is None else open_spans(endpoint, names[0])
     llm = LLM(model, **settings)
     sizes = llm.engine.scheduler.limits
     steps.done(
@@ -218,7 +222,6 @@ def _service(
         f"tokens made on {next(llm.model.parameters()).device}"
     )
     engine = AsyncLLM(llm)
-    names = options["served_model_name"] or [directory.name if model == str(directory) else model]
     bridge = Bridge(
         engine,
         llm.loop,
@@ -237,6 +240,7 @@ def _service(
         metrics=Metrics(names[0], engine.stats),
         slow_reader_s=options["slow_reader_s"],
         stall_s=options["stall_s"],
+        spans=spans,
     )
     template = ChatTemplate(source, tokens, allows_others=options["trust_request_chat_template"])
     if source is not None or template.allows_others:

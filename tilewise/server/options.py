@@ -67,6 +67,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("request_timeout", float, None, "seconds that a request may take at most", "the server",
          "S"),
     Flag("log_level", str, "info", "debug, info, warning or error", "the server", "LEVEL"),
+    Flag("otlp_traces_endpoint", str, None, "OpenTelemetry collector for spans, such as "
+         "http://localhost:4318/v1/traces", "the server", "URL"),
     Flag("api_key", str, None, "key that every request needs", "who may ask", "KEY"),
     Flag("keys_file", str, None, "TOML with a table for each key", "who may ask", "FILE"),
     Flag("allow_open", bool, False, "listen on a public address without a key", "who may ask"),

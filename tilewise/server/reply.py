@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from tilewise.server.answers import event
 from tilewise.server.bridge import Bridge, Job
 from tilewise.server.errors import ApiError, ClientLeft
-from tilewise.server.front import Receive, Scope, Send, caller_of
+from tilewise.server.front import Receive, Scope, Send, caller_of, trace_headers
 
 __all__ = ["Reply", "read_body"]
 
@@ -93,10 +93,11 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve; never raises what the client should be told."""
-        caller = caller_of(scope)
+        bridge, caller = self._bridge, caller_of(scope)
+        headers = trace_headers(scope) if bridge.spans is not None else None
         try:
             try:
-                async with self._bridge.job(self._kind, caller, self._asked_id, receive) as job:
+                async with bridge.job(self._kind, caller, self._asked_id, receive, headers) as job:
                     if self._whole is not None:
                         told = await self._whole(job)
                         body = told if isinstance(told, bytes) else json.dumps(told).encode()
