@@ -78,6 +78,9 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
         num_blocks, block_size: of the pool.
         counts: owners of each block that has one: [block, owners].
         known: blocks that the prefix cache finds.
+        parents: of each of these, the block before it in its prefix; -1 of a first one.
+        order: of these, those without an owner, the one to be evicted next first.
+        budget: tokens of a step at most.
         tables: of the sequences that hold blocks: seq_id, request_id, index, blocks.
         waiting: [request_id, index] of the samples that wait, first in line first.
         requests: of all these, what their event `arrive` had, and its time.
@@ -85,6 +88,7 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
     trace, pool = scheduler.trace, scheduler.tables.allocator
     running, waiting = scheduler.roster.running, scheduler.roster.waiting
     blocks = range(scheduler.limits.num_blocks)
+    known = [b for b in blocks if pool.is_cached(b)]
     requests = {seq.request.request_id: seq.request for seq in (*running, *waiting)}
     accounts = {key: trace.account(key) for key in requests}
     return {
@@ -93,7 +97,10 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
         "num_blocks": scheduler.limits.num_blocks,
         "block_size": scheduler.limits.block_size,
         "counts": [[b, pool.ref_count(b)] for b in blocks if pool.ref_count(b)],
-        "known": [b for b in blocks if pool.is_cached(b)],
+        "known": known,
+        "parents": [_parent(scheduler, b) for b in known],
+        "order": [b for b in pool.free_order() if pool.is_cached(b)],
+        "budget": scheduler.limits.max_num_batched_tokens,
         "tables": [
             {
                 "seq_id": seq.seq_id,
@@ -116,6 +123,12 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
             if (account := accounts[key]) is not None
         ],
     }
+
+
+def _parent(scheduler: Scheduler, block: int) -> int:
+    prefix = scheduler.tables.prefix
+    parent = None if prefix is None else prefix.key(block)[0]
+    return parent if isinstance(parent, int) else -1  # a first block's is its salt
 
 
 def explain(scheduler: Scheduler, request_id: str) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "completion_logprobs",
     "event",
     "prompt_logprobs",
+    "token_text",
     "usage_of",
 ]
 

@@ -58,6 +58,7 @@ class Service:
         tool_parser: how the model writes calls of tools; None where it cannot.
         thinks: the model writes reasoning between <think> and </think>.
         body_timeout_s: for a body to arrive.
+        shows_text: administrators may read the tokens of other keys' requests.
     """
 
     bridge: Bridge
@@ -68,6 +69,7 @@ class Service:
     tool_parser: str | None = None
     thinks: bool = False
     body_timeout_s: float = 30.0
+    shows_text: bool = False
     started: float = field(default_factory=time.time)
 
     async def read(self, request: Request, kind: type[M]) -> M:

@@ -253,6 +253,7 @@ def _service(
         names,
         template,
         keys=KeyRing(keys),
+        shows_text=options["show_text"],
         defaults=_defaults(directory) if options["generation_config"] == "auto" else {},
         tool_parser=_parser_of(text)
         if parser == "auto"

@@ -72,6 +72,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("api_key", str, None, "key that every request needs", "who may ask", "KEY"),
     Flag("keys_file", str, None, "TOML with a table for each key", "who may ask", "FILE"),
     Flag("allow_open", bool, False, "listen on a public address without a key", "who may ask"),
+    Flag("show_text", bool, False, "let administrators read other keys' tokens on the page",
+         "who may ask"),
     Flag("ssl_keyfile", str, None, "private key for HTTPS", "who may ask", "FILE"),
     Flag("ssl_certfile", str, None, "certificate for HTTPS", "who may ask", "FILE"),
     Flag("chat_template", str, None, "file with a Jinja template for chats", "chats", "FILE"),
