@@ -107,7 +107,9 @@ def admin_router(service: Service) -> APIRouter:
             may_read = not len(service.keys) or service.shows_text or job.caller == caller
             end = first + MOST_TOKENS if last is None else min(last, first + MOST_TOKENS)
             for place, one in enumerate(told):
-                one["tokens"] = _tokens(service, job, place, sample, first, end) if may_read else None
+                one["tokens"] = (
+                    _tokens(service, job, place, sample, first, end) if may_read else None
+                )
         return JSONResponse({"id": request_id, "prompts": told})
 
     @router.get("/v1/trace")
