@@ -207,9 +207,7 @@ def _service(
         if flag.argument not in known:
             raise ValueError(f"{flag.flag} is not an option of this version's engine")
         settings[flag.argument] = value
-    weights = {caller.name: caller.weight for caller in keys.values() if caller.weight != 1}
-    if weights and options["scheduling_policy"] == "fair" and "user_weights" in known:
-        settings["user_weights"] = weights
+    settings |= _settings_of_keys(keys, options["scheduling_policy"])
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
     names = options["served_model_name"] or [directory.name if model == str(directory) else model]
@@ -260,6 +258,27 @@ def _service(
         else (None if parser == "none" else parser),
         thinks="<think>" in text or "</think>" in text if thinks == "auto" else thinks == "think",
     )
+
+
+def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[str, Any]:
+    """Return what keys with weights ask of the engine.
+
+    Args:
+        keys: callers by hash.
+        policy: --scheduling-policy; None where it was not given.
+
+    Raises:
+        ValueError: the policy knows no weights.
+    """
+    weights = {caller.name: caller.weight for caller in keys.values() if caller.weight != 1}
+    if not weights:
+        return {}
+    if policy not in (None, "fair"):
+        named = ", ".join(sorted(weights))
+        raise ValueError(
+            f"--scheduling-policy must be fair where keys have weights ({named}), got {policy}"
+        )
+    return {"scheduling_policy": "fair", "user_weights": weights}
 
 
 def _parser_of(template: str) -> str | None:
