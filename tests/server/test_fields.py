@@ -110,13 +110,6 @@ def test_a_chat_tells_the_log_probabilities_of_its_prompt(llm, running):
     assert [e["prompt_logprobs"] for e in streamed if "prompt_logprobs" in e] == [told]
 
 
-def test_offsets_are_places_in_the_text_that_is_told(running):
-    [choice] = ask(running, prompt=PROMPT, echo=True, logprobs=1, temperature=0).json()["choices"]
-    entries = choice["logprobs"]
-    for text, offset in list(zip(entries["tokens"], entries["text_offset"], strict=True))[1:]:
-        assert choice["text"][offset:].startswith(text)
-
-
 def test_best_of_counts_as_samples(running):
     answer = ask(running, prompt="x", best_of=10_000)
     assert answer.status_code == 400

@@ -143,8 +143,7 @@ def completion_logprobs(
         text = token_text(token, tokenizer)
         tokens.append(text)
         offsets.append(offset)
-        if tokenizer is None or token not in tokenizer.special_ids:  # these are not in the text
-            offset += len(text)
+        offset += len(text)
         own.append(None if entry is None else max(entry[token], LEAST))
         best.append(
             None
@@ -306,7 +305,7 @@ class CompletionAnswer:
             if delta.is_first:
                 more += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
         if self._tells_prompt_logprobs and delta.is_first:
-            more += f',"prompt_logprobs":{json.dumps(prompt_logprobs(output, self._tokenizer))}'
+            more += f',"prompt_logprobs":{json.dumps(self._of_prompt(output))}'
         more += "}]"
         if usage is not None:
             more += f',"usage":{json.dumps(usage)}'
@@ -333,6 +332,10 @@ class CompletionAnswer:
         told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
         return [*output.prompt_token_ids, *ids], [*told, *entries]
 
+    def _of_prompt(self, output: RequestOutput) -> list[dict[str, Any] | None]:
+        """Return the prompt's log-probabilities as vLLM does, by token id."""
+        return prompt_logprobs(output, self._tokenizer)
+
     def _choice(
         self, prompt: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
@@ -353,7 +356,7 @@ class CompletionAnswer:
                 ids, entries, self._logprobs, self._tokenizer, 0
             )
         if self._tells_prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
+            choice["prompt_logprobs"] = self._of_prompt(output)
         if self._tells_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids
