@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,7 @@ class AsyncLLM:
         """What the engine can serve, see `admission.Limits`."""
         return self.llm.engine.scheduler.limits
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -70,7 +70,7 @@ class AsyncLLM:
         priority: int = 0,
         deadline_s: float | None = None,
         max_queue_s: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt and yield its output so far whenever there is more.
 
         Each output is whole: all tokens and text of each sample since the beginning. A reader that
@@ -100,10 +100,7 @@ class AsyncLLM:
             "deadline_s": deadline_s,
             "max_queue_s": max_queue_s,
         }
-        outputs = self._outputs(prompt, sampling_params or SamplingParams(), asked)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
+        return self._outputs(prompt, sampling_params or SamplingParams(), asked)
 
     async def embed(
         self,

@@ -371,13 +371,17 @@ class Bridge:
                 self.llm.generate(_as_given(prompt), sampling, request_id=request_id, **keywords)
                 for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
             ]
-            merged = _one(outputs[0]) if len(outputs) == 1 else _merged(outputs)
+            if len(outputs) == 1:  # of most requests; each generator in between costs each token
+                try:
+                    async for output in outputs[0]:
+                        yield 0, self._observe(job, ticket, 0, output, most)
+                finally:
+                    await _close(outputs[0])
+                return
+            merged = _merged(outputs)
             async with contextlib.aclosing(merged):
                 async for place, output in merged:
-                    if most is not None and len(output.outputs) > most:
-                        output = replace(output, outputs=output.outputs[:most])
-                    self._observe(job, ticket, place, output)
-                    yield place, output
+                    yield place, self._observe(job, ticket, place, output, most)
 
     async def embed(
         self,
@@ -495,18 +499,23 @@ class Bridge:
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
 
-    def _observe(self, job: Job, ticket: Ticket, place: int, output: RequestOutput) -> None:
+    def _observe(
+        self, job: Job, ticket: Ticket, place: int, output: RequestOutput, most: int | None
+    ) -> RequestOutput:
+        """Note that an output came; return it with at most so many samples."""
+        if most is not None and len(output.outputs) > most:
+            output = replace(output, outputs=output.outputs[:most])
         self._last_output = time.monotonic()
-        now, metrics = time.perf_counter(), self.metrics
-        has_tokens = any(c.token_ids for c in output.outputs)
-        if has_tokens and job.first_token is None:
+        now = time.perf_counter()
+        if job.first_token is not None:
+            self.metrics.next.add(now - job.last_token)
+        elif any(c.token_ids for c in output.outputs):
             job.first_token = now
-            metrics.first.observe(now - job.arrived)
+            self.metrics.first.observe(now - job.arrived)
             self.queue.begin(ticket)
-        elif has_tokens:
-            metrics.next.observe(now - job.last_token)
         job.last_token = now
         job.outputs[place] = output
+        return output
 
     def _account(self, job: Job, failure: BaseException | None) -> None:
         """Count and log one job that has ended."""
@@ -620,16 +629,6 @@ async def _listen(receive: Callable[[], Awaitable[Any]], job: Job) -> None:
         if message["type"] == "http.disconnect":
             job.stop(ClientLeft())
             return
-
-
-async def _one(
-    outputs: AsyncIterator[RequestOutput],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    try:
-        async for output in outputs:
-            yield 0, output
-    finally:
-        await _close(outputs)
 
 
 async def _merged(

@@ -15,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from tilewise.engine.ages import Histogram as SmallHistogram
 from tilewise.engine.stats import SchedulerStats
 
 __all__ = ["Metrics"]
@@ -64,7 +65,7 @@ class Metrics:
         self.inference = histogram(
             "request_inference_time_seconds", "From running to the last token.", _WHOLE
         )
-        self.next = histogram("inter_token_latency_seconds", "Between two outputs.", _NEXT)
+        self.next = SmallHistogram(_NEXT)  # each token pays for it
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Mean of a request.", _NEXT
         )
@@ -78,7 +79,7 @@ class Metrics:
         self.http = Gauge(
             "tilewise:http_requests_in_flight", "Requests in the server.", ["model_name"], **own
         ).labels(model)
-        self.registry.register(_EngineCollector(model, stats))
+        self.registry.register(_EngineCollector(model, stats, self.next))
 
     def count(self, counter: Counter, *labels: str, by: float = 1) -> None:
         """Add to a counter with these labels beside the model's."""
@@ -92,9 +93,10 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's own counts when they are asked for, so that a step pays nothing."""
 
-    def __init__(self, model: str, stats: Any) -> None:
+    def __init__(self, model: str, stats: Any, between: SmallHistogram) -> None:
         self._model = model
         self._stats = stats
+        self._between = between
 
     def collect(self) -> Any:
         """Yield the families."""
@@ -164,6 +166,7 @@ class _EngineCollector(Collector):
 
     def _histograms(self, stats: SchedulerStats) -> Iterator[HistogramMetricFamily]:
         for name, text, found in (
+            ("inter_token_latency_seconds", "Between two outputs.", self._between.read()),
             ("iteration_tokens_total", "Tokens of a step.", stats.step_tokens),
             ("kv_block_lifetime_seconds", "From findable to evicted.", stats.block_lifetime),
             ("kv_block_idle_before_evict_seconds", "Since its last use.", stats.block_idle),

@@ -53,6 +53,10 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     return bytes(body)
 
 
+def _cannot_push(_: bytes) -> bool:
+    return False  # of a server that is not ours
+
+
 def _too_long(limit: int, size: int) -> ApiError:
     return ApiError(413, f"body must be at most {limit:,} bytes, got {size:,}")
 
@@ -102,7 +106,8 @@ class Reply(Response):
                         told = await self._whole(job)
                         body = told if isinstance(told, bytes) else json.dumps(told).encode()
                     else:
-                        await self._write_stream(job, send)
+                        push = scope.get("state", {}).get("push", _cannot_push)
+                        await self._write_stream(job, send, push)
             except (ApiError, asyncio.CancelledError):
                 raise
             except Exception as error:
@@ -116,7 +121,7 @@ class Reply(Response):
         if self._whole is not None:
             await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _write_stream(self, job: Job, send: Send) -> None:
+    async def _write_stream(self, job: Job, send: Send, push: Callable[[bytes], bool]) -> None:
         assert self._stream is not None
         async with contextlib.aclosing(self._stream(job)) as chunks:
             async for chunk in chunks:
@@ -124,8 +129,9 @@ class Reply(Response):
                     self._is_started = True
                     start = {"type": "http.response.start", "status": 200}
                     await send({**start, "headers": _STREAM_HEADERS})
-                message = {"type": "http.response.body", "body": chunk, "more_body": True}
-                await self._bridge.send(job, send, message)
+                if not push(chunk):
+                    message = {"type": "http.response.body", "body": chunk, "more_body": True}
+                    await self._bridge.send(job, send, message)
         await self._bridge.send(job, send, {"type": "http.response.body", "more_body": False})
 
     async def _write_error(
