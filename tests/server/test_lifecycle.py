@@ -17,6 +17,8 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
+from tilewise.engine.async_llm import AsyncLLM
+from tilewise.engine.llm import LLM
 from tilewise.server.command import _tls
 from tilewise.server.limits import RequestLimits
 from tilewise.server.run import ServerOptions
@@ -298,6 +300,37 @@ def test_an_engine_that_has_ended_ends_the_server_with_an_exit_code():
         assert not running._thread.is_alive()
         assert running.server.exit_code == 1
         sock.close()
+
+
+def test_an_engine_that_breaks_restarts_once_and_then_ends_the_server(caplog):
+    llm = LLM("story", device="cpu", num_blocks=64, max_num_seqs=4)
+    with serving(AsyncLLM(llm), loop=llm.loop) as running:
+        url = f"{running.url}/v1/completions"
+        body = {"prompt": "Once", "max_tokens": 3}
+
+        def break_it():
+            llm.engine.scheduler.update = None
+
+        llm.loop.call(break_it)
+        failed = httpx.post(url, json=body, timeout=30)
+        assert failed.status_code == 500
+        assert failed.json()["error"]["code"] == "engine_error"
+        assert httpx.post(url, json=body, timeout=30).status_code == 200  # with a new scheduler
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        wait_for(lambda: "begins anew, restart 1" in caplog.text)
+        make = llm.engine.restart
+
+        def restart(scheduler):
+            make(scheduler)
+            scheduler.update = None
+
+        llm.engine.restart = restart
+        llm.loop.call(break_it)
+        assert httpx.post(url, json=body, timeout=30).status_code == 500
+        assert httpx.post(url, json=body, timeout=30).status_code == 500
+        running._thread.join(20)
+        assert not running._thread.is_alive()
+        assert running.server.exit_code == 1
 
 
 @pytest.mark.skipif(which("openssl") is None, reason="openssl makes the certificate")

@@ -237,7 +237,12 @@ class Server(uvicorn.Server):
 
         The engine goes on by itself after a failure that it can get over.
         """
+        num_restarts = 0
         while self._bridge.loop.is_alive:
+            restarts = getattr(self._bridge.loop, "num_restarts", 0)
+            if restarts > num_restarts:
+                num_restarts = restarts
+                LOG.error("the engine has failed and begins anew, restart %d", restarts)
             await asyncio.sleep(WATCH_S)
         LOG.error("the engine has ended: the server ends, too")
         self.exit_code = 1
