@@ -9,7 +9,9 @@ import json
 import logging
 import ssl
 import sys
+import threading
 import time
+import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,9 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
             file=sys.stderr,
             flush=True,
         )
+        if options["demo"]:
+            # Beside the event loop: a browser that must be started first answers late.
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     server = Server(
         build_app(
