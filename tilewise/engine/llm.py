@@ -48,6 +48,7 @@ from tilewise.engine.settings import (
 from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.speculative import DraftModel, PromptLookup
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError
 from tilewise.models import load_model
 from tilewise.models.config import ModelConfig
@@ -355,7 +356,7 @@ class LLM:
             deadline_s=deadline_s,
             max_queue_s=max_queue_s,
         )
-        waiter = _Waiter(mine)
+        waiter = Waiter(mine)
         progress = Progress(terminal(use_progress))
         if progress.is_shown:
             waiter.notice_changes()
@@ -363,8 +364,8 @@ class LLM:
             self._submit(mine)
             while not waiter.is_over:
                 waiter.wait()
-                progress.show(_progress_text(mine))
-            _raise_first(mine)
+                progress.show(progress_text(mine))
+            raise_first(mine)
         finally:
             progress.close()
             self._drop(mine)
@@ -414,12 +415,12 @@ class LLM:
             max_queue_s=max_queue_s,
             pooling=pooling,
         )
-        waiter = _Waiter(mine)
+        waiter = Waiter(mine)
         try:
             self._submit(mine)
             while not waiter.is_over:
                 waiter.wait()
-            _raise_first(mine)
+            raise_first(mine)
         finally:
             self._drop(mine)
         return [embedding_of(g.output, pooling) for g in mine]
@@ -462,7 +463,7 @@ class LLM:
         return self._stream(generation)
 
     def _stream(self, generation: Generation) -> Iterator[str]:
-        waiter = _Waiter([generation])
+        waiter = Waiter([generation])
         waiter.notice_changes()
         try:
             self._submit([generation])
@@ -473,7 +474,7 @@ class LLM:
                 delta = generation.unread_text()
                 if delta:
                     yield delta
-            _raise_first([generation])
+            raise_first([generation])
         finally:
             self._drop([generation])
 
@@ -576,48 +577,5 @@ class LLM:
             self.loop.drop(generations)
 
 
-class _Waiter:
-    """Wakes one thread when all of its requests have ended, or one of them has failed."""
-
-    def __init__(self, generations: Sequence[Generation]) -> None:
-        self._generations = generations
-        self._num_left = len(generations)
-        self._event = threading.Event()
-        self.is_over = not generations
-        for generation in generations:
-            generation.on_end = functools.partial(self._one_ended, generation)
-
-    def notice_changes(self) -> None:
-        """Wake the thread after each step that changes one of the requests, too."""
-        for generation in self._generations:
-            generation.on_change = self._event.set
-
-    def wait(self) -> None:
-        """Sleep until something has happened since the last call."""
-        self._event.wait()
-        self._event.clear()
-
-    def _one_ended(self, generation: Generation) -> None:
-        self._num_left -= 1
-        if self._num_left == 0 or generation.error is not None:
-            self.is_over = True
-            self._event.set()
-
-
 def _new_scheduler(seeds: Iterator[int], settings: Mapping[str, Any]) -> Scheduler:
     return Scheduler(seed=next(seeds), **settings)
-
-
-def _raise_first(generations: Sequence[Generation]) -> None:
-    """Raise the error of the first that has failed, if one has."""
-    for place, generation in enumerate(generations):
-        if generation.error is not None:
-            if len(generations) > 1:
-                generation.error.add_note(f"This ended prompts[{place}].")
-            raise generation.error
-
-
-def _progress_text(generations: Sequence[Generation]) -> str:
-    done = sum(g.output.finished for g in generations)
-    tokens = sum(len(c.token_ids) for g in generations for c in g.output.outputs)
-    return f"{done}/{len(generations)} prompts, {tokens:,} tokens"
