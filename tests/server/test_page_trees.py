@@ -72,8 +72,9 @@ def test_trees_and_order_are_the_engines(llm, running, tmp_path, begins_late):
         "for (const e of data.events) pool.take(e);"
         "pool.grade();"
         "const grove = pool.grove(1000);"
-        "console.log(JSON.stringify({ order: pool.evictionOrder(), budget: pool.budget,"
-        " levels: pool.evictionOrder().map((b) => pool.level[b]),"
+        "console.log(JSON.stringify({ order: [...pool.evictionOrder()], budget: pool.budget,"
+        " levels: [...pool.evictionOrder()].map((b) => pool.level[b]),"
+        " places: [...pool.evictionOrder()].map((b) => pool.evictionPlace(b)),"
         " parents: data.last.known.map((b) => pool.parent[b]), grove }));",
         picture=picture,
         events=events,
@@ -82,6 +83,8 @@ def test_trees_and_order_are_the_engines(llm, running, tmp_path, begins_late):
     assert told["order"] == last["order"]
     assert told["levels"] == sorted(told["levels"])
     assert (told["levels"][0], told["levels"][-1]) == (0, 11)
+    count = len(last["order"])
+    assert told["places"] == [[i + 1, count] for i in range(count)]
     assert told["parents"] == last["parents"]
     assert told["budget"] == last["budget"] == 2048
     grove = told["grove"]
@@ -96,6 +99,26 @@ def test_trees_and_order_are_the_engines(llm, running, tmp_path, begins_late):
         if parent >= 0:
             row = cell["row"] if cell["up"] < 0 else cell["up"]
             assert row == cells[parent]["row"]
+
+
+def test_a_hundred_thousand_blocks_have_trees_and_an_order(tmp_path):
+    told = run(
+        tmp_path,
+        "const n = 100000, pool = new Pool(); pool.clear(n, 16);"
+        "for (let b = 0; b < n; b++) { pool.known[b] = 1; pool.idleSince[b] = (b * 7919) % n;"
+        "  pool.parent[b] = b % 40 === 0 ? -1 : b % 40 === 10 ? b - 5 : b - 1; }"
+        "pool.grade(); const grove = pool.grove(240);"
+        "const levels = [...pool.evictionOrder()].map((b) => pool.level[b]);"
+        "console.log(JSON.stringify({ isSorted: levels.every((l, i) => !i || levels[i - 1] <= l),"
+        "  first: levels[0], last: levels[n - 1], grove: { ...grove, cells: grove.cells.length },"
+        "  lastRow: grove.cells.at(-1).row }));",
+    )
+    assert told["isSorted"]
+    assert (told["first"], told["last"]) == (0, 11)
+    # Of 2,500 trees of 40 blocks: a branch leaves each after six blocks, so that two rows are one.
+    assert told["grove"] == {"cells": 120 * 40, "rows": 5000, "longest": 36, "count": 100_000,
+                             "trees": 2500}  # fmt: skip
+    assert told["lastRow"] == 239
 
 
 def test_tokens_are_shown_when_the_text_has_them(tmp_path):

@@ -117,72 +117,119 @@ class Pool {
     this.isTreeNew = true;
   }
 
-  // Whoever is free and can be found, the next to be evicted first.
+  // Whoever is free and can be found, the next to be evicted first. Of 100,000 blocks it must not
+  // take a frame: numbers in typed arrays sort several times as fast as objects do.
   evictionOrder() {
-    const found = [];
-    for (let block = 0; block < this.numBlocks; block++) {
-      if (this.known[block] && !this.counts[block]) found.push(block);
+    const all = this.numBlocks, keys = new Float64Array(all);
+    let count = 0;
+    for (let block = 0; block < all; block++) {
+      if (this.known[block] && !this.counts[block]) keys[count++] = this.idleSince[block] * all + block;
     }
-    const since = this.idleSince;
-    return found.sort((a, b) => since[a] - since[b]);
+    const order = new Int32Array(count);
+    keys.subarray(0, count).sort().forEach((key, i) => { order[i] = key % all; });
+    return order;
+  }
+
+  // How many of them are before a block, itself included, and how many there are.
+  evictionPlace(block) {
+    let before = 0, count = 0;
+    for (let other = 0; other < this.numBlocks; other++) {
+      if (!this.known[other] || this.counts[other]) continue;
+      count++;
+      if (this.idleSince[other] <= this.idleSince[block]) before++;
+    }
+    return [before, count];
   }
 
   // Gives each of them its step of the gradient; those that change are drawn again.
   grade() {
     this.isOrderNew = false;
-    const order = this.evictionOrder();
-    order.forEach((block, i) => {
-      const level = Math.floor(LEVELS * i / order.length);
-      if (this.level[block] !== level) {
-        this.level[block] = level;
-        this.dirty.add(block);
-      }
-    });
+    const give = (block, level) => {
+      if (this.level[block] === level) return;
+      this.level[block] = level;
+      this.dirty.add(block);
+    };
+    if (this.numBlocks <= SORTED) {
+      const order = this.evictionOrder();
+      order.forEach((block, i) => give(block, Math.floor(LEVELS * i / order.length)));
+      return;
+    }
+    // To sort would take several frames: of many blocks a step is a span of the count instead.
+    let low = Infinity, high = -Infinity;
+    const isIdle = (block) => this.known[block] && !this.counts[block];
+    for (let block = 0; block < this.numBlocks; block++) {
+      if (!isIdle(block)) continue;
+      low = Math.min(low, this.idleSince[block]);
+      high = Math.max(high, this.idleSince[block]);
+    }
+    for (let block = 0; block < this.numBlocks; block++) {
+      if (isIdle(block)) give(block, Math.floor(LEVELS * (this.idleSince[block] - low) / (high - low + 1)));
+    }
   }
 
-  // The trees as rows of cells: {block, depth, row, up}, `up` the row that a branch leaves.
+  // The trees as rows of cells: {block, depth, row, up}, `up` the row that a branch leaves. The
+  // largest come first, and only so many rows are made; the counts are of all.
   grove(mostRows) {
     this.isTreeNew = false;
-    const children = new Map(), roots = [];
-    let count = 0;
-    for (let block = 0; block < this.numBlocks; block++) {
-      if (!this.known[block]) continue;
+    const all = this.numBlocks, { known, parent } = this;
+    const first = new Int32Array(all).fill(-1), next = new Int32Array(all).fill(-1); // children
+    const missing = new Int32Array(all); // children whose sizes are not known yet
+    const sizes = new Int32Array(all), heights = new Int32Array(all);
+    const isRoot = (block) => parent[block] < 0 || !known[parent[block]];
+    let count = 0, trees = 0, rows = 0, longest = 0;
+    for (let block = 0; block < all; block++) {
+      if (!known[block]) continue;
       count++;
-      const parent = this.parent[block];
-      if (parent < 0 || !this.known[parent]) roots.push(block);
-      else if (children.has(parent)) children.get(parent).push(block);
-      else children.set(parent, [block]);
-    }
-    const sizes = new Map();
-    const size = (root) => { // without recursion: a prefix may be thousands of blocks long
-      const order = [root];
-      for (let i = 0; i < order.length; i++) order.push(...(children.get(order[i]) ?? []));
-      for (const block of order.reverse()) {
-        let sum = 1;
-        for (const child of children.get(block) ?? []) sum += sizes.get(child);
-        sizes.set(block, sum);
+      if (isRoot(block)) trees++;
+      else {
+        next[block] = first[parent[block]];
+        first[parent[block]] = block;
+        missing[parent[block]]++;
       }
-    };
-    roots.forEach(size);
-    const larger = (a, b) => sizes.get(b) - sizes.get(a) || a - b;
-    roots.sort(larger);
+    }
+    const ready = new Int32Array(count); // blocks after all of their children
+    let end = 0;
+    for (let block = 0; block < all; block++) {
+      if (known[block] && first[block] < 0) ready[end++] = block;
+    }
+    rows = end; // each row ends with a leaf
+    const keys = new Float64Array(trees);
+    for (let i = 0, found = 0; i < end; i++) {
+      const block = ready[i];
+      sizes[block]++;
+      heights[block]++;
+      if (isRoot(block)) {
+        longest = Math.max(longest, heights[block]);
+        keys[found++] = -sizes[block] * all + block; // the larger first, then by number
+        continue;
+      }
+      const up = parent[block];
+      sizes[up] += sizes[block];
+      heights[up] = Math.max(heights[up], heights[block]);
+      if (--missing[up] === 0) ready[end++] = up;
+    }
+    keys.sort();
     const cells = [];
-    let rows = 0, longest = 0;
-    for (const root of roots) {
+    let row = 0;
+    for (let i = 0; i < trees && row < mostRows; i++) {
+      const root = ((keys[i] % all) + all) % all;
       const stack = [{ block: root, depth: 0, up: -1 }];
-      while (stack.length) {
+      while (stack.length && row < mostRows) {
         let { block, depth, up } = stack.pop();
-        const row = rows++;
-        for (; block !== undefined; up = -1) {
-          if (row < mostRows) cells.push({ block, depth, row, up });
-          longest = Math.max(longest, ++depth);
-          const [first, ...others] = (children.get(block) ?? []).slice().sort(larger);
-          for (const other of others.reverse()) stack.push({ block: other, depth, up: row });
-          block = first;
+        for (; block >= 0; up = -1) {
+          cells.push({ block, depth: depth++, row, up });
+          const children = [];
+          for (let child = first[block]; child >= 0; child = next[child]) children.push(child);
+          children.sort((a, b) => sizes[b] - sizes[a] || a - b);
+          for (let c = children.length - 1; c > 0; c--) {
+            stack.push({ block: children[c], depth, up: row });
+          }
+          block = children[0] ?? -1;
         }
+        row++;
       }
     }
-    return { cells, rows, longest, count, trees: roots.length };
+    return { cells, rows, longest, count, trees };
   }
 
   hold(block, seq) {
@@ -263,6 +310,7 @@ class Pool {
 }
 
 const LEVELS = 12; // of the gradient
+const SORTED = 20_000; // blocks that are sorted in a few milliseconds
 const [SHARED, PENDING, CACHED, SWAPPED, FREE] = [1, 2, 3, 4, 5]; // names of requests are strings
 
 const HANDLERS = {
@@ -722,7 +770,7 @@ let placeOf = new Map(); // block -> its cell
 let treesDrawn = -1e9;
 
 function drawTrees(at) {
-  if (at - treesDrawn < 400) return;
+  if (at - treesDrawn < (pool.numBlocks > SORTED ? 1000 : 400)) return;
   if (pool.isOrderNew) pool.grade();
   const isNew = pool.isTreeNew;
   if (!isNew && at - treesDrawn < 1000) return; // colours change more slowly
@@ -867,8 +915,8 @@ function detail() {
     title = `Block ${chosen}: ${MARKS[state] ?? "in use" + sharers}`;
     if (holders.length && pool.known[chosen]) title += "; the prefix cache finds it";
     if (state === CACHED) {
-      const order = pool.evictionOrder();
-      title += `; number ${order.indexOf(chosen) + 1} of ${order.length} to be evicted`;
+      const [place, count] = pool.evictionPlace(chosen);
+      title += `; number ${place} of ${count} to be evicted`;
     }
     if (pool.known[chosen]) {
       const path = [];
