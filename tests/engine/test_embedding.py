@@ -147,3 +147,23 @@ def test_a_deadline_that_passes_and_what_is_wrong_are_said(llm):
         llm.embed({"prompt_token_ids": [VOCAB]})
     with pytest.raises(TimeoutError, match="deadline"):
         llm.embed({"prompt_token_ids": [1, 2]}, deadline_s=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_on_a_gpu_vectors_are_those_of_transformers_too(checkpoint, graphs):
+    llm = LLM(
+        checkpoint[0], device="cuda", num_blocks=64, max_num_seqs=8, max_num_batched_tokens=40,
+        graphs=graphs,
+    )  # fmt: skip
+    try:
+        for pooling in ("mean", "last"):
+            outputs = llm.embed([{"prompt_token_ids": p} for p in prompts()], pooling=pooling)
+            for output, ids in zip(outputs, prompts(), strict=True):
+                rows = states(checkpoint[1], ids)
+                wanted = rows.mean(dim=0) if pooling == "mean" else rows[-1]
+                found = torch.tensor(output.embedding, dtype=torch.float64)
+                assert torch.nn.functional.cosine_similarity(found, wanted, dim=0) > 1 - 1e-5
+                assert (found - wanted).norm() < 5e-3 * wanted.norm()
+    finally:
+        llm.close()

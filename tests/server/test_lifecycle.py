@@ -95,6 +95,27 @@ def test_a_client_that_leaves_the_queue_frees_its_place():
         settled(running)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_leaves_while_its_text_is_prepared_never_reaches_the_engine(path):
+    with serving(bridge_options={"num_threads": 1}) as running:
+        may_go_on = threading.Event()
+        busy = running.bridge._pool.submit(may_go_on.wait, 20)  # the only thread has other work
+        sock = connect(running)
+        text = "Once upon a time. " * 40
+        messages = [{"role": "user", "content": text}]
+        body = {"prompt": text} if path == "/v1/completions" else {"messages": messages}
+        post(sock, {**body, "max_tokens": 9}, path)
+        wait_for(lambda: running.bridge._pending == 1)
+        sock.close()
+        wait_for(lambda: not running.bridge.jobs)
+        may_go_on.set()
+        assert busy.result(20)
+        wait_for(lambda: running.bridge._pending == 0)
+        settled(running)
+        assert not running.engine.seen
+        assert not running.engine.aborted
+
+
 def test_a_slow_reader_is_dropped_with_the_reason_in_the_log(caplog):
     caplog.set_level(logging.INFO, "tilewise.server")
     engine = FakeEngine(max_model_len=20_000)
