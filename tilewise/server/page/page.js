@@ -19,7 +19,8 @@ class Pool {
     this.level = new Uint8Array(numBlocks); // of that order, 0 is evicted first
     this.clock = 0;
     this.isOrderNew = this.isTreeNew = true;
-    this.budget = 0; // tokens of a step
+    this.budget = 0; // tokens of a step; 0 where nobody told it, as in a recorded trace
+    this.largest = 0; // of the steps so far
     this.step = null; // the last one: {prompt, decode, sequences}
     this.holders = new Array(numBlocks); // ids of the sequences whose tables have it
     this.tables = new Map();
@@ -365,7 +366,7 @@ const HANDLERS = {
     let prompt = 0;
     for (let i = 1; i < e.prompts.length; i += 2) prompt += e.prompts[i];
     p.step = { prompt, decode: e.num_tokens - prompt, sequences: e.num_sequences };
-    p.budget = Math.max(p.budget, e.num_tokens);
+    p.largest = Math.max(p.largest, e.num_tokens);
   },
   swap_out: (p, e) => {
     for (const block of e.blocks) {
@@ -1027,11 +1028,11 @@ function tiles() {
   const percent = count ? (100 * pool.used / count).toFixed(0) : 0;
   $("usage").textContent = `${pool.used.toLocaleString("en")} of ${count.toLocaleString("en")} ` +
     `in use (${percent} %), ${pool.blockSize} tokens each`;
-  const { step, budget } = pool;
+  const { step, budget, largest } = pool;
   if (step) {
-    const of = budget ? ` of ${budget.toLocaleString("en")}` : "";
+    const of = budget ? ` of ${budget.toLocaleString("en")}` : `, the largest had ${largest}`;
     $("step-told").textContent = `last step: ${step.prompt} prompt + ${step.decode} decode tokens${of}`;
-    const whole = Math.max(1, budget, step.prompt + step.decode);
+    const whole = Math.max(1, budget || largest, step.prompt + step.decode);
     $("step-prompt").style.width = 100 * step.prompt / whole + "%";
     $("step-decode").style.width = 100 * step.decode / whole + "%";
   }
