@@ -32,7 +32,7 @@ PENDING = -1
 
 
 class Asked(NamedTuple):
-    """What a runner must know of a sequence whose logits are changed, or whose prompt is scored.
+    """What a runner must know of a sequence whose logits are changed, or whose prompt is read.
 
     Attributes:
         adjusts: its logits are changed before they are drawn from.
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
             copy: a runner reads it in submit() and not later.
         num_prompt_tokens: how many of them are the prompt.
         end_ids: tokens that end it.
-        bad_word_ids, new_matcher: see `Request`.
+        bad_word_ids, new_matcher, pooling: see `Request`.
     """
 
     adjusts: bool
@@ -49,11 +49,13 @@ class Asked(NamedTuple):
     end_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     new_matcher: Callable[[], Matcher] | None = None
+    pooling: str | None = None
 
     @classmethod
     def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
         """Return what is to be known of a sequence of `request`, None if it asks for nothing."""
-        if not request.adjusts and request.sampling.prompt_logprobs is None:
+        is_read = request.sampling.prompt_logprobs is not None or request.pooling is not None
+        if not request.adjusts and not is_read:
             return None
         return cls(
             request.adjusts,
@@ -62,6 +64,7 @@ class Asked(NamedTuple):
             request.end_ids,
             request.bad_word_ids,
             request.new_matcher,
+            request.pooling,
         )
 
 
@@ -153,6 +156,7 @@ class SampledToken(NamedTuple):
     Attributes:
         prompt_logprobs: with a sequence's first token, if they were asked for.
         error: what failed in place of a draw, such as a grammar.
+        prompt_state: with a sequence's first token, if its prompt's hidden states are pooled.
     """
 
     token_id: int
@@ -160,6 +164,7 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: tuple[ScoredToken, ...] | None = None
     error: Exception | None = None
+    prompt_state: tuple[float, ...] | None = None
 
 
 def why_undrawn(token: SampledToken, request: Request) -> Exception:

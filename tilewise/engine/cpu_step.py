@@ -195,6 +195,19 @@ class CompiledRunner(ModelRunner):
         program.run(sampled, tables, most, end - 2, end)  # the last norm and the head
         return program.buffers["logits"][: len(rows), : self._llama.config.vocab_size]
 
+    @torch.inference_mode()
+    def states_of(self, rows: Tensor) -> Tensor:
+        """Return the hidden states (n, E), after the last norm, of rows (n,) int64 likewise.
+
+        They lie where those of the last call do.
+        """
+        batch, tables = self._last
+        program, end = self.program, len(self.program)
+        program.reserve(len(rows), ("final",))
+        sampled = batch._replace(sampled=rows.numpy())
+        program.run(sampled, tables, 1, end - 2, end - 1)  # the last norm
+        return program.buffers["final"][: len(rows), : self._llama.config.hidden_size]
+
     def warm_up(self) -> None:
         """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import pooling
 from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import (
     BROKEN,
@@ -96,6 +97,7 @@ class DeviceRunner:
         self.results = Results(max_num_seqs, self.device)
         self.adjuster = Adjuster(self.device)
         self.scores = PromptScores()
+        self.pools = pooling.Pools()
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
         self.prompts: PromptSteps | None = None
@@ -151,11 +153,13 @@ class DeviceRunner:
             asks = batch.asks
             adjusts = self.adjuster.follow(batch, asks)
             chunks, whole = self.scores.follow(batch, asks)
-            if all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences):
+            parts, pooled = self.pools.follow(batch, asks)
+            decodes = all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences)
+            if decodes and not parts:  # a graph keeps no hidden states
                 handle = self._decode(batch, adjusts)
             else:
-                handle = self._run(batch, adjusts, chunks)
-            handle.whole = whole
+                handle = self._run(batch, adjusts, chunks, parts)
+            handle.whole, handle.pooled = whole, pooled
             return handle
         except BaseException:
             self._forget_rows()  # they may have been told what did not happen
@@ -220,7 +224,9 @@ class DeviceRunner:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _run(self, batch: Batch, adjusts: bool, chunks: list[Chunk]) -> _Handle:
+    def _run(
+        self, batch: Batch, adjusts: bool, chunks: list[Chunk], parts: list[pooling.Part]
+    ) -> _Handle:
         """Compute a step of which some sequences run more than one token, or draw not one."""
         rows, sequences = self.rows, batch.sequences
         changes = rows.take(batch, decodes=False)
@@ -272,9 +278,14 @@ class DeviceRunner:
         scored = None
         if chunks:
             scored = _Scored(chunks, self._scored(chunks, hidden))
+        sums = None
+        if parts:
+            states = hidden  # `hidden` is narrowed to the rows that draw
+            sums = pooling.Pooled(parts, lambda some: states.index_select(0, some), self.device)
         if not drawing:
             nothing = torch.empty((0, 2), dtype=torch.int64)
-            return _Handle(batch, [], nothing, None, self._read([], None, scored), scored=scored)
+            event = self._read([], None, scored, sums)
+            return _Handle(batch, [], nothing, None, event, scored=scored, sums=sums)
         if len(logits_rows) < len(hidden):
             hidden = hidden.index_select(0, logits_rows)
         logits = self.model.compute_logits(hidden)
@@ -297,8 +308,8 @@ class DeviceRunner:
             logprobs = asking.found_in(raw, pairs[:, 0].index_select(0, asking.samples))
         is_cuda = self.device.type == "cuda"
         target = torch.empty(pairs.shape, dtype=torch.int64, pin_memory=is_cuda)
-        event = self._read([(target, pairs)], logprobs, scored)
-        return _Handle(batch, None, target, logprobs, event, errors, scored)
+        event = self._read([(target, pairs)], logprobs, scored, sums)
+        return _Handle(batch, None, target, logprobs, event, errors, scored, sums)
 
     def _hidden(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         if self.prompts is None:
@@ -349,10 +360,11 @@ class DeviceRunner:
         copies: list[tuple[Tensor, Tensor]],
         logprobs: _Logprobs | None,
         scored: _Scored | None = None,
+        sums: pooling.Pooled | None = None,
     ) -> torch.cuda.Event | None:
         """Copy results to the host beside what the device does next; return what to wait for."""
         is_cuda = self.device.type == "cuda"
-        for more in (logprobs, scored):
+        for more in (logprobs, scored, sums):
             if more is not None:
                 found = more.tensors
                 more.host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in found]
@@ -443,9 +455,11 @@ class _Handle:
         pairs: (n, 2) on the host, valid after the event.
         errors: by place in the batch, why nothing may be drawn there.
         scored: prompts of which a chunk was scored.
+        sums: hidden states of prompts, added up.
 
     Attributes:
         whole: by place in the batch, the scores of prompts that go with a first token.
+        pooled: likewise the hidden states.
     """
 
     def __init__(
@@ -457,11 +471,13 @@ class _Handle:
         event: torch.cuda.Event | None,
         errors: dict[int, Exception] | None = None,
         scored: _Scored | None = None,
+        sums: pooling.Pooled | None = None,
     ) -> None:
         self._batch, self._rows, self._pairs = batch, rows, pairs
         self._logprobs, self._event = logprobs, event
-        self._errors, self._scored = errors, scored
+        self._errors, self._scored, self._sums = errors, scored, sums
         self.whole: dict[int, list[ScoredToken]] = {}
+        self.pooled: dict[int, pooling.Pooling] = {}
 
     def result(self) -> Samples:
         """Wait for the step and return its tokens."""
@@ -469,11 +485,15 @@ class _Handle:
             self._event.synchronize()
         if self._scored is not None:
             self._scored.finish()
+        if self._sums is not None:
+            self._sums.finish()
         samples = self._tokens()
         if self._errors:
             put_errors(samples, self._errors)
         if self.whole:
             hand_over(samples, self.whole)
+        if self.pooled:
+            pooling.hand_over(samples, self.pooled)
         return samples
 
     def _tokens(self) -> Samples:

@@ -15,6 +15,12 @@ import torch
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.draft_runner import DraftingRunner, check_speculative, draft_runner
+from tilewise.engine.embedding import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    check_pooling,
+    embedding_of,
+)
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import MODES, prepare
 from tilewise.engine.loop import EngineLoop
@@ -42,6 +48,7 @@ from tilewise.engine.settings import (
 from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.speculative import DraftModel, PromptLookup
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError
 from tilewise.models import load_model
 from tilewise.models.config import ModelConfig
@@ -350,7 +357,7 @@ class LLM:
             deadline_s=deadline_s,
             max_queue_s=max_queue_s,
         )
-        waiter = _Waiter(mine)
+        waiter = Waiter(mine)
         progress = Progress(terminal(use_progress))
         if progress.is_shown:
             waiter.notice_changes()
@@ -358,12 +365,66 @@ class LLM:
             self._submit(mine)
             while not waiter.is_over:
                 waiter.wait()
-                progress.show(_progress_text(mine))
-            _raise_first(mine)
+                progress.show(progress_text(mine))
+            raise_first(mine)
         finally:
             progress.close()
             self._drop(mine)
         return [g.output for g in mine]
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        pooling: str = "mean",
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Return one vector for each prompt: its hidden states after the last norm, pooled.
+
+        mean: sum_p h_p / T over the T tokens of the prompt; last: h_T. The prompts run in the steps
+        of all requests, in chunks. Vectors are not of unit length.
+
+        Args:
+            prompts: see generate(); each leaves room for one more token in the context.
+            pooling: "mean" or "last".
+            user, cache_salt, priority, deadline_s, max_queue_s: see generate().
+
+        Returns:
+            One output per prompt, in the order given, `embedding` of hidden_size floats.
+
+        Raises:
+            ValueError: pooling is something else.
+            TimeoutError: a deadline has passed.
+            Exception: as of generate().
+
+        Example:
+            >>> [output] = LLM("story").embed("Once upon a time")
+            >>> len(output.embedding)
+        """
+        check_pooling(pooling)
+        mine = self._generations(
+            prompts,
+            EMBEDDING_PARAMS,
+            user=user,
+            salt=cache_salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            max_queue_s=max_queue_s,
+            pooling=pooling,
+        )
+        waiter = Waiter(mine)
+        try:
+            self._submit(mine)
+            while not waiter.is_over:
+                waiter.wait()
+            raise_first(mine)
+        finally:
+            self._drop(mine)
+        return [embedding_of(g.output, pooling) for g in mine]
 
     def stream(
         self,
@@ -403,7 +464,7 @@ class LLM:
         return self._stream(generation)
 
     def _stream(self, generation: Generation) -> Iterator[str]:
-        waiter = _Waiter([generation])
+        waiter = Waiter([generation])
         waiter.notice_changes()
         try:
             self._submit([generation])
@@ -414,7 +475,7 @@ class LLM:
                 delta = generation.unread_text()
                 if delta:
                     yield delta
-            _raise_first([generation])
+            raise_first([generation])
         finally:
             self._drop([generation])
 
@@ -422,8 +483,8 @@ class LLM:
         """Return a request for `loop.submit()`, checked; nothing has changed.
 
         Args:
-            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s of
-                `Request`.
+            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s,
+                pooling of `Request`.
 
         Raises:
             RequestError: it can never be served.
@@ -517,48 +578,5 @@ class LLM:
             self.loop.drop(generations)
 
 
-class _Waiter:
-    """Wakes one thread when all of its requests have ended, or one of them has failed."""
-
-    def __init__(self, generations: Sequence[Generation]) -> None:
-        self._generations = generations
-        self._num_left = len(generations)
-        self._event = threading.Event()
-        self.is_over = not generations
-        for generation in generations:
-            generation.on_end = functools.partial(self._one_ended, generation)
-
-    def notice_changes(self) -> None:
-        """Wake the thread after each step that changes one of the requests, too."""
-        for generation in self._generations:
-            generation.on_change = self._event.set
-
-    def wait(self) -> None:
-        """Sleep until something has happened since the last call."""
-        self._event.wait()
-        self._event.clear()
-
-    def _one_ended(self, generation: Generation) -> None:
-        self._num_left -= 1
-        if self._num_left == 0 or generation.error is not None:
-            self.is_over = True
-            self._event.set()
-
-
 def _new_scheduler(seeds: Iterator[int], settings: Mapping[str, Any]) -> Scheduler:
     return Scheduler(seed=next(seeds), **settings)
-
-
-def _raise_first(generations: Sequence[Generation]) -> None:
-    """Raise the error of the first that has failed, if one has."""
-    for place, generation in enumerate(generations):
-        if generation.error is not None:
-            if len(generations) > 1:
-                generation.error.add_note(f"This ended prompts[{place}].")
-            raise generation.error
-
-
-def _progress_text(generations: Sequence[Generation]) -> str:
-    done = sum(g.output.finished for g in generations)
-    tokens = sum(len(c.token_ids) for g in generations for c in g.output.outputs)
-    return f"{done}/{len(generations)} prompts, {tokens:,} tokens"

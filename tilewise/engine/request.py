@@ -239,6 +239,7 @@ class Request:
         eos_token_ids: the model's own end tokens.
         bad_word_ids: the token ids of sampling.bad_words, in every form that is looked for.
         new_matcher: makes the state of sampling.structured before the first token.
+        pooling: "mean" or "last": what becomes of its prompt's hidden states; None is nothing.
         stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
             A structured text always ends with the model's.
@@ -261,6 +262,7 @@ class Request:
     max_queue_s: float | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     new_matcher: Callable[[], Matcher] | None = None
+    pooling: str | None = None
     stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
     adjusts: bool = field(init=False, repr=False)
@@ -365,9 +367,13 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of its prompt are wanted and not all computed yet."""
-        wanted = self.request.sampling.prompt_logprobs
-        return wanted is not None and len(self.token_ids) == self.num_prompt_tokens
+        """Whether every position of its prompt is wanted, and not all are computed yet.
+
+        That is for their log-probabilities or the mean of their hidden states.
+        """
+        request = self.request
+        is_wanted = request.sampling.prompt_logprobs is not None or request.pooling == "mean"
+        return is_wanted and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import pooling
 from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import PENDING, Batch, SampledToken
 from tilewise.engine.host_cache import HostCache
@@ -195,6 +196,7 @@ class ModelRunner:
         self._drawn: dict[int, int] = {}  # by seq_id, in the last step
         self._tables = HostTables()
         self._scores = PromptScores()
+        self._pools = pooling.Pools()
         self._hidden: Tensor | None = None  # of the step that runs, (T, E)
         self.host: HostCache | None = None
         self.storage = storage
@@ -231,6 +233,7 @@ class ModelRunner:
         asks = batch.asks
         adjusts = self._adjuster.follow(batch, asks)
         chunks, whole = self._scores.follow(batch, asks)
+        parts, pooled = self._pools.follow(batch, asks)
         inputs = build_inputs(
             batch,
             self.block_size,
@@ -244,7 +247,12 @@ class ModelRunner:
         samples: Samples = accepted(batch, draw(logits, with_rows_of_drafts(batch)))
         if chunks:
             finish(chunks, score(chunks, self.logits_of, logits.shape[1], self.device))
+        if parts:
+            sums = pooling.Pooled(parts, self.states_of, self.device)
+            sums.host = [x.cpu() for x in sums.tensors]
+            sums.finish()
         hand_over(samples, whole)
+        pooling.hand_over(samples, pooled)
         return samples
 
     @torch.inference_mode()
@@ -310,6 +318,13 @@ class ModelRunner:
         assert self._hidden is not None
         return self.model.compute_logits(self._hidden.index_select(0, rows))
 
+    @torch.inference_mode()
+    def states_of(self, rows: Tensor) -> Tensor:
+        """Return the hidden states (n, E), after the last norm, of rows (n,) int64 likewise."""
+        assert self._hidden is not None
+        return self._hidden.index_select(0, rows)
+
+    @torch.inference_mode()
     def copy(self, block_pairs: Tensor) -> None:
         """Copy blocks (C, 2), source and destination, in all layers."""
         k_cache, v_cache, *scales = self.storage.whole

@@ -144,10 +144,11 @@ class Speculation:
         """Whether a request's tokens may be guessed.
 
         Not those of a beam search; nor where logits are changed by what was drawn before, as the
-        rows of guesses would have to be, or where a prompt is scored.
+        rows of guesses would have to be, or where a prompt is scored or pooled.
         """
         sampling = request.sampling
-        is_plain = not request.adjusts and sampling.prompt_logprobs is None
+        is_read = sampling.prompt_logprobs is not None or request.pooling is not None
+        is_plain = not request.adjusts and not is_read
         return is_plain and not isinstance(sampling, BeamSearchParams)
 
     def begin(self, num_sequences: int, max_chunk_tokens: int | None) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilewise.cache.allocator import BlockAllocator
+from tilewise.engine.ages import Ages
 from tilewise.engine.batch import Batch
 from tilewise.engine.request import Request, Sequence
 
@@ -76,6 +77,7 @@ class Account:
         num_preemptions: of all of its samples.
         num_lost: tokens that were computed, lost with their blocks and not found when it came back.
         reasons: why its samples ended.
+        admitted: when a sample got blocks first; None while none has.
     """
 
     arrived: float
@@ -86,6 +88,7 @@ class Account:
     num_preemptions: int = 0
     num_lost: int = 0
     reasons: list[str] = field(default_factory=list)
+    admitted: float | None = None
 
 
 class Trace:
@@ -95,6 +98,11 @@ class Trace:
         num_blocks, block_size: of the pool.
         capacity: see CAPACITY.
         clock: seconds.
+
+    Attributes:
+        num_noted: events so far.
+        num_lost: tokens that were computed twice, of all requests; see `Account`.
+        ages: of blocks, and the sizes of steps.
     """
 
     def __init__(
@@ -106,7 +114,8 @@ class Trace:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.capacity, self.clock = capacity, clock
-        self.num_noted = 0
+        self.num_noted = self.num_lost = 0
+        self.ages = Ages()
         self._events: deque[_Event] = deque()
         self._size = 0
         self._accounts: dict[str, Account] = {}
@@ -116,8 +125,11 @@ class Trace:
 
     def note(self, kind: str, *values: Any) -> None:
         """Add an event; lists of numbers are tuples."""
-        self._events.append(_Event(self.clock(), kind, values))
+        now = self.clock()
+        self._events.append(_Event(now, kind, values))
         self.num_noted += 1
+        if (take := self.ages.handlers.get(kind)) is not None:
+            take(now, *values)
         self._size += _size(values)
         while self._size > self.capacity:
             self._size -= _size(self._events.popleft().values)
@@ -143,6 +155,8 @@ class Trace:
         self._events = deque([*before._events, *self._events])
         self._size += before._size
         self.num_noted += before.num_noted
+        self.num_lost += before.num_lost
+        self.ages.follow(before.ages)
         self._ended = deque(before._accounts, MAX_ENDED)
         self._accounts = {key: before._accounts[key] for key in self._ended}
 
@@ -180,8 +194,11 @@ class Trace:
         self.note("admit", seq.seq_id, request_id, seq.index, blocks, found)
         account = self._accounts[request_id]
         account.since = self._events[-1].time
-        lost = self._lost.pop(seq.seq_id, 0)
-        account.num_lost += max(0, lost - seq.num_computed_tokens)
+        if account.admitted is None:
+            account.admitted = account.since
+        lost = max(0, self._lost.pop(seq.seq_id, 0) - seq.num_computed_tokens)
+        account.num_lost += lost
+        self.num_lost += lost
 
     def schedule(self, batch: Batch) -> None:
         """A step was built."""

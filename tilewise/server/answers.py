@@ -24,6 +24,8 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "event",
+    "prompt_logprobs",
+    "token_text",
     "usage_of",
 ]
 
@@ -202,6 +204,22 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def prompt_logprobs(
+    output: RequestOutput, tokenizer: Tokenizer | None
+) -> list[dict[str, Any] | None]:
+    """Return a prompt's log-probabilities as vLLM does, by token id."""
+    told: Sequence[dict[int, float] | None] = output.prompt_logprobs or []
+    return [
+        None
+        if entry is None
+        else {
+            str(i): {"logprob": max(p, LEAST), "decoded_token": token_text(i, tokenizer)}
+            for i, p in entry.items()
+        }
+        for entry in told
+    ]
+
+
 class CompletionAnswer:
     """Answers of /v1/completions.
 
@@ -342,16 +360,7 @@ class CompletionAnswer:
 
     def _of_prompt(self, output: RequestOutput) -> list[dict[str, Any] | None]:
         """Return the prompt's log-probabilities as vLLM does, by token id."""
-        told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
-        return [
-            None
-            if entry is None
-            else {
-                str(i): {"logprob": max(p, LEAST), "decoded_token": token_text(i, self._tokenizer)}
-                for i, p in entry.items()
-            }
-            for entry in told
-        ]
+        return prompt_logprobs(output, self._tokenizer)
 
     def _choice(
         self, prompt: int, output: RequestOutput, completion: CompletionOutput

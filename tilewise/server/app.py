@@ -59,6 +59,7 @@ class Service:
         tool_parser: how the model writes calls of tools; None where it cannot.
         thinks: the model writes reasoning between <think> and </think>.
         body_timeout_s: for a body to arrive.
+        shows_text: administrators may read the tokens of other keys' requests.
     """
 
     bridge: Bridge
@@ -69,6 +70,7 @@ class Service:
     tool_parser: str | None = None
     thinks: bool = False
     body_timeout_s: float = 30.0
+    shows_text: bool = False
     started: float = field(default_factory=time.time)
 
     async def read(self, request: Request, kind: type[M]) -> M:
@@ -115,6 +117,7 @@ def options_of(request: GenerationRequest) -> dict[str, Any]:
         "cache_salt": request.cache_salt,
         "priority": request.priority or 0,
         "timeout": request.timeout,
+        "most": request.n or 1,
     }
 
 
@@ -153,7 +156,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
             job.job_id,
             service.names[0] if request.model is None else request.model,
             bridge.llm.tokenizer,
-            samples=sampling.n,
+            samples=request.n or 1,
             logprobs=request.logprobs,
             echoes=echoes,
             tells_ids=bool(request.return_token_ids),
