@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.simulator import VOCAB, Outputs, VirtualModel, run_alone, run_to_end
+from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.batch import PENDING
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import FinishReason, Request, SamplingParams
@@ -316,7 +317,86 @@ def take_over_more_than_is_there(tables, seq):
     return gained
 
 
+def begin_one_token_too_far(tables, seq, spare, *, is_fresh):
+    count = INSIDE(tables, seq, spare, is_fresh=is_fresh)
+    return count + (0 < count < seq.num_tokens - seq.num_registered_blocks * tables.block_size - 1)
+
+
+def begin_inside_without_a_copy(tables, seq, spare, *, is_fresh):
+    count = INSIDE(tables, seq, spare, is_fresh=is_fresh)
+    seq.shares_tail = False
+    return count
+
+
+def begin_in_the_block_itself(tables, seq, spare, *, is_fresh):
+    """What the cache finds is written by whoever goes on there."""
+    count = INSIDE(tables, seq, spare, is_fresh=is_fresh)
+    if count:
+        tables.prefix.forget(seq.block_ids[seq.num_registered_blocks])
+    return count
+
+
+def take_a_source_that_nobody_keeps(tables, seq, spare, *, is_fresh):
+    count = INSIDE(tables, seq, spare, is_fresh=is_fresh)
+    if count:
+        tables.allocator.release([seq.block_ids[seq.num_registered_blocks]])
+    return count
+
+
+def take_any_child(prefix, parent, token_ids):
+    block, count = BEGINS(prefix, parent, token_ids)
+    children = prefix._children_of.get(parent)
+    return (prefix._block_of[parent, children[0]], count) if count else (block, count)
+
+
+def find_beginnings_under_any_parent(prefix, parent, token_ids):
+    found = (BEGINS(prefix, other, token_ids) for other in sorted(prefix._children_of))
+    return max(found, key=lambda pair: pair[1], default=(-1, 0))
+
+
+def free_a_source_behind_its_parent(tables, index):
+    tables._fences[index][:0] = tables._read[index]
+    tables._read[index].clear()
+    END_STEP(tables, index)
+
+
 REGISTER, ADOPT = BlockTables.register, BlockTables.adopt
+INSIDE, BEGINS, END_STEP = (
+    BlockTables._begin_inside,
+    PrefixCache.begins_inside,
+    BlockTables.end_step,
+)
+
+INSIDE_MISTAKES = {
+    "a hit inside a block is a token too long": (
+        BlockTables, "_begin_inside", begin_one_token_too_far,
+    ),
+    "who goes on with one token writes to what was found": (
+        BlockTables, "_begin_inside", begin_inside_without_a_copy,
+    ),
+    "what was found is nobody's any more": (BlockTables, "_begin_inside", begin_in_the_block_itself),
+    "a source is not kept": (BlockTables, "_begin_inside", take_a_source_that_nobody_keeps),
+    "another child is copied": (PrefixCache, "begins_inside", take_any_child),
+    "another prompt's child is copied": (
+        PrefixCache, "begins_inside", find_beginnings_under_any_parent,
+    ),
+    "a parent is freed before the source": (
+        BlockTables, "end_step", free_a_source_behind_its_parent,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE_MISTAKES)
+def test_a_mistake_with_hits_inside_a_block_shows(monkeypatch, name: str):
+    monkeypatch.setattr(*INSIDE_MISTAKES[name])
+
+    def play_many():
+        for seed in range(2000):
+            story = Story(seed, overlap=seed % 2 == 1)
+            story.play()
+
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        play_many()
 
 
 @pytest.mark.parametrize(
@@ -351,7 +431,7 @@ def test_a_mistake_in_the_tables_shows(monkeypatch, method: str, mistake):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_random_schedules_reach_what_they_are_meant_to_test(overlap: bool):
     seen = {"preemptions": 0, "hits": 0, "copies": 0, "aborts": 0, "overflowing forks": 0}
-    seen["taken over"] = 0
+    seen["taken over"] = seen["inside a block"] = 0
     if overlap:
         seen |= {"drawn tokens": 0, "dropped runs": 0, "waits for fences": 0}
     for seed in range(200 if overlap else 60):
@@ -383,6 +463,12 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(overlap: bool):
             seen["taken over"] += gained
             return gained
 
+        def beginning(seq, spare, *, is_fresh, begin=story.scheduler.tables._begin_inside):
+            count = begin(seq, spare, is_fresh=is_fresh)
+            seen["inside a block"] += count > 0
+            return count
+
+        story.scheduler.tables._begin_inside = beginning
         story.scheduler.tables.adopt = adopting
         story.model.submit, story.model.result = submitting, finishing
         story.scheduler.tables.extend = extending
