@@ -49,6 +49,7 @@ class VirtualModel:
         self.tables: dict[int, list[int]] = {}  # as a device knows them, from what batches tell
         self.drawn: dict[int, int] = {}
         self.unfinished: list[Step] = []
+        self.has_lost_steps = False  # the first may have lost its blocks with them
 
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         """Compute one step."""
@@ -185,7 +186,8 @@ class VirtualModel:
             runs = {run.seq_id for run in batch.sequences}
             first = self._first()
             ordered = self.scheduler.order.name == "fcfs"
-            if self.host or not ordered or self.scheduler.preemption.victim != "newest":
+            is_plain = ordered and self.scheduler.preemption.victim == "newest"
+            if self.host or self.has_lost_steps or not is_plain:
                 assert first.seq_id in runs or first.num_told_blocks == 0, "the first always runs"
             else:
                 assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"

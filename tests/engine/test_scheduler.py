@@ -635,7 +635,7 @@ def test_what_was_copied_in_part_is_forgotten_with_what_is_damaged(num_tokens):
     scheduler.add(ask("a", list(range(9)), max_tokens=9))
     step(scheduler)
     scheduler.add(ask("b", [*range(6), 50, 51, 52, 53, 54, 55], max_tokens=9))
-    batch, events = step(scheduler)
+    batch, _ = step(scheduler)
     assert len(batch.block_copies) == 1
     scheduler.fail("a", FloatingPointError())
     while scheduler.has_unfinished():

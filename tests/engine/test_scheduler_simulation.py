@@ -14,10 +14,13 @@ import pytest
 
 from tests.engine.simulator import VOCAB, Outputs, VirtualModel, run_alone, run_to_end
 from tilewise.cache.prefix import PrefixCache
+from tilewise.engine import block_tables
 from tilewise.engine.batch import PENDING
 from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.inside import begin_inside
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.withdrawal import pause_transfers, resume_transfers, withdraw
 from tilewise.errors import RequestError
 
 MAX_MODEL_LEN = 40
@@ -77,6 +80,7 @@ class Story:
         self.stopped: set[tuple[str, int]] = set()
         self.first_runs: list[str] = []
         self.failed: set[str] = set()
+        self.num_withdrawn = 0
         self.known_damage: set[int] = set()
 
     def is_damaging(self) -> bool:
@@ -162,7 +166,18 @@ class Story:
         assert self.scheduler.schedule() is None
 
     def fail(self, unfinished) -> None:
-        """Let one of the unfinished steps fail; the requests in it end."""
+        """Let one of the unfinished steps fail: the requests in it end, or all steps come again."""
+        if self.rng.random() < 0.5:
+            unfinished.clear()
+            self.model.unfinished.clear()
+            self.model.has_lost_steps = True
+            withdraw(self.scheduler)
+            self.num_withdrawn += 1
+            if self.rng.random() < 0.3:
+                pause_transfers(self.scheduler)
+            self.scheduler.check_integrity()
+            return
+        resume_transfers(self.scheduler)
         batch = unfinished.pop(self.rng.randrange(len(unfinished)))
         self.model.drop(batch)
         self.aborted |= set(self.scheduler.discard(batch))
@@ -362,20 +377,20 @@ def free_a_source_behind_its_parent(tables, index):
 
 REGISTER, ADOPT = BlockTables.register, BlockTables.adopt
 INSIDE, BEGINS, END_STEP = (
-    BlockTables._begin_inside,
+    begin_inside,
     PrefixCache.begins_inside,
     BlockTables.end_step,
 )
 
 INSIDE_MISTAKES = {
     "a hit inside a block is a token too long": (
-        BlockTables, "_begin_inside", begin_one_token_too_far,
+        block_tables, "begin_inside", begin_one_token_too_far,
     ),
     "who goes on with one token writes to what was found": (
-        BlockTables, "_begin_inside", begin_inside_without_a_copy,
+        block_tables, "begin_inside", begin_inside_without_a_copy,
     ),
-    "what was found is nobody's any more": (BlockTables, "_begin_inside", begin_in_the_block_itself),
-    "a source is not kept": (BlockTables, "_begin_inside", take_a_source_that_nobody_keeps),
+    "what was found is nobody's now": (block_tables, "begin_inside", begin_in_the_block_itself),
+    "a source is not kept": (block_tables, "begin_inside", take_a_source_that_nobody_keeps),
     "another child is copied": (PrefixCache, "begins_inside", take_any_child),
     "another prompt's child is copied": (
         PrefixCache, "begins_inside", find_beginnings_under_any_parent,
@@ -402,7 +417,7 @@ def test_a_mistake_with_hits_inside_a_block_shows(monkeypatch, name: str):
 @pytest.mark.parametrize(
     ("method", "mistake"),
     [
-        ("_let_go", release_at_once),
+        ("let_go", release_at_once),
         ("take_copies", keep_no_copied_block),
         ("register", tell_only_what_is_added),
         ("adopt", tell_nothing_of_what_is_taken_over),
@@ -463,12 +478,13 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(overlap: bool):
             seen["taken over"] += gained
             return gained
 
-        def beginning(seq, spare, *, is_fresh, begin=story.scheduler.tables._begin_inside):
-            count = begin(seq, spare, is_fresh=is_fresh)
-            seen["inside a block"] += count > 0
-            return count
+        def beginning(parent, tokens, begins=story.scheduler.tables.prefix):
+            found = PrefixCache.begins_inside(begins, parent, tokens)
+            seen["inside a block"] += found[1] > 0
+            return found
 
-        story.scheduler.tables._begin_inside = beginning
+        if story.scheduler.tables.prefix is not None:
+            story.scheduler.tables.prefix.begins_inside = beginning
         story.scheduler.tables.adopt = adopting
         story.model.submit, story.model.result = submitting, finishing
         story.scheduler.tables.extend = extending

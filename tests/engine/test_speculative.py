@@ -167,12 +167,12 @@ def take_the_one_after_for_computed(self, seq, num_drafts, drawn, tables):
 def free_one_block_too_many(tables, seq):
     TRUNCATE(tables, seq)
     if seq.num_scheduled_tokens % tables.block_size:
-        tables._let_go([seq.block_ids.pop()])
+        tables.let_go([seq.block_ids.pop()])
 
 
 def free_the_block_and_keep_it(tables, seq):
     kept = tables.blocks_for(seq.num_scheduled_tokens)
-    tables._let_go(seq.block_ids[kept:])
+    tables.let_go(seq.block_ids[kept:])
 
 
 def free_nothing_but_forget_it(tables, seq):

@@ -9,11 +9,8 @@ The only writer of Sequence.block_ids. It keeps three promises to the steps that
                       that was given to somebody else meanwhile
 
 A sequence that leaves what the prefix cache knows inside a block has that block in its table until
-it writes there: the first tokens of it are its own, too, and extend() makes it a copy (31 tokens in
-common are found, not 16 of them). This costs one look-up, and one copy of one block, which moves
-less than computing a single token would; admission does not depend on it.
-
-With a `SwapSpace`, what blocks held goes to main memory and comes back; a batch tells what moves.
+it writes there (`engine.inside`). With a `SwapSpace`, what blocks held goes to main memory and
+comes back; a batch tells what moves.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from typing import NamedTuple
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.batch import Batch
+from tilewise.engine.inside import begin_inside
 from tilewise.engine.request import Sequence
 from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers
 from tilewise.engine.trace import Trace
@@ -157,45 +155,12 @@ class BlockTables:
             slots = self.swap.recall(seq, len(hits), last)  # before a block is kept in their place
             seq.block_ids = hits + self.allocator.allocate(num_fresh)
             self._fill(seq, slots)
-        inside = self._begin_inside(seq, spare, is_fresh=True)
+        inside = begin_inside(self, seq, spare, is_fresh=True)
         known = seq.num_registered_blocks * self.block_size + inside
         seq.num_computed_tokens = seq.num_scheduled_tokens = known
         if self.prefix is not None:
             self.prefix.count(seq.num_tokens, seq.num_computed_tokens)
         return True
-
-    def _begin_inside(self, seq: Sequence, spare: int, *, is_fresh: bool) -> int:
-        """Put a block that begins as a sequence goes on in place of its first unknown one.
-
-        That is done only if a block for the copy stays free beside the spare ones. Behind a block
-        that was found: nothing else would tell who has what of a block that turns out damaged.
-
-        Args:
-            seq: nothing of its first unknown block is computed.
-            spare: blocks that must stay free.
-            is_fresh: no step has been told of its first unknown block.
-
-        Returns:
-            How many more tokens are computed.
-        """
-        prefix, blocks, first = self.prefix, seq.block_ids, seq.num_registered_blocks
-        if prefix is None or first == 0:
-            return 0
-        start, size = first * self.block_size, self.block_size
-        wanted = seq.token_ids[start : min(start + size, seq.num_tokens - 1)]
-        source, count = prefix.begins_inside(blocks[first - 1], wanted)
-        if count == 0:
-            return 0
-        returned = int(is_fresh or not self._fences)
-        if self.allocator.num_free + returned - (self.allocator.ref_count(source) == 0) <= spare:
-            return 0
-        self.allocator.share([source])
-        if is_fresh:
-            self.allocator.release([blocks[first]])
-        else:
-            self._let_go([blocks[first]])
-        blocks[first], seq.shares_tail = source, True
-        return count
 
     def _fill(self, seq: Sequence, slots: list[int]) -> None:
         """Let the next step copy slots to a sequence's blocks, from the first unknown one on."""
@@ -265,15 +230,6 @@ class BlockTables:
         if self.swap is None or not self.swap.coming:
             return False
         return not self.swap.coming.keys().isdisjoint(seq.block_ids)
-
-    def begin_alike(self, seq: Sequence, family: list[Sequence]) -> bool:
-        """Whether a sequence may have found the first block of one of the others."""
-        size = self.block_size
-        return any(
-            seq.request.salt == other.request.salt
-            and seq.token_ids[:size] == other.token_ids[:size]
-            for other in family
-        )
 
     def drop_swapped(self, seq: Sequence) -> None:
         """Let go of what main memory keeps of a sequence that waits."""
@@ -377,7 +333,7 @@ class BlockTables:
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
-        self._let_go(seq.block_ids)
+        self.let_go(seq.block_ids)
         seq.block_ids = []
         seq.shares_tail = seq.is_doubtful = False
         seq.num_registered_blocks = seq.num_told_blocks = 0
@@ -388,7 +344,7 @@ class BlockTables:
         blocks, kept = seq.block_ids, self.blocks_for(seq.num_scheduled_tokens)
         if kept < len(blocks):
             self.trace.note("cut", seq.seq_id, kept)
-            self._let_go(blocks[kept:])
+            self.let_go(blocks[kept:])
             del blocks[kept:]
             seq.num_told_blocks = min(seq.num_told_blocks, kept)
 
@@ -407,7 +363,7 @@ class BlockTables:
             kept = self.prefix.register(blocks[i], parent, tokens)
             if kept != blocks[i]:
                 self.allocator.share([kept])
-                self._let_go([blocks[i]])
+                self.let_go([blocks[i]])
                 blocks[i] = kept
                 seq.num_told_blocks = min(seq.num_told_blocks, i)
         kept_blocks = tuple(blocks[seq.num_registered_blocks : num_full])
@@ -461,10 +417,10 @@ class BlockTables:
             return 0
         if len(found) > first:
             self.allocator.share(found[first:])
-            self._let_go(blocks[first : len(found)])
+            self.let_go(blocks[first : len(found)])
             blocks[first : len(found)] = found[first:]
             seq.num_registered_blocks = len(found)
-        inside = self._begin_inside(seq, 0, is_fresh=False)
+        inside = begin_inside(self, seq, 0, is_fresh=False)
         taken = tuple(blocks[first : len(found) + (inside > 0)])
         if not taken:
             return 0
@@ -575,7 +531,7 @@ class BlockTables:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
 
-    def _let_go(self, blocks: list[int]) -> None:
+    def let_go(self, blocks: list[int]) -> None:
         """Release blocks as soon as no step that has begun is unfinished."""
         if self._fences:
             self._fences[-1] += blocks
