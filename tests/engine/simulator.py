@@ -21,6 +21,7 @@ from tilewise.cache.contents import Content
 from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.seeds import derive_seed
 
 VOCAB = 6
 
@@ -360,6 +361,30 @@ def check_idle(scheduler: Scheduler) -> None:
     swap = scheduler.tables.swap
     assert swap is None or not (swap.going or swap.coming)
     assert (scheduler.roster.num_queued, scheduler.roster.num_queued_tokens) == (0, 0)
+
+
+def draw_alone(request: Request, max_len: int) -> Outputs:
+    """Answer one request with a given seed by the definition: no scheduler, no cache, no steps.
+
+    run_alone() gives the same, a hundred times slower.
+    """
+    sampling, outputs = request.sampling, Outputs()
+    first = derive_seed("request", sampling.seed)
+    prompt = fingerprints(request.prompt_token_ids, request.salt)[-1]
+    for index in range(sampling.n):
+        seed = derive_seed("sample", first, index) if index else first
+        value, drawn, key = prompt, [], (request.request_id, index)
+        while key not in outputs.reasons:
+            token = _digest(value, seed, len(drawn)) % VOCAB
+            drawn.append(token)
+            value = abs(hash((value, token)))
+            if token in request.end_ids:
+                outputs.reasons[key] = FinishReason.STOP
+                outputs.stop_reasons[key] = token if token in request.stop_ids else None
+            elif len(request.prompt_token_ids) + len(drawn) >= max_len:
+                outputs.reasons[key], outputs.stop_reasons[key] = FinishReason.LENGTH, None
+        outputs.tokens[key] = drawn
+    return outputs
 
 
 def run_alone(request: Request, max_model_len: int) -> Outputs:

@@ -12,7 +12,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.simulator import VOCAB, Outputs, VirtualModel, run_alone, run_to_end
+from tests.engine.simulator import (
+    VOCAB,
+    Outputs,
+    VirtualModel,
+    draw_alone,
+    run_alone,
+    run_to_end,
+)
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine import block_tables
 from tilewise.engine.batch import PENDING
@@ -110,7 +117,7 @@ class Story:
         self.damages, self.outputs = False, Outputs()
         for request_id in sorted(self.failed):
             request = self.requests[request_id]
-            alone = run_alone(request, self.scheduler.limits.max_len(request))
+            alone = draw_alone(request, self.scheduler.limits.max_len(request))
             for attempt in range(2):
                 name = f"{request_id} again {attempt}"
                 self.scheduler.add(replace(request, request_id=name))
@@ -221,7 +228,7 @@ class Story:
         arrived = [r for r in self.requests if r in set(self.first_runs)]
         assert self.first_runs == arrived, "nobody overtakes"
         for request_id, request in self.requests.items():
-            alone = run_alone(request, self.scheduler.limits.max_len(request))
+            alone = draw_alone(request, self.scheduler.limits.max_len(request))
             for index in range(request.sampling.n):
                 key = (request_id, index)
                 tokens = self.outputs.tokens.get(key, [])
@@ -236,6 +243,16 @@ class Story:
                     assert tokens == truth
                     assert self.outputs.reasons[key] == alone.reasons[key]
                     assert self.outputs.stop_reasons[key] == alone.stop_reasons[key]
+
+
+def test_what_requests_draw_alone_is_what_the_scheduler_draws_for_them_alone():
+    rng = random.Random(7)
+    for i in range(150):
+        request = random_request(rng, f"r{i}")
+        limit = min(
+            MAX_MODEL_LEN, len(request.prompt_token_ids) + (request.sampling.max_tokens or 99)
+        )
+        assert vars(draw_alone(request, limit)) == vars(run_alone(request, MAX_MODEL_LEN))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -257,7 +257,7 @@ class SwapSpace:
         slots = range(self.allocator.num_blocks)
         rules = [
             (
-                all(self.allocator.ref_count(slot) == owners[slot] for slot in slots),
+                {s: n for s in slots if (n := self.allocator.ref_count(s))} == owners,
                 "a slot's owners are swapped sequences and transfers",
             ),
             (at == self._node_at, "a slot holds the content that is found there"),
