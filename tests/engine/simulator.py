@@ -145,6 +145,7 @@ class VirtualModel:
             step.spoilt |= {run.seq_id for run in batch.sequences}
             slots |= {slot for block, slot in step.batch.swap_out if block in blocks}
             blocks |= {block for slot, block in step.batch.swap_in if slot in slots}
+            blocks |= {copy for source, copy in step.batch.block_copies if source in blocks}
             for run, (_, table) in zip(step.batch.sequences, step.runs, strict=True):
                 if not blocks.isdisjoint(table):
                     step.spoilt.add(run.seq_id)
