@@ -116,7 +116,10 @@ class VirtualModel:
             if run.token_ids == (PENDING,):
                 known = [*known, self.drawn.get(run.seq_id, 0)]
             salt = step.salts[run.seq_id]
-            prefixes.append(fingerprints(known, salt))
+            if run.draft_parents:
+                prefixes.append(tree_fingerprints(known, run.num_drafts, run.draft_parents, salt))
+            else:
+                prefixes.append(fingerprints(known, salt))
             for position in range(run.start, len(known)):
                 place = position % self.block_size
                 value = prefixes[-1][position]
@@ -232,11 +235,23 @@ class VirtualModel:
         """Draw a token before each draft while these are right, and one more."""
         drawn: list[SampledToken] = []
         first = len(prefix) - 1 - run.num_drafts
+        if run.draft_parents:
+            return self._verify_tree(run, prefix[first:])
         for i, draft in enumerate((*run.token_ids[1:], None)):
             token = _digest(prefix[first + i], run.seeds[0], run.num_generated + i) % VOCAB
             drawn.append(SampledToken(token))
             if token != draft:
                 break
+        return drawn
+
+    def _verify_tree(self, run, rows: list[int]) -> list[SampledToken]:
+        """Draw a token after the last one, and after each draft that was drawn."""
+        drawn, row = [], 0
+        while row is not None:
+            token = _digest(rows[row], run.seeds[0], run.num_generated + len(drawn)) % VOCAB
+            drawn.append(SampledToken(token))
+            children = [i for i, p in enumerate(run.draft_parents, start=1) if p == row]
+            row = next((i for i in children if run.token_ids[i] == token), None)
         return drawn
 
 
@@ -305,6 +320,17 @@ def fingerprints(token_ids: list[int], salt: str = "") -> list[int]:
     for token in token_ids:
         value = abs(hash((value, token)))
         out.append(value)
+    return out
+
+
+def tree_fingerprints(
+    token_ids: list[int], num_drafts: int, parents: tuple[int, ...], salt: str
+) -> list[int]:
+    """Return those of tokens of which the last are a tree: each depends on the path to it."""
+    out = fingerprints(token_ids[: len(token_ids) - num_drafts], salt)
+    first = len(out) - 1
+    for parent, token in zip(parents, token_ids[first + 1 :], strict=True):
+        out.append(abs(hash((out[first + parent], token))))
     return out
 
 

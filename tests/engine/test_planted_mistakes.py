@@ -21,7 +21,7 @@ from tests.engine import (
 )
 from tests.engine.test_beams import BeamStory
 from tests.engine.test_scheduler_simulation import Story
-from tests.engine.test_speculative import DraftStory
+from tests.engine.test_speculative import DraftStory, TreeStory
 from tilewise.engine import withdrawal
 
 CAUGHT = (AssertionError, ValueError, LookupError, RuntimeError, StopIteration)
@@ -63,7 +63,13 @@ def draft_story(seed: int) -> None:
     played.judge()
 
 
-WITHDRAW, REVOKE = withdrawal.withdraw, test_tier_simulation.BlockTables.revoke
+def tree_story(seed: int) -> None:
+    played = TreeStory(seed, overlap=seed % 2 == 0)
+    played.play()
+    played.judge()
+
+
+WITHDRAW = withdrawal.withdraw
 
 
 def withdraw_without_the_copies(scheduler):
@@ -125,6 +131,7 @@ def _all() -> dict[str, Planted]:
         ("beams", test_beams.MISTAKES, beam_story),
         ("beams beside tiers", test_beam_tiers.MISTAKES, test_beam_tiers.play),
         ("drafts", test_speculative.MISTAKES, draft_story),
+        ("trees", test_speculative.TREE_MISTAKES, tree_story),
     )
     for subject, table, player in listed:
         for owner, name, mistake in table:

@@ -184,11 +184,15 @@ class LLM:
             batch_invariant = on.type == "cpu"
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
-        check_speculative(speculative, on, has_graphs)
+        check_speculative(speculative, on, has_graphs, batch_invariant)
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
+        if getattr(speculative, "num_branches", 1) > 1 and any(self.config.windows):
+            raise ValueError(
+                f"num_branches must be 1 for a model with windows of attention, got {speculative!r}"
+            )
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
         spec = cache_spec(self.config, block_size, dtype_of_cache)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
