@@ -290,6 +290,8 @@ def checkpoint(request, tmp_path_factory):
 def guesses_of(kind: str, directory):
     if kind == "lookup":
         return PromptLookup(num_tokens=5, min_ngram=1, is_adaptive=False)
+    if kind == "tree":
+        return PromptLookup(num_tokens=5, min_ngram=1, is_adaptive=False, num_branches=3)
     return DraftModel(directory, num_tokens=3, is_adaptive=False)
 
 
@@ -302,6 +304,18 @@ def as_ids(prompts):
     return [{"prompt_token_ids": prompt} for prompt in prompts]
 
 
+def spy_on_branches(llm) -> list[int]:
+    """Return a list that grows with each tree that is verified."""
+    seen, submit = [], llm.engine.runner.submit
+
+    def submitting(batch):
+        seen.extend(run.num_drafts for run in batch.sequences if run.draft_parents)
+        return submit(batch)
+
+    llm.engine.runner.submit = submitting
+    return seen
+
+
 SETTINGS = {
     "whole prompts": {},
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
@@ -310,16 +324,19 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["lookup", "draft"])
+@pytest.mark.parametrize("kind", ["lookup", "tree", "draft"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_greedy_tokens_are_those_of_transformers(checkpoint, kind, settings):
     directory, wanted = checkpoint
-    llm = make(directory, guesses_of(kind, directory), **settings)
+    speculation = guesses_of(kind, directory)
+    llm = make(directory, speculation, batch_invariant=kind != "tree", **settings)
+    branches = spy_on_branches(llm)
     for _ in range(2):  # the second time from the prefix cache
         outputs = llm.generate(as_ids(PROMPTS), GREEDY)
         assert [o.outputs[0].token_ids for o in outputs] == wanted
     now = llm.engine.stats().scheduler
     assert now.num_accepted_drafts > 0
+    assert (kind == "tree") == (len(branches) > 0)
     assert (now.num_preemptions > 0) == (settings.get("num_blocks") == 24)
     assert_idle(llm)
 
@@ -625,6 +642,17 @@ def test_an_adaptive_engine_turns_useless_drafts_off(tmp_path):
         (lambda: PromptLookup(num_tokens="4"), TypeError, "num_tokens must be an integer"),
         (lambda: PromptLookup(min_ngram=5), ValueError, "min_ngram and max_ngram must be in"),
         (lambda: DraftModel("story", num_tokens=17), ValueError, "num_tokens must be in"),
+        (
+            lambda: PromptLookup(num_branches=5),
+            ValueError,
+            "num_branches must be in 1 ... 4, got 5",
+        ),
+        (lambda: PromptLookup(num_branches=2.0), TypeError, "num_branches must be an integer"),
+        (
+            lambda: LLM("story", device="cpu", speculative=PromptLookup(num_branches=2)),
+            ValueError,
+            "num_branches must be 1 with batch_invariant=True, the default on a CPU",
+        ),
         (lambda: LLM("story", speculative=4), TypeError, "speculative must be PromptLookup"),
     ],
 )
