@@ -8,7 +8,8 @@ rest of the block, and what holds for shared blocks (owners, fences, preemption)
 What it costs: a look-up in O(log children), and a copy of one block for each time that a sequence
 gets its blocks. The copy reads and writes the keys and values of block_size tokens, which is less
 work than the products of a single token, so one token found is worth it. Admission does not depend
-on it: it takes the room of a block that is free beside the spare ones.
+on it: it takes the room of a block that is free beside the spare ones. So a sequence that is alone
+has a block for its copy, and the first in order advances as ever.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 What such a step was to move between device and main memory has not arrived, or in part, and its
 blocks may have been written since. Who needs it is computed again; all others keep what finished
 steps have computed. A step writes nothing before what they have, so it can come again as another.
+
+The first in order may lose its blocks so, too. All end nevertheless: of three steps in a row one
+moves nothing (`Engine._recover`), and that one succeeds or ends who breaks it.
 """
 
 from __future__ import annotations
