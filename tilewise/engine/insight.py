@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tilewise.engine.request import Sequence
 from tilewise.engine.stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -94,23 +93,16 @@ def explain(scheduler: Scheduler, request_id: str) -> str:
     seq = unfinished[0]
     if seq.block_ids:
         return f"running: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed"
-    return f"waiting: {_cause(scheduler, seq)}"
-
-
-def _cause(scheduler: Scheduler, seq: Sequence) -> str:
-    """Say what a sequence waits for."""
     place = scheduler.order.place(seq, scheduler.roster.waiting)
     if place > 0:
-        return f"{place} sequences are before it"
+        return f"waiting: {place} sequences are before it"
     running = scheduler.roster.running
     if sum(map(scheduler.seats, running)) >= scheduler.limits.max_num_seqs:
-        return f"all {scheduler.limits.max_num_seqs} seats are taken"
-    if seq.swap_slots:
-        return "there must be room for its blocks, which are in main memory"
+        return f"waiting: all {scheduler.limits.max_num_seqs} seats are taken"
     missing = scheduler.tables.missing_blocks(seq, spare=len(running))
     if missing:
-        return f"{missing} more cache blocks must become free"
-    return "next in line for the token budget"
+        return f"waiting: {missing} more cache blocks must become free"
+    return "waiting: next in line for the token budget"
 
 
 def check_integrity(scheduler: Scheduler) -> None:
