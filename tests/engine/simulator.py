@@ -21,6 +21,7 @@ from tilewise.cache.contents import Content
 from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.seeds import derive_seed
 
 VOCAB = 6
 
@@ -49,6 +50,7 @@ class VirtualModel:
         self.tables: dict[int, list[int]] = {}  # as a device knows them, from what batches tell
         self.drawn: dict[int, int] = {}
         self.unfinished: list[Step] = []
+        self.has_lost_steps = False  # the first may have lost its blocks with them
 
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         """Compute one step."""
@@ -114,7 +116,10 @@ class VirtualModel:
             if run.token_ids == (PENDING,):
                 known = [*known, self.drawn.get(run.seq_id, 0)]
             salt = step.salts[run.seq_id]
-            prefixes.append(fingerprints(known, salt))
+            if run.draft_parents:
+                prefixes.append(tree_fingerprints(known, run.num_drafts, run.draft_parents, salt))
+            else:
+                prefixes.append(fingerprints(known, salt))
             for position in range(run.start, len(known)):
                 place = position % self.block_size
                 value = prefixes[-1][position]
@@ -143,6 +148,7 @@ class VirtualModel:
             step.spoilt |= {run.seq_id for run in batch.sequences}
             slots |= {slot for block, slot in step.batch.swap_out if block in blocks}
             blocks |= {block for slot, block in step.batch.swap_in if slot in slots}
+            blocks |= {copy for source, copy in step.batch.block_copies if source in blocks}
             for run, (_, table) in zip(step.batch.sequences, step.runs, strict=True):
                 if not blocks.isdisjoint(table):
                     step.spoilt.add(run.seq_id)
@@ -185,7 +191,8 @@ class VirtualModel:
             runs = {run.seq_id for run in batch.sequences}
             first = self._first()
             ordered = self.scheduler.order.name == "fcfs"
-            if self.host or not ordered or self.scheduler.preemption.victim != "newest":
+            is_plain = ordered and self.scheduler.preemption.victim == "newest"
+            if self.host or self.has_lost_steps or not is_plain:
                 assert first.seq_id in runs or first.num_told_blocks == 0, "the first always runs"
             else:
                 assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
@@ -228,11 +235,23 @@ class VirtualModel:
         """Draw a token before each draft while these are right, and one more."""
         drawn: list[SampledToken] = []
         first = len(prefix) - 1 - run.num_drafts
+        if run.draft_parents:
+            return self._verify_tree(run, prefix[first:])
         for i, draft in enumerate((*run.token_ids[1:], None)):
             token = _digest(prefix[first + i], run.seeds[0], run.num_generated + i) % VOCAB
             drawn.append(SampledToken(token))
             if token != draft:
                 break
+        return drawn
+
+    def _verify_tree(self, run, rows: list[int]) -> list[SampledToken]:
+        """Draw a token after the last one, and after each draft that was drawn."""
+        drawn, row = [], 0
+        while row is not None:
+            token = _digest(rows[row], run.seeds[0], run.num_generated + len(drawn)) % VOCAB
+            drawn.append(SampledToken(token))
+            children = [i for i, p in enumerate(run.draft_parents, start=1) if p == row]
+            row = next((i for i in children if run.token_ids[i] == token), None)
         return drawn
 
 
@@ -304,6 +323,17 @@ def fingerprints(token_ids: list[int], salt: str = "") -> list[int]:
     return out
 
 
+def tree_fingerprints(
+    token_ids: list[int], num_drafts: int, parents: tuple[int, ...], salt: str
+) -> list[int]:
+    """Return those of tokens of which the last are a tree: each depends on the path to it."""
+    out = fingerprints(token_ids[: len(token_ids) - num_drafts], salt)
+    first = len(out) - 1
+    for parent, token in zip(parents, token_ids[first + 1 :], strict=True):
+        out.append(abs(hash((out[first + parent], token))))
+    return out
+
+
 class Outputs:
     """Collects events and insists that each sample ends once, with nothing after."""
 
@@ -358,6 +388,30 @@ def check_idle(scheduler: Scheduler) -> None:
     swap = scheduler.tables.swap
     assert swap is None or not (swap.going or swap.coming)
     assert (scheduler.roster.num_queued, scheduler.roster.num_queued_tokens) == (0, 0)
+
+
+def draw_alone(request: Request, max_len: int) -> Outputs:
+    """Answer one request with a given seed by the definition: no scheduler, no cache, no steps.
+
+    run_alone() gives the same, a hundred times slower.
+    """
+    sampling, outputs = request.sampling, Outputs()
+    first = derive_seed("request", sampling.seed)
+    prompt = fingerprints(request.prompt_token_ids, request.salt)[-1]
+    for index in range(sampling.n):
+        seed = derive_seed("sample", first, index) if index else first
+        value, drawn, key = prompt, [], (request.request_id, index)
+        while key not in outputs.reasons:
+            token = _digest(value, seed, len(drawn)) % VOCAB
+            drawn.append(token)
+            value = abs(hash((value, token)))
+            if token in request.end_ids:
+                outputs.reasons[key] = FinishReason.STOP
+                outputs.stop_reasons[key] = token if token in request.stop_ids else None
+            elif len(request.prompt_token_ids) + len(drawn) >= max_len:
+                outputs.reasons[key], outputs.stop_reasons[key] = FinishReason.LENGTH, None
+        outputs.tokens[key] = drawn
+    return outputs
 
 
 def run_alone(request: Request, max_model_len: int) -> Outputs:

@@ -86,7 +86,8 @@ class AsyncLLM:
             cache_salt: prompts share cached beginnings only with those of an equal salt.
 
         Raises:
-            RequestError: the prompt can never be served, or the id is taken.
+            RequestError: the prompt can never be served, or the id is taken; QueueFullError if as
+                many requests or tokens wait as may (LLM(max_waiting_requests=)).
             EngineClosedError: the engine, or this object, was closed; DeviceLostError if its device
                 is lost.
             Exception: what ended this request alone, as for LLM.generate(), after the tokens that

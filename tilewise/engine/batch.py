@@ -88,6 +88,8 @@ class ScheduledSequence(NamedTuple):
             drawn from the row of the one before the first of them and from each of theirs; the
             result is those that agree with the guesses, and the one after. DRAFT is a guess that
             the runner makes. num_samples is 1.
+        draft_parents: the row of each draft's parent, 0 the token before the drafts; () where each
+            comes after the one before, see `engine.draft_trees`.
         known: all tokens of a sequence with drafts, these not included. Its own list, not a copy.
     """
 
@@ -104,6 +106,7 @@ class ScheduledSequence(NamedTuple):
     is_chosen: bool = False
     num_drafts: int = 0
     known: Sequence[int] = ()
+    draft_parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,6 +244,7 @@ class CompiledRunner(ModelRunner):
             window=config.windows[layer],
             k_scale=k_scale,
             v_scale=v_scale,
+            tree_mask=ctx.tree_mask,
             batch_invariant=self.batch_invariant,
         )
         o[:rows, : config.num_q_heads * dim] = attended.flatten(-2)

@@ -26,13 +26,17 @@ __all__ = ["DraftingRunner", "check_speculative", "draft_runner"]
 
 
 def check_speculative(
-    speculative: PromptLookup | DraftModel | None, device: torch.device, has_graphs: bool
+    speculative: PromptLookup | DraftModel | None,
+    device: torch.device,
+    has_graphs: bool,
+    batch_invariant: bool = False,
 ) -> None:
     """Refuse what cannot guess, or where nothing can be verified.
 
     Raises:
         TypeError: it is something else.
-        ValueError: steps are CUDA graphs, or a draft model would be on a GPU.
+        ValueError: steps are CUDA graphs, a draft model would be on a GPU, or guesses are trees
+            where a row's bits must not depend on them.
     """
     if speculative is None:
         return
@@ -47,6 +51,11 @@ def check_speculative(
         )
     if isinstance(speculative, DraftModel) and device.type != "cpu":
         raise ValueError(f"speculative must be PromptLookup or None on a GPU, got {speculative!r}")
+    if batch_invariant and getattr(speculative, "num_branches", 1) > 1:
+        raise ValueError(
+            "num_branches must be 1 with batch_invariant=True, the default on a CPU: the rows of a "
+            f"branch add keys in an order of their own, got {speculative!r}"
+        )
 
 
 def draft_runner(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.draft_trees import depths, tree_mask
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import shared_prefixes
 
@@ -122,6 +123,7 @@ def build_inputs(
     else:
         block_table = tables.follow(batch, block_size)
     slots = block_table[row_of, positions // block_size] * block_size + positions % block_size
+    mask = _place_trees(sequences, lengths, cu_seqlens_q, positions)
     samples = np.array([s.num_samples > 0 for s in sequences], dtype=bool)
     parts = (
         _flatten(s.token_ids for s in sequences),
@@ -134,6 +136,8 @@ def build_inputs(
         block_table.astype(np.int32).ravel(),
     )
     ids, positions_, slots_, rows, copies, cu, seqlens, table = send(parts, device)
+    if mask is not None:
+        sharing_tokens = None
     shared = None
     if sharing_tokens is not None:
         *_, edges, ends, _ = parts
@@ -151,10 +155,28 @@ def build_inputs(
             slot_mapping=slots_,
             batch_invariant=batch_invariant,
             shared=shared,
+            tree_mask=None if mask is None else torch.from_numpy(mask).to(device),
         ),
         logits_rows=rows,
         block_copies=copies.view(-1, 2),
     )
+
+
+def _place_trees(
+    sequences: Sequence[ScheduledSequence],
+    lengths: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    positions: NDArray[np.int64],
+) -> NDArray[np.bool_] | None:
+    """Return who sees whom where drafts are trees, and put the positions of such rows right."""
+    trees: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for i, run in enumerate(sequences):
+        if run.draft_parents:
+            before = len(run.token_ids) - 1 - run.num_drafts
+            trees[i] = before, run.draft_parents
+            first = int(edges[i]) + before
+            positions[first : int(edges[i + 1])] = positions[first] + depths(run.draft_parents)
+    return tree_mask(lengths, trees) if trees else None
 
 
 def _logits_rows(

@@ -6,12 +6,14 @@ import functools
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tilewise.engine.block_files import BlockFiles
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.draft_runner import DraftingRunner, check_speculative, draft_runner
@@ -95,6 +97,9 @@ class LLM:
         user_weights: for "fair", shares of users; who is not named has 1.
         long_prefill_token_threshold: tokens of one prompt in one step; below
             max_num_batched_tokens, requests behind a long prompt start with it. None is no bound.
+        max_waiting_requests: requests that may wait without having run; one more ends with
+            QueueFullError. The prompts of one call are that many requests. None is no bound.
+        max_waiting_tokens: the same for the tokens of their prompts together.
         preemption: who must give its blocks back is computed again ("recompute"), or what it had
             is kept in main memory ("swap"); "auto" does what measured rates say is faster.
         victim: who that is: the "newest", or the "cheapest", who loses the fewest tokens for each
@@ -147,6 +152,8 @@ class LLM:
         scheduling_policy: str = "fcfs",
         user_weights: Mapping[str, float] | None = None,
         long_prefill_token_threshold: int | None = None,
+        max_waiting_requests: int | None = None,
+        max_waiting_tokens: int | None = None,
         preemption: str = "auto",
         victim: str = "newest",
         swap_space_gib: float = 0.0,
@@ -166,6 +173,8 @@ class LLM:
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            max_waiting_requests=max_waiting_requests,
+            max_waiting_tokens=max_waiting_tokens,
         )
         check_offload(swap_space_gib, offload_dir, offload_gib)
         check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
@@ -182,11 +191,15 @@ class LLM:
             batch_invariant = on.type == "cpu"
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
-        check_speculative(speculative, on, has_graphs)
+        check_speculative(speculative, on, has_graphs, batch_invariant)
         self.tokenizer = load_tokenizer(directory)
         self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
+        if getattr(speculative, "num_branches", 1) > 1 and any(self.config.windows):
+            raise ValueError(
+                f"num_branches must be 1 for a model with windows of attention, got {speculative!r}"
+            )
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
         spec = cache_spec(self.config, block_size, dtype_of_cache)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
@@ -206,6 +219,8 @@ class LLM:
             "scheduling_policy": scheduling_policy,
             "user_weights": user_weights,
             "long_prefill_token_threshold": long_prefill_token_threshold,
+            "max_waiting_requests": max_waiting_requests,
+            "max_waiting_tokens": max_waiting_tokens,
             "preemption": preemption,
             "victim": victim,
             "speculative": speculative,
@@ -216,6 +231,8 @@ class LLM:
         model_, num_threads = self.model, torch.get_num_threads()
         vocab_size = self.config.vocab_size
         current = torch.cuda.current_device() if on.type == "cuda" else None
+
+        self._files = files = dict[str, BlockFiles]()
 
         def make_engine() -> Engine:
             """Prepare the runner on the thread that will use it; hold nothing of the LLM."""
@@ -242,7 +259,10 @@ class LLM:
             host = host_cache(storage, swap_space_gib)
             if host is not None:
                 scheduler_settings["num_swap_blocks"] = host.blocks.num_blocks
-                scheduler_settings["store"] = block_files(offload_dir, host, identity, offload_gib)
+                store = block_files(offload_dir, host, identity, offload_gib)
+                scheduler_settings["store"] = store
+                if store is not None:
+                    files["store"] = store
             if has_graphs:
                 runner = on_device = DeviceRunner(
                     model_,
@@ -303,13 +323,22 @@ class LLM:
     def close(self, timeout_s: float | None = None) -> bool:
         """Fail what is unfinished with EngineClosedError and end the engine's thread.
 
+        Blocks that were given to offload_dir's files are written before this returns.
+
         Args:
-            timeout_s: seconds to wait for the step that runs; None waits for its end.
+            timeout_s: seconds to wait for the step that runs, and for the files; None waits for
+                their end.
 
         Returns:
-            Whether the thread has ended.
+            Whether the thread has ended, and the files are written.
         """
-        return self.loop.close(timeout_s)
+        before = time.monotonic()
+        has_ended = self.loop.close(timeout_s)
+        store = self._files.get("store")
+        if store is None:
+            return has_ended
+        left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - before))
+        return store.flush(left) and has_ended
 
     def generate(
         self,
@@ -342,6 +371,7 @@ class LLM:
             RequestError: a prompt can never be served; no work has been done. The message has its
                 place in the list.
             TypeError: prompts or sampling_params are something else.
+            QueueFullError: as many requests or tokens wait as may.
             EngineClosedError: the engine was closed; DeviceLostError if its device is lost.
             Exception: what broke a step for this prompt alone, or what the tokenizer raised over
                 its tokens: this, or logits that are not finite, ends one prompt. Its caller gets

@@ -111,6 +111,8 @@ class Pool:
         kept = event["kept"]
         self._own(b for a, b in zip(event["blocks"], kept, strict=True) if a != b)
         self._put(event, list(kept))
+        for block in kept:  # its owner may have got it before the first event that is known
+            self._grow(block)
         self.known.update(kept)
 
     def _free(self, event: dict[str, Any]) -> None:

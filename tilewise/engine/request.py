@@ -332,6 +332,7 @@ class Sequence:
             beside it.
         search: the beam search that it is a beam of.
         drafts: guesses that the run which is described just now has at its end.
+        draft_parents: whom each of them would follow, see `engine.draft_trees`.
         ngrams: where its n-grams were last, for prompt lookup.
     """
 
@@ -358,6 +359,7 @@ class Sequence:
     is_stepwise: bool = False
     search: BeamSearch | None = None
     drafts: tuple[int, ...] = ()
+    draft_parents: tuple[int, ...] = ()
     ngrams: Ngrams | None = None
     rank: tuple[int, int, int] = (0, 0, 0)
     was_admitted: bool = False

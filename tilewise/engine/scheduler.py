@@ -296,7 +296,7 @@ class Scheduler:
                 self.order.charge(seq.request.user, 0, len(drawn))
             if run.num_drafts:
                 assert self.speculation is not None
-                self.speculation.take(seq, run.num_drafts, drawn, self.tables)
+                self.speculation.take(seq, run, drawn, self.tables)
                 results.append_all(seq, drawn, events)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
@@ -575,5 +575,5 @@ class Scheduler:
         return ScheduledSequence(
             seq.seq_id, token_ids, start, blocks, len(seeds), request.row_sampling, seeds,
             num_generated, told, asked, seq.is_stepwise, len(drafts),
-            seq.token_ids if drafts else (),
+            seq.token_ids if drafts else (), seq.draft_parents if drafts else (),
         )  # fmt: skip

@@ -73,6 +73,7 @@ class Account:
 
     Attributes:
         since: when it began to wait, to run, or ended.
+        swapped: when it was last swapped out.
         num_cached: prompt tokens that the prefix cache had; known when a sample has ended.
         num_preemptions: of all of its samples.
         num_lost: tokens that were computed, lost with their blocks and not found when it came back.
@@ -84,6 +85,7 @@ class Account:
     since: float
     num_prompt: int
     num_samples: int
+    swapped: float = 0.0
     num_cached: int = 0
     num_preemptions: int = 0
     num_lost: int = 0
@@ -216,6 +218,8 @@ class Trace:
         account = self._accounts[seq.request.request_id]
         account.num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
         account.since = self._events[-1].time
+        if seq.swap_slots:
+            account.swapped = account.since
         self._lost[seq.seq_id] = seq.num_computed_tokens
 
     def finish(self, seq: Sequence, is_last: bool) -> None:

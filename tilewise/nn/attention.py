@@ -146,12 +146,13 @@ class Attention(nn.Module):
             "softmax_scale": self.softmax_scale,
             "window": self.window,
             "shared": ctx.shared if self.window is None else None,
+            "tree_mask": ctx.tree_mask,
             "batch_invariant": ctx.batch_invariant,
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
         plan = None
-        if _plans_pay(q, ctx):
+        if ctx.tree_mask is None and _plans_pay(q, ctx):
             plan = self._plan(q, k_cache, v_cache, ctx, options)
         o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, **options)
         return o

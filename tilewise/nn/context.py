@@ -24,6 +24,8 @@ class AttentionContext:
         slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
         batch_invariant: a row's bits must not depend on its neighbours, of any sequence.
         shared: leading blocks that layers without a window read once for several sequences.
+        tree_mask: (T, at least max_seqlen_q) bool, which new rows of its sequence each row sees, in
+            place of causality among them; see `ops.paged_attention`.
         keeps_plans: the plans stay when lengths change: whoever made the context updates them
             before the layers run. A CUDA graph needs that: make them in a run before the capture.
         attend: calls a layer's attention in its place, `attend(function, q, v_dim)`: a step whose
@@ -39,6 +41,7 @@ class AttentionContext:
     slot_mapping: Tensor
     batch_invariant: bool = False
     shared: SharedPrefixes | None = None
+    tree_mask: Tensor | None = None
     keeps_plans: bool = False
     attend: Callable[[Attend, Tensor, int], Tensor] | None = None
     plans: dict[tuple[object, ...], PagedPlan] = field(
