@@ -1,0 +1,1 @@
+"""More than one device: shards of a model, and attention over sequences that ranks share."""
