@@ -25,7 +25,8 @@ def worker_environment() -> dict[str, str]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         found.setdefault(name, _loopback())
     found.setdefault("GOMP_SPINCOUNT", "1000")  # as the command line sets it
-    return found | MULTICAST_OFF
+    found.update(MULTICAST_OFF)
+    return found
 
 
 def _loopback() -> str:

@@ -62,7 +62,8 @@ class ShardGroup:
         if x.device.type == "cpu":
             return self._ordered_sum(x)
         if x.numel() * x.itemsize <= SMALL_BYTES and self._symmetric(x.dtype):
-            assert self._buffer is not None and self.group is not None
+            assert self._buffer is not None
+            assert self.group is not None
             one_shot: Any = torch.ops.symm_mem.one_shot_all_reduce_copy
             flat = x.contiguous().view(-1)
             total: Tensor = one_shot(

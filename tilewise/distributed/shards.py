@@ -202,7 +202,7 @@ def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
 
 
 class RowParallel(nn.Module):
-    """A projection whose inputs are cut: each rank multiplies its part, and the products are summed.
+    """A projection whose inputs are cut: each rank multiplies its part, and all add up.
 
     The first rank alone has a bias that is not zero.
     """

@@ -1,1 +1,1 @@
-"""One scheduler, N worker processes that each hold a shard of the model and of every cache block."""
+"""One scheduler, N worker processes, each with a shard of the model and of every cache block."""

@@ -194,7 +194,7 @@ class Workers:
     def _wait_for(self, holds: Any, timeout: float | None = None) -> bool:
         """Wait until `holds()`; with a timeout return whether it does in the end."""
         with self._changed:
-            found: bool = self._changed.wait_for(lambda: self.error or holds(), timeout)
+            found = self._changed.wait_for(lambda: self.error is not None or holds(), timeout)
         self._check()
         return found
 

@@ -25,9 +25,9 @@ from tilewise.engine.settings import cache_dtype, cache_spec
 from tilewise.engine.sizing import CPU_FRACTION, available_memory
 from tilewise.engine.tensor_parallel.processes import Workers
 from tilewise.engine.tensor_parallel.wire import BatchWriter, read_samples
+from tilewise.errors import WorkerLostError
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
-from tilewise.errors import WorkerLostError
 
 __all__ = ["ParallelRunner", "RemoteStorage", "check_tensor_parallel", "start"]
 

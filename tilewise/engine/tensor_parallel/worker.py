@@ -16,6 +16,7 @@ import select
 import socket
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,11 +104,17 @@ class _Worker:
         else:
             torch.set_num_threads(settings["num_threads"])
         is_cuda = self.device.type == "cuda"
-        store = dist.FileStore(settings["meeting"], size)
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            settings["meeting"], size
+        )
         dist.init_process_group(
-            "nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size,
-            timeout=COLLECTIVE_TIMEOUT, **({"device_id": self.device} if is_cuda else {}),
-        )  # fmt: skip
+            "nccl" if is_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=self.device if is_cuda else None,
+        )
         self.group = ShardGroup(rank, size, self.device, dist.group.WORLD)
         line.group = self.group
         self.group.sum(torch.zeros(1, device=self.device))  # who cannot reach the others fails here
@@ -163,7 +170,7 @@ class _Worker:
     def _new_matcher(self, structured: StructuredOutputs) -> Any:
         settings = self.settings
         if self._options is None:
-            tokenizer = load_tokenizer(settings["model"])
+            tokenizer = load_tokenizer(Path(settings["model"]))
             self._options = Options(tokenizer, settings["vocab_size"], settings["end_ids"])
         start = self._options.start_of(structured)
 

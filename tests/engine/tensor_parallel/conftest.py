@@ -1,0 +1,61 @@
+"""A small checkpoint that four ranks can share, and an LLM of each size for all tests of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.engine.checkpoint import VOCAB, write_tokenizer
+from tests.models.tiny import save_hf
+from tilewise.engine.llm import LLM
+
+# Few tokens a step and few blocks: prompts come in chunks, and sequences lose their blocks.
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 4,
+    "num_blocks": 40,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 24,
+    "max_model_len": 128,
+    "swap_space_gib": 0.001,
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("parallel")
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=8, num_key_value_heads=2, head_dim=8, attention_bias=True,
+            max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+        )
+    ).eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    save_hf(model, path)
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def llms(checkpoint):
+    """LLMs by their size, started when they are first asked for."""
+    made: dict[int, LLM] = {}
+
+    def of(size: int) -> LLM:
+        if size not in made:
+            made[size] = LLM(checkpoint, tensor_parallel_size=size, **SETTINGS)
+        return made[size]
+
+    yield of
+    for llm in made.values():
+        llm.close()
