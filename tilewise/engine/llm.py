@@ -47,6 +47,7 @@ from tilewise.engine.tensor_parallel.runner import (
     start,
 )
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError
 from tilewise.models import load_model
 from tilewise.models.config import ModelConfig, read_config
@@ -206,6 +207,7 @@ class LLM:
                 directory, dtype=dtype, device=on, random_weights=random_weights
             )
         self.tensor_parallel_size = tensor_parallel_size
+        self.devices = f"{tensor_parallel_size} x {on.type}" if is_parallel else str(on)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
@@ -413,7 +415,7 @@ class LLM:
             deadline_s=deadline_s,
             max_queue_s=max_queue_s,
         )
-        waiter = _Waiter(mine)
+        waiter = Waiter(mine)
         progress = Progress(terminal(use_progress))
         if progress.is_shown:
             waiter.notice_changes()
@@ -421,8 +423,8 @@ class LLM:
             self._submit(mine)
             while not waiter.is_over:
                 waiter.wait()
-                progress.show(_progress_text(mine))
-            _raise_first(mine)
+                progress.show(progress_text(mine))
+            raise_first(mine)
         finally:
             progress.close()
             self._drop(mine)
@@ -466,7 +468,7 @@ class LLM:
         return self._stream(generation)
 
     def _stream(self, generation: Generation) -> Iterator[str]:
-        waiter = _Waiter([generation])
+        waiter = Waiter([generation])
         waiter.notice_changes()
         try:
             self._submit([generation])
@@ -477,7 +479,7 @@ class LLM:
                 delta = generation.unread_text()
                 if delta:
                     yield delta
-            _raise_first([generation])
+            raise_first([generation])
         finally:
             self._drop([generation])
 
@@ -585,48 +587,5 @@ class LLM:
             self.loop.drop(generations)
 
 
-class _Waiter:
-    """Wakes one thread when all of its requests have ended, or one of them has failed."""
-
-    def __init__(self, generations: Sequence[Generation]) -> None:
-        self._generations = generations
-        self._num_left = len(generations)
-        self._event = threading.Event()
-        self.is_over = not generations
-        for generation in generations:
-            generation.on_end = functools.partial(self._one_ended, generation)
-
-    def notice_changes(self) -> None:
-        """Wake the thread after each step that changes one of the requests, too."""
-        for generation in self._generations:
-            generation.on_change = self._event.set
-
-    def wait(self) -> None:
-        """Sleep until something has happened since the last call."""
-        self._event.wait()
-        self._event.clear()
-
-    def _one_ended(self, generation: Generation) -> None:
-        self._num_left -= 1
-        if self._num_left == 0 or generation.error is not None:
-            self.is_over = True
-            self._event.set()
-
-
 def _new_scheduler(seeds: Iterator[int], settings: Mapping[str, Any]) -> Scheduler:
     return Scheduler(seed=next(seeds), **settings)
-
-
-def _raise_first(generations: Sequence[Generation]) -> None:
-    """Raise the error of the first that has failed, if one has."""
-    for place, generation in enumerate(generations):
-        if generation.error is not None:
-            if len(generations) > 1:
-                generation.error.add_note(f"This ended prompts[{place}].")
-            raise generation.error
-
-
-def _progress_text(generations: Sequence[Generation]) -> str:
-    done = sum(g.output.finished for g in generations)
-    tokens = sum(len(c.token_ids) for g in generations for c in g.output.outputs)
-    return f"{done}/{len(generations)} prompts, {tokens:,} tokens"

@@ -97,14 +97,18 @@ def test_what_requests_ask_of_logits(llms, size):
         _greedy(12, presence_penalty=1.5, repetition_penalty=1.3),
         _greedy(12, logit_bias={5: 50.0}, min_tokens=4),
         _greedy(12, allowed_token_ids=list(range(100, 130)), bad_words=["the"]),
-        SamplingParams(temperature=0.0, max_tokens=12, structured=StructuredOutputs(regex="[ab]{5}")),
+        SamplingParams(
+            temperature=0.0, max_tokens=12, structured=StructuredOutputs(regex="[ab]{5}")
+        ),
     ]
     prompts = _prompts(30, 8, 9, 10, 11)
     want, _, whole = _run(llms(1), prompts, params)
     got, _, shards = _run(llms(size), prompts, params)
     assert got == want
     assert shards[4].outputs[0].text == whole[4].outputs[0].text
-    for mine, theirs in zip(shards[0].outputs[0].logprobs, whole[0].outputs[0].logprobs, strict=True):
+    for mine, theirs in zip(
+        shards[0].outputs[0].logprobs, whole[0].outputs[0].logprobs, strict=True
+    ):
         assert list(mine) == list(theirs)
         for token, value in theirs.items():
             ours = mine[token]
