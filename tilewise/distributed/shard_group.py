@@ -51,8 +51,17 @@ class ShardGroup:
 
     @property
     def why_no_symmetric_memory(self) -> str | None:
-        """Why small sums are NCCL's; None if they are not, or none has been asked for."""
+        """Why small sums are NCCL's, too; None where they are not."""
         return self._refusal
+
+    def meet(self) -> None:
+        """Make the connections; who cannot reach the others fails here, and not in a step."""
+        if self.size == 1:
+            return
+        self.stack(torch.zeros(1, device=self.device))
+        if self.device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            self._refusal = self._share_buffer()
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, of its dtype; `x` may be written to."""
@@ -61,16 +70,14 @@ class ShardGroup:
             return x
         if x.device.type == "cpu":
             return self._ordered_sum(x)
-        if x.numel() * x.itemsize <= SMALL_BYTES and self._symmetric(x.dtype):
-            assert self._buffer is not None
+        x = x.contiguous()
+        if self._buffer is not None and _is_small(x):
             assert self.group is not None
             one_shot: Any = torch.ops.symm_mem.one_shot_all_reduce_copy
-            flat = x.contiguous().view(-1)
-            total: Tensor = one_shot(
-                self._buffer[: flat.numel()], flat, "sum", self.group.group_name
-            )
+            flat = x.view(-1)
+            buffer = self._buffer.view(x.dtype)[: flat.numel()]
+            total: Tensor = one_shot(buffer, flat, "sum", self.group.group_name)
             return total.view(x.shape)
-        x = x.contiguous()
         dist.all_reduce(x, group=self.group)
         return x
 
@@ -101,28 +108,23 @@ class ShardGroup:
             total += part
         return total.to(x.dtype)
 
-    def _symmetric(self, dtype: torch.dtype) -> bool:
-        """Whether small sums of this dtype have their buffer; made when first asked for."""
-        if self._refusal is not None:
-            return False
-        if self._buffer is not None:
-            return self._buffer.dtype == dtype
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        if dtype not in (torch.bfloat16, torch.float32):
-            self._refusal = f"sums of {dtype} are NCCL's"
-            return False
+    def _share_buffer(self) -> str | None:
+        """Allocate the buffer that other ranks read; return why not, or None."""
         os.environ.update(MULTICAST_OFF)
         try:
             from torch.distributed import _symmetric_memory as symmetric
 
             assert self.group is not None
-            buffer: Tensor = symmetric.empty(
-                SMALL_BYTES // dtype.itemsize, dtype=dtype, device=self.device
-            )
+            buffer = symmetric.empty(SMALL_BYTES, dtype=torch.uint8, device=self.device)
             symmetric.rendezvous(buffer, self.group.group_name)
         except (ImportError, RuntimeError) as error:  # GPUs that cannot read one another's memory
-            self._refusal = str(error)
-            return False
+            return " ".join(str(error).split()) or type(error).__name__
         self._buffer = buffer
-        return True
+        return None
+
+
+def _is_small(x: Tensor) -> bool:
+    """Whether the buffers of all ranks are read: small, and in whole words of 16 bytes."""
+    num_bytes = x.numel() * x.itemsize
+    types = (torch.bfloat16, torch.float32)
+    return 0 < num_bytes <= SMALL_BYTES and num_bytes % 16 == 0 and x.dtype in types

@@ -131,6 +131,7 @@ class ParallelRunner:
 
     Attributes:
         num_compilations: of the first worker.
+        why_no_symmetric_memory: why small sums are NCCL's; None where they are not, or on a CPU.
     """
 
     def __init__(self, workers: Workers, storage: RemoteStorage, host: RemoteHost | None) -> None:
@@ -138,6 +139,7 @@ class ParallelRunner:
         self.storage: Any = storage
         self.host: Any = host
         self.num_compilations = 0
+        self.why_no_symmetric_memory: str | None = None
         self._writer = BatchWriter()
         self._number = 0
         self._finalizer = weakref.finalize(self, workers.close)
@@ -236,7 +238,7 @@ def start(
             context = -(-settings["max_model_len"] // spec.block_size)
             num_blocks = min(settings["max_num_seqs"] * context, num_blocks_for(spec, budget))
         workers.tell(["size", num_blocks, num_swap_blocks])
-        rates = workers.words()
+        rates, refusals = zip(*workers.words(), strict=True)
     except BaseException:
         workers.close()
         raise
@@ -245,4 +247,6 @@ def start(
     )
     storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype), num_blocks)
     host = RemoteHost(num_swap_blocks, min(rates)) if num_swap_blocks else None
-    return ParallelRunner(workers, storage, host)
+    runner = ParallelRunner(workers, storage, host)
+    runner.why_no_symmetric_memory = refusals[0]
+    return runner

@@ -117,7 +117,7 @@ class _Worker:
         )
         self.group = ShardGroup(rank, size, self.device, dist.group.WORLD)
         line.group = self.group
-        self.group.sum(torch.zeros(1, device=self.device))  # who cannot reach the others fails here
+        self.group.meet()
         self.model = load_shard(
             settings["model"],
             self.group,
@@ -143,8 +143,12 @@ class _Worker:
             **{name: self.settings[name] for name in names},
         )  # fmt: skip
 
-    def make_runner(self, num_blocks: int, num_swap_blocks: int) -> float:
-        """Allocate the cache and get ready; return how many blocks move a second, 0 for none."""
+    def make_runner(self, num_blocks: int, num_swap_blocks: int) -> tuple[float, str | None]:
+        """Allocate the cache and get ready.
+
+        Returns:
+            How many blocks move a second, 0 for none; why small sums are NCCL's, or None.
+        """
         settings = self.settings
         storage = allocate(self.spec, num_blocks, self.device)
         host = HostCache(storage, num_swap_blocks) if num_swap_blocks else None
@@ -165,7 +169,8 @@ class _Worker:
             self.runner = ShardedRunner(self.model, storage, batch_invariant=batch_invariant)
             warm_up(self.model, self.spec, self.device)
         self.runner.host = host
-        return 0.0 if host is None else host.measure()
+        rate = 0.0 if host is None else host.measure()
+        return rate, self.group.why_no_symmetric_memory
 
     def _new_matcher(self, structured: StructuredOutputs) -> Any:
         settings = self.settings
