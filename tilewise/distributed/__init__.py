@@ -1,1 +1,7 @@
 """More than one device: shards of a model, and attention over sequences that ranks share."""
+
+from tilewise.distributed.layout import shard_sequence
+from tilewise.distributed.ring import ring_attention
+from tilewise.distributed.ulysses import ulysses_attention
+
+__all__ = ["ring_attention", "shard_sequence", "ulysses_attention"]
