@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {"ops", "nn", "cache", "masks", "errors"},
     "testing": {"reference", "errors"},
     "bench": {
+        "distributed",
         "engine",
         "models",
         "nn",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from tilewise.distributed.exchange import agree, rank_and_size
 from tilewise.distributed.layout import LAYOUTS, Bound, num_chunks
 
 __all__ = [
+    "Keywords",
     "Problem",
     "Window",
     "accumulator_dtype",
@@ -25,11 +27,24 @@ __all__ = [
 Window = int | tuple[int | None, int | None] | None
 
 
+class Keywords(TypedDict, total=False):
+    """Those of `ring_attention`, but return_lse."""
+
+    group: dist.ProcessGroup | None
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    cu_seqlens: Sequence[int] | Tensor | None
+    layout: str
+    deterministic: bool
+    check: bool
+    backend: str | None
+
+
 class Problem(NamedTuple):
     """A call, checked.
 
     Attributes:
-        q, k, v: dense (B, S / N, H, D); packed ones with B = 1.
         rank, size: of the group.
         chunk: tokens of a chunk of the layout.
         layout: see `layout.LAYOUTS`.
@@ -39,9 +54,6 @@ class Problem(NamedTuple):
         is_packed: q was (T / N, H, D).
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
     rank: int
     size: int
     chunk: int
@@ -65,14 +77,14 @@ def prepare(
     cu_seqlens: Sequence[int] | Tensor | None,
     layout: str,
     check: bool,
-    rule: Any = None,
-) -> Problem:
-    """Check a call on all ranks.
+    rule: Callable[[int, int, int], str | None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Problem]:
+    """Check a call on all ranks; return q, k and v as (B, S / N, H, D), packed ones with B = 1.
 
     Args:
         check: exchange shapes and options with the other ranks; without it a rank that differs
             lets all wait.
-        rule: a function of the Problem that returns what else is wrong, or None.
+        rule: says what is wrong with Hq, Hk and the number of ranks, or None.
 
     Raises:
         ValueError: something is wrong, on this rank or on another; on every rank.
@@ -87,20 +99,28 @@ def prepare(
     if problem is None:
         left, right = _bounds(causal, window)
         is_packed = q.dim() == 3
-        parts = tuple(t.unsqueeze(0) if is_packed else t for t in (q, k, v))
+        tokens = q.shape[-3]
         found = Problem(
-            *parts, rank, size, parts[0].shape[1] * size // num_chunks(size, layout), layout,
-            left, right, q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            edges, is_packed,
-        )  # fmt: skip
-        problem = None if rule is None else rule(found)
+            rank=rank,
+            size=size,
+            chunk=tokens * size // num_chunks(size, layout),
+            layout=layout,
+            left=left,
+            right=right,
+            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+            edges=edges,
+            is_packed=is_packed,
+        )
+        problem = None if rule is None else rule(q.shape[-2], k.shape[-2], size)
     if check:
         options = (causal, window, softmax_scale, layout, edges)
         agree(group, {"q": q, "k": k, "v": v}, options, problem)
     elif problem is not None:
         raise ValueError(problem)
     assert found is not None
-    return found
+    if found.is_packed:
+        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    return q, k, v, found
 
 
 def _why_not(
@@ -139,7 +159,7 @@ def _why_not(
         len(edges) < 2
         or edges[0] != 0
         or edges[-1] != tokens * size
-        or any(a > b for a, b in zip(edges, edges[1:], strict=False))
+        or any(a > b for a, b in pairwise(edges))
     ):
         return (
             f"cu_seqlens must ascend from 0 to the {tokens * size} tokens of all ranks, "
@@ -187,4 +207,4 @@ def window_of(left: Bound, right: Bound) -> dict[str, Any]:
 
 def max_length(edges: Sequence[int]) -> int:
     """Return the tokens of the longest document."""
-    return max((b - a for a, b in zip(edges, edges[1:], strict=False)), default=0)
+    return max((b - a for a, b in pairwise(edges)), default=0)

@@ -162,7 +162,7 @@ def calls_of(
         edges: where documents begin and end in the whole sequence; None is one document.
     """
     ours, theirs = chunks_of(rank, size, layout), chunks_of(source, size, layout)
-    if rank == source and edges is None and left is None:
+    if rank == source and edges is None and left is None and right in (None, 0):
         whole = (0, chunk * len(ours))  # chunks in order see one another as one sequence does
         return [Call(whole, whole, left, right)]
     calls = []

@@ -12,7 +12,7 @@ Attention) for why causal parts are dealt out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.distributed.arguments import (
+    Keywords,
     Problem,
     Window,
     accumulator_dtype,
@@ -36,13 +37,18 @@ __all__ = ["num_steps", "ring_attention"]
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Keywords],
 ) -> Tensor: ...
 
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -94,14 +100,14 @@ def ring_attention(
         >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
         >>> o = ring_attention(q, k, v, causal=True)
     """
-    problem = prepare(
+    q, k, v, problem = prepare(
         q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
         cu_seqlens=cu_seqlens, layout=layout, check=check,
     )  # fmt: skip
     options = {
         "softmax_scale": problem.softmax_scale, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
-    o, lse = _Ring.apply(problem.q, problem.k, problem.v, problem, group, options)
+    o, lse = _Ring.apply(q, k, v, problem, group, options)  # type: ignore[no-untyped-call]
     o, lse = result_of(problem, o, lse)
     return (o, lse) if return_lse else o
 
@@ -157,7 +163,7 @@ class _Ring(torch.autograd.Function):
                 keys = pending.wait()
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.call = problem._replace(q=None, k=None, v=None), exchange, options, steps
+        ctx.call = problem, exchange, options, steps
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -176,7 +182,7 @@ class _Ring(torch.autograd.Function):
             pending = exchange.shift(keys) if step + 1 < steps else None
             own = [torch.zeros_like(t) for t in grads] if behind is not None else grads
             for call in _calls(problem, problem.rank, step):
-                part = part_backward(do, dlse, q, *keys, o, lse, call, options)
+                part = part_backward(do, dlse, q, keys[0], keys[1], o, lse, call, options)
                 dq[:, slice(*call.rows)] += part[0]
                 for total, more in zip(own, part[1:], strict=True):
                     total[:, slice(*call.keys)] += more

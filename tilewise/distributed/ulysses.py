@@ -11,13 +11,14 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.distributed.arguments import (
+    Keywords,
     Problem,
     Window,
     max_length,
@@ -52,13 +53,18 @@ def why_not_ulysses(num_q_heads: int, num_kv_heads: int, size: int) -> str | Non
 
 @overload
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Keywords],
 ) -> Tensor: ...
 
 
 @overload
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -98,15 +104,15 @@ def ulysses_attention(
         >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
         >>> o = ulysses_attention(q, k, v, causal=True)
     """
-    problem = prepare(
+    q, k, v, problem = prepare(
         q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens, layout=layout, check=check, rule=_why_not,
+        cu_seqlens=cu_seqlens, layout=layout, check=check, rule=why_not_ulysses,
     )  # fmt: skip
     size = problem.size
-    count = repeats(problem.q.shape[2], problem.k.shape[2], size)
+    count = repeats(q.shape[2], k.shape[2], size)
     assert count is not None
-    many = [problem.q]
-    for t in (problem.k, problem.v):
+    many = [q]
+    for t in (k, v):
         many.append(t.repeat_interleave(count, 2) if count > 1 else t)
     whole = [_to_heads(t, problem, group) for t in many]
     options: dict[str, Any] = {
@@ -131,10 +137,6 @@ def ulysses_attention(
     return (o, lse) if return_lse else o
 
 
-def _why_not(problem: Problem) -> str | None:
-    return why_not_ulysses(problem.q.shape[2], problem.k.shape[2], problem.size)
-
-
 def _order(problem: Problem) -> list[int]:
     """Return which chunk lies where when the ranks' parts are put side by side."""
     return [c for r in range(problem.size) for c in chunks_of(r, problem.size, problem.layout)]
@@ -151,7 +153,8 @@ def _to_heads(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> T
         return x
     chunks = x.unflatten(1, (num_chunks(size, problem.layout), -1))
     places = torch.tensor(order).argsort().tolist()
-    return chunks[:, places].flatten(1, 2)
+    ordered: Tensor = chunks[:, places].flatten(1, 2)
+    return ordered
 
 
 def _to_tokens(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> Tensor:
@@ -162,4 +165,5 @@ def _to_tokens(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> 
     if size == 1:
         return x
     parts = all_to_all(x.unflatten(1, (size, -1)).movedim(1, 0), group)  # (N, B, S / N, H / N, D)
-    return parts.movedim(0, 2).flatten(2, 3)
+    heads: Tensor = parts.movedim(0, 2).flatten(2, 3)
+    return heads

@@ -63,10 +63,21 @@ def test_closing_leaves_nothing(checkpoint):
         llm.generate(PROMPT)
 
 
+def test_letting_go_leaves_nothing(checkpoint):
+    llm = _start(checkpoint)
+    workers = llm.engine.runner.workers
+    del llm
+    end = time.monotonic() + 15
+    while workers._folder.exists() and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.05)
+    _assert_nothing_stays(workers)
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_dies_or_hangs_ends_its_requests(checkpoint, how, monkeypatch):
-    monkeypatch.setattr(processes, "SILENCE_S", 4.0)
     llm = _start(checkpoint)
+    monkeypatch.setattr(processes, "SILENCE_S", 4.0)
     workers = llm.engine.runner.workers
     stream = llm.stream(PROMPT, LONG)
     next(stream)

@@ -32,6 +32,8 @@ __all__ = ["Workers"]
 # Seconds without a word. A worker says every second that it lives; its thread for that may wait
 # for the interpreter while the other one imports or compiles.
 SILENCE_S = 20.0
+# The same before its first word, while it imports torch, perhaps from a slow disk.
+FIRST_WORD_S = 300.0
 # Seconds without a collective or a finished step anywhere, while a step runs.
 STANDSTILL_S = 300.0
 # Seconds that the others have to fail, too, when one has failed in a step: then nobody is left
@@ -50,6 +52,7 @@ class _Member:
         self.rank, self.process, self.line = rank, process, line
         self.frames = FrameReader()
         self.last_word = time.monotonic()
+        self.has_spoken = False
         self.num_calls = -1
         self.words: list[list[Any]] = []  # of the start
         self.answers: dict[int, list[Any]] = {}  # to steps
@@ -227,6 +230,7 @@ class Workers:
 
     def _take(self, member: _Member, data: bytes) -> None:
         now = member.last_word = time.monotonic()
+        member.has_spoken = True
         frames = member.frames.feed(data)
         if not frames:
             return
@@ -247,10 +251,11 @@ class Workers:
         """Say who is silent, or that nothing goes on; None if all is well."""
         now = time.monotonic()
         for member in self._members:
-            if now - member.last_word > SILENCE_S:
+            patience = SILENCE_S if member.has_spoken else FIRST_WORD_S
+            if now - member.last_word > patience:
                 return (
                     f"worker {member.rank} of {self.size} must say every second that it lives, "
-                    f"got nothing for {SILENCE_S:g} s"
+                    f"got nothing for {patience:g} s"
                 )
         with self._changed:
             waits = self._unanswered and now - self._last_progress > STANDSTILL_S
