@@ -60,11 +60,11 @@ class Choice:
         """Show it as a table."""
         lines = [
             f"{self.method}: {self.reason}",
-            f"  attention {1e3 * self.compute_s:.3f} ms a rank",
+            f"  attention {1e6 * self.compute_s:,.1f} us a rank",
         ]
         lines += [
             f"  {name:8} sends {self.sent_bytes[name] / 1e6:,.1f} MB a rank, "
-            f"waits {1e3 * seconds:.3f} ms"
+            f"waits {1e6 * seconds:,.1f} us"
             for name, seconds in self.exposed_s.items()
         ]
         return "\n".join(lines)
@@ -128,7 +128,7 @@ def explain(
         return Choice("ring", f"ulysses cannot: {refusal}", compute, sent, waits)
     best = min(waits, key=waits.__getitem__)
     other = "ulysses" if best == "ring" else "ring"
-    reason = f"waits {1e3 * waits[best]:.3f} ms where {other} waits {1e3 * waits[other]:.3f} ms"
+    reason = f"waits {1e6 * waits[best]:,.1f} us where {other} waits {1e6 * waits[other]:,.1f} us"
     return Choice(best, reason, compute, sent, waits)
 
 

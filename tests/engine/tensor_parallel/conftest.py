@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -9,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.engine.checkpoint import VOCAB, write_tokenizer
 from tests.models.tiny import save_hf
 from tilewise.engine.llm import LLM
+from tilewise.errors import EngineClosedError
 
 # Few tokens a step and few blocks: prompts come in chunks, and sequences lose their blocks.
 SETTINGS = {
@@ -21,6 +24,20 @@ SETTINGS = {
     "max_model_len": 128,
     "swap_space_gib": 0.001,
 }
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def assert_nothing_stays(workers) -> None:
+    assert not workers._folder.exists()
+    assert not any(map(exists, workers.pids))
+    assert all(member.line.fileno() == -1 for member in workers._members)
 
 
 @pytest.fixture(scope="session")
@@ -57,5 +74,9 @@ def llms(checkpoint):
         return made[size]
 
     yield of
-    for llm in made.values():
-        llm.close()
+    for size, llm in made.items():
+        assert llm.close()
+        with pytest.raises(EngineClosedError):
+            llm.generate({"prompt_token_ids": [1]})
+        if size > 1:
+            assert_nothing_stays(llm.engine.runner.workers)

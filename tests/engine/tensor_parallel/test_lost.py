@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.tensor_parallel.conftest import SETTINGS
+from tests.engine.tensor_parallel.conftest import SETTINGS, assert_nothing_stays, exists
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.speculative import DraftModel
@@ -31,38 +31,6 @@ def _start(checkpoint, **settings):
     return LLM(checkpoint, tensor_parallel_size=2, **{**SETTINGS, **settings})
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _assert_nothing_stays(workers) -> None:
-    assert not workers._folder.exists()
-    assert not any(map(_exists, workers.pids))
-    assert all(member.line.fileno() == -1 for member in workers._members)
-
-
-def _sockets() -> int:
-    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    return sum(link.is_symlink() and "socket:" in os.readlink(link) for link in links)
-
-
-def test_closing_leaves_nothing(checkpoint):
-    before = _sockets()
-    llm = _start(checkpoint)
-    workers = llm.engine.runner.workers
-    assert all(map(_exists, workers.pids))
-    llm.generate(PROMPT, SamplingParams(max_tokens=2))
-    assert llm.close()
-    _assert_nothing_stays(workers)
-    assert _sockets() == before
-    with pytest.raises(EngineClosedError):
-        llm.generate(PROMPT)
-
-
 def test_letting_go_leaves_nothing(checkpoint):
     llm = _start(checkpoint)
     workers = llm.engine.runner.workers
@@ -71,10 +39,10 @@ def test_letting_go_leaves_nothing(checkpoint):
     while workers._folder.exists() and time.monotonic() < end:
         gc.collect()
         time.sleep(0.05)
-    _assert_nothing_stays(workers)
+    assert_nothing_stays(workers)
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", [pytest.param("SIGKILL", marks=pytest.mark.slow), "SIGSTOP"])
 def test_a_worker_that_dies_or_hangs_ends_its_requests(checkpoint, how, monkeypatch):
     llm = _start(checkpoint)
     monkeypatch.setattr(processes, "SILENCE_S", 4.0)
@@ -90,7 +58,7 @@ def test_a_worker_that_dies_or_hangs_ends_its_requests(checkpoint, how, monkeypa
         llm.generate(PROMPT)
     assert not llm.loop.is_alive
     llm.close()
-    _assert_nothing_stays(workers)
+    assert_nothing_stays(workers)
 
 
 def test_a_worker_that_dies_while_nothing_runs_ends_the_engine(checkpoint):
@@ -104,7 +72,7 @@ def test_a_worker_that_dies_while_nothing_runs_ends_the_engine(checkpoint):
     with pytest.raises(EngineClosedError, match="worker 0 of 2 ended by SIGKILL"):
         llm.generate(PROMPT)
     gc.collect()
-    _assert_nothing_stays(workers)
+    assert_nothing_stays(workers)
 
 
 def test_workers_end_with_a_parent_that_is_killed(checkpoint):
@@ -122,9 +90,9 @@ def test_workers_end_with_a_parent_that_is_killed(checkpoint):
         assert len(pids) == 2
         parent.kill()
     end = time.monotonic() + 15
-    while any(map(_exists, pids)) and time.monotonic() < end:
+    while any(map(exists, pids)) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not any(map(_exists, pids))
+    assert not any(map(exists, pids))
 
 
 def test_a_checkpoint_that_only_workers_find_broken(checkpoint, tmp_path):
