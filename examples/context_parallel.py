@@ -42,11 +42,13 @@ def work(rank: int, size: int, meeting: str) -> None:
         print(f"rank {rank}: {attend.__name__} differs by {error:.1e}", flush=True)
     mesh = init_device_mesh("cpu", (size,))
     buffers = [t.transpose(1, 2).contiguous() for t in whole]  # torch's layout: (B, H, S, D)
-    with register(device_types=("cpu",)):
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
-            q, k, v = (t.detach().requires_grad_() for t in buffers)
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            error = (o.transpose(1, 2) - want).abs().max().item()
+    with (
+        register(device_types=("cpu",)),
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]),
+    ):
+        q, k, v = (t.detach().requires_grad_() for t in buffers)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        error = (o.transpose(1, 2) - want).abs().max().item()
     print(f"rank {rank}: torch's context_parallel differs by {error:.1e}", flush=True)
     dist.destroy_process_group()
 

@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"reference", "errors"},
     "bench": {
         "distributed",
+        "integrations",
         "engine",
         "models",
         "nn",

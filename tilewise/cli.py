@@ -361,6 +361,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "cascade",
             "paged",
             "engine",
+            "context",
             "waste",
             "machine",
             "live",

@@ -24,7 +24,7 @@ MARK = "RANK-ANSWERS "
 class Ranks:
     """`count` processes; calls may use the first few of them."""
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, backend: str = "gloo") -> None:
         root = str(Path(__file__).parents[2])
         environment = worker_environment()
         environment["PYTHONPATH"] = os.pathsep.join([root, environment["PYTHONPATH"]])
@@ -32,7 +32,7 @@ class Ranks:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.distributed.ranks", str(rank), str(count),
-                 str(folder / "meet")],
+                 str(folder / "meet"), backend],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
             )
             for rank in range(count)
@@ -72,12 +72,14 @@ def _read(process, answers) -> None:
                 answers.put(json.loads(line[len(MARK) :]))
 
 
-def _serve(rank: int, count: int, meeting: str) -> None:
+def _serve(rank: int, count: int, meeting: str, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, count), rank=rank,
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(meeting, count), rank=rank,
                             world_size=count)  # fmt: skip
     groups = {n: dist.new_group(list(range(n))) for n in range(1, count + 1)}
     for line in sys.stdin:
@@ -92,4 +94,4 @@ def _serve(rank: int, count: int, meeting: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    _serve(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -54,7 +54,7 @@ def _drawn(heads, tokens, dims, batch, dtype):
 
 def compare(group, rank, size, *, method, layout="zigzag", heads=(4, 2), tokens=48,
             dtype="float32", dims=(16, 16), batch=2, documents=None, window=None, causal=True,
-            scale=0.3, **options):  # fmt: skip
+            scale=0.3, on_gpu=False, **options):  # fmt: skip
     """Compute a rank's part of all results; return how they break the budget, by name."""
     window = tuple(window) if isinstance(window, list) else window
     batch = 1 if documents else batch
@@ -62,7 +62,8 @@ def compare(group, rank, size, *, method, layout="zigzag", heads=(4, 2), tokens=
     seen = _seen(tokens, causal, window, documents)
 
     def part(x, dim=1):
-        return shard_sequence(x, rank, size, dim=dim, layout=layout).contiguous()
+        own = shard_sequence(x, rank, size, dim=dim, layout=layout).contiguous()
+        return own.to(f"cuda:{rank}") if on_gpu else own
 
     def run(q, k, v):
         if documents:
