@@ -56,6 +56,26 @@ def run(group, rank, size, **values):
     return compare(group, rank, size, method="chosen", **values)
 
 
+def refused_here(group, rank, size):
+    """Name methods that differ by rank; return the errors."""
+    q, found = torch.zeros(1, 8, 4, 16), []
+    for methods in (("tree", None), ("ring", "ulysses")):
+        try:
+            context_parallel_attention(q, q, q, group=group, method=methods[rank])
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.xdist_group("ranks")
+def test_methods_that_differ_are_told_on_every_rank(ranks):
+    (unknown, other), (told, same) = ranks.run(refused_here, 2)
+    assert unknown == "method must be one of ring, ulysses, got 'tree'"
+    assert told == "arguments must be right on every rank, got them refused on [0]"
+    assert other.startswith("method, causal, window")
+    assert same.startswith("method, causal, window")
+
+
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("options", [{}, {"heads": [3, 1]}, {"documents": [0, 7, 48]}], ids=str)
 def test_what_is_chosen_is_exact(ranks, options):

@@ -77,6 +77,7 @@ def prepare(
     cu_seqlens: Sequence[int] | Tensor | None,
     layout: str,
     check: bool,
+    method: str,
     rule: Callable[[int, int, int], str | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Problem]:
     """Check a call on all ranks; return q, k and v as (B, S / N, H, D), packed ones with B = 1.
@@ -84,6 +85,7 @@ def prepare(
     Args:
         check: exchange shapes and options with the other ranks; without it a rank that differs
             lets all wait.
+        method: its name.
         rule: says what is wrong with Hq, Hk and the number of ranks, or None.
 
     Raises:
@@ -113,7 +115,7 @@ def prepare(
         )
         problem = None if rule is None else rule(q.shape[-2], k.shape[-2], size)
     if check:
-        options = (causal, window, softmax_scale, layout, edges)
+        options = (method, causal, window, softmax_scale, layout, edges)
         agree(group, {"q": q, "k": k, "v": v}, options, problem)
     elif problem is not None:
         raise ValueError(problem)
@@ -140,6 +142,10 @@ def _why_not(
         if tensor.dim() != dims:
             form = "(T / N, H, D) with cu_seqlens" if dims == 3 else "(B, S / N, H, D)"
             return f"{name} must be {form}, got shape {tuple(tensor.shape)}"
+        if tensor.device != q.device:
+            return f"{name} must be on the device of q, {q.device}, got {tensor.device}"
+        if not tensor.is_floating_point():
+            return f"{name} must be floating point, got {tensor.dtype}"
         if tensor.dtype != q.dtype:
             return f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}"
         if tensor.shape[:-2] != q.shape[:-2]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.distributed.arguments import Window
-from tilewise.distributed.exchange import rank_and_size
+from tilewise.distributed.exchange import agree, rank_and_size
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import repeats, ulysses_attention, why_not_ulysses
 
@@ -99,7 +99,7 @@ def explain(
         >>> print(explain(q, kv, kv, size=4, causal=True))
     """
     if method is not None and method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        raise ValueError(_unknown(method))
     rates = rates or Rates()
     heads, kv_heads = q.shape[-2], k.shape[-2]
     refusal = why_not_ulysses(heads, kv_heads, size)
@@ -132,6 +132,10 @@ def explain(
     return Choice(best, reason, compute, sent, waits)
 
 
+def _unknown(method: object) -> str:
+    return f"method must be one of {', '.join(METHODS)}, got {method!r}"
+
+
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -162,12 +166,13 @@ def context_parallel_attention(
         >>> o = context_parallel_attention(q, k, v, causal=True)
     """
     _, size = rank_and_size(group)
+    if method is not None and method not in METHODS:
+        # To the others, too, who wait for this rank's shapes.
+        agree(group, {"q": q, "k": k, "v": v}, (), _unknown(method))
     # Shapes that cannot be weighed are refused by the method, on every rank.
-    is_plain = min(q.dim(), k.dim(), v.dim()) >= 3 and k.shape[-2] > 0
-    if is_plain and (method is not None or q.shape[-2] % k.shape[-2] == 0):
-        method = explain(
-            q, k, v, size=size, causal=causal, window=window, rates=rates, method=method
-        ).method
+    is_plain = min(q.dim(), k.dim(), v.dim()) >= 3 and size * k.shape[-2] > 0
+    if method is None and is_plain and q.shape[-2] % k.shape[-2] == 0:
+        method = explain(q, k, v, size=size, causal=causal, window=window, rates=rates).method
     attend: Any = METHODS[method or "ring"]
     result: Tensor | tuple[Tensor, Tensor] = attend(
         q, k, v, group=group, causal=causal, window=window, cu_seqlens=cu_seqlens, **options

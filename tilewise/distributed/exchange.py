@@ -74,7 +74,8 @@ def agree(
     if len({row[1] for row in told}) > 1:
         other = next(i for i, row in enumerate(told) if row[1] != told[rank][1])
         raise ValueError(
-            "causal, window, softmax_scale, layout and cu_seqlens must be the same on all ranks, "
+            "method, causal, window, softmax_scale, layout and cu_seqlens must be the same on all "
+            "ranks, "
             f"got others on rank {other} than on rank {rank}"
         )
 

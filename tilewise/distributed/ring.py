@@ -71,7 +71,8 @@ def ring_attention(
     """Attend over a sequence of which each rank holds a part; exact, and differentiable once.
 
     The result is the rank's part of `attention(q, k, v)` over the whole sequence, or of
-    `attention_varlen` where cu_seqlens is given. All ranks of the group call it together.
+    `attention_varlen` where cu_seqlens is given. All ranks of the group call it together, and all
+    or none run its backward pass.
 
     Args:
         q: (B, S / N, Hq, D), or (T / N, Hq, D) with cu_seqlens: what `shard_sequence` gives.
@@ -102,7 +103,7 @@ def ring_attention(
     """
     q, k, v, problem = prepare(
         q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens, layout=layout, check=check,
+        cu_seqlens=cu_seqlens, layout=layout, check=check, method="ring",
     )  # fmt: skip
     options = {
         "softmax_scale": problem.softmax_scale, "deterministic": deterministic, "backend": backend,

@@ -106,7 +106,7 @@ def ulysses_attention(
     """
     q, k, v, problem = prepare(
         q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens, layout=layout, check=check, rule=why_not_ulysses,
+        cu_seqlens=cu_seqlens, layout=layout, check=check, method="ulysses", rule=why_not_ulysses,
     )  # fmt: skip
     size = problem.size
     count = repeats(q.shape[2], k.shape[2], size)

@@ -80,19 +80,23 @@ def test_workers_end_with_a_parent_that_is_killed(checkpoint):
         "import sys\n"
         "from tilewise.engine.llm import LLM\n"
         f"llm = LLM({str(checkpoint)!r}, tensor_parallel_size=2, **{SETTINGS!r})\n"
-        "print(*llm.engine.runner.workers.pids, flush=True)\n"
+        "workers = llm.engine.runner.workers\n"
+        "print(workers._folder, *workers.pids, flush=True)\n"
         "sys.stdin.read()\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        folder, *pids = parent.stdout.readline().decode().split()
+        pids = list(map(int, pids))
+        assert Path(folder).is_dir()
         assert len(pids) == 2
         parent.kill()
     end = time.monotonic() + 15
     while any(map(exists, pids)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(map(exists, pids))
+    assert not Path(folder).exists()
 
 
 def test_a_checkpoint_that_only_workers_find_broken(checkpoint, tmp_path):

@@ -101,7 +101,7 @@ class Workers:
         with theirs, (self._folder / f"log-{rank}").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tilewise.engine.tensor_parallel.worker",
-                 str(theirs.fileno())],
+                 str(theirs.fileno()), str(self._folder)],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=worker_environment(), start_new_session=True,
             )  # fmt: skip

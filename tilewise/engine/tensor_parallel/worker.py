@@ -10,9 +10,11 @@ wait for, and says every second that the process lives and how many collectives 
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import queue
 import select
+import shutil
 import socket
 import sys
 import threading
@@ -54,8 +56,8 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
 class _Line:
     """The socket to the parent: frames in, by a thread; frames out, by any."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, connection: socket.socket, folder: str) -> None:
+        self._socket, self._folder = connection, folder
         self._lock = threading.Lock()
         self.group: ShardGroup | None = None
         self.inbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
@@ -67,7 +69,12 @@ class _Line:
             with self._lock:
                 send(self._socket, message)
         except OSError:
-            os._exit(0)
+            self._leave()
+
+    def _leave(self) -> None:
+        """End the process, whatever its other threads wait for, and what its parent may leave."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
 
     def _read(self) -> None:
         frames = FrameReader()
@@ -81,7 +88,7 @@ class _Line:
             except OSError:
                 data = b""
             if not data:
-                os._exit(0)  # other threads may wait in a collective for ever
+                self._leave()
             for frame in frames.feed(data):
                 self.inbox.put(frame)
 
@@ -164,6 +171,8 @@ class _Worker:
                 max_num_batched_tokens=settings["max_num_batched_tokens"],
                 is_lazy=settings["graphs"] == "lazy",
             )
+            gc.collect()
+            gc.freeze()  # what lives now lives on, and is not walked again
         else:
             batch_invariant = settings["batch_invariant"]
             self.runner = ShardedRunner(self.model, storage, batch_invariant=batch_invariant)
@@ -189,8 +198,6 @@ class _Worker:
         """Run steps until the parent goes."""
         answers: queue.SimpleQueue[tuple[int, StepHandle | Exception]] = queue.SimpleQueue()
         threading.Thread(target=self._answer, args=(answers,), daemon=True).start()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         while True:
             what, *rest = self.line.inbox.get()
             if what == "reset":
@@ -205,6 +212,8 @@ class _Worker:
 
     def _answer(self, answers: queue.SimpleQueue[tuple[int, StepHandle | Exception]]) -> None:
         """Wait for steps in their order and tell what they gave; the first rank tells tokens."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread, or it would open the first GPU
         while True:
             number, handle = answers.get()
             try:
@@ -212,15 +221,23 @@ class _Worker:
                     raise handle
                 samples = handle.result()
             except Exception as error:
+                if self.runner.is_lost():
+                    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    os._exit(1)
                 self.line.tell("failed", number, *named(error))
             else:
                 told = write_samples(samples) if self.group.rank == 0 else None
                 self.line.tell("done", number, told, self.runner.num_compilations)
 
 
-def main(fd: int) -> None:
-    """Work for the parent at the other end of a socket until it goes."""
-    line = _Line(socket.socket(fileno=fd))
+def main(fd: int, folder: str) -> None:
+    """Work for the parent at the other end of a socket until it goes.
+
+    Args:
+        fd: of the socket.
+        folder: where the ranks meet.
+    """
+    line = _Line(socket.socket(fileno=fd), folder)
     try:
         worker = _Worker(line, line.inbox.get()[1])
         line.tell("ready", worker.num_blocks())
@@ -233,4 +250,4 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
