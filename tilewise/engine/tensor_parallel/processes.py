@@ -29,6 +29,7 @@ from tilewise.errors import CheckpointError, UnsupportedError, WorkerLostError
 
 __all__ = ["Workers"]
 
+WORKER = "tilewise.engine.tensor_parallel.worker"  # the module that each process runs
 # Seconds without a word. A worker says every second that it lives; its thread for that may wait
 # for the interpreter while the other one imports or compiles.
 SILENCE_S = 20.0
@@ -100,7 +101,7 @@ class Workers:
         ours, theirs = socket.socketpair()
         with theirs, (self._folder / f"log-{rank}").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tilewise.engine.tensor_parallel.worker",
+                [sys.executable, "-P", "-m", WORKER,
                  str(theirs.fileno()), str(self._folder)],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=worker_environment(), start_new_session=True,
