@@ -10,7 +10,6 @@ import torch
 from tilewise.bench import context
 
 
-@pytest.mark.xdist_group("ranks")
 def test_rows_of_two_processes(capsys):
     arguments = ["--device", "cpu", "--tokens", "32", "--heads", "4", "2", "--head-dim", "16",
                  "--dtype", "float32", "--repeats", "1"]  # fmt: skip

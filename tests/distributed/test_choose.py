@@ -67,7 +67,6 @@ def refused_here(group, rank, size):
     return found
 
 
-@pytest.mark.xdist_group("ranks")
 def test_methods_that_differ_are_told_on_every_rank(ranks):
     (unknown, other), (told, same) = ranks.run(refused_here, 2)
     assert unknown == "method must be one of ring, ulysses, got 'tree'"
@@ -76,7 +75,6 @@ def test_methods_that_differ_are_told_on_every_rank(ranks):
     assert same.startswith("method, causal, window")
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("options", [{}, {"heads": [3, 1]}, {"documents": [0, 7, 48]}], ids=str)
 def test_what_is_chosen_is_exact(ranks, options):
     assert ranks.run(run, 2, **options) == [{}] * 2

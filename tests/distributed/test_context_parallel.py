@@ -10,7 +10,6 @@ import torch
 from tilewise.distributed import ring_attention, shard_sequence, ulysses_attention
 from tilewise.testing import accumulator_scales, budget_violation
 
-pytestmark = pytest.mark.xdist_group("ranks")  # four processes for all
 FUNCTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
 NAMES = ("o", "lse", "dq", "dk", "dv")
 

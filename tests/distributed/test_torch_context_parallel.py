@@ -8,8 +8,6 @@ import torch.nn.functional as F
 
 from tilewise.integrations.torch_flash import register
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def by_torch(group, rank, size, *, causal, balanced):
     """Run torch's ring over two ranks; return the largest errors of o, dq, dk, dv and the calls."""

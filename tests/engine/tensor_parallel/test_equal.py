@@ -9,8 +9,6 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.errors import RequestError
 
-pytestmark = pytest.mark.xdist_group("tensor_parallel")  # one LLM of each size for all
-
 SIZES = (2, 4)
 
 

@@ -21,8 +21,6 @@ from tilewise.engine.speculative import DraftModel
 from tilewise.engine.tensor_parallel import processes
 from tilewise.errors import CheckpointError, EngineClosedError, WorkerLostError
 
-pytestmark = pytest.mark.xdist_group("tensor_parallel")
-
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
 LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 
