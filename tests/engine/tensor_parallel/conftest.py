@@ -40,14 +40,13 @@ def assert_nothing_stays(workers) -> None:
     assert all(member.line.fileno() == -1 for member in workers._members)
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("parallel")
+def write_model(path, head_dim: int = 8):
+    """Save a random model of eight query heads and two key heads, with a tokenizer."""
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=8, num_key_value_heads=2, head_dim=8, attention_bias=True,
-            max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+            vocab_size=VOCAB, hidden_size=8 * head_dim, intermediate_size=16 * head_dim,
+            num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=head_dim,
+            attention_bias=True, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
         )
     ).eval()  # fmt: skip
     generator = torch.Generator().manual_seed(5)
@@ -61,6 +60,11 @@ def checkpoint(tmp_path_factory):
     save_hf(model, path)
     write_tokenizer(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.fixture(scope="session")

@@ -115,6 +115,14 @@ def test_options_travel():
     assert got.asked.token_ids == [1, 2, 4, 4]
 
 
+def test_a_function_is_refused_and_not_left_out():
+    run = _run(sampling=SamplingParams(logits_processors=[lambda prompt, output, row: row]))
+    writer = BatchWriter()
+    for _ in range(2):  # nor is it known the second time
+        with pytest.raises(ValueError, match="logits_processors must be None where other"):
+            writer.write(Batch((run,)))
+
+
 def test_samples_arrive_as_they_were():
     samples = [
         [SampledToken(4)],

@@ -123,8 +123,8 @@ class BatchWriter:
             self._known[run.seq_id] = known
         news: dict[str, Any] = {}
         if known.sampling is not run.sampling:
-            known.sampling = run.sampling
             news["sampling"] = _sampling(run.sampling)
+            known.sampling = run.sampling
         if known.seeds != run.seeds:
             known.seeds = run.seeds
             news["seeds"] = run.seeds
@@ -160,6 +160,11 @@ class _Known:
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    if sampling.logits_processors:
+        raise ValueError(
+            "logits_processors must be None where other processes draw the tokens, "
+            f"got {len(sampling.logits_processors)}"
+        )
     told = {name: getattr(sampling, name) for name in _SAMPLING}
     if sampling.logit_bias:
         told["logit_bias"] = list(sampling.logit_bias.items())
