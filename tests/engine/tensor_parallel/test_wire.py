@@ -158,3 +158,19 @@ def test_a_frame_that_is_no_data_is_an_error():
     body = b"\x80\x04K\x01."  # a pickle
     with pytest.raises(ValueError, match="decode|JSON|Expecting"):
         FrameReader().feed(struct.pack("<Q", len(body)) + body)
+
+
+def test_every_field_of_a_step_travels():
+    # `known` is read by draft models only, which other processes do not have.
+    told = {
+        "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
+        "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",
+    }  # fmt: skip
+    assert set(ScheduledSequence._fields) == told
+    assert set(Batch.__slots__) == {"sequences", "block_copies", "left", "swap_out", "swap_in"}
+    assert set(Asked._fields) == {
+        "adjusts", "token_ids", "num_prompt_tokens", "end_ids", "bad_word_ids", "new_matcher",
+    }  # fmt: skip
+    assert set(SampledToken._fields) == {
+        "token_id", "logprob", "top_logprobs", "prompt_logprobs", "error",
+    }  # fmt: skip
