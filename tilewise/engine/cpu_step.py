@@ -125,6 +125,7 @@ class CompiledRunner(ModelRunner):
         final = program.buffer("final", config.hidden_size)
         logits = program.buffer("logits", config.vocab_size, torch.float32)
         table = model.embed_tokens
+        assert isinstance(table, nn.Embedding | PackedEmbedding)
         program.embed(table.panels if isinstance(table, PackedEmbedding) else table.weight, x)
         for i, (layer, kv) in enumerate(zip(_layers(model), storage.layers, strict=True)):
             attention, mlp = layer.attention, layer.mlp

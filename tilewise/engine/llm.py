@@ -49,11 +49,17 @@ from tilewise.engine.settings import (
 )
 from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.speculative import DraftModel, PromptLookup
+from tilewise.engine.tensor_parallel.runner import (
+    ParallelRunner,
+    check_tensor_parallel,
+    start,
+)
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError
 from tilewise.models import load_model
-from tilewise.models.config import ModelConfig
+from tilewise.models.config import ModelConfig, read_config
+from tilewise.models.registry import empty_model
 
 __all__ = ["LLM", "packaged_model"]
 
@@ -122,6 +128,10 @@ class LLM:
         use_progress: write a line of progress to stderr while graphs are captured.
         speculative: PromptLookup(...) or DraftModel(...): guess several tokens of a sequence and
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
+        tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
+            on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
+            docs/scale.md. With a size above 1 `logits_processors`, `offload_dir` and DraftModel
+            are refused.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -165,8 +175,10 @@ class LLM:
         batch_invariant: bool | None = None,
         use_progress: bool | None = None,
         speculative: PromptLookup | DraftModel | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
+        check_integers(False, tensor_parallel_size=tensor_parallel_size)
         check_integers(
             True,
             num_blocks=num_blocks,
@@ -193,7 +205,24 @@ class LLM:
         has_graphs = on.type == "cuda" and graphs != "off"
         check_speculative(speculative, on, has_graphs, batch_invariant)
         self.tokenizer = load_tokenizer(directory)
-        self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
+        is_parallel = tensor_parallel_size != 1
+        if is_parallel:
+            config = read_config(directory)
+            check_tensor_parallel(
+                tensor_parallel_size,
+                config,
+                torch.device(device) if device != "auto" else torch.device(on.type),
+                batch_invariant=batch_invariant,
+                offload_dir=offload_dir,
+                speculative=speculative if isinstance(speculative, DraftModel) else None,
+            )
+            self.model = empty_model(config, dtype, "meta")
+        else:
+            self.model = load_model(
+                directory, dtype=dtype, device=on, random_weights=random_weights
+            )
+        self.tensor_parallel_size = tensor_parallel_size
+        self.devices = f"{tensor_parallel_size} x {on.type}" if is_parallel else str(on)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
         if getattr(speculative, "num_branches", 1) > 1 and any(self.config.windows):
@@ -203,7 +232,8 @@ class LLM:
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
         spec = cache_spec(self.config, block_size, dtype_of_cache)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
-        self.model.pack_for_inference(is_int8=is_int8)
+        if not is_parallel:
+            self.model.pack_for_inference(is_int8=is_int8)
         if batch_invariant and on.type == "cuda":
             self.model.use_invariant_linears()
         max_model_len = context_length(max_model_len, self.config)
@@ -230,7 +260,37 @@ class LLM:
         )
         model_, num_threads = self.model, torch.get_num_threads()
         vocab_size = self.config.vocab_size
-        current = torch.cuda.current_device() if on.type == "cuda" else None
+        current = torch.cuda.current_device() if on.type == "cuda" and not is_parallel else None
+        end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
+        self._end_ids = end_ids = tuple(
+            dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
+        )
+
+        def start_workers() -> Engine:
+            """Have the steps computed elsewhere."""
+            runner = start(
+                directory,
+                model_,
+                tensor_parallel_size,
+                on,
+                swap_space_gib=swap_space_gib,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
+                is_int8=is_int8,
+                random_weights=random_weights,
+                graphs=graphs,
+                batch_invariant=batch_invariant,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                gpu_memory_utilization=gpu_memory_utilization,
+                end_ids=end_ids,
+            )
+            scheduler_settings["num_blocks"] = runner.storage.num_blocks
+            if runner.host is not None:
+                scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
+            return Engine(new_scheduler(), runner, overlap=has_graphs)
 
         self._files = files = dict[str, BlockFiles]()
 
@@ -302,14 +362,15 @@ class LLM:
             runner.host = host
             return Engine(new_scheduler(), runner, overlap=has_graphs)
 
-        end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
-        self._end_ids = tuple(
-            dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
-        )
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._request_numbers = itertools.count()
         self._maker, self._num_threads = threading.get_ident(), num_threads
-        self.loop = EngineLoop(make_engine, new_scheduler=new_scheduler)
+        self.loop = EngineLoop(
+            start_workers if is_parallel else make_engine, new_scheduler=new_scheduler
+        )
+        runner = self.engine.runner
+        if isinstance(runner, ParallelRunner):
+            runner.end_with_workers(self.loop)
 
     @property
     def engine(self) -> Engine:
@@ -334,6 +395,9 @@ class LLM:
         """
         before = time.monotonic()
         has_ended = self.loop.close(timeout_s)
+        runner = self.engine.runner
+        if isinstance(runner, ParallelRunner):
+            runner.close()
         store = self._files.get("store")
         if store is None:
             return has_ended
@@ -569,6 +633,11 @@ class LLM:
         text, ids = token_ids(prompt, self.tokenizer)
         if request_id is None:
             request_id = f"request-{next(self._request_numbers)}"
+        if self.tensor_parallel_size > 1 and sampling.logits_processors:
+            raise RequestError(
+                "logits_processors must be None with tensor_parallel_size above 1, as functions "
+                f"do not leave their process, got {len(sampling.logits_processors)}"
+            )
         options = self._options.prepare(sampling)
         request = Request(request_id, ids, sampling, self._end_ids, **asked, **options)
         self.engine.scheduler.limits.check(request)

@@ -191,6 +191,10 @@ class EngineLoop:
         """Undo pause()."""
         self.call(functools.partial(self._core.set_paused, False))
 
+    def end(self, error: EngineClosedError) -> None:
+        """Fail what is unfinished with `error` and end the thread; return at once."""
+        self._core.end_soon(error)
+
     def close(self, timeout_s: float | None = None) -> bool:
         """Fail what is unfinished with EngineClosedError and end the thread.
 
@@ -292,12 +296,15 @@ class _Core:
                 self._start()
             self.inbox.put(task)
 
-    def close(self, error: EngineClosedError, timeout_s: float | None) -> bool:
+    def end_soon(self, error: EngineClosedError) -> None:
         with self._gate:
             if self.reason is None:
                 self.reason = error
                 self.inbox.put(None)
-            thread = self._thread
+
+    def close(self, error: EngineClosedError, timeout_s: float | None) -> bool:
+        self.end_soon(error)
+        thread = self._thread
         if thread is None or thread is threading.current_thread():
             return thread is None
         thread.join(timeout_s)

@@ -77,6 +77,8 @@ def run_again(runner: Runner, scheduler: Scheduler, batch: Batch, error: Excepti
                 for place, tokens in zip(places, drawn, strict=True):
                     samples[place] = tokens
                 continue
+        if isinstance(error, DeviceLostError):
+            raise error
         if runner.is_lost():
             raise DeviceLostError(f"the engine's device is lost: {error}") from error
         if len(places) > 1 and splits_left:

@@ -45,11 +45,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens: nn.Embedding | PackedEmbedding = nn.Embedding(
-            config.vocab_size, config.hidden_size
-        )
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.lm_head: nn.Linear | PackedLinear | None = None
-        self.packed_head: PackedLinear | InvariantLinear | None = None
+        self.packed_head: nn.Module | None = None
         self.has_inference_bits = False
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -93,7 +91,10 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
         table = self.embed_tokens
-        return table.dtype if isinstance(table, PackedEmbedding) else table.weight.dtype
+        dtype: torch.dtype = (
+            table.weight.dtype if isinstance(table, nn.Embedding) else table.dtype  # type: ignore[assignment]
+        )
+        return dtype
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""

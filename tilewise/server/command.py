@@ -222,7 +222,7 @@ def _service(
     sizes = llm.engine.scheduler.limits
     steps.done(
         f"model loaded, kernels compiled, a cache of {sizes.num_blocks * sizes.block_size:,} "
-        f"tokens made on {next(llm.model.parameters()).device}"
+        f"tokens made on {llm.devices}"
     )
     engine = AsyncLLM(llm)
     bridge = Bridge(

@@ -97,6 +97,7 @@ FLAGS: tuple[Flag, ...] = (
     _engine("seed", int, "from which requests without a seed draw theirs", "N"),
     _engine("enable_prefix_caching", bool, "compute common beginnings once"),
     _engine("batch_invariant", bool, "the same bits whatever else runs (default: on a CPU)"),
+    _engine("tensor_parallel_size", int, "processes, each with a GPU, that share the model", "N"),
     _engine("graphs", str, "CUDA graphs: auto, lazy, off", "MODE"),
     _engine("scheduling_policy", str, "who runs first: fcfs, priority, fair", "NAME"),
     _engine("preemption", str, "auto, recompute, swap", "NAME"),
