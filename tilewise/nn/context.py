@@ -23,6 +23,10 @@ class AttentionContext:
         shared: leading blocks that layers without a window read once for several sequences.
         keeps_plans: the plans stay when lengths change: whoever made the context updates them
             before the layers run. A CUDA graph needs that: make them in a run before the capture.
+        group_of: of each layer of the model, the number of its group of layers; empty where all are
+            one group.
+        others: the contexts of groups 1, 2, ..., whose tables and slots are others; the first
+            group's are here.
         plans: what the layers of a step share, made by the first of each kind on a GPU: for the
             shapes and the window of a call, which program reads which keys.
     """
@@ -35,6 +39,13 @@ class AttentionContext:
     batch_invariant: bool = False
     shared: SharedPrefixes | None = None
     keeps_plans: bool = False
+    group_of: tuple[int, ...] = ()
+    others: tuple[AttentionContext, ...] = ()
     plans: dict[tuple[object, ...], PagedPlan] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+
+    def of_layer(self, layer: int) -> AttentionContext:
+        """Return the context of a layer of the model: that of its group."""
+        group = self.group_of[layer] if self.group_of else 0
+        return self.others[group - 1] if group else self
