@@ -14,7 +14,8 @@ __all__ = ["check_integrity", "explain", "picture", "stats"]
 
 def stats(scheduler: Scheduler) -> SchedulerStats:
     """Return a snapshot."""
-    running, prefix, swap = scheduler.roster.running, scheduler.tables.prefix, scheduler.tables.swap
+    running, swap = scheduler.roster.running, scheduler.tables.swap
+    num_queried, num_hit = scheduler.tables.prefix_counts
     return SchedulerStats(
         num_running=len(running),
         num_waiting=len(scheduler.roster.waiting),
@@ -24,8 +25,8 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         blocks_peak=scheduler.tables.blocks_peak,
         slots_used=scheduler.tables.slots_used({s: s.num_computed_tokens for s in running}),
         slots_peak=scheduler.tables.slots_peak,
-        prefix_query_tokens=prefix.num_query_tokens if prefix else 0,
-        prefix_hit_tokens=prefix.num_hit_tokens if prefix else 0,
+        prefix_query_tokens=num_queried,
+        prefix_hit_tokens=num_hit,
         num_preemptions=scheduler.preemption.num_preemptions,
         num_swapped=scheduler.preemption.num_swapped,
         swap_blocks_used=swap.num_used if swap else 0,
@@ -33,6 +34,7 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         num_recalled_tokens=swap.num_recalled * scheduler.limits.block_size if swap else 0,
         num_drafts=scheduler.speculation.num_drafts if scheduler.speculation else 0,
         num_accepted_drafts=scheduler.speculation.num_accepted if scheduler.speculation else 0,
+        other_groups=scheduler.tables.groups_used,
     )
 
 
@@ -66,7 +68,7 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
                 "seq_id": seq.seq_id,
                 "request_id": seq.request.request_id,
                 "index": seq.index,
-                "blocks": list(seq.block_ids),
+                "blocks": [-1] * (len(seq.block_ids) - len(seq.held_blocks)) + seq.held_blocks,
             }
             for seq in running
         ],

@@ -175,12 +175,12 @@ class Speculation:
         is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
         if seq.search is not None or not is_decoding:
             return 0
-        free = max(tables.allocator.num_free - num_running, 0)
+        free = max(tables.num_free - num_running, 0)
         most = min(
             room,
             self._most,
             seq.max_len - known - 1,  # the step draws one more token than there are drafts
-            (len(seq.block_ids) + free) * tables.block_size - known,
+            (tables.num_places(seq) + free) * tables.block_size - known,
         )
         seq.drafts = self.propose(seq, most)
         return len(seq.drafts)

@@ -29,6 +29,8 @@ class SchedulerStats:
         num_recalled_tokens: tokens of prefixes that came back from main memory or files.
         num_drafts: guesses of tokens that were verified.
         num_accepted_drafts: how many of them were right.
+        other_groups: where the layers are of several groups (`CacheSpec.groups`), of all but the
+            first: blocks with an owner, now, and all blocks. The other counts are the first one's.
     """
 
     num_running: int
@@ -48,6 +50,7 @@ class SchedulerStats:
     num_recalled_tokens: int = 0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    other_groups: tuple[tuple[int, int], ...] = ()
 
     @property
     def wasted_fraction(self) -> float:
