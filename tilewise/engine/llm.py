@@ -32,6 +32,7 @@ from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
     cache_dtype,
     cache_spec,
+    check_groups,
     check_integers,
     compute_device,
     context_length,
@@ -69,7 +70,8 @@ class LLM:
         device: e.g. "cpu", "cuda", "cuda:1"; "auto" is a GPU if there is one.
         block_size: tokens per cache block.
         num_blocks: cache blocks; None is what max_num_seqs full contexts need, at most a quarter of
-            the available main memory, or on a GPU what gpu_memory_utilization leaves.
+            the available main memory, or on a GPU what gpu_memory_utilization leaves. Where layers
+            have different windows there are so many for each of them, and None splits the memory.
         kv_cache_dtype: "float32", "float16", "bfloat16", or of half the memory "int8" or
             "fp8_e4m3", with a scale for each token and head; "auto" is the dtype of the parameters.
         weight_dtype: "int8" holds the weights of projections, and of an embedding tied to the
@@ -93,7 +95,8 @@ class LLM:
         victim: who that is: the "newest", or the "cheapest", who loses the fewest tokens for each
             block that becomes free.
         swap_space_gib: main memory, GiB, for what is swapped out, and for blocks of prefixes that
-            the cache has no room for; they are found again there. 0 keeps nothing.
+            the cache has no room for; they are found again there. 0 keeps nothing. Not for models
+            whose layers have windows.
         offload_dir: where such blocks go when main memory is full, to be found again by whoever
             has the same model, also later. All weights are read once to know the model.
         offload_gib: bytes of that directory at most, GiB.
@@ -181,16 +184,18 @@ class LLM:
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
-        spec = cache_spec(self.config, block_size, dtype_of_cache)
+        max_model_len = context_length(max_model_len, self.config)
+        spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
+        check_groups(spec, swap_space_gib, speculative)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
         self.model.pack_for_inference(is_int8=is_int8)
         if batch_invariant and on.type == "cuda":
             self.model.use_invariant_linears()
-        max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
         scheduler_settings: dict[str, Any] = {
             "num_blocks": num_blocks,
+            "windows": spec.windows,
             "block_size": block_size,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -208,6 +213,8 @@ class LLM:
         )
         model_, num_threads = self.model, torch.get_num_threads()
         vocab_size = self.config.vocab_size
+        longest_run = long_prefill_token_threshold or max_num_batched_tokens
+        max_run = min(longest_run, max_num_batched_tokens, max_model_len)
         current = torch.cuda.current_device() if on.type == "cuda" else None
 
         def make_engine() -> Engine:
@@ -218,7 +225,7 @@ class LLM:
                 torch.cuda.set_device(current)
             if num_blocks is None:
                 scheduler_settings["num_blocks"] = (
-                    blocks_on_cpu(spec, max_num_seqs, max_model_len)
+                    blocks_on_cpu(spec, max_num_seqs, max_model_len, max_run)
                     if on.type == "cpu"
                     else blocks_on_cuda(
                         model_,
