@@ -8,6 +8,7 @@ fingerprint and the sample's random stream.
 It is the most unpunctual of devices: what a step is to write it spoils when the step is submitted,
 and what a step is to read it reads when its result is asked for, which may be after the next step
 has been submitted. A block that was given away while an unfinished step still used it shows.
+Where layers are of several groups, each has slots of its own, of which a query reads its window.
 Only what a step moves to main memory is read in turn, before that step and later ones write.
 """
 
@@ -44,6 +45,12 @@ class VirtualModel:
         self.slots: list[list[int | None]] = [
             [None] * self.block_size for _ in range(scheduler.limits.num_blocks)
         ]
+        limits = scheduler.limits
+        self.windows = limits.windows
+        self.pools = [self.slots]  # of each group of layers
+        for count in limits.other_blocks:
+            self.pools.append([[None] * self.block_size for _ in range(count)])
+        self.other_tables: dict[tuple[int, int], list[int]] = {}  # by sequence and group
         swap = scheduler.tables.swap
         num_slots = 0 if swap is None else swap.allocator.num_blocks
         self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(num_slots)]
@@ -63,6 +70,8 @@ class VirtualModel:
         step = Step(batch)
         for seq_id in batch.left:
             self.tables.pop(seq_id, None)
+            for group in range(1, len(self.pools)):
+                self.other_tables.pop((seq_id, group), None)
         for run in batch.sequences:
             seq = self.scheduler.roster.live[run.seq_id]
             end = run.start + len(run.token_ids)
@@ -78,6 +87,7 @@ class VirtualModel:
             assert table == list(run.block_ids), "what changed is told"
             self.tables[run.seq_id] = table
             step.runs.append((known, table[: -(-end // self.block_size)]))
+            step.others.append([self._other_table(run, end, g) for g in range(1, len(self.pools))])
             step.salts[run.seq_id] = seq.request.salt
         written: set[tuple[int, int]] = set()
         for run, (_, table) in zip(batch.sequences, step.runs, strict=True):
@@ -87,6 +97,7 @@ class VirtualModel:
                 assert self.scheduler.tables.allocator.ref_count(block) == 1, "exclusive writer"
                 assert slot not in written, "one writer per slot"
                 written.add(slot)
+        self._check_other_writes(step)
         self.unfinished.append(step)
         self._check_transfers(batch)
         still_read = {block for s in self.unfinished for block, _ in s.batch.swap_out}
@@ -112,7 +123,9 @@ class VirtualModel:
             self.slots[block] = list(self.host[slot])
         self._copy(batch)
         prefixes = []
-        for run, (known, table) in zip(batch.sequences, step.runs, strict=True):
+        for run, (known, table), others in zip(
+            batch.sequences, step.runs, step.others, strict=True
+        ):
             if run.token_ids == (PENDING,):
                 known = [*known, self.drawn.get(run.seq_id, 0)]
             salt = step.salts[run.seq_id]
@@ -126,12 +139,15 @@ class VirtualModel:
                 if self.damages():
                     self.num_damages += 1
                     value = -self.num_damages
-                self.slots[table[position // self.block_size]][place] = value
+                for pool, own in zip(self.pools, (table, *others), strict=True):
+                    pool[own[position // self.block_size]][place] = value
         drawn = [
             [SampledToken(0)] * run.num_samples
             if run.seq_id in step.spoilt
-            else self._read_and_draw(run, table, prefix)
-            for run, (_, table), prefix in zip(batch.sequences, step.runs, prefixes, strict=True)
+            else self._read_and_draw(run, (table, *others), prefix)
+            for run, (_, table), others, prefix in zip(
+                batch.sequences, step.runs, step.others, prefixes, strict=True
+            )
         ]
         for run, tokens in zip(batch.sequences, drawn, strict=True):
             if tokens:
@@ -204,24 +220,56 @@ class VirtualModel:
         family = next(iter(self.scheduler.roster.requests.values()))
         return next(s.seq_id for s in family if s.finish_reason is None)
 
-    def _copy(self, batch: Batch) -> None:
-        sources = {source for source, _ in batch.block_copies}
-        destinations = [destination for _, destination in batch.block_copies]
-        assert not sources & set(destinations), "a source is never a destination"
-        assert len(destinations) == len(set(destinations)), "one copy per destination"
-        for source, destination in batch.block_copies:
-            self.slots[destination] = list(self.slots[source])
+    def _other_table(self, run, end: int, group: int) -> list[int]:
+        """Return the blocks of a run in a group beyond the first, as what was told says."""
+        blocks, first = run.others[group - 1]
+        table = self.other_tables.get((run.seq_id, group), [])[:first]
+        assert len(table) == first, "what was told was told"
+        table += blocks[first:]
+        assert table == list(blocks), "what changed is told"
+        self.other_tables[run.seq_id, group] = table
+        return table[: -(-end // self.block_size)]
 
-    def _read_and_draw(self, run, table: list[int], prefix: list[int]) -> list[SampledToken]:
+    def _check_other_writes(self, step: Step) -> None:
+        """Spoil what a step is to write in the groups beyond the first, each slot once."""
+        for group in range(1, len(self.pools)):
+            pool, allocator = self.pools[group], self.scheduler.tables.pools[group].allocator
+            written: set[tuple[int, int]] = set()
+            for run, others in zip(step.batch.sequences, step.others, strict=True):
+                for position in range(run.start, run.start + len(run.token_ids)):
+                    block = others[group - 1][position // self.block_size]
+                    slot = (block, position % self.block_size)
+                    assert allocator.ref_count(block) == 1, "exclusive writer"
+                    assert slot not in written, "one writer per slot"
+                    written.add(slot)
+            for block, place in written:
+                pool[block][place] = None
+            for _, block in step.batch.other_copies[group - 1]:
+                pool[block] = [None] * self.block_size
+
+    def _copy(self, batch: Batch) -> None:
+        for pool, pairs in zip(self.pools, (batch.block_copies, *batch.other_copies), strict=True):
+            sources = {source for source, _ in pairs}
+            destinations = [destination for _, destination in pairs]
+            assert not sources & set(destinations), "a source is never a destination"
+            assert len(destinations) == len(set(destinations)), "one copy per destination"
+            for source, destination in pairs:
+                pool[destination] = list(pool[source])
+
+    def _read_and_draw(self, run, tables: tuple[list[int], ...], prefix) -> list[SampledToken]:
         is_broken = False
-        for position, truth in enumerate(prefix):
-            block = table[position // self.block_size]
-            value = self.slots[block][position % self.block_size]
-            is_damaged = value is not None and value < 0
-            is_broken |= is_damaged
-            assert value == truth or is_damaged, (
-                f"sequence {run.seq_id} reads a wrong key at {position}, block {block}"
-            )
+        for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
+            window = self.windows[group]
+            first = 0 if window is None else max(0, run.start - window + 1)
+            for position in range(first, len(prefix)):
+                block = table[position // self.block_size]
+                value = pool[block][position % self.block_size]
+                is_damaged = value is not None and value < 0
+                is_broken |= is_damaged
+                assert value == prefix[position] or is_damaged, (
+                    f"sequence {run.seq_id} reads a wrong key at {position}, block {block} of "
+                    f"group {group}"
+                )
         assert len(run.seeds) == run.num_samples
         if is_broken:
             return [BROKEN] * run.num_samples
@@ -261,6 +309,7 @@ class Step:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.runs: list[tuple[list[int], list[int]]] = []
+        self.others: list[list[list[int]]] = []  # of each run, its blocks in groups 1, 2, ...
         self.spoilt: set[int] = set()
         self.salts: dict[int, str] = {}
 

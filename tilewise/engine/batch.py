@@ -91,6 +91,8 @@ class ScheduledSequence(NamedTuple):
         draft_parents: the row of each draft's parent, 0 the token before the drafts; () where each
             comes after the one before, see `engine.draft_trees`.
         known: all tokens of a sequence with drafts, these not included. Its own list, not a copy.
+        others: of the groups of layers beyond the first, block_ids and first_new_block there. What
+            a window has passed may be anybody's block by now, and is not read.
     """
 
     seq_id: int
@@ -107,6 +109,7 @@ class ScheduledSequence(NamedTuple):
     num_drafts: int = 0
     known: Sequence[int] = ()
     draft_parents: tuple[int, ...] = ()
+    others: tuple[tuple[Sequence[int], int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ class Batch:
             they were new.
         swap_out: (block, slot of main memory), read before anything of the step is written.
         swap_in: (slot, block), written after that and before block_copies.
+        other_copies: block_copies of the groups of layers beyond the first.
     """
 
     sequences: tuple[ScheduledSequence, ...]
@@ -128,6 +132,7 @@ class Batch:
     left: tuple[int, ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
+    other_copies: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def asks(self) -> bool:
@@ -143,7 +148,33 @@ class Batch:
         """Return the step of some of its sequences, with the copies that they write to."""
         blocks = {block for s in sequences for block in s.block_ids}
         copies = tuple(pair for pair in self.block_copies if pair[1] in blocks)
-        return replace(self, sequences=tuple(sequences), block_copies=copies, left=())
+        others = []
+        for i, pairs in enumerate(self.other_copies):
+            blocks = {block for s in sequences for block in s.others[i][0]} if pairs else set()
+            others.append(tuple(pair for pair in pairs if pair[1] in blocks))
+        return replace(
+            self,
+            sequences=tuple(sequences),
+            block_copies=copies,
+            left=(),
+            other_copies=tuple(others),
+        )
+
+    def of_group(self, group: int) -> Batch:
+        """Return the step as a group of layers sees it, that of groups[group] of the cache.
+
+        Where nothing is said of the group, as in a trial step, its blocks have the same numbers.
+        """
+        if group == 0:
+            return self
+        runs = [
+            s._replace(block_ids=s.others[group - 1][0], first_new_block=s.others[group - 1][1])
+            if s.others
+            else s
+            for s in self.sequences
+        ]
+        copies = self.other_copies[group - 1] if self.other_copies else self.block_copies
+        return replace(self, sequences=tuple(runs), block_copies=copies)
 
 
 # A token of a prompt, its log-probability, and the most likely tokens in its place with theirs.

@@ -22,6 +22,7 @@ from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.batch import Batch
 from tilewise.engine.inside import begin_inside
+from tilewise.engine.one_group import OneGroup
 from tilewise.engine.request import Sequence
 from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers
 from tilewise.engine.trace import Trace
@@ -44,7 +45,7 @@ class _Match(NamedTuple):
     refused_room: int = -1
 
 
-class BlockTables:
+class BlockTables(OneGroup):
     """Give sequences their blocks and take them back.
 
     Args:

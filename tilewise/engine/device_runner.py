@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise import ops
+from tilewise.cache.spec import LatentSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine import pooling
 from tilewise.engine.adjuster import Adjuster, put_errors
@@ -31,6 +33,7 @@ from tilewise.engine.batch import (
     ScheduledSequence,
     ScoredToken,
 )
+from tilewise.engine.block_copies import copy_in_all_layers
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
@@ -41,7 +44,7 @@ from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples, is_device_lost
 from tilewise.engine.sampler import most_likely
 from tilewise.nn.context import AttentionContext
-from tilewise.ops import copy_blocks, shared_prefixes
+from tilewise.ops import shared_prefixes
 
 __all__ = ["DeviceRunner"]
 
@@ -90,10 +93,13 @@ class DeviceRunner:
         self.compilations = Compilations()
         layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
         self.sharing_tokens: int | None = None
-        if self.device.type == "cuda" and not batch_invariant:
+        is_latent = isinstance(storage.spec.kv, LatentSpec)
+        if self.device.type == "cuda" and not batch_invariant and not is_latent:
             self.sharing_tokens = SHARING_BYTES // layer_bytes
         max_blocks = math.ceil(max_model_len / self.block_size)
-        self.rows = DeviceBatch(max_num_seqs, max_blocks, self.block_size, self.device)
+        self.rows = DeviceBatch(
+            max_num_seqs, max_blocks, self.block_size, self.device, len(storage.parts)
+        )
         self.results = Results(max_num_seqs, self.device)
         self.adjuster = Adjuster(self.device)
         self.scores = PromptScores()
@@ -101,7 +107,7 @@ class DeviceRunner:
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
         self.prompts: PromptSteps | None = None
-        if max_num_batched_tokens is not None and can_capture(model):
+        if max_num_batched_tokens is not None and can_capture(model, storage):
             self.prompts = PromptSteps(model, storage, max_num_batched_tokens)
         self.captures = False
         self._pool: Any = None
@@ -206,12 +212,14 @@ class DeviceRunner:
         """Capture the decode step of so many rows, or the part of it before the logits."""
         rows, place = self.rows, self.results.place
         with torch.inference_mode():
-            state = [x.clone() for x in (rows.active, rows.fresh, place)]
+            kept = (rows.active, place, rows.fresh, *(other.fresh for other in rows.others))
+            state = [x.clone() for x in kept]
             rows.active.zero_()
-            rows.fresh.fill_(-1)
+            for fresh in kept[2:]:
+                fresh.fill_(-1)
             step = self.step_of(bucket)
             (step.capture_model if of_model else step.capture)(self._shared_pool())
-            for x, value in zip((rows.active, rows.fresh, place), state, strict=True):
+            for x, value in zip(kept, state, strict=True):
                 x.copy_(value)
 
     def capture_prompts(self, size: int) -> None:
@@ -250,10 +258,15 @@ class DeviceRunner:
             np.repeat(np.arange(len(drawing)), counts), firsts, row_of[drawing], seeds, counters,
             row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), sampling.ravel(),
         ]  # fmt: skip
+        columns, offsets = positions // self.block_size, positions % self.block_size
+        more += [
+            other.host_table[row_of[owner], columns].astype(np.int64) * self.block_size + offsets
+            for other in rows.others
+        ]
         sent = rows.send(changes, more)
         self._copy_blocks(batch)
         (ids_, positions_, slots_, pending_, pending_rows, logits_rows, repeats, firsts_, drawing_,
-         seeds_, counters_, rows_, cu, seqlens, words) = sent  # fmt: skip
+         seeds_, counters_, rows_, cu, seqlens, words, *other_slots) = sent  # fmt: skip
         if len(pending):
             ids_.index_copy_(0, pending_, rows.token.index_select(0, pending_rows))
         width = int((starts + lengths).max() - 1) // self.block_size + 1
@@ -274,6 +287,17 @@ class DeviceRunner:
             batch_invariant=self.batch_invariant,
             shared=shared,
         )
+        if rows.others:
+            others = tuple(
+                replace(
+                    ctx,
+                    block_table=other.table.index_select(0, rows_)[:, :width],
+                    slot_mapping=slots,
+                    shared=None,
+                )
+                for other, slots in zip(rows.others, other_slots, strict=True)
+            )
+            ctx = replace(ctx, group_of=self.storage.spec.group_of, others=others)
         hidden = self._hidden(ids_, positions_, ctx)
         scored = None
         if chunks:
@@ -383,15 +407,16 @@ class DeviceRunner:
         return event
 
     def _copy_blocks(self, batch: Batch) -> None:
-        if not batch.block_copies:
+        if not (batch.block_copies or any(batch.other_copies)):
             return
-        pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
-        if self.device.type == "cuda":
-            pairs = pairs.pin_memory().to(self.device, non_blocking=True)
-        k_cache, v_cache, *scales = self.storage.whole
-        k_scale, v_scale = scales or (None, None)
-        pairs = self.storage.in_all_layers(pairs)
-        copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
+        for group, part in enumerate(self.storage.parts):
+            copies = batch.of_group(group).block_copies
+            if not copies:
+                continue
+            pairs = torch.tensor(copies, dtype=torch.int64)
+            if self.device.type == "cuda":
+                pairs = pairs.pin_memory().to(self.device, non_blocking=True)
+            copy_in_all_layers(part, pairs)
 
 
 class _Asking(NamedTuple):

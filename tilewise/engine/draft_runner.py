@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
@@ -82,7 +83,10 @@ def draft_runner(
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model.pack_for_inference(is_int8=False)
-    storage = allocate(cache_spec(config, block_size, model.dtype), num_blocks, device)
+    # Blocks by the model's first tables, which keep every token: so does this cache.
+    spec = cache_spec(config, block_size, model.dtype)
+    spec = CacheSpec(spec.num_layers, block_size, spec.kv)
+    storage = allocate(spec, num_blocks, device)
     runner = runner_for(model, storage, num_parameters=num_parameters)
     if isinstance(runner, CompiledRunner):
         runner.warm_up()
@@ -190,5 +194,7 @@ class DraftingRunner:
 
     def _submit(self, runs: list[ScheduledSequence]) -> Finished:
         left, self._left = tuple(self._left), []
-        plain = tuple(run._replace(first_new_block=0, num_drafts=0, known=()) for run in runs)
+        plain = tuple(
+            run._replace(first_new_block=0, num_drafts=0, known=(), others=()) for run in runs
+        )
         return self.draft.submit(Batch(plain, (), left))

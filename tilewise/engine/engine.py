@@ -41,6 +41,8 @@ class EngineStats:
         decode_tokens, decode_seconds: of the steps in which each sequence computed only the token
             that it had just drawn.
         num_compilations: kernels that were compiled while requests waited for them.
+        why_not_compiled: on a CPU, why steps run op by op and not as one compiled list; "" where
+            they are compiled, and on a GPU.
     """
 
     scheduler: SchedulerStats
@@ -50,6 +52,7 @@ class EngineStats:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     num_compilations: int = 0
+    why_not_compiled: str = ""
 
     @property
     def prefill_rate(self) -> float:
@@ -303,6 +306,7 @@ class Engine:
             decode_tokens=self._tokens["decode"],
             decode_seconds=self._seconds["decode"],
             num_compilations=self.runner.num_compilations,
+            why_not_compiled=getattr(self.runner, "why_not_compiled", ""),
         )
 
     def explain(self, request_id: str) -> dict[str, Any]:

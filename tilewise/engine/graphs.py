@@ -92,7 +92,7 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
     their log-probabilities; three change logits in every way that is a kernel of its own.
     """
     rows, size = runner.rows, runner.block_size
-    longest = min(rows.max_blocks, runner.storage.num_blocks) * size
+    longest = min(rows.max_blocks, *runner.storage.counts) * size
     steps = dict.fromkeys(
         (tuple(min(n, max_num_batched_tokens - len(runs) + 1, longest) for n in runs), 0)
         for runs in WARM_UP
@@ -106,7 +106,7 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
         sequences = tuple(_sequence(first + i, n, start, size) for i, n in enumerate(runs))
         batches.append((Batch(sequences, left=tuple(range(first))), start > 0))
         first += len(runs)
-    if runner.storage.num_blocks > 1 and longest > 1:
+    if min(runner.storage.counts) > 1 and longest > 1:
         asking = SamplingParams(n=2, logprobs=1)
         sequence = _sequence(first, 1, 0, size)._replace(
             num_samples=2, sampling=asking, seeds=(0, 1)

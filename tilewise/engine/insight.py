@@ -15,7 +15,8 @@ __all__ = ["check_integrity", "explain", "picture", "stats"]
 
 def stats(scheduler: Scheduler) -> SchedulerStats:
     """Return a snapshot."""
-    running, prefix, swap = scheduler.roster.running, scheduler.tables.prefix, scheduler.tables.swap
+    running, swap = scheduler.roster.running, scheduler.tables.swap
+    num_queried, num_hit = scheduler.tables.prefix_counts
     return SchedulerStats(
         num_running=len(running),
         num_waiting=len(scheduler.roster.waiting),
@@ -25,8 +26,8 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         blocks_peak=scheduler.tables.blocks_peak,
         slots_used=scheduler.tables.slots_used({s: s.num_computed_tokens for s in running}),
         slots_peak=scheduler.tables.slots_peak,
-        prefix_query_tokens=prefix.num_query_tokens if prefix else 0,
-        prefix_hit_tokens=prefix.num_hit_tokens if prefix else 0,
+        prefix_query_tokens=num_queried,
+        prefix_hit_tokens=num_hit,
         num_preemptions=scheduler.preemption.num_preemptions,
         num_swapped=scheduler.preemption.num_swapped,
         swap_blocks_used=swap.num_used if swap else 0,
@@ -40,6 +41,7 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         block_lifetime=scheduler.trace.ages.lifetime.read(),
         block_idle=scheduler.trace.ages.idle.read(),
         block_reuse_gap=scheduler.trace.ages.reuse_gap.read(),
+        other_groups=scheduler.tables.groups_used,
     )
 
 
@@ -106,7 +108,7 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
                 "seq_id": seq.seq_id,
                 "request_id": seq.request.request_id,
                 "index": seq.index,
-                "blocks": list(seq.block_ids),
+                "blocks": [-1] * (len(seq.block_ids) - len(seq.held_blocks)) + seq.held_blocks,
             }
             for seq in running
         ],

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilewise.engine.block_files import BlockFiles
-from tilewise.engine.cpu_step import CompiledRunner, runner_for
-from tilewise.engine.device_runner import DeviceRunner
-from tilewise.engine.draft_runner import DraftingRunner, check_speculative, draft_runner
+from tilewise.engine.draft_runner import check_speculative
 from tilewise.engine.embedding import (
     EMBEDDING_PARAMS,
     EmbeddingOutput,
@@ -24,9 +21,10 @@ from tilewise.engine.embedding import (
     embedding_of,
 )
 from tilewise.engine.engine import Engine
-from tilewise.engine.graphs import MODES, prepare
+from tilewise.engine.graphs import MODES
 from tilewise.engine.loop import EngineLoop
-from tilewise.engine.offload import block_files, check_offload, fingerprint, host_cache
+from tilewise.engine.making import EngineMaker
+from tilewise.engine.offload import check_offload, fingerprint
 from tilewise.engine.options import Options
 from tilewise.engine.order import order_of
 from tilewise.engine.outputs import Generation, RequestOutput
@@ -34,12 +32,12 @@ from tilewise.engine.preemption import check_preemption
 from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.runner import Runner
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
     cache_dtype,
     cache_spec,
+    check_groups,
     check_integers,
     compute_device,
     context_length,
@@ -47,12 +45,11 @@ from tilewise.engine.settings import (
     packaged_model,
     weights_are_int8,
 )
-from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.speculative import DraftModel, PromptLookup
 from tilewise.engine.tensor_parallel.runner import (
     ParallelRunner,
     check_tensor_parallel,
-    start,
+    engine_of_workers,
 )
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.waiter import Waiter, progress_text, raise_first
@@ -84,7 +81,8 @@ class LLM:
         device: e.g. "cpu", "cuda", "cuda:1"; "auto" is a GPU if there is one.
         block_size: tokens per cache block.
         num_blocks: cache blocks; None is what max_num_seqs full contexts need, at most a quarter of
-            the available main memory, or on a GPU what gpu_memory_utilization leaves.
+            the available main memory, or on a GPU what gpu_memory_utilization leaves. Where layers
+            have different windows there are so many for each of them, and None splits the memory.
         kv_cache_dtype: "float32", "float16", "bfloat16", or of half the memory "int8" or
             "fp8_e4m3", with a scale for each token and head; "auto" is the dtype of the parameters.
         weight_dtype: "int8" holds the weights of projections, and of an embedding tied to the
@@ -111,7 +109,8 @@ class LLM:
         victim: who that is: the "newest", or the "cheapest", who loses the fewest tokens for each
             block that becomes free.
         swap_space_gib: main memory, GiB, for what is swapped out, and for blocks of prefixes that
-            the cache has no room for; they are found again there. 0 keeps nothing.
+            the cache has no room for; they are found again there. 0 keeps nothing. Not for models
+            whose layers have windows.
         offload_dir: where such blocks go when main memory is full, to be found again by whoever
             has the same model, also later. All weights are read once to know the model.
         offload_gib: bytes of that directory at most, GiB.
@@ -226,21 +225,21 @@ class LLM:
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
         if getattr(speculative, "num_branches", 1) > 1 and any(self.config.windows):
-            raise ValueError(
-                f"num_branches must be 1 for a model with windows of attention, got {speculative!r}"
-            )
+            raise ValueError(f"num_branches must be 1 for a model with windows, got {speculative}")
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
-        spec = cache_spec(self.config, block_size, dtype_of_cache)
+        max_model_len = context_length(max_model_len, self.config)
+        spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
+        check_groups(spec, swap_space_gib, speculative)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
         if not is_parallel:
             self.model.pack_for_inference(is_int8=is_int8)
         if batch_invariant and on.type == "cuda":
             self.model.use_invariant_linears()
-        max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
         scheduler_settings: dict[str, Any] = {
             "num_blocks": num_blocks,
+            "windows": spec.windows,
             "block_size": block_size,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -258,116 +257,40 @@ class LLM:
         self._new_scheduler = new_scheduler = functools.partial(
             _new_scheduler, itertools.count(seed), scheduler_settings
         )
-        model_, num_threads = self.model, torch.get_num_threads()
-        vocab_size = self.config.vocab_size
+        num_threads = torch.get_num_threads()
         current = torch.cuda.current_device() if on.type == "cuda" and not is_parallel else None
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
         )
 
-        def start_workers() -> Engine:
-            """Have the steps computed elsewhere."""
-            runner = start(
-                directory,
-                model_,
-                tensor_parallel_size,
-                on,
-                swap_space_gib=swap_space_gib,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                kv_cache_dtype=kv_cache_dtype,
-                is_int8=is_int8,
-                random_weights=random_weights,
-                graphs=graphs,
-                batch_invariant=batch_invariant,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                gpu_memory_utilization=gpu_memory_utilization,
-                end_ids=end_ids,
-            )
-            scheduler_settings["num_blocks"] = runner.storage.num_blocks
-            if runner.host is not None:
-                scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
-            return Engine(new_scheduler(), runner, overlap=has_graphs)
-
-        self._files = files = dict[str, BlockFiles]()
-
-        def make_engine() -> Engine:
-            """Prepare the runner on the thread that will use it; hold nothing of the LLM."""
-            torch.set_num_threads(num_threads)
-            runner: Runner
-            if current is not None:
-                torch.cuda.set_device(current)
-            if num_blocks is None:
-                scheduler_settings["num_blocks"] = (
-                    blocks_on_cpu(spec, max_num_seqs, max_model_len)
-                    if on.type == "cpu"
-                    else blocks_on_cuda(
-                        model_,
-                        spec,
-                        on,
-                        max_num_seqs=max_num_seqs,
-                        max_num_batched_tokens=max_num_batched_tokens,
-                        max_model_len=max_model_len,
-                        gpu_memory_utilization=gpu_memory_utilization,
-                        has_graphs=has_graphs,
-                    )
-                )
-            storage = allocate(spec, scheduler_settings["num_blocks"], on)
-            host = host_cache(storage, swap_space_gib)
-            if host is not None:
-                scheduler_settings["num_swap_blocks"] = host.blocks.num_blocks
-                store = block_files(offload_dir, host, identity, offload_gib)
-                scheduler_settings["store"] = store
-                if store is not None:
-                    files["store"] = store
-            if has_graphs:
-                runner = on_device = DeviceRunner(
-                    model_,
-                    storage,
-                    max_num_seqs=max_num_seqs,
-                    max_model_len=max_model_len,
-                    max_num_batched_tokens=max_num_batched_tokens,
-                    batch_invariant=batch_invariant,
-                )
-                progress = Progress(terminal(use_progress))
-                try:
-                    prepare(
-                        on_device,
-                        max_num_batched_tokens=max_num_batched_tokens,
-                        is_lazy=graphs == "lazy",
-                        show=progress.show,
-                    )
-                finally:
-                    progress.close()
-                # What lives now lives on: a collection that walks it again and again stops the
-                # host.
-                gc.collect()
-                gc.freeze()
-            else:
-                runner = plain = runner_for(
-                    model_, storage, num_parameters=num_parameters, batch_invariant=batch_invariant
-                )
-                if isinstance(plain, CompiledRunner):
-                    plain.warm_up()
-                else:
-                    warm_up(model_, spec, on)
-                if isinstance(speculative, DraftModel):
-                    draft = draft_runner(
-                        speculative, storage.num_blocks, block_size, vocab_size, max_model_len
-                    )
-                    runner = DraftingRunner(plain, draft, max_num_batched_tokens)
-            runner.host = host
-            return Engine(new_scheduler(), runner, overlap=has_graphs)
-
+        limits: dict[str, Any] = {
+            "batch_invariant": batch_invariant, "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
+            "gpu_memory_utilization": gpu_memory_utilization, "swap_space_gib": swap_space_gib,
+        }  # fmt: skip
+        self._files: dict[str, BlockFiles] = {}
+        make_engine: Callable[[], Engine]
+        if is_parallel:
+            make_engine = functools.partial(
+                engine_of_workers, directory, self.model, tensor_parallel_size, on,
+                scheduler_settings, new_scheduler, num_blocks=num_blocks, block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype, is_int8=is_int8, random_weights=random_weights,
+                graphs=graphs, end_ids=end_ids, **limits,
+            )  # fmt: skip
+        else:
+            make_engine = EngineMaker(
+                self.model, spec, on, scheduler_settings, new_scheduler,
+                graphs=graphs if has_graphs else "off", offload_dir=offload_dir,
+                long_prefill_token_threshold=long_prefill_token_threshold, offload_gib=offload_gib,
+                identity=identity, speculative=speculative, use_progress=use_progress,
+                num_parameters=num_parameters, num_threads=num_threads, current_device=current,
+                files=self._files, **limits,
+            )  # fmt: skip
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._request_numbers = itertools.count()
         self._maker, self._num_threads = threading.get_ident(), num_threads
-        self.loop = EngineLoop(
-            start_workers if is_parallel else make_engine, new_scheduler=new_scheduler
-        )
+        self.loop = EngineLoop(make_engine, new_scheduler=new_scheduler)
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             runner.end_with_workers(self.loop)
@@ -641,15 +564,12 @@ class LLM:
         options = self._options.prepare(sampling)
         request = Request(request_id, ids, sampling, self._end_ids, **asked, **options)
         self.engine.scheduler.limits.check(request)
-        width = getattr(sampling, "beam_width", 0)
-        if width > self.config.vocab_size:
+        width, vocab_size = getattr(sampling, "beam_width", 0), self.config.vocab_size
+        if width > vocab_size:
+            raise RequestError(f"beam_width must be at most vocab_size {vocab_size}, got {width}")
+        if max(ids) >= vocab_size:
             raise RequestError(
-                f"beam_width must be at most vocab_size {self.config.vocab_size}, got {width}"
-            )
-        if max(ids) >= self.config.vocab_size:
-            raise RequestError(
-                f"prompt token ids must be below vocab_size {self.config.vocab_size}, "
-                f"got {max(ids)}"
+                f"prompt token ids must be below vocab_size {vocab_size}, got {max(ids)}"
             )
         return Generation(request, text, self.tokenizer)
 

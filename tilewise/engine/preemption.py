@@ -172,7 +172,7 @@ class Preemption:
     def _cost(self, seq: Sequence) -> float:
         """Tokens lost for each block that becomes free."""
         count = self.tables.allocator.ref_count
-        freed = sum(count(block) == 1 for block in seq.block_ids)
+        freed = sum(count(block) == 1 for block in seq.held_blocks)
         return self._lost_tokens(seq) / freed if freed else float("inf")
 
     def _lost_tokens(self, seq: Sequence) -> int:

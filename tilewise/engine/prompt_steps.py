@@ -48,9 +48,12 @@ def prompt_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def can_capture(model: CausalModel) -> bool:
-    """Whether the model hands its attention to `AttentionContext.attend`, every layer once."""
-    return bool(getattr(model, "hands_attention_over", False))
+def can_capture(model: CausalModel, storage: KVStorage) -> bool:
+    """Whether the model hands its attention to `AttentionContext.attend`, every layer once.
+
+    The layers must be one group: the pieces write to the slots of one.
+    """
+    return bool(getattr(model, "hands_attention_over", False)) and len(storage.spec.groups) == 1
 
 
 class PromptSteps:
@@ -69,8 +72,11 @@ class PromptSteps:
     """
 
     def __init__(self, model: CausalModel, storage: KVStorage, most: int) -> None:
-        if not can_capture(model):
-            raise ValueError(f"model must hand its attention over, {type(model).__name__} does not")
+        if not can_capture(model, storage):
+            raise ValueError(
+                "model must hand its attention over, in one group of layers, "
+                f"got {type(model).__name__}"
+            )
         self.model, self.storage, self.sizes = model, storage, prompt_sizes(most)
         self.device = storage.layers[0][0].device
         self._ids = torch.zeros(most, dtype=torch.int64, device=self.device)

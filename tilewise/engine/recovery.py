@@ -101,6 +101,8 @@ def _known(scheduler: Scheduler, run: ScheduledSequence) -> ScheduledSequence | 
         return None
     if run.token_ids[-1] == PENDING:
         run = run._replace(token_ids=(seq.token_ids[run.start],))
+    if run.others:
+        run = run._replace(others=tuple((table, 0) for table, _ in run.others))
     return run._replace(first_new_block=0)
 
 

@@ -12,6 +12,7 @@ from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_o
 
 if TYPE_CHECKING:
     from tilewise.engine.beams import BeamSearch
+    from tilewise.engine.group_tables import Places
     from tilewise.engine.speculative import Ngrams
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
@@ -328,6 +329,8 @@ class Sequence:
         arrival_time: of its request, on the scheduler's clock.
         swap_slots: blocks in main memory that keep what it had computed when it was swapped out.
         num_swapped_tokens: how many tokens they keep.
+        places: its blocks in the other groups of layers, see `engine.group_tables`; None where all
+            layers are one group that keeps every token, and while it holds no blocks.
         is_stepwise: its next run needs the results of its last, so that no unfinished step may be
             beside it.
         search: the beam search that it is a beam of.
@@ -366,6 +369,12 @@ class Sequence:
     arrival_time: float = 0.0
     swap_slots: list[int] = field(default_factory=list)
     num_swapped_tokens: int = 0
+    places: Places | None = None
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Its blocks of the first group but for those that a window has passed."""
+        return self.block_ids if self.places is None else self.block_ids[self.places.gone[0] :]
 
     @property
     def scores_prompt(self) -> bool:

@@ -189,11 +189,11 @@ class Speculation:
         is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
         if seq.search is not None or not is_decoding:
             return 0
-        free = max(tables.allocator.num_free - num_running, 0)
+        free = max(tables.num_free - num_running, 0)
         self._room = min(  # rows: the slots of a tree are as many as its drafts
             room,
             self._most,
-            (len(seq.block_ids) + free) * tables.block_size - known,
+            (tables.num_places(seq) + free) * tables.block_size - known,
         )
         # The step draws one more token than there are drafts after one another.
         most = min(self._room, seq.max_len - known - 1)

@@ -38,6 +38,8 @@ class SchedulerStats:
         num_tokens_lost: tokens that were computed twice, as their blocks were taken away.
         step_tokens: tokens of a step.
         block_lifetime, block_idle, block_reuse_gap: seconds, see `ages.Ages`.
+        other_groups: where the layers are of several groups (`CacheSpec.groups`), of all but the
+            first: blocks with an owner, now, and all blocks. The other counts are the first one's.
     """
 
     num_running: int
@@ -63,6 +65,7 @@ class SchedulerStats:
     block_lifetime: Counts = field(default_factory=Counts)
     block_idle: Counts = field(default_factory=Counts)
     block_reuse_gap: Counts = field(default_factory=Counts)
+    other_groups: tuple[tuple[int, int], ...] = ()
 
     @property
     def wasted_fraction(self) -> float:

@@ -39,7 +39,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "pool": ("num_blocks", "block_size"),
     "arrive": ("request_id", "user", "num_tokens", "num_samples"),
     # its whole table; the first num_found blocks the prefix cache had, or they came back: it finds
-    # them from now on
+    # them from now on; -1 stands for what its window has passed
     "admit": ("seq_id", "request_id", "index", "blocks", "num_found"),
     # prompts: seq_id, tokens, of each run of more than one token; all others run one
     "schedule": ("num_sequences", "num_tokens", "prompts"),
@@ -50,6 +50,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "register": ("seq_id", "place", "blocks", "kept"),
     "hit": ("seq_id", "place", "blocks"),  # found after its admission, they take these places
     "cut": ("seq_id", "num_kept"),  # of its table the first ones are left
+    "pass": ("seq_id", "num_passed"),  # its window has passed these first ones
     "free": ("blocks",),  # one owner less of each
     "evict": ("block",),  # findable no more, as its memory is given away
     "forget": ("blocks",),  # findable no more, as it cannot be trusted
@@ -192,7 +193,8 @@ class Trace:
     def admit(self, seq: Sequence) -> None:
         """A sequence got blocks, some of which hold what it needs."""
         request_id, found = seq.request.request_id, seq.num_registered_blocks
-        blocks = tuple(seq.block_ids)
+        held = seq.held_blocks
+        blocks = (*(-1,) * (len(seq.block_ids) - len(held)), *held)
         self.note("admit", seq.seq_id, request_id, seq.index, blocks, found)
         account = self._accounts[request_id]
         account.since = self._events[-1].time

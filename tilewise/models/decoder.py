@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.cache.spec import KVLayer
+from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.context import AttentionContext
@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         *,
         ctx: AttentionContext | None = None,
-        kv: Sequence[KVLayer] | None = None,
+        kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
         """Return the last hidden states, normalised.
 

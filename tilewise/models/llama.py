@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from tilewise.cache.spec import KVLayer
+from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.weights import Weight
@@ -50,7 +50,7 @@ class LlamaLayer(nn.Module):
         residual: Tensor | None,
         rope: tuple[Tensor, Tensor],
         ctx: AttentionContext | None,
-        kv: KVLayer | None,
+        kv: CacheLayer | None,
     ) -> tuple[Tensor, Tensor]:
         """Map the residual stream x + residual (..., E) to itself; before the first layer it is x.
 
@@ -84,7 +84,7 @@ class Llama(Decoder):
         positions: Tensor | None = None,
         *,
         ctx: AttentionContext | None = None,
-        kv: Sequence[KVLayer] | None = None,
+        kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
         """Return the last hidden states, normalised; see `Decoder.forward`."""
         if positions is None:
@@ -93,7 +93,8 @@ class Llama(Decoder):
             rope = self.rotary(positions)
         x, residual = self.embed_tokens(ids), None
         for i, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, rope, ctx, None if kv is None else kv[i])
+            own = ctx if ctx is None else ctx.of_layer(i)
+            x, residual = layer(x, residual, rope, own, None if kv is None else kv[i])
         y: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
         return y
 

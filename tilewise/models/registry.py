@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
+from tilewise.models.deepseek import DeepseekV2
 from tilewise.models.gpt2 import GPT2
 from tilewise.models.llama import Llama
 from tilewise.models.weights import load_weights
@@ -18,6 +19,7 @@ from tilewise.models.weights import load_weights
 __all__ = ["MODELS", "build_model", "empty_model", "load_model"]
 
 MODELS: dict[str, type[Decoder]] = {
+    "DeepseekV2ForCausalLM": DeepseekV2,
     "GPT2LMHeadModel": GPT2,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,

@@ -30,6 +30,10 @@ class AttentionContext:
             before the layers run. A CUDA graph needs that: make them in a run before the capture.
         attend: calls a layer's attention in its place, `attend(function, q, v_dim)`: a step whose
             attention stands between CUDA graphs. `function(q, ctx)` gives o (T, Hq, v_dim).
+        group_of: of each layer of the model, the number of its group of layers; empty where all are
+            one group.
+        others: the contexts of groups 1, 2, ..., whose tables and slots are others; the first
+            group's are here.
         plans: what the layers of a step share, made by the first of each kind on a GPU: for the
             shapes and the window of a call, which program reads which keys.
     """
@@ -44,9 +48,16 @@ class AttentionContext:
     tree_mask: Tensor | None = None
     keeps_plans: bool = False
     attend: Callable[[Attend, Tensor, int], Tensor] | None = None
+    group_of: tuple[int, ...] = ()
+    others: tuple[AttentionContext, ...] = ()
     plans: dict[tuple[object, ...], PagedPlan] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+
+    def of_layer(self, layer: int) -> AttentionContext:
+        """Return the context of a layer of the model: that of its group."""
+        group = self.group_of[layer] if self.group_of else 0
+        return self.others[group - 1] if group else self
 
 
 # A layer's attention: queries (T, Hq, D) and where they belong, to o (T, Hq, Dv).

@@ -163,11 +163,12 @@ def test_a_frame_that_is_no_data_is_an_error():
 
 
 def test_every_field_of_a_step_travels():
-    # `known` is read by draft models only, which other processes do not have.
+    # `known` is read by draft models only, which other processes do not have; models of several
+    # groups of layers, which `others` is for, are refused there.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",
-        "draft_parents",
+        "draft_parents", "others",
     }  # fmt: skip
     assert set(ScheduledSequence._fields) == told
     assert set(Batch.__slots__) == {"sequences", "block_copies", "left", "swap_out", "swap_in"}

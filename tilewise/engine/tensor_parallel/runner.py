@@ -9,6 +9,7 @@ which holds its heads' part of it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import num_blocks_for
 from tilewise.distributed.shards import check_shards, shard_config
 from tilewise.engine.batch import Batch
+from tilewise.engine.engine import Engine
 from tilewise.engine.loop import EngineLoop
 from tilewise.engine.runner import Samples
+from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import cache_dtype, cache_spec
 from tilewise.engine.sizing import CPU_FRACTION, available_memory
 from tilewise.engine.tensor_parallel.processes import Workers
@@ -29,7 +32,7 @@ from tilewise.errors import WorkerLostError
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 
-__all__ = ["ParallelRunner", "RemoteStorage", "check_tensor_parallel", "start"]
+__all__ = ["ParallelRunner", "RemoteStorage", "check_tensor_parallel", "engine_of_workers", "start"]
 
 GIB = 2**30
 
@@ -69,6 +72,11 @@ def check_tensor_parallel(
             f"torch sees, got {size}"
         )
     check_shards(config, size)
+    if config.latent is not None or any(config.windows):
+        raise ValueError(
+            "tensor_parallel_size must be 1 for a model with windows of attention or latents, "
+            f"got {size}"
+        )
     if batch_invariant and device.type == "cuda":
         raise ValueError(
             "batch_invariant must be False with tensor_parallel_size above 1 on GPUs, where the "
@@ -179,6 +187,28 @@ class ParallelRunner:
     def close(self) -> None:
         """End the workers."""
         self._finalizer()
+
+
+def engine_of_workers(
+    directory: Path,
+    model: Decoder,
+    size: int,
+    device: torch.device,
+    scheduler_settings: dict[str, Any],
+    new_scheduler: Callable[[], Scheduler],
+    **settings: Any,
+) -> Engine:
+    """Return an engine whose steps other processes compute; see `start`.
+
+    Args:
+        scheduler_settings: read by new_scheduler; how many blocks there are goes in there.
+    """
+    runner = start(directory, model, size, device, **settings)
+    scheduler_settings["num_blocks"] = runner.storage.num_blocks
+    if runner.host is not None:
+        scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
+    has_graphs = device.type == "cuda" and settings["graphs"] != "off"
+    return Engine(new_scheduler(), runner, overlap=has_graphs)
 
 
 def start(

@@ -143,12 +143,14 @@ class _Worker:
         if self.device.type != "cuda" or self.settings["num_blocks"] is not None:
             return 0
         names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-        return blocks_on_cuda(
+        found = blocks_on_cuda(
             self.model, self.spec, self.device,
             gpu_memory_utilization=self.settings["gpu_memory_utilization"],
             has_graphs=self.settings["graphs"] != "off",
             **{name: self.settings[name] for name in names},
         )  # fmt: skip
+        assert isinstance(found, int)  # of one group of layers, see `check_tensor_parallel`
+        return found
 
     def make_runner(self, num_blocks: int, num_swap_blocks: int) -> tuple[float, str | None]:
         """Allocate the cache and get ready.

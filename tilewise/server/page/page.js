@@ -327,7 +327,8 @@ const HANDLERS = {
     p.drop(e.seq_id);
     p.put(e.seq_id, 0, e.blocks);
     p.own(e.blocks);
-    p.mark(e.blocks.slice(0, e.num_found), 1); // those that came back from main memory, too
+    // Those that came back from main memory, too; a window may have passed some.
+    p.mark(e.blocks.slice(0, e.num_found).filter((block) => block >= 0), 1);
     p.follow(e.seq_id, 0, e.num_found);
   },
   fork: (p, e) => {
@@ -345,6 +346,8 @@ const HANDLERS = {
     p.put(e.seq_id, e.place, [e.block]);
     p.own([e.block]);
   },
+  // A window has passed its first blocks.
+  pass: (p, e) => p.put(e.seq_id, 0, Array(e.num_passed).fill(-1)),
   hit: (p, e) => {
     p.put(e.seq_id, e.place, e.blocks);
     p.own(e.blocks);
