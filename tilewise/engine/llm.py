@@ -210,7 +210,7 @@ class LLM:
             check_tensor_parallel(
                 tensor_parallel_size,
                 config,
-                torch.device(device) if device != "auto" else torch.device(on.type),
+                torch.device(on.type if device == "auto" else device),
                 batch_invariant=batch_invariant,
                 offload_dir=offload_dir,
                 speculative=speculative if isinstance(speculative, DraftModel) else None,
@@ -257,13 +257,12 @@ class LLM:
         self._new_scheduler = new_scheduler = functools.partial(
             _new_scheduler, itertools.count(seed), scheduler_settings
         )
-        num_threads = torch.get_num_threads()
+        self._num_threads = num_threads = torch.get_num_threads()
         current = torch.cuda.current_device() if on.type == "cuda" and not is_parallel else None
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
         )
-
         limits: dict[str, Any] = {
             "batch_invariant": batch_invariant, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
@@ -288,8 +287,7 @@ class LLM:
                 files=self._files, **limits,
             )  # fmt: skip
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
-        self._request_numbers = itertools.count()
-        self._maker, self._num_threads = threading.get_ident(), num_threads
+        self._request_numbers, self._maker = itertools.count(), threading.get_ident()
         self.loop = EngineLoop(make_engine, new_scheduler=new_scheduler)
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
