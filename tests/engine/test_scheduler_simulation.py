@@ -185,6 +185,10 @@ class Story:
             self.scheduler.check_integrity()
             return
         resume_transfers(self.scheduler)
+        self.discard(unfinished)
+
+    def discard(self, unfinished) -> None:
+        """Let one of the unfinished steps fail, and the requests in it end."""
         batch = unfinished.pop(self.rng.randrange(len(unfinished)))
         self.model.drop(batch)
         self.aborted |= set(self.scheduler.discard(batch))

@@ -23,9 +23,9 @@ from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
 from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.draft_runner import DraftingRunner, check_speculative
-from tilewise.engine.draft_trees import depths, merge, num_in_place, path, tree_mask
+from tilewise.engine.draft_trees import depths, merge, num_in_place, path
 from tilewise.engine.engine import Engine
-from tilewise.engine.inputs import build_inputs
+from tilewise.engine.inputs import build_inputs, tree_mask
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.runner import ModelRunner

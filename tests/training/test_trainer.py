@@ -118,6 +118,7 @@ def test_wrong_settings_are_refused():
         Settings(steps=0)
 
 
+@traces_a_function
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM", "bert"])
 @pytest.mark.parametrize("is_rows", [False, True])
@@ -140,6 +141,7 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_gives_the_cpus_losses(kind, is_ro
     torch.testing.assert_close(torch.stack(losses).cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
+@traces_a_function
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM", "bert"])
 def test_deterministic_steps_on_a_gpu_give_the_same_bits(kind):

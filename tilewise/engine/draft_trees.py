@@ -1,9 +1,12 @@
-"""Several continuations of a sequence, guessed at once and verified in one step: a tree. No torch.
+"""Several continuations of a sequence, guessed at once and verified in one step: a tree.
+
+No torch, no numpy: the scheduler reads it.
 
 A run with drafts is its last token, row 0, and a row for each draft; the parent of a draft is the
 row after whose token it would come. Where all continuations are one, that is a chain, parents 0, 1,
 2 ...; where they part, siblings have one parent, and attention lets a row see its ancestors only
-(`tree_mask`). A row is rotated to its depth and written to the slot of its number in the run.
+(`inputs.tree_mask`). A row is rotated to its depth and written to the slot of its number in the
+run.
 
 Verification walks down from row 0: the token that is drawn from a row is right as it is, and if it
 is one of the row's children, that child's row is the next. So a set of siblings is accepted with
@@ -23,10 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-__all__ = ["depths", "merge", "num_in_place", "path", "tree_mask"]
+__all__ = ["depths", "merge", "num_in_place", "path"]
 
 
 def merge(chains: Iterable[Sequence[int]], most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -89,24 +89,3 @@ def path(drafts: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) ->
 def num_in_place(rows: Sequence[int]) -> int:
     """Return how many of the rows of a path lie in the slots of their positions."""
     return next((i for i, row in enumerate(rows) if row != i), len(rows))
-
-
-def tree_mask(
-    lengths: NDArray[np.int64], trees: dict[int, tuple[int, tuple[int, ...]]]
-) -> NDArray[np.bool_]:
-    """Return which new rows of its sequence each row sees, (T, longest run).
-
-    Args:
-        lengths: (B,) rows of each run.
-        trees: number of rows before row 0 of the tree, and its parents, of each run that ends in
-            one; the others are causal.
-    """
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    places = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
-    mask: NDArray[np.bool_] = np.arange(int(lengths.max()))[None, :] <= places[:, None]
-    for run, (before, parents) in trees.items():
-        first = int(starts[run]) + before
-        for i, parent in enumerate(parents, start=1):
-            mask[first + i, before:] = mask[first + parent, before:]
-            mask[first + i, before + i] = True
-    return mask

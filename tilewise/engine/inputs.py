@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.draft_trees import depths, tree_mask
+from tilewise.engine.draft_trees import depths
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import shared_prefixes
 
@@ -206,6 +206,27 @@ def _place_trees(
             first = int(edges[i]) + before
             positions[first : int(edges[i + 1])] = positions[first] + depths(run.draft_parents)
     return tree_mask(lengths, trees) if trees else None
+
+
+def tree_mask(
+    lengths: NDArray[np.int64], trees: dict[int, tuple[int, tuple[int, ...]]]
+) -> NDArray[np.bool_]:
+    """Return which new rows of its sequence each row sees, (T, longest run).
+
+    Args:
+        lengths: (B,) rows of each run.
+        trees: number of rows before row 0 of the tree, and its parents, of each run that ends in
+            one; the others are causal.
+    """
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    places = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
+    mask: NDArray[np.bool_] = np.arange(int(lengths.max()))[None, :] <= places[:, None]
+    for run, (before, parents) in trees.items():
+        first = int(starts[run]) + before
+        for i, parent in enumerate(parents, start=1):
+            mask[first + i, before:] = mask[first + parent, before:]
+            mask[first + i, before + i] = True
+    return mask
 
 
 def _logits_rows(

@@ -219,7 +219,8 @@ def _graph_bytes(trial: DeviceRunner, before: int) -> int:
         another = 0
         for size in sizes[-2:][::-1]:
             capture(size)
-            another, used = _used(trial.device) - used, _used(trial.device)
+            now = _used(trial.device)
+            another, used = now - used, now
         total += max(0, another) * max(0, len(sizes) - 2)
     return used - before + total
 

@@ -16,7 +16,10 @@ __all__ = ["pause_transfers", "resume_transfers", "withdraw"]
 
 
 def withdraw(scheduler: Scheduler) -> None:
-    """Take all unfinished steps back, as if they had not been scheduled."""
+    """Take all unfinished steps back, as if they had not been scheduled.
+
+    The layers are one group: several move nothing, and what a window has passed is gone.
+    """
     steps, preemption = list(scheduler._steps), scheduler.preemption
     for step in steps:
         scheduler.tables.end_step(0)

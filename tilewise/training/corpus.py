@@ -49,7 +49,7 @@ class Corpus:
         folder = Path(folder)
         facts = json.loads((folder / "corpus.json").read_text())
         tokens = np.memmap(folder / "tokens.bin", dtype=facts["dtype"], mode="r")
-        starts = np.load(folder / "documents.npy")
+        starts = np.load(folder / "documents.npy", allow_pickle=False)
         return cls(tokens, starts, facts["words"], facts["special"])
 
     @classmethod

@@ -171,7 +171,9 @@ def test_every_field_of_a_step_travels():
         "draft_parents", "others",
     }  # fmt: skip
     assert set(ScheduledSequence._fields) == told
-    assert set(Batch.__slots__) == {"sequences", "block_copies", "left", "swap_out", "swap_in"}
+    assert set(Batch.__slots__) == {
+        "sequences", "block_copies", "left", "swap_out", "swap_in", "other_copies",
+    }  # fmt: skip
     assert set(Asked._fields) == {
         "adjusts", "token_ids", "num_prompt_tokens", "end_ids", "bad_word_ids", "new_matcher",
         "pooling",
