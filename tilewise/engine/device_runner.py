@@ -3,7 +3,8 @@
 what decodes   every sequence runs one token and draws one: a `DecodeStep` of the bucket that holds
                the rows, captured as a CUDA graph or computed op by op
 everything else  prompts, chunks and mixed steps: packed inputs, sent in one copy together with what
-               changes in the rows; tokens that the host does not know yet are taken from the rows
+               changes in the rows; tokens that the host does not know yet are taken from the rows;
+               `PromptSteps` pads them and replays graphs between the layers' attention
 results        are copied to pinned memory on a stream of their own; `result` waits for that copy
 """
 

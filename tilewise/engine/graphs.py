@@ -2,9 +2,9 @@
 
 Triton compiles a kernel anew when an integer becomes 1 or a multiple of 16, and the tiles of
 attention follow from the lengths of a step, so a few prompts of chosen lengths are computed, alone,
-side by side, beside sequences that decode and after a common beginning. The decode steps are
-captured from the largest to the smallest, in one pool of memory: the smaller ones find room in what
-the largest needed.
+side by side, beside sequences that decode and after a common beginning. Steps with prompts and
+decode steps are captured from the largest to the smallest, in one pool of memory: the smaller ones
+find room in what the largest needed.
 """
 
 from __future__ import annotations
