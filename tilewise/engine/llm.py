@@ -117,7 +117,7 @@ class LLM:
         seed: from which requests without a seed draw theirs.
         random_weights: draw the weights instead of reading them, to measure a model's speed; the
             directory then needs only a config.json.
-        graphs: on a GPU, steps in which every sequence draws its next token are CUDA graphs:
+        graphs: on a GPU, decode steps, and of others all but attention, are CUDA graphs:
             captured before this returns ("auto") or when they are first needed ("lazy"), in which
             case the first ones take long. "off" computes every step op by op, and none ahead.
         batch_invariant: a request has the same tokens and log-probabilities, to the bit, whatever
