@@ -420,3 +420,12 @@ def test_batch_invariance_holds_in_chunks_and_in_any_batch(saved, device):
         finally:
             llm.close()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("case", "kind"), [("deepseek", "latents"), ("mistral_window", "windows")])
+def test_trees_of_guesses_are_refused_where_attention_takes_no_mask(tmp_path, case, kind):
+    """Latent attention would let the rows of a branch see those of another: other tokens."""
+    write_checkpoint(tmp_path, case, has_tokenizer=False)
+    trees = PromptLookup(5, min_ngram=1, is_adaptive=False, num_branches=3)
+    with pytest.raises(ValueError, match=f"num_branches must be 1 for a model with {kind}"):
+        LLM(tmp_path, device="cpu", batch_invariant=False, speculative=trees)
