@@ -6,6 +6,7 @@ A context is several windows long, so that blocks behind them have been given to
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -429,3 +430,19 @@ def test_trees_of_guesses_are_refused_where_attention_takes_no_mask(tmp_path, ca
     trees = PromptLookup(5, min_ngram=1, is_adaptive=False, num_branches=3)
     with pytest.raises(ValueError, match=f"num_branches must be 1 for a model with {kind}"):
         LLM(tmp_path, device="cpu", batch_invariant=False, speculative=trees)
+
+
+def test_stats_and_picture_are_of_all_groups(tmp_path):
+    """The fullest group says how full the cache is; known blocks hang on those before them."""
+    write_checkpoint(tmp_path, "qwen2_second_layer_window", has_tokenizer=False)
+    llm = LLM(tmp_path, device="cpu", block_size=4, num_blocks=40)
+    try:
+        llm.generate(asked(prompts()[:1]), GREEDY)
+        told = llm.engine.picture()
+        assert len(told["known"]) > 2
+        assert told["parents"].count(-1) == 1  # one text, one tree
+        stats = llm.engine.stats().scheduler
+        assert stats.used_fraction == 0
+        assert replace(stats, blocks_used=4, other_groups=((30, 40),)).used_fraction == 0.75
+    finally:
+        llm.close()
