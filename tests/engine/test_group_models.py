@@ -446,3 +446,19 @@ def test_stats_and_picture_are_of_all_groups(tmp_path):
         assert replace(stats, blocks_used=4, other_groups=((30, 40),)).used_fraction == 0.75
     finally:
         llm.close()
+
+
+def test_ages_are_of_blocks_that_are_there(tmp_path):
+    """A hit names -1 where its window has passed a block, which has no age."""
+    write_checkpoint(tmp_path, "mistral_window", has_tokenizer=False)
+    llm = LLM(tmp_path, device="cpu", block_size=4, num_blocks=80)
+    try:
+        for _ in range(3):
+            llm.generate(asked(prompts()[:1]), GREEDY)
+        events = llm.engine.trace()
+        hits = [e["blocks"][: e["num_found"]] for e in events if e["kind"] == "admit"]
+        assert sum(blocks.count(-1) for blocks in hits) > 0
+        found = sum(block >= 0 for blocks in hits for block in blocks)
+        assert sum(llm.engine.stats().scheduler.block_reuse_gap.counts) == found
+    finally:
+        llm.close()
