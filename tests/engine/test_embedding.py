@@ -149,6 +149,29 @@ def test_a_deadline_that_passes_and_what_is_wrong_are_said(llm):
         llm.embed({"prompt_token_ids": [1, 2]}, deadline_s=0.0)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_after_a_scheduler_that_broke_nothing_of_its_prompts_is_left(checkpoint, pooling):
+    """The next scheduler counts its sequences from 0 again."""
+    llm = LLM(checkpoint[0], device="cpu", num_blocks=64, block_size=4, max_num_batched_tokens=8)
+    whole, num_updates = llm.engine.scheduler.update, 0
+
+    def update(*given):
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == 3:
+            raise AttributeError("broken")
+        return whole(*given)
+
+    llm.engine.scheduler.update = update
+    long, short = prompts((50, 7))
+    with pytest.raises(AttributeError, match="broken"):
+        llm.embed({"prompt_token_ids": long})
+    assert llm.loop.num_restarts == 1
+    outputs = llm.embed([{"prompt_token_ids": short}], pooling=pooling)
+    assert_like_transformers(checkpoint[1], outputs, [short], pooling)
+    llm.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 def test_on_a_gpu_vectors_are_those_of_transformers_too(checkpoint, graphs):

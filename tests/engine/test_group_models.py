@@ -6,6 +6,7 @@ A context is several windows long, so that blocks behind them have been given to
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -420,3 +421,44 @@ def test_batch_invariance_holds_in_chunks_and_in_any_batch(saved, device):
         finally:
             llm.close()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("case", "kind"), [("deepseek", "latents"), ("mistral_window", "windows")])
+def test_trees_of_guesses_are_refused_where_attention_takes_no_mask(tmp_path, case, kind):
+    """Latent attention would let the rows of a branch see those of another: other tokens."""
+    write_checkpoint(tmp_path, case, has_tokenizer=False)
+    trees = PromptLookup(5, min_ngram=1, is_adaptive=False, num_branches=3)
+    with pytest.raises(ValueError, match=f"num_branches must be 1 for a model with {kind}"):
+        LLM(tmp_path, device="cpu", batch_invariant=False, speculative=trees)
+
+
+def test_stats_and_picture_are_of_all_groups(tmp_path):
+    """The fullest group says how full the cache is; known blocks hang on those before them."""
+    write_checkpoint(tmp_path, "qwen2_second_layer_window", has_tokenizer=False)
+    llm = LLM(tmp_path, device="cpu", block_size=4, num_blocks=40)
+    try:
+        llm.generate(asked(prompts()[:1]), GREEDY)
+        told = llm.engine.picture()
+        assert len(told["known"]) > 2
+        assert told["parents"].count(-1) == 1  # one text, one tree
+        stats = llm.engine.stats().scheduler
+        assert stats.used_fraction == 0
+        assert replace(stats, blocks_used=4, other_groups=((30, 40),)).used_fraction == 0.75
+    finally:
+        llm.close()
+
+
+def test_ages_are_of_blocks_that_are_there(tmp_path):
+    """A hit names -1 where its window has passed a block, which has no age."""
+    write_checkpoint(tmp_path, "mistral_window", has_tokenizer=False)
+    llm = LLM(tmp_path, device="cpu", block_size=4, num_blocks=80)
+    try:
+        for _ in range(3):
+            llm.generate(asked(prompts()[:1]), GREEDY)
+        events = llm.engine.trace()
+        hits = [e["blocks"][: e["num_found"]] for e in events if e["kind"] == "admit"]
+        assert sum(blocks.count(-1) for blocks in hits) > 0
+        found = sum(block >= 0 for blocks in hits for block in blocks)
+        assert sum(llm.engine.stats().scheduler.block_reuse_gap.counts) == found
+    finally:
+        llm.close()

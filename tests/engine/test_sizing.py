@@ -162,6 +162,21 @@ def test_a_cache_gets_what_step_and_graphs_leave(card):
     assert card == [8, 4]
 
 
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_trial_pads_steps_with_prompts_where_its_runner_will(card, monkeypatch, captures):
+    """Workers of a parallel engine do not: their trial must not capture what they never run."""
+    made = []
+
+    class Trial(DeviceRunner):
+        def __init__(self, *given, max_num_batched_tokens, **more):
+            made.append(max_num_batched_tokens)
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr(sizing, "DeviceRunner", Trial)
+    blocks_on_card(has_graphs=True, captures_prompts=captures)
+    assert made == [16 if captures else None]
+
+
 def test_a_cache_without_graphs_gets_what_the_step_leaves(card):
     assert blocks_on_card() == (int(10 * GIB * 0.9) - 5 * GIB) // 32
     assert card == []

@@ -115,3 +115,21 @@ def test_a_full_queue_refuses_and_an_engine_without_states_says_so():
     with serving(queue=Queue(max_tokens=2), routers=lambda s: [embeddings_router(s)]) as running:
         assert isinstance(running.engine, FakeEngine)
         assert ask(running, input="a").status_code == 501
+
+
+@pytest.mark.parametrize("path", ["embeddings", "completions"])
+def test_an_engine_whose_own_queue_is_full_asks_to_come_again(path):
+    llm = LLM("story", device="cpu", num_blocks=64, max_waiting_requests=1)
+    field = "input" if path == "embeddings" else "prompt"
+    with serving(AsyncLLM(llm), loop=llm.loop, routers=lambda s: [embeddings_router(s)]) as running:
+        llm.loop.pause()
+        try:
+            url, body = f"{running.url}/v1/{path}", {field: [[1, 2], [3, 4], [5, 6]]}
+            answer = httpx.post(url, json=body, timeout=60)
+        finally:
+            llm.loop.resume()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert answer.headers["retry-after"] == "1"
+        assert httpx.post(url, json={field: [[1, 2]]}, timeout=60).status_code == 200
+    llm.close()

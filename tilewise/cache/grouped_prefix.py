@@ -186,6 +186,11 @@ class GroupedPrefix:
         self._prune(root)
         return forgotten
 
+    def parent_of(self, block: int) -> int:
+        """Return the first group's block before a known one of it; -1 where there is none."""
+        parent = self._node_at[0][block].parent
+        return -1 if parent is None else parent.blocks[0]
+
     def count(self, num_query_tokens: int, num_hit_tokens: int) -> None:
         """Add one admitted sequence to the statistics."""
         self.num_query_tokens += num_query_tokens

@@ -94,7 +94,7 @@ class Ages:
     def _admit(
         self, now: float, _: int, __: str, ___: int, blocks: tuple[int, ...], found: int
     ) -> None:
-        self._find(now, blocks[:found])
+        self._find(now, tuple(block for block in blocks[:found] if block >= 0))
 
     def _hit(self, now: float, _: int, __: int, blocks: tuple[int, ...]) -> None:
         self._find(now, blocks)

@@ -158,6 +158,9 @@ class GroupedTables(BlockTables):
             else:
                 pool.fences[index - 1] += blocks
 
+    def parent_of(self, block: int) -> int:
+        return self.tree.parent_of(block) if self.tree else -1
+
     def num_places(self, seq: Sequence) -> int:
         """Return how many blocks of tokens a sequence's tables have a place for."""
         return min(map(len, (seq.block_ids, *_places(seq).tables)))

@@ -80,7 +80,8 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
         num_blocks, block_size: of the pool.
         counts: owners of each block that has one: [block, owners].
         known: blocks that the prefix cache finds.
-        parents: of each of these, the block before it in its prefix; -1 of a first one.
+        parents: of each of these, the block before it in its prefix; -1 of a first one, or where a
+            window has let go of that block.
         order: of these, those without an owner, the one to be evicted next first.
         budget: tokens of a step at most.
         tables: of the sequences that hold blocks: seq_id, request_id, index, blocks.
@@ -100,7 +101,7 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
         "block_size": scheduler.limits.block_size,
         "counts": [[b, pool.ref_count(b)] for b in blocks if pool.ref_count(b)],
         "known": known,
-        "parents": [_parent(scheduler, b) for b in known],
+        "parents": [scheduler.tables.parent_of(b) for b in known],
         "order": [b for b in pool.free_order() if pool.is_cached(b)],
         "budget": scheduler.limits.max_num_batched_tokens,
         "tables": [
@@ -125,12 +126,6 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
             if (account := accounts[key]) is not None
         ],
     }
-
-
-def _parent(scheduler: Scheduler, block: int) -> int:
-    prefix = scheduler.tables.prefix
-    parent = None if prefix is None else prefix.key(block)[0]
-    return parent if isinstance(parent, int) else -1  # a first block's is its salt
 
 
 def explain(scheduler: Scheduler, request_id: str) -> str:

@@ -224,12 +224,10 @@ class LLM:
         self.devices = f"{tensor_parallel_size} x {on.type}" if is_parallel else str(on)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
-        if getattr(speculative, "num_branches", 1) > 1 and any(self.config.windows):
-            raise ValueError(f"num_branches must be 1 for a model with windows, got {speculative}")
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
         max_model_len = context_length(max_model_len, self.config)
         spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
-        check_groups(spec, swap_space_gib, speculative)
+        check_groups(self.config, spec, swap_space_gib, speculative)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
         if not is_parallel:
             self.model.pack_for_inference(is_int8=is_int8)

@@ -36,6 +36,11 @@ class OneGroup:
         """Of groups 1, 2, ...: blocks with an owner, and all blocks."""
         return ()
 
+    def parent_of(self, block: int) -> int:
+        """Return the block before a known one in its prefix; -1 where there is none."""
+        parent = self.prefix.key(block)[0] if self.prefix else -1
+        return parent if isinstance(parent, int) else -1  # a first block's is its salt
+
     def num_places(self, seq: Sequence) -> int:
         """Return how many blocks of tokens a sequence's tables have a place for."""
         return len(seq.block_ids)

@@ -88,10 +88,10 @@ class Pools:
             asked = run.asked
             if asked is None or asked.pooling is None or run.num_generated > 0:
                 continue
-            pooling = self._poolings.get(run.seq_id)
-            if pooling is None:
-                pooling = Pooling(asked.pooling, asked.num_prompt_tokens)
-                self._poolings[run.seq_id] = pooling
+            pooling, new = self._poolings.get(run.seq_id), (asked.pooling, asked.num_prompt_tokens)
+            # A scheduler that took the place of one that broke gives its numbers again.
+            if pooling is None or (pooling.kind, pooling.num_tokens) != new:
+                pooling = self._poolings[run.seq_id] = Pooling(*new)
             pooling.sums = [(at, vector) for at, vector in pooling.sums if at < run.start]
             if asked.pooling == "mean":
                 parts.append(Part(first, row, run.start, pooling))

@@ -73,13 +73,19 @@ def cache_spec(
     return CacheSpec.of_windows(block_size, kind, windows)
 
 
-def check_groups(spec: CacheSpec, swap_space_gib: float, speculative: object) -> None:
-    """Refuse what is not built for layers with windows, whose blocks are let go of behind them.
+def check_groups(
+    config: ModelConfig, spec: CacheSpec, swap_space_gib: float, speculative: object
+) -> None:
+    """Refuse what is not built for layers with windows, or for latents.
 
     Raises:
-        ValueError: there is to be main memory for blocks, or a draft model that reads by the tables
-            of a model that keeps no layer's keys whole.
+        ValueError: guesses are trees, whose mask attention with a window or over latents does not
+            take; there is to be main memory for blocks that a window passes, or a draft model that
+            reads by the tables of a model that keeps no layer's keys whole.
     """
+    kind = "latents" if config.latent is not None else "windows"
+    if getattr(speculative, "num_branches", 1) > 1 and (kind == "latents" or any(config.windows)):
+        raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
     if spec.is_plain:
         return
     windows = ", ".join(str(w) for w in spec.windows if w is not None)

@@ -150,12 +150,17 @@ def blocks_on_cuda(
     max_model_len: int,
     gpu_memory_utilization: float,
     has_graphs: bool = False,
+    captures_prompts: bool = True,
 ) -> Blocks:
     """Return blocks for what the weights, the widest step and the graphs leave of the memory.
 
     The step is run once, and its temporaries stay with torch's allocator meanwhile; the two largest
     graphs of each kind are captured, and the others counted as the second, which shares the pool.
     What the driver then reports as free is what is left, other processes included.
+
+    Args:
+        captures_prompts: with graphs, steps with prompts are captured, too, where the model allows
+            it.
 
     Raises:
         ValueError: not even one block of each group fits, or not even the step; the message has the
@@ -174,7 +179,7 @@ def blocks_on_cuda(
                 storage,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
-                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_batched_tokens=max_num_batched_tokens if captures_prompts else None,
             )
             trial.submit(batch).result()
             with_step = _used(device)

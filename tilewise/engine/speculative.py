@@ -75,7 +75,7 @@ class PromptLookup:
         num_branches: places of an n-gram whose continuations are guessed at once, the last ones
             first, 1 to 4: with more than 1, guesses are a tree of at most 16 rows
             (`engine.draft_trees`). Not with batch invariance, as the rows of a branch add keys in
-            another order, nor for layers with a window.
+            another order, nor for layers with a window or with latents.
 
     Raises:
         TypeError: a value is not of its type.

@@ -68,6 +68,12 @@ class SchedulerStats:
     other_groups: tuple[tuple[int, int], ...] = ()
 
     @property
+    def used_fraction(self) -> float:
+        """Share of the blocks that have an owner, now, in the group where it is highest."""
+        pools = ((self.blocks_used, self.num_blocks), *self.other_groups)
+        return max(used / total for used, total in pools)
+
+    @property
     def wasted_fraction(self) -> float:
         """Share of the slots of used blocks that hold no token, now; 0 when none is used."""
         return self._wasted(self.slots_used, self.blocks_used)

@@ -134,12 +134,14 @@ class MultiheadLatentAttention(nn.Module):
             Same shape as x.
 
         Raises:
-            ValueError: only one of ctx and kv is given.
+            ValueError: only one of ctx and kv is given, or the new tokens are a tree.
         """
         if (ctx is None) != (kv is None):
             raise ValueError(
                 f"ctx and kv must come together, got only {'ctx' if kv is None else 'kv'}"
             )
+        if ctx is not None and ctx.tree_mask is not None:
+            raise ValueError("ctx.tree_mask must be None over latents, got a mask")
         c_q = x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(
             self.q_a_proj(x)
         )  # fmt: skip

@@ -29,7 +29,7 @@ from tilewise.engine.embedding import EmbeddingOutput
 from tilewise.engine.outputs import RequestMetrics, RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.errors import RequestError
+from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft
 from tilewise.server.keys import Caller
@@ -459,6 +459,8 @@ class Bridge:
         }
         try:
             yield ticket, keywords
+        except QueueFullError as error:  # of the engine's own bounds: nothing is wrong with it
+            raise ApiError(503, str(error), code="queue_full", retry_after_s=1) from None
         except RequestError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
         except (ApiError, asyncio.CancelledError, GeneratorExit):

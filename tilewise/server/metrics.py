@@ -106,8 +106,9 @@ class _EngineCollector(Collector):
             "num_requests_running": ("Sequences that hold blocks.", stats.num_running),
             "num_requests_waiting": ("Sequences that wait.", stats.num_waiting),
             "kv_cache_usage_perc": (
-                "Share of the cache's blocks that have an owner, 0 to 1.",
-                stats.blocks_used / stats.num_blocks,
+                "Share of the cache's blocks that have an owner, 0 to 1; of several groups of "
+                "layers the highest.",
+                stats.used_fraction,
             ),
             "swap_space_usage_blocks": (
                 "Blocks of main memory that hold what was swapped out, or cold prefixes.",

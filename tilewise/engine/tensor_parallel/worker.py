@@ -147,6 +147,7 @@ class _Worker:
             self.model, self.spec, self.device,
             gpu_memory_utilization=self.settings["gpu_memory_utilization"],
             has_graphs=self.settings["graphs"] != "off",
+            captures_prompts=False,  # nor does `make_runner`
             **{name: self.settings[name] for name in names},
         )  # fmt: skip
         assert isinstance(found, int)  # of one group of layers, see `check_tensor_parallel`
