@@ -126,6 +126,21 @@ def test_warming_up_runs_a_prompt_and_a_decode(block_size):
     assert model.steps == 2
 
 
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_warming_up_runs_the_kernels_that_requests_will(is_invariant):
+    """A decode that is batch-invariant is another kernel, half a minute to compile."""
+    asked = []
+
+    class Model(CacheReader):
+        def __call__(self, ids, positions, *, ctx, kv):
+            asked.append(ctx.batch_invariant)
+            return super().__call__(ids, positions, ctx=ctx, kv=kv)
+
+    spec = CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32))
+    warm_up(Model(), spec, torch.device("cpu"), batch_invariant=is_invariant)
+    assert asked == [is_invariant] * 2
+
+
 GIB = 2**30
 
 

@@ -143,7 +143,7 @@ class EngineMaker:
         if isinstance(runner, CompiledRunner):
             runner.warm_up()
         else:
-            warm_up(self.model, self.spec, self.device)
+            warm_up(self.model, self.spec, self.device, batch_invariant=self.batch_invariant)
         if isinstance(self.speculative, DraftModel):
             draft = draft_runner(
                 self.speculative,

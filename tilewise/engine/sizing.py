@@ -263,19 +263,34 @@ def widest_batch(
     )
 
 
-def run_once(model: CausalModel, spec: CacheSpec, batch: Batch, device: torch.device) -> None:
+def run_once(
+    model: CausalModel,
+    spec: CacheSpec,
+    batch: Batch,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
+) -> None:
     """Run a step over a throw-away cache."""
-    ModelRunner(model, KVStorage(spec, _blocks_of(batch), device)).submit(batch)
+    storage = KVStorage(spec, _blocks_of(batch), device)
+    ModelRunner(model, storage, batch_invariant=batch_invariant).submit(batch)
 
 
 def _blocks_of(batch: Batch) -> int:
     return 1 + max(block for s in batch.sequences for block in s.block_ids)
 
 
-def warm_up(model: CausalModel, spec: CacheSpec, device: torch.device) -> None:
-    """Run the shortest prompt and the shortest decode, so that no request waits for kernels."""
+def warm_up(
+    model: CausalModel, spec: CacheSpec, device: torch.device, *, batch_invariant: bool = False
+) -> None:
+    """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
+
+    Args:
+        batch_invariant: as of the runner to be, whose decodes take other kernels with it.
+    """
     for length in (2, 1):
-        run_once(model, spec, widest_batch(1, length, length, spec.block_size), device)
+        batch = widest_batch(1, length, length, spec.block_size)
+        run_once(model, spec, batch, device, batch_invariant=batch_invariant)
 
 
 def _meminfo_available(path: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.request import SamplingParams
@@ -143,3 +144,16 @@ def test_a_step_that_all_ranks_refuse_ends_its_request_alone(llms):
     finally:
         runner._writer.write = write
     assert got == want
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_vectors_of_prompts(llms, pooling):
+    """Hidden states are whole on every rank; a last one begins behind what the cache has."""
+    found = []
+    for llm in (llms(1), llms(2)):
+        assert llm.reset_prefix_cache()
+        outputs = [o for _ in range(2) for o in llm.embed(_prompts(1, 60, 24, 25), pooling=pooling)]
+        found.append(torch.tensor([output.embedding for output in outputs]))
+        assert (sum(o.num_cached_tokens for o in outputs) > 0) == (pooling == "last")
+    want, got = found
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()

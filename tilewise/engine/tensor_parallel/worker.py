@@ -179,7 +179,7 @@ class _Worker:
         else:
             batch_invariant = settings["batch_invariant"]
             self.runner = ShardedRunner(self.model, storage, batch_invariant=batch_invariant)
-            warm_up(self.model, self.spec, self.device)
+            warm_up(self.model, self.spec, self.device, batch_invariant=batch_invariant)
         self.runner.host = host
         rate = 0.0 if host is None else host.measure()
         return rate, self.group.why_no_symmetric_memory
