@@ -21,17 +21,12 @@ import pytest
 from tests.server.fake_engine import STORY
 from tests.server.serving import serving, wait_for
 from tests.server.test_chat_tools import CALLS, TOOLS, says
+from tests.server.test_other_forms import routers
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
-from tilewise.server.messages import messages_router
-from tilewise.server.responses import responses_router
 
 ASK = [{"role": "user", "content": "Count."}]
 FOUND = [("add", {"a": 1}), ("sub", {"a": [2, "x"]})]
-
-
-def routers(service):
-    return [messages_router(service), responses_router(service)]
 
 
 @pytest.fixture(scope="module")

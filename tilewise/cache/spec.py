@@ -52,8 +52,25 @@ def _check_dtype(dtype: torch.dtype) -> None:
         )
 
 
+class _Row:
+    """What a token's keys and values, and a latent with its key, have in common."""
+
+    __slots__ = ()
+    dtype: torch.dtype
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether rows have scales."""
+        return self.dtype in QUANTISED_DTYPES
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of two scales: of a head's key and value, or of a latent and its key; or 0."""
+        return 2 * torch.float32.itemsize if self.is_quantised else 0
+
+
 @dataclass(frozen=True, slots=True)
-class KVSpec:
+class KVSpec(_Row):
     """The keys and values of one token in one layer.
 
     Attributes:
@@ -79,16 +96,6 @@ class KVSpec:
         _check_dtype(self.dtype)
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether rows have scales."""
-        return self.dtype in QUANTISED_DTYPES
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the two scales of one head of one token: 8, or 0 without."""
-        return 2 * torch.float32.itemsize if self.is_quantised else 0
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in one layer: Hk ((D + Dv) times the element size + the scales)."""
         channels = (self.head_dim + self.v_head_dim) * self.dtype.itemsize
@@ -96,7 +103,7 @@ class KVSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSpec:
+class LatentSpec(_Row):
     """The latent and the rotated key of one token in one layer of latent attention.
 
     Attributes:
@@ -117,16 +124,6 @@ class LatentSpec:
         _require_positive("kv_rank", self.kv_rank)
         _require_positive("rope_dim", self.rope_dim)
         _check_dtype(self.dtype)
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether rows have scales."""
-        return self.dtype in QUANTISED_DTYPES
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the two scales of one token, of its latent and its key: 8, or 0 without."""
-        return 2 * torch.float32.itemsize if self.is_quantised else 0
 
     @property
     def bytes_per_token(self) -> int:

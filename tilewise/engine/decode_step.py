@@ -193,25 +193,17 @@ class DecodeStep:
 
     def _compute_hidden(self) -> Tensor:
         rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket
-        begin_decode(
-            rows.position[:size],
-            rows.active[:size],
-            rows.fresh[:size],
-            ctx.block_table,
-            results.place,
-            block_size=rows.block_size,
-            ring=RING,
-            positions=self._positions,
-            slot_mapping=ctx.slot_mapping,
-            seqlens_k=ctx.seqlens_k,
-        )
+        # The first group's move the count of results on; the others' move one that nobody reads.
+        groups = [(rows.fresh, ctx, results.place)]
         for group, own in zip(rows.others, ctx.others, strict=True):
+            groups.append((group.fresh, own, self._place))
+        for fresh, own, place in groups:
             begin_decode(
                 rows.position[:size],
                 rows.active[:size],
-                group.fresh[:size],
+                fresh[:size],
                 own.block_table,
-                self._place,
+                place,
                 block_size=rows.block_size,
                 ring=RING,
                 positions=self._positions,

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor, nn
-
-from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
-from tilewise.models.decoder import Decoder
+from tilewise.models.pre_norm import PreNormDecoder, PreNormLayer
 from tilewise.models.weights import Weight
-from tilewise.nn.context import AttentionContext
-from tilewise.nn.layers import GatedMLP, RMSNorm
 from tilewise.nn.mla import MultiheadLatentAttention
-from tilewise.nn.rope import RotaryEmbedding
 
 __all__ = ["DeepseekV2"]
 
 
-class DeepseekLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); see `LlamaLayer` for the two terms of x."""
+class DeepseekLayer(PreNormLayer):
+    """A layer that keeps latents."""
+
+    attention: MultiheadLatentAttention
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
         latent = config.latent
         assert latent is not None
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = MultiheadLatentAttention(
+        attention = MultiheadLatentAttention(
             config.hidden_size,
             config.num_q_heads,
             kv_rank=latent.kv_rank,
@@ -39,37 +31,15 @@ class DeepseekLayer(nn.Module):
             q_bias=False,
             o_bias=config.o_bias,
         )
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rope: tuple[Tensor, Tensor],
-        ctx: AttentionContext | None,
-        kv: CacheLayer | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Map the residual stream x + residual (..., E) to itself; before the first layer it is x.
-
-        Returns its two terms, not yet added: what the feed-forward block gives, and the rest.
-        """
-        if residual is None:
-            residual, x = x, self.attention_norm(x)
-        else:
-            x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, rope, ctx=ctx, kv=kv)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        super().__init__(config, attention)
 
 
-class DeepseekV2(Decoder):
+class DeepseekV2(PreNormDecoder):
     """The decoder of DeepSeek-AI, 2024, "DeepSeek-V2", of which every layer is dense.
 
     A cache of it holds R + Dr channels a token and layer: the normalised latent and the rotated
-    key that all heads share. Channels that rotate pair as (2i, 2i + 1).
+    key that all heads share, with its scales where it is an 8-bit one. Channels that rotate pair as
+    (2i, 2i + 1).
     """
 
     weight_prefix = "model."
@@ -77,35 +47,9 @@ class DeepseekV2(Decoder):
 
     hands_attention_over = False
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        assert config.rope is not None
-        self.rotary = RotaryEmbedding(config.rope)
-        self.layers = nn.ModuleList(DeepseekLayer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor | None = None,
-        *,
-        ctx: AttentionContext | None = None,
-        kv: Sequence[CacheLayer] | None = None,
-    ) -> Tensor:
-        """Return the last hidden states, normalised; see `Decoder.forward`.
-
-        `kv` holds the latent cache of each layer, with its scales where it is an 8-bit one.
-        """
-        if positions is None:
-            rope = self.rotary.prefix(self.dense_length(ids, ctx), ids.device)
-        else:
-            rope = self.rotary(positions)
-        x, residual = self.embed_tokens(ids), None
-        for i, layer in enumerate(self.layers):
-            own = ctx if ctx is None else ctx.of_layer(i)
-            x, residual = layer(x, residual, rope, own, None if kv is None else kv[i])
-        y: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
-        return y
+    def new_layer(self, config: ModelConfig, layer: int) -> DeepseekLayer:
+        """Return a layer, by its number."""
+        return DeepseekLayer(config, layer)
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
         """Lay the weights out as this CPU reads them fastest; see `Decoder.pack_for_inference`.
