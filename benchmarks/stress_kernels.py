@@ -19,6 +19,7 @@ import argparse
 import datetime
 import gc
 import json
+import math
 import os
 import queue
 import sys
@@ -57,6 +58,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--enough", type=int, help="runs that finish a case of --skip-done (default: --runs)"
     )
+    parser.add_argument(
+        "--most-seconds", type=float, default=math.inf,
+        help="of runs of a case, after which it ends too: a long call hands over more often",
+    )  # fmt: skip
     parser.add_argument(
         "--delays", metavar="CHANCE,MOST",
         help="stall each warp once in CHANCE places for up to MOST ns (powers of two)",
@@ -171,7 +176,10 @@ def main() -> int:
     former = {}
     if arguments.skip_done is not None:
         former = former_records(arguments.skip_done, arguments.delays)
-    cases = Cases(names, arguments.runs, former, arguments.enough, arguments.warm_processes > 0)
+    cases = Cases(
+        names, arguments.runs, former, arguments.enough, arguments.warm_processes > 0,
+        arguments.most_seconds,
+    )  # fmt: skip
     known: dict[str, Any] = {
         "device": torch.cuda.get_device_properties(0).name,
         "torch": torch.__version__,

@@ -248,3 +248,16 @@ def test_a_process_of_the_script_answers_each_line(tmp_path: Path) -> None:
     assert cases.records["a/right"]["runs"] == 40
     assert cases.records["a/wrong"]["error"] == "last line"
     assert "a compiler says" in (tmp_path / "warm").read_text()
+
+
+def test_a_long_case_is_done_when_it_has_run_long_enough() -> None:
+    ran = {"name": "a/long", "runs": 10, "differing": 0, "seconds": 4.9, "first": []}
+    assert Cases(["a/long"], 100, {"a/long": ran}, most_seconds=5.0).count("done") == 1
+    cases = Cases(["a/long", "a/short"], 100, cold=False, most_seconds=5.0)
+    cases.all["a/long"].each = 1.0
+    assert cases.missing_seconds(cases.all["a/long"]) == 5.0
+    cases.ran("a/long", ran | {"seconds": 3.0})
+    assert cases.all["a/long"].state == "ready"
+    assert cases.missing_seconds(cases.all["a/long"]) == 2.0
+    cases.ran("a/long", ran | {"seconds": 2.0})
+    assert cases.all["a/long"].state == "done"

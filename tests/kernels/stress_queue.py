@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
 import subprocess
 import threading
@@ -51,19 +52,22 @@ class Cases:
         former: records of an earlier stress, by name; runs are counted on.
         enough: runs with which a case of an earlier stress is left out.
         cold: whether cases must be compiled before they can run.
+        most_seconds: of runs, former ones included, after which a case is done as well.
     """
 
     def __init__(
         self, names: Iterable[str], asked: int, former: dict[str, Record] | None = None,
-        enough: int | None = None, cold: bool = True,
+        enough: int | None = None, cold: bool = True, most_seconds: float = math.inf,
     ) -> None:  # fmt: skip
         self.asked = asked
+        self.most_seconds = most_seconds
         self.records: dict[str, Record] = dict(former or {})
         enough = asked if enough is None else enough
         self.all: dict[str, Case] = {}
         for name in names:
             runs = int(self.records.get(name, {}).get("runs", 0))
-            state = "done" if runs >= enough else "cold" if cold else "ready"
+            done = runs >= enough or self.seconds_of(name) >= most_seconds - LEAST
+            state = "done" if done else "cold" if cold else "ready"
             self.all[name] = Case(name, state, runs)
         self._groups: dict[str, list[str]] = {}
         for name, case in self.all.items():
@@ -106,7 +110,8 @@ class Cases:
 
     def missing_seconds(self, case: Case) -> float:
         """Return how long the case needs for the runs that it lacks."""
-        return (1e-3 if case.each is None else case.each) * (self.asked - case.runs)
+        runs = (1e-3 if case.each is None else case.each) * (self.asked - case.runs)
+        return min(runs, self.most_seconds - self.seconds_of(case.name))
 
     def seconds(self, left: float) -> float:
         """Return how long a case may run now, of so many seconds left for all."""
@@ -114,13 +119,18 @@ class Cases:
         most = left if waiting <= 1 else left / 2  # the last but one leaves time to the last
         return min(most, SHARES * left / max(1, waiting))
 
+    def seconds_of(self, name: str) -> float:
+        """Return how long a case has run, former stresses included."""
+        return float(self.records.get(name, {}).get("seconds", 0.0))
+
     def ran(self, name: str, found: Record) -> None:
         """Add runs to the record of a case."""
         case = self.all[name]
         self.records[name] = merged(self.records.get(name), found)
         case.runs += found["runs"]
         case.goes += 1
-        case.state = "done" if case.runs >= self.asked else "ready"
+        done = case.runs >= self.asked or self.seconds_of(name) >= self.most_seconds - LEAST
+        case.state = "done" if done else "ready"
 
     def fail(self, name: str, error: str) -> None:
         """Note why a case could not be compiled, prepared or run."""
@@ -291,7 +301,8 @@ def drive(
             running = next(process for process in processes if process.name == name)
             case = cases.all[name]
             case.state = "running"
-            seconds = max(LEAST, cases.seconds(left) - LEAST)
+            missing = cases.most_seconds - cases.seconds_of(name)
+            seconds = max(LEAST, min(cases.seconds(left) - LEAST, missing))
             running.send(
                 "run", name, seconds=min(seconds, left - LEAST), runs=cases.asked - case.runs
             )
