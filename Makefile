@@ -21,6 +21,7 @@ check: $(VENV)/.installed-test ## format, lint and types
 
 mutants: $(VENV)/.installed-test ## plant the known mistakes one by one: every one must be seen
 	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m pytest -q -n 2 tests/engine/test_planted_mistakes.py
 	$(BIN)/python -m pytest -q -n 2 -m 'slow or not slow' -k 'mistake' \
 	  tests/kernels/gluon/test_mutations.py tests/kernels/gluon/test_schedules.py \
 	  tests/kernels/gluon/test_fp8_emulated.py tests/kernels/gluon/test_mla.py \

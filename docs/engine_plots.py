@@ -48,6 +48,18 @@ def with_peer(rows: list[Row], other: list[Row], name: str) -> list[Row]:
     ]
 
 
+def of_one_run(documents: list[list[Row]]) -> list[Row]:
+    """Return the rows of all runs, of a shape that one run has with a peer those of it alone."""
+    together: dict[str, list[Row]] = {}
+    for rows in documents:
+        for shape in {row["shape"] for row in rows}:
+            own = [row for row in rows if row["shape"] == shape]
+            if len({row["engine"] for row in own}) > 1:
+                together[shape] = own
+    alone = [row for rows in documents for row in rows if row["shape"] not in together]
+    return [row for rows in together.values() for row in rows] + alone
+
+
 def draw(rows: list[Row], title: str, path: Path) -> None:
     """Draw a panel for each shape: percent of the roof by batch, engines side by side.
 
@@ -104,7 +116,7 @@ def main() -> None:
     other = shares(json.loads((BENCHMARKS / "engine_vllm_h200.json").read_text()))
     for device in ("h200", "cpu"):
         documents = load(device)
-        rows = [row for document in documents for row in shares(document)]
+        rows = of_one_run([shares(document) for document in documents])
         if not rows:
             print(f"engine_{device}*.json has no shares of the roof: not drawn")
             continue

@@ -48,6 +48,8 @@ class Mutant:
 
 
 _ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
+_GROUPED, _TABLES = "tilewise/cache/grouped_prefix.py", "tilewise/engine/group_tables.py"
+_TEST_GROUPS = ("tests/engine/test_group_simulation.py", "-k", "any_schedule")
 _OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/arguments.py"
 _TEST_DIRECT, _TEST_ATTENTION = (
     "tests/ops/attention/test_direct.py",
@@ -75,6 +77,50 @@ MUTANTS = {
     "a_block_is_found_behind_any_parent": Mutant(
         _PREFIX, "            blocks.append(block)\n            parent = block",
         "            blocks.append(block)", ("tests/cache/test_prefix.py",),
+    ),
+    # Groups of layers with windows.
+    "a_window_is_a_key_too_short": Mutant(
+        _GROUPED, "max(0, position - window + 1) // block_size",
+        "max(0, position - window + 2) // block_size", _TEST_GROUPS,
+    ),
+    "a_block_is_freed_that_the_first_query_of_a_run_still_sees": Mutant(
+        _TABLES, "self._pass(seq, number, first_block(start, pool.window, size))",
+        "self._pass(seq, number, first_block(end - 1, pool.window, size))", _TEST_GROUPS,
+    ),
+    "a_hit_is_what_the_last_group_has": Mutant(
+        _GROUPED, "is_hit &= runs[group]", "is_hit = runs[group]", _TEST_GROUPS,
+    ),
+    "a_hit_with_a_hole_before_the_last_block": Mutant(
+        _GROUPED, "runs[group] + 1 if node.blocks[group] >= 0 else 0",
+        "runs[group] + (node.blocks[group] >= 0)", _TEST_GROUPS,
+    ),
+    "admission_forgets_that_a_window_begins_inside_a_block": Mutant(
+        "tilewise/engine/admission.py", "(window + num_tokens + block_size - 3) // block_size + 1",
+        "(window + num_tokens + block_size - 3) // block_size", _TEST_GROUPS,
+    ),
+    "a_block_behind_a_window_is_given_away_beside_an_unfinished_step": Mutant(
+        _TABLES, "self._let_go_of(number, passed)", "self._release(number, passed)", _TEST_GROUPS,
+    ),
+    "a_block_behind_a_window_is_kept": Mutant(
+        _TABLES, "        if first > gone[number]:\n            passed", "        if False:\n"
+        "            passed", _TEST_GROUPS,
+    ),
+    "a_hit_is_remembered_after_its_content_is_gone": Mutant(
+        _GROUPED, "            self.version += 1\n            if node.parent is None:",
+        "            if node.parent is None:", ("tests/cache/test_grouped_prefix.py",),
+    ),
+    "only_the_first_group_copies_what_is_shared": Mutant(
+        _TABLES, "            if is_shared:\n", "            if is_shared and number == 0:\n",
+        _TEST_GROUPS,
+    ),
+    "a_block_taken_over_in_another_group_is_not_told": Mutant(
+        _TABLES, "            told = _places(seq).told\n            told[number - 1] = min(",
+        "            told = _places(seq).told\n            told[number - 1] = max(", _TEST_GROUPS,
+    ),
+    "what_was_damaged_is_found_in_another_group": Mutant(
+        _GROUPED, "                    self.allocators[group].unmark_cached(block)\n"
+        "                    forgotten",
+        "                    forgotten", _TEST_GROUPS,
     ),
     # Calls of attention whose plans are known.
     "a_call_is_known_without_the_strides_of_k": Mutant(

@@ -219,6 +219,10 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     engine.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and text together"
     )
+    engine.add_argument(
+        "--tensor-parallel-size", type=int, metavar="N", default=1,
+        help="processes, each with a GPU or a part of the CPU, that share the model",
+    )  # fmt: skip
     for flag, metavar, default, meaning in (
         ("--scheduling-policy", "NAME", "fcfs", "who runs first: fcfs, priority, fair"),
         ("--preemption", "NAME", "auto", "of who must wait: auto, recompute, swap"),
@@ -275,6 +279,7 @@ def _generate(options: argparse.Namespace) -> None:
         swap_space_gib=options.swap_space,
         offload_dir=options.offload_dir,
         offload_gib=options.offload_gib,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
 
 
@@ -356,6 +361,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "cascade",
             "paged",
             "engine",
+            "train",
+            "context",
             "waste",
             "machine",
             "live",

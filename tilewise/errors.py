@@ -8,6 +8,7 @@
         │   └── QueueFullError      it could be, but too many wait already (HTTP 503)
         ├── EngineClosedError       also RuntimeError: the engine takes no request any more
         │   └── DeviceLostError     its device computes nothing any more
+        │       └── WorkerLostError  one of its processes has ended, or hangs
         └── CheckpointError         also ValueError: a model directory is incomplete or wrong
 
 A wrong shape or range is a plain ValueError and a wrong dtype a plain TypeError, as in torch. Every
@@ -25,6 +26,7 @@ __all__ = [
     "RequestError",
     "TilewiseError",
     "UnsupportedError",
+    "WorkerLostError",
 ]
 
 
@@ -50,6 +52,10 @@ class EngineClosedError(TilewiseError, RuntimeError):
 
 class DeviceLostError(EngineClosedError):
     """The engine's device computes nothing any more; the cause is what it raised first."""
+
+
+class WorkerLostError(DeviceLostError):
+    """A process that holds a part of the model has ended or hangs; the message says which."""
 
 
 class QueueFullError(RequestError):

@@ -32,6 +32,8 @@ TINY = replace(
     rule_seqlens=(256,),
     feature_seqlen=48,
     varlen=(10, 30, 50),
+    published_seqlens=(40,),
+    published_heads=8,
 )
 SMALL = Problem("dense", 2, 48, 2, 2, 32, 32, ("tilewise",))
 
@@ -253,6 +255,87 @@ def test_a_spent_budget_measures_nothing_more(on_reference):
     problem = replace(SMALL, peers=("tilewise", "standard"))
     rows = measure.measure(problem, "cpu", CEILINGS, Budget(0.0, 6))
     assert [row["error"] for row in rows] == ["not measured, the time was up"] * 6
+
+
+def test_shapes_that_peers_publish_are_those_of_their_tables():
+    problems = tables.published(tables.SCALES["cuda"])
+    shapes = [
+        (
+            p.seqlen,
+            p.num_q_heads,
+            p.num_kv_heads,
+            p.head_dim,
+            p.v_head_dim,
+            p.window_left,
+            p.feature,
+        )
+        for p in problems
+    ]
+    assert shapes == [
+        *((n, 64, 8, 128, 128, -1, "plain") for n in (2048, 4096, 8192, 16384, 32768)),
+        (4096, 64, 8, 64, 64, 1024, "plain"),
+        (16384, 64, 8, 64, 64, 1024, "plain"),
+        (8192, 128, 128, 192, 128, -1, "plain"),
+        (8192, 128, 128, 192, 128, -1, "deterministic"),
+    ]
+    assert all(problem.batch == 1 and problem.causal for problem in problems)
+
+
+def test_peers_that_are_not_installed_are_named_and_left_out(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setitem(tables.SCALES, "cpu", TINY)
+    monkeypatch.setattr(attention, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(attention, "compile_here", lambda problems: None)
+    monkeypatch.setattr(attention, "run", lambda problems, *_: asked.extend(problems) or [])
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.ModuleType("flash_attn.cute"))
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    assert attention.main(["--device", "cpu", "--peers", "fa3", "fa4"]) == 0
+    error = capsys.readouterr().err
+    assert "fa3 is left out: flash_attn_interface is not installed" in error
+    assert "fa4 is left out" not in error
+    for problem in asked:
+        others = len(problem.peers) > 1 and problem.table != "derivatives"
+        assert ("fa4" in problem.peers) == others
+        assert "fa3" not in problem.peers
+
+
+def test_flashattention_4_is_called_as_its_interface_wants(monkeypatch):
+    calls = []
+
+    def dense(q, k, v, *, causal, window_size=(None, None), deterministic=False):
+        calls.append((window_size, deterministic))
+        left = window_size[0]
+        window = None if left is None else (left, 0)
+        o = ops.attention(q, k, v, causal=causal, window=window, backend="reference")
+        return o, None
+
+    def packed(q, k, v, *, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        return ops.attention_varlen(
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
+            backend="reference",
+        ), None  # fmt: skip
+
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func, module.flash_attn_varlen_func = dense, packed
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    plain = replace(SMALL, causal=True, peers=("fa4",), num_kv_heads=1)
+    for problem in (
+        plain,
+        replace(plain, window_left=5),
+        replace(plain, feature="deterministic"),
+        replace(plain, batch=2, seqlen=20, lengths=(7, 20), num_kv_heads=2),
+    ):
+        assert len(numbers(measure.measure(problem, "cpu", CEILINGS, budget()))) == 3
+    assert set(calls) == {
+        ((None, None), False),
+        ((5, 0), False),
+        ((None, None), True),
+    }
+    with pytest.raises(NotImplementedError, match="this peer must have no feature"):
+        peers.PEERS["fa4"](case.make_case(replace(SMALL, feature="softcap"), "cpu"))
 
 
 def test_shares_of_a_budget_grow_when_measurements_are_done_with():

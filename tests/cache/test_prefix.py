@@ -240,7 +240,7 @@ def test_statistics_add_up():
     [
         (lambda p, c, t: c._key_of.__setitem__(t[1], None), "one block per key"),
         (lambda p, c, t: p._cached.__setitem__(t[2], 0), "exactly the registered blocks"),
-        (lambda p, c, t: c._num_children.__setitem__(t[0], 0), "children are counted"),
+        (lambda p, c, t: c._children_of[t[0]].clear(), "children of a block are listed in order"),
         (lambda p, c, t: p.release(t[:1]), "a child is reused before its parent"),
     ],
 )

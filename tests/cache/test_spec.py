@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec, LayerGroup
 
 
 def test_bytes_count_keys_and_values_of_all_layers():
@@ -58,3 +58,48 @@ def test_specs_are_values():
     assert {kv: 1}[same] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         kv.head_dim = 128
+
+
+def test_layers_are_grouped_by_their_windows_those_without_first():
+    kv = KVSpec(1, 8, 8, torch.float32)
+    spec = CacheSpec.of_windows(4, kv, [5, None, 9, None, 5])
+    assert [(group.layers, group.window) for group in spec.groups] == [
+        ((1, 3), None),
+        ((2,), 9),
+        ((0, 4), 5),
+    ]
+    assert spec.group_of == (2, 0, 1, 0, 2)
+    assert spec.windows == (None, 9, 5)
+    assert [spec.group_block_bytes(i) for i in range(3)] == [512, 256, 512]
+    assert spec.bytes_per_block == 1280
+    assert not spec.is_plain
+    assert spec.part(2) == CacheSpec(2, 4, kv, (LayerGroup(kv, (0, 1), 5),))
+    one = CacheSpec.of_windows(4, kv, [None] * 3)
+    assert one == CacheSpec(3, 4, kv)
+    assert one.is_plain
+    assert one.group_of == ()
+
+
+def test_latents_take_one_row_and_two_scales():
+    plain = LatentSpec(512, 64, torch.bfloat16)
+    assert plain.bytes_per_token == 1152
+    assert CacheSpec(2, 16, plain).tensors(7) == [((7, 16, 576), torch.bfloat16)]
+    small = CacheSpec(2, 16, LatentSpec(512, 64, torch.int8))
+    assert small.bytes_per_token == 2 * (576 + 8)
+    assert small.tensors(7) == [((7, 16, 576), torch.int8), ((7, 16, 2), torch.float32)]
+
+
+def test_groups_that_are_no_partition_are_refused():
+    kv = KVSpec(1, 8, 8, torch.float32)
+    with pytest.raises(ValueError, match=r"each of the 2 layers once, got \[0, 0, 1\]"):
+        CacheSpec(2, 4, kv, (LayerGroup(kv, (0,)), LayerGroup(kv, (0, 1), 3)))
+    with pytest.raises(ValueError, match="kv must be that of the first group"):
+        CacheSpec(1, 4, kv, (LayerGroup(LatentSpec(4, 2, torch.float32), (0,)),))
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        LayerGroup(kv, (0,), 0)
+    with pytest.raises(ValueError, match="layers must hold at least 1 layer, got 0"):
+        LayerGroup(kv, ())
+    with pytest.raises(ValueError, match="rope_dim must be at least 1, got 0"):
+        LatentSpec(4, 0, torch.float32)
+    with pytest.raises(TypeError, match="dtype must be a floating-point type of 16 bits"):
+        LatentSpec(4, 2, torch.int32)

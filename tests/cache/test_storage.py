@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
 from tilewise.cache.storage import KVStorage, num_blocks_for
 
 SPEC = CacheSpec(
@@ -78,3 +78,28 @@ def test_a_budget_below_one_block_is_refused_with_the_sizes():
 def test_a_storage_without_blocks_is_refused():
     with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
         KVStorage(SPEC, num_blocks=0)
+
+
+def test_groups_have_pools_of_their_own():
+    kv = KVSpec(2, 8, 6, torch.float16)
+    storage = KVStorage(CacheSpec.of_windows(4, kv, [3, None, 3]), (5, 7))
+    assert storage.counts == (5, 7)
+    assert [layer[0].shape[0] for layer in storage.layers] == [7, 5, 7]
+    assert storage.num_bytes == sum(t.nbytes for layer in storage.layers for t in layer)
+    full, window = storage.parts
+    assert full.whole is storage.whole
+    assert window.layers[1][0].data_ptr() == storage.layers[2][0].data_ptr()
+    assert window.in_all_layers(torch.tensor([[1, 6]])).tolist() == [[1, 6], [8, 13]]
+    assert KVStorage(CacheSpec.of_windows(4, kv, [3, None]), 6).counts == (6, 6)
+    with pytest.raises(ValueError, match="one number for each of 2 groups, got"):
+        KVStorage(CacheSpec.of_windows(4, kv, [3, None]), (6,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_latents_are_one_tensor_a_layer_and_its_scales(dtype):
+    storage = KVStorage(CacheSpec(2, 4, LatentSpec(8, 4, dtype)), 5)
+    for layer in storage.layers:
+        tensors = layer if isinstance(layer, tuple) else (layer,)
+        assert [tuple(t.shape) for t in tensors] == [(5, 4, 12), (5, 4, 2)][: len(tensors)]
+        assert len(tensors) == (2 if dtype == torch.int8 else 1)
+    assert storage.num_bytes == sum(t.nbytes for t in storage.whole)

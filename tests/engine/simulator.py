@@ -8,6 +8,7 @@ fingerprint and the sample's random stream.
 It is the most unpunctual of devices: what a step is to write it spoils when the step is submitted,
 and what a step is to read it reads when its result is asked for, which may be after the next step
 has been submitted. A block that was given away while an unfinished step still used it shows.
+Where layers are of several groups, each has slots of its own, of which a query reads its window.
 Only what a step moves to main memory is read in turn, before that step and later ones write.
 """
 
@@ -21,6 +22,7 @@ from tilewise.cache.contents import Content
 from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.seeds import derive_seed
 
 VOCAB = 6
 
@@ -43,12 +45,19 @@ class VirtualModel:
         self.slots: list[list[int | None]] = [
             [None] * self.block_size for _ in range(scheduler.limits.num_blocks)
         ]
+        limits = scheduler.limits
+        self.windows = limits.windows
+        self.pools = [self.slots]  # of each group of layers
+        for count in limits.other_blocks:
+            self.pools.append([[None] * self.block_size for _ in range(count)])
+        self.other_tables: dict[tuple[int, int], list[int]] = {}  # by sequence and group
         swap = scheduler.tables.swap
         num_slots = 0 if swap is None else swap.allocator.num_blocks
         self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(num_slots)]
         self.tables: dict[int, list[int]] = {}  # as a device knows them, from what batches tell
         self.drawn: dict[int, int] = {}
         self.unfinished: list[Step] = []
+        self.has_lost_steps = False  # the first may have lost its blocks with them
 
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         """Compute one step."""
@@ -61,6 +70,8 @@ class VirtualModel:
         step = Step(batch)
         for seq_id in batch.left:
             self.tables.pop(seq_id, None)
+            for group in range(1, len(self.pools)):
+                self.other_tables.pop((seq_id, group), None)
         for run in batch.sequences:
             seq = self.scheduler.roster.live[run.seq_id]
             end = run.start + len(run.token_ids)
@@ -76,6 +87,7 @@ class VirtualModel:
             assert table == list(run.block_ids), "what changed is told"
             self.tables[run.seq_id] = table
             step.runs.append((known, table[: -(-end // self.block_size)]))
+            step.others.append([self._other_table(run, end, g) for g in range(1, len(self.pools))])
             step.salts[run.seq_id] = seq.request.salt
         written: set[tuple[int, int]] = set()
         for run, (_, table) in zip(batch.sequences, step.runs, strict=True):
@@ -85,6 +97,7 @@ class VirtualModel:
                 assert self.scheduler.tables.allocator.ref_count(block) == 1, "exclusive writer"
                 assert slot not in written, "one writer per slot"
                 written.add(slot)
+        self._check_other_writes(step)
         self.unfinished.append(step)
         self._check_transfers(batch)
         still_read = {block for s in self.unfinished for block, _ in s.batch.swap_out}
@@ -110,23 +123,31 @@ class VirtualModel:
             self.slots[block] = list(self.host[slot])
         self._copy(batch)
         prefixes = []
-        for run, (known, table) in zip(batch.sequences, step.runs, strict=True):
+        for run, (known, table), others in zip(
+            batch.sequences, step.runs, step.others, strict=True
+        ):
             if run.token_ids == (PENDING,):
                 known = [*known, self.drawn.get(run.seq_id, 0)]
             salt = step.salts[run.seq_id]
-            prefixes.append(fingerprints(known, salt))
+            if run.draft_parents:
+                prefixes.append(tree_fingerprints(known, run.num_drafts, run.draft_parents, salt))
+            else:
+                prefixes.append(fingerprints(known, salt))
             for position in range(run.start, len(known)):
                 place = position % self.block_size
                 value = prefixes[-1][position]
                 if self.damages():
                     self.num_damages += 1
                     value = -self.num_damages
-                self.slots[table[position // self.block_size]][place] = value
+                for pool, own in zip(self.pools, (table, *others), strict=True):
+                    pool[own[position // self.block_size]][place] = value
         drawn = [
             [SampledToken(0)] * run.num_samples
             if run.seq_id in step.spoilt
-            else self._read_and_draw(run, table, prefix)
-            for run, (_, table), prefix in zip(batch.sequences, step.runs, prefixes, strict=True)
+            else self._read_and_draw(run, (table, *others), prefix)
+            for run, (_, table), others, prefix in zip(
+                batch.sequences, step.runs, step.others, prefixes, strict=True
+            )
         ]
         for run, tokens in zip(batch.sequences, drawn, strict=True):
             if tokens:
@@ -143,6 +164,7 @@ class VirtualModel:
             step.spoilt |= {run.seq_id for run in batch.sequences}
             slots |= {slot for block, slot in step.batch.swap_out if block in blocks}
             blocks |= {block for slot, block in step.batch.swap_in if slot in slots}
+            blocks |= {copy for source, copy in step.batch.block_copies if source in blocks}
             for run, (_, table) in zip(step.batch.sequences, step.runs, strict=True):
                 if not blocks.isdisjoint(table):
                     step.spoilt.add(run.seq_id)
@@ -185,7 +207,8 @@ class VirtualModel:
             runs = {run.seq_id for run in batch.sequences}
             first = self._first()
             ordered = self.scheduler.order.name == "fcfs"
-            if self.host or not ordered or self.scheduler.preemption.victim != "newest":
+            is_plain = ordered and self.scheduler.preemption.victim == "newest"
+            if self.host or self.has_lost_steps or not is_plain:
                 assert first.seq_id in runs or first.num_told_blocks == 0, "the first always runs"
             else:
                 assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
@@ -197,24 +220,56 @@ class VirtualModel:
         family = next(iter(self.scheduler.roster.requests.values()))
         return next(s.seq_id for s in family if s.finish_reason is None)
 
-    def _copy(self, batch: Batch) -> None:
-        sources = {source for source, _ in batch.block_copies}
-        destinations = [destination for _, destination in batch.block_copies]
-        assert not sources & set(destinations), "a source is never a destination"
-        assert len(destinations) == len(set(destinations)), "one copy per destination"
-        for source, destination in batch.block_copies:
-            self.slots[destination] = list(self.slots[source])
+    def _other_table(self, run, end: int, group: int) -> list[int]:
+        """Return the blocks of a run in a group beyond the first, as what was told says."""
+        blocks, first = run.others[group - 1]
+        table = self.other_tables.get((run.seq_id, group), [])[:first]
+        assert len(table) == first, "what was told was told"
+        table += blocks[first:]
+        assert table == list(blocks), "what changed is told"
+        self.other_tables[run.seq_id, group] = table
+        return table[: -(-end // self.block_size)]
 
-    def _read_and_draw(self, run, table: list[int], prefix: list[int]) -> list[SampledToken]:
+    def _check_other_writes(self, step: Step) -> None:
+        """Spoil what a step is to write in the groups beyond the first, each slot once."""
+        for group in range(1, len(self.pools)):
+            pool, allocator = self.pools[group], self.scheduler.tables.pools[group].allocator
+            written: set[tuple[int, int]] = set()
+            for run, others in zip(step.batch.sequences, step.others, strict=True):
+                for position in range(run.start, run.start + len(run.token_ids)):
+                    block = others[group - 1][position // self.block_size]
+                    slot = (block, position % self.block_size)
+                    assert allocator.ref_count(block) == 1, "exclusive writer"
+                    assert slot not in written, "one writer per slot"
+                    written.add(slot)
+            for block, place in written:
+                pool[block][place] = None
+            for _, block in step.batch.other_copies[group - 1]:
+                pool[block] = [None] * self.block_size
+
+    def _copy(self, batch: Batch) -> None:
+        for pool, pairs in zip(self.pools, (batch.block_copies, *batch.other_copies), strict=True):
+            sources = {source for source, _ in pairs}
+            destinations = [destination for _, destination in pairs]
+            assert not sources & set(destinations), "a source is never a destination"
+            assert len(destinations) == len(set(destinations)), "one copy per destination"
+            for source, destination in pairs:
+                pool[destination] = list(pool[source])
+
+    def _read_and_draw(self, run, tables: tuple[list[int], ...], prefix) -> list[SampledToken]:
         is_broken = False
-        for position, truth in enumerate(prefix):
-            block = table[position // self.block_size]
-            value = self.slots[block][position % self.block_size]
-            is_damaged = value is not None and value < 0
-            is_broken |= is_damaged
-            assert value == truth or is_damaged, (
-                f"sequence {run.seq_id} reads a wrong key at {position}, block {block}"
-            )
+        for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
+            window = self.windows[group]
+            first = 0 if window is None else max(0, run.start - window + 1)
+            for position in range(first, len(prefix)):
+                block = table[position // self.block_size]
+                value = pool[block][position % self.block_size]
+                is_damaged = value is not None and value < 0
+                is_broken |= is_damaged
+                assert value == prefix[position] or is_damaged, (
+                    f"sequence {run.seq_id} reads a wrong key at {position}, block {block} of "
+                    f"group {group}"
+                )
         assert len(run.seeds) == run.num_samples
         if is_broken:
             return [BROKEN] * run.num_samples
@@ -228,11 +283,23 @@ class VirtualModel:
         """Draw a token before each draft while these are right, and one more."""
         drawn: list[SampledToken] = []
         first = len(prefix) - 1 - run.num_drafts
+        if run.draft_parents:
+            return self._verify_tree(run, prefix[first:])
         for i, draft in enumerate((*run.token_ids[1:], None)):
             token = _digest(prefix[first + i], run.seeds[0], run.num_generated + i) % VOCAB
             drawn.append(SampledToken(token))
             if token != draft:
                 break
+        return drawn
+
+    def _verify_tree(self, run, rows: list[int]) -> list[SampledToken]:
+        """Draw a token after the last one, and after each draft that was drawn."""
+        drawn, row = [], 0
+        while row is not None:
+            token = _digest(rows[row], run.seeds[0], run.num_generated + len(drawn)) % VOCAB
+            drawn.append(SampledToken(token))
+            children = [i for i, p in enumerate(run.draft_parents, start=1) if p == row]
+            row = next((i for i in children if run.token_ids[i] == token), None)
         return drawn
 
 
@@ -242,6 +309,7 @@ class Step:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.runs: list[tuple[list[int], list[int]]] = []
+        self.others: list[list[list[int]]] = []  # of each run, its blocks in groups 1, 2, ...
         self.spoilt: set[int] = set()
         self.salts: dict[int, str] = {}
 
@@ -304,6 +372,17 @@ def fingerprints(token_ids: list[int], salt: str = "") -> list[int]:
     return out
 
 
+def tree_fingerprints(
+    token_ids: list[int], num_drafts: int, parents: tuple[int, ...], salt: str
+) -> list[int]:
+    """Return those of tokens of which the last are a tree: each depends on the path to it."""
+    out = fingerprints(token_ids[: len(token_ids) - num_drafts], salt)
+    first = len(out) - 1
+    for parent, token in zip(parents, token_ids[first + 1 :], strict=True):
+        out.append(abs(hash((out[first + parent], token))))
+    return out
+
+
 class Outputs:
     """Collects events and insists that each sample ends once, with nothing after."""
 
@@ -358,6 +437,30 @@ def check_idle(scheduler: Scheduler) -> None:
     swap = scheduler.tables.swap
     assert swap is None or not (swap.going or swap.coming)
     assert (scheduler.roster.num_queued, scheduler.roster.num_queued_tokens) == (0, 0)
+
+
+def draw_alone(request: Request, max_len: int) -> Outputs:
+    """Answer one request with a given seed by the definition: no scheduler, no cache, no steps.
+
+    run_alone() gives the same, a hundred times slower.
+    """
+    sampling, outputs = request.sampling, Outputs()
+    first = derive_seed("request", sampling.seed)
+    prompt = fingerprints(request.prompt_token_ids, request.salt)[-1]
+    for index in range(sampling.n):
+        seed = derive_seed("sample", first, index) if index else first
+        value, drawn, key = prompt, [], (request.request_id, index)
+        while key not in outputs.reasons:
+            token = _digest(value, seed, len(drawn)) % VOCAB
+            drawn.append(token)
+            value = abs(hash((value, token)))
+            if token in request.end_ids:
+                outputs.reasons[key] = FinishReason.STOP
+                outputs.stop_reasons[key] = token if token in request.stop_ids else None
+            elif len(request.prompt_token_ids) + len(drawn) >= max_len:
+                outputs.reasons[key], outputs.stop_reasons[key] = FinishReason.LENGTH, None
+        outputs.tokens[key] = drawn
+    return outputs
 
 
 def run_alone(request: Request, max_model_len: int) -> Outputs:

@@ -11,8 +11,10 @@ import torch
 
 from tests.engine.checkpoint import VOCAB, write_checkpoint
 from tilewise.engine.cpu_step import CompiledRunner
-from tilewise.engine.llm import LLM
+from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import SamplingParams
+from tilewise.errors import UnsupportedError
+from tilewise.models import load_model
 from tilewise.ops.panels import why_not_pack
 
 pytestmark = pytest.mark.skipif(
@@ -140,6 +142,84 @@ def test_log_probabilities_are_those_of_the_forward_pass(llm, asked, expected):
             rows = logits[len(prompt["prompt_token_ids"]) - 1 : -1].log_softmax(-1)
             own = rows.gather(-1, torch.tensor(found.tokens)[:, None])[:, 0]
             assert tuple(own.tolist()) == found.logprobs
+
+
+def log_probabilities(model, prompt, tokens):
+    """Those of generated tokens, by one forward pass over the whole sequence."""
+    ids = torch.tensor([[*prompt["prompt_token_ids"], *tokens]])
+    logits = model.compute_logits(model(ids))[0, len(prompt["prompt_token_ids"]) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def trained(llm):
+    """The model with its parameters, as it is trained."""
+    model = load_model(packaged_model(), dtype=llm.model.dtype, device="cpu")
+    model.use_inference_bits()
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 64},
+        {"num_blocks": 24, "preemption": "recompute"},
+        {"num_blocks": 24, "preemption": "swap", "swap_space_gib": 0.05},
+        {"enable_prefix_caching": True},
+    ],
+    ids=["batch", "alone", "chunks 7", "chunks 64", "preempted", "swapped", "prefix hit"],
+)
+def test_generated_log_probabilities_are_those_of_the_training_forward_pass(
+    llm, trained, asked, settings
+):
+    """All that happens around a request, against torch's autograd over its whole sequence."""
+    some = Asked(asked.prompts[::4], asked.params[::4])
+    if settings.get("enable_prefix_caching"):  # the first halves of blocks are found, too
+        some = Asked(
+            [{"prompt_token_ids": [*p["prompt_token_ids"], *range(20, 40), i % 3 + 9, i + 3]}
+             for i, p in enumerate(some.prompts) for _ in range(2)],
+            [s for s in some.params for _ in range(2)],
+        )  # fmt: skip
+    other = make(llm.model.dtype, **settings)
+    outputs = other.generate(*some)
+    if "num_blocks" in settings:
+        stats = other.engine.scheduler.stats()
+        assert stats.num_swapped if "swap_space_gib" in settings else stats.num_preemptions
+    if settings.get("enable_prefix_caching"):
+        outputs = other.generate(*some)
+        assert any(o.num_cached_tokens % 16 for o in outputs), "found inside a block"
+    for prompt, output in zip(some.prompts, outputs, strict=True):
+        found = answer(output.outputs[0])
+        rows = log_probabilities(trained, prompt, found.tokens)
+        assert rows.requires_grad
+        assert tuple(rows.tolist()) == found.logprobs
+
+
+def test_the_training_forward_pass_has_the_gradients_of_torch(llm, trained):
+    """Values are the engine's; gradients agree with those of the plain model to rounding."""
+    plain = load_model(packaged_model(), dtype=llm.model.dtype, device="cpu")
+    prompt, tokens = {"prompt_token_ids": [5, 9, 30, 12]}, (7, 50, 8, 31, 44)
+    exact = load_model(packaged_model(), dtype=torch.float64, device="cpu")
+    losses = [log_probabilities(m, prompt, tokens).sum() for m in (trained, plain, exact)]
+    names = [name for name, _ in plain.named_parameters()]
+    assert names == [name for name, _ in trained.named_parameters()]
+    grads = [
+        torch.autograd.grad(loss, list(m.parameters()))
+        for loss, m in zip(losses, (trained, plain, exact), strict=True)
+    ]
+    ours, eager, true = (torch.cat([g.flatten().double() for g in some]) for some in grads)
+    rounding = torch.finfo(llm.model.dtype).eps * true.norm()
+    assert (ours - true).norm() <= 2 * (eager - true).norm() + rounding
+
+
+def test_a_model_that_no_engine_packs_has_no_such_bits():
+    model = load_model(packaged_model(), dtype=torch.float64, device="cpu")
+    with pytest.raises(UnsupportedError, match="weights must be such that a CPU packs them"):
+        model.use_inference_bits()
+    assert not model.has_inference_bits
 
 
 def test_it_can_be_turned_off():

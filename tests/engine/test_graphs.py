@@ -43,7 +43,10 @@ def test_buckets_ascend_to_the_limit_and_waste_little(most: int):
         assert size - rows < (rows if rows < 8 else 8 if rows <= 64 else 16 if rows <= 256 else 32)
 
 
-def make_runner(directory, device, *, block_size=4, num_blocks=400, max_num_seqs=9, dtype="auto"):
+def make_runner(
+    directory, device, *, block_size=4, num_blocks=400, max_num_seqs=9, dtype="auto",
+    max_num_batched_tokens=None,
+):  # fmt: skip
     model = load_model(directory, dtype=dtype, device=torch.device(device))
     parameter_dtype = model.embed_tokens.weight.dtype
     storage = KVStorage(cache_spec(model.config, block_size, parameter_dtype), num_blocks, device)
@@ -55,6 +58,7 @@ def make_runner(directory, device, *, block_size=4, num_blocks=400, max_num_seqs
         storage,
         max_num_seqs=max_num_seqs,
         max_model_len=model.config.max_position_embeddings,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
 
 

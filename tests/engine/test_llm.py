@@ -18,7 +18,7 @@ from tilewise.engine import inputs
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import SamplingParams
-from tilewise.errors import CheckpointError, RequestError
+from tilewise.errors import CheckpointError, QueueFullError, RequestError
 from tilewise.ops import shared_prefixes
 
 STEPS = 24
@@ -97,12 +97,27 @@ def test_preemption_keeps_the_tokens(checkpoints, case, enable_prefix_caching):
     assert_idle(llm)
 
 
+def test_the_queue_of_an_llm_is_bounded(checkpoints):
+    directory, _, _ = checkpoints["llama"]
+    llm = make(directory, max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=1000)
+    assert len(llm.generate(as_ids(PROMPTS[:2]), GREEDY)) == 2
+    with pytest.raises(QueueFullError, match="waiting requests must be at most 2") as caught:
+        llm.generate(as_ids([[5, 6]] * 5), GREEDY)
+    assert caught.value.__notes__ == ["This ended prompts[2]."]
+    assert_idle(llm)
+    assert len(llm.generate(as_ids(PROMPTS[:2]), GREEDY)) == 2
+    with pytest.raises(ValueError, match="max_waiting_tokens must be at least 1, got 0"):
+        make(directory, max_waiting_tokens=0)
+    with pytest.raises(TypeError, match="max_waiting_requests must be an integer or None"):
+        make(directory, max_waiting_requests="2")
+
+
 def test_equal_beginnings_are_computed_once_and_change_nothing(checkpoints):
     directory, model, _ = checkpoints["llama"]
     llm = make(directory)
     prompts = [[*PROMPTS[4], 5], [*PROMPTS[4], 6, 7]]
     first, second = (llm.generate(as_ids([p]), GREEDY)[0] for p in prompts)
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 28)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 30)
     for output, prompt in zip((first, second), prompts, strict=True):
         assert output.outputs[0].token_ids == greedy_tokens(model, prompt, STEPS)
 

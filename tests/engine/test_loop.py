@@ -222,6 +222,26 @@ def test_a_broken_scheduler_fails_all_each_with_its_own_copy_and_the_loop_goes_o
     assert_idle(loop)
 
 
+def test_a_scheduler_that_breaks_again_at_once_ends_the_loop(engine):
+    def breaking():
+        made = new_scheduler()
+        made.update = None
+        return made
+
+    loop = EngineLoop(engine, new_scheduler=breaking)
+    engine.scheduler.update = None
+    for _ in range(2):
+        assert loop.is_alive
+        [caller] = callers(1)
+        loop.submit(caller.generation)
+        with pytest.raises(TypeError):
+            caller.result()
+    with pytest.raises(EngineClosedError, match="the engine has failed"):
+        loop.call(lambda: None)
+    assert loop.num_restarts == 1
+    assert loop.close(timeout_s=60)
+
+
 def test_without_a_new_scheduler_a_broken_one_ends_the_loop(engine):
     loop = EngineLoop(engine)
     engine.scheduler.update = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, write_checkpoint
+from tilewise.engine.block_files import BlockFiles
 from tilewise.engine.llm import LLM
 from tilewise.engine.offload import check_offload, fingerprint
 from tilewise.engine.request import SamplingParams
@@ -50,6 +53,25 @@ def test_swapping_changes_no_token(directory, truth, victim, caching):
 @pytest.mark.parametrize("policy", ["priority", "fair"])
 def test_an_order_changes_no_token(directory, truth, policy):
     assert answers(directory, num_blocks=40, scheduling_policy=policy)[1] == truth
+
+
+def test_close_writes_the_blocks_that_wait_for_their_files(directory, tmp_path, monkeypatch):
+    write = BlockFiles._write
+
+    def slowly(files, *block):
+        time.sleep(0.02)
+        write(files, *block)
+
+    monkeypatch.setattr(BlockFiles, "_write", slowly)
+    settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path / "blocks"}
+    llm, _ = answers(directory, **settings)
+    store = llm.engine.scheduler.tables.swap.store
+    waiting = len(store._waiting)
+    assert waiting > 1
+    assert not llm.close(timeout_s=0.001)
+    assert llm.close()
+    assert not store._waiting
+    assert len(list((tmp_path / "blocks").iterdir())) >= waiting
 
 
 def test_files_are_found_by_the_next_llm_and_not_by_another_model(directory, truth, tmp_path):

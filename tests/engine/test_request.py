@@ -21,7 +21,7 @@ from tilewise.engine.sampling_options import StructuredOutputs
         ({"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
         ({"top_p": 1.01}, "top_p must be in (0, 1], got 1.01"),
         ({"top_p": float("nan")}, "top_p must be in (0, 1], got nan"),
-        ({"top_k": -2}, "top_k must be -1, 0 or a count, got -2"),
+        ({"top_k": -2}, "top_k must be -1, 0 or a count below 2^31, got -2"),
         ({"min_p": -0.1}, "min_p must be in [0, 1], got -0.1"),
         ({"min_p": 1.1}, "min_p must be in [0, 1], got 1.1"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
@@ -38,10 +38,10 @@ from tilewise.engine.sampling_options import StructuredOutputs
         ({"presence_penalty": 2.1}, "presence_penalty must be in [-2, 2], got 2.1"),
         ({"frequency_penalty": -2.1}, "frequency_penalty must be in [-2, 2], got -2.1"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty must be in [-2, 2], got nan"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be finite and above 0, got 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be in 1e-06 ... 1e+06, got 0"),
         (
             {"repetition_penalty": float("inf")},
-            "repetition_penalty must be finite and above 0, got inf",
+            "repetition_penalty must be in 1e-06 ... 1e+06, got inf",
         ),
         (
             {"logit_bias": dict.fromkeys(range(1025), 1.0)},

@@ -564,14 +564,100 @@ def test_a_sample_that_ends_at_its_first_token_frees_its_share():
 # The prefix cache
 
 
-def test_a_prompt_that_is_wholly_cached_computes_its_last_block_only():
+def test_a_prompt_that_is_wholly_cached_computes_its_last_token_only():
     scheduler = make()
     scheduler.add(ask("a", list(range(8)), max_tokens=1))
     step(scheduler)
     scheduler.add(ask("b", list(range(8)), max_tokens=1))
     batch, [event] = step(scheduler)
-    assert (batch.sequences[0].start, len(batch.sequences[0].token_ids)) == (4, 4)
-    assert event.num_cached_tokens == 4
+    assert (batch.sequences[0].start, len(batch.sequences[0].token_ids)) == (7, 1)
+    assert event.num_cached_tokens == 7
+
+
+def test_a_prompt_that_goes_on_in_another_way_finds_the_beginning_of_a_block():
+    scheduler = make(num_blocks=20, block_size=16, max_model_len=100, max_num_batched_tokens=100)
+    first = list(range(48))
+    scheduler.add(ask("a", first, max_tokens=1))
+    step(scheduler)
+    scheduler.add(ask("b", [*first[:31], *range(100, 117)], max_tokens=2))
+    batch, [event] = step(scheduler)
+    [run] = batch.sequences
+    assert (event.num_cached_tokens, run.start, len(run.token_ids)) == (31, 31, 17)
+    [(source, copy)] = batch.block_copies
+    assert copy == run.block_ids[1] != source
+    scheduler.add(ask("c", first, max_tokens=1))  # what it was copied from is as it was
+    batch, [_, event] = step(scheduler)
+    assert event.num_cached_tokens == 47
+    assert [source for source, _ in batch.block_copies] == [batch.sequences[1].block_ids[2]] or (
+        batch.sequences[1].block_ids[1] == source
+    )
+
+
+def test_of_many_blocks_the_one_with_most_in_common_is_copied():
+    scheduler = make(num_blocks=40, max_model_len=40, max_num_batched_tokens=100)
+    for i, tail in enumerate(
+        ([7, 1, 1, 1], [7, 8, 1, 1], [7, 8, 9, 1], [7, 9, 9, 9], [6, 8, 9, 9])
+    ):
+        scheduler.add(ask(f"{i}", [0, 1, 2, 3, *tail, 5], max_tokens=1))
+        step(scheduler)
+    for tail, count in (
+        ([7, 8, 9, 9, 5], 7), ([7, 8, 2, 9, 5], 6), ([7, 2, 9, 9, 5], 5), ([5, 8, 9, 9, 5], 4),
+        ([7, 8], 5), ([7], 4),
+    ):  # fmt: skip
+        scheduler.add(ask("x", [0, 1, 2, 3, *tail], max_tokens=1))
+        _, [event] = step(scheduler)
+        assert event.num_cached_tokens == count, tail
+
+
+def test_without_room_for_a_copy_a_block_that_agrees_in_part_is_computed():
+    scheduler = make(num_blocks=3, max_model_len=12)
+    scheduler.add(ask("a", list(range(8)), max_tokens=1))
+    step(scheduler)
+    scheduler.add(ask("b", [*range(6), 50, 51, 52], max_tokens=1))  # needs 3 blocks of 3
+    batch, [event] = step(scheduler)
+    assert (event.num_cached_tokens, batch.block_copies) == (4, ())
+
+
+def test_a_prompt_finds_nothing_in_part_of_its_first_block_or_across_salts():
+    scheduler = make(num_blocks=20)
+    scheduler.add(ask("a", list(range(9)), max_tokens=1))
+    step(scheduler)
+    scheduler.add(ask("b", [0, 1, 2, 50, 51], max_tokens=1))
+    scheduler.add(ask("c", [*range(6), 50], max_tokens=1, salt="other"))
+    _, events = step(scheduler)
+    assert [e.num_cached_tokens for e in events] == [0, 0]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_what_was_copied_in_part_is_forgotten_with_what_is_damaged(num_tokens):
+    """The copy lies behind the block that both have, which leaves the cache with all behind it."""
+    scheduler = make(num_blocks=20, max_num_batched_tokens=num_tokens + 9)
+    scheduler.add(ask("a", list(range(9)), max_tokens=9))
+    step(scheduler)
+    scheduler.add(ask("b", [*range(6), 50, 51, 52, 53, 54, 55], max_tokens=9))
+    batch, _ = step(scheduler)
+    assert len(batch.block_copies) == 1
+    scheduler.fail("a", FloatingPointError())
+    while scheduler.has_unfinished():
+        step(scheduler)
+        scheduler.check_integrity()
+    assert scheduler.tables.prefix.num_cached_blocks == 0
+
+
+def test_who_is_preempted_before_its_copy_gives_the_source_back():
+    scheduler = make(num_blocks=6, max_num_batched_tokens=64)
+    scheduler.add(ask("a", list(range(9)), max_tokens=1))
+    step(scheduler)
+    seq_b = ask("b", [*range(6), 50], max_tokens=1)
+    scheduler.add(seq_b)
+    seq = scheduler.roster.first_waiting()
+    assert scheduler.tables.reserve(seq, 0)
+    assert seq.num_computed_tokens == 6
+    scheduler.roster.admit(seq)
+    scheduler.check_integrity()
+    scheduler.abort("b")
+    assert scheduler.stats().blocks_used == 0
+    scheduler.check_integrity()
 
 
 def test_every_sample_reports_what_its_prompt_found():
@@ -618,7 +704,7 @@ def test_requests_that_computed_the_same_prefix_side_by_side_end_up_sharing_it()
     scheduler = make()
     for name in "ab":
         scheduler.add(ask(name, list(range(8)), max_tokens=4))
-    for tokens in ([8], [1, 4], [1, 1]):  # b's last block is computed for its logits
+    for tokens in ([8], [1, 1], [1, 1]):  # b's last token is computed for its logits
         batch, _ = step(scheduler)
         assert [len(run.token_ids) for run in batch.sequences] == tokens
     assert batch.sequences[0].block_ids[:2] == batch.sequences[1].block_ids[:2]
@@ -646,8 +732,8 @@ def test_equal_prompts_that_arrive_together_are_computed_once(overlap, budget, c
 
     scheduler.schedule = counting
     outputs = run_to_end(scheduler)
-    assert sum(computed) == 512 + 7 * 16
-    assert scheduler.stats().prefix_hit_tokens == 7 * 496
+    assert sum(computed) == 512 + 7
+    assert scheduler.stats().prefix_hit_tokens == 7 * 511
     assert len(outputs.reasons) == 9
     assert outputs.tokens["h", 0] == run_alone_in(requests[7], scheduler)
 

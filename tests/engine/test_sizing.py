@@ -51,6 +51,55 @@ def test_blocks_are_what_full_contexts_need_and_at_most_a_quarter_of_the_memory(
         blocks_on_cpu(SPEC, 1, 1)
 
 
+KV = KVSpec(1, 8, 8, torch.float32)
+GROUPED = CacheSpec.of_windows(4, KV, [None, 10, 10, 10, 10])  # blocks of 256 and 1,024 bytes
+
+
+def test_groups_that_want_the_same_share_alike():
+    """No sequence outgrows a block: each group wants as many."""
+    assert sizing.split_blocks(GROUPED, 100 * 1280, max_model_len=4) == (100, 100)
+
+
+@pytest.mark.parametrize("longest", [5, 12, 40, 400, 10_000])
+@pytest.mark.parametrize("windows", [[None, 10, 10, 10, 10], [None, 10], [None, None, 30, 10]])
+def test_no_length_leaves_half_of_the_memory_to_nobody(longest, windows):
+    """Sequences all of one length fill one of the groups when more than half is used."""
+    spec = CacheSpec.of_windows(4, KV, windows)
+    budget = 1_000_000 * spec.bytes_per_block
+    counts = sizing.split_blocks(spec, budget, longest, max_run=3)
+    sizes = [spec.group_block_bytes(i) for i in range(len(counts))]
+    used = sum(size * count for size, count in zip(sizes, counts, strict=True))
+    assert budget * 0.9999 < used <= budget
+    for length in {1, 5, longest // 3 or 1, longest}:
+        demands = sizing._demands(spec, length, 3)
+        num_seqs = min(count / need for count, need in zip(counts, demands, strict=True))
+        taken = sum(size * need for size, need in zip(sizes, demands, strict=True)) * num_seqs
+        assert taken > budget / len(counts)
+
+
+def test_a_cpu_gives_each_group_what_full_contexts_take_or_its_share(monkeypatch):
+    monkeypatch.setattr(sizing, "available_memory", lambda: 4 * 1280 * 30)
+    assert blocks_on_cpu(GROUPED, max_num_seqs=3, max_model_len=40, max_run=4) == (30, 30)
+    counts = blocks_on_cpu(GROUPED, max_num_seqs=4, max_model_len=400, max_run=4)
+    assert counts == sizing.split_blocks(GROUPED, 1280 * 30, 400, 4)
+    assert counts[0] > counts[1]
+    monkeypatch.setattr(sizing, "available_memory", lambda: 4 * 1279)
+    with pytest.raises(ValueError, match=r"at least one cache block of 1280 bytes \(4 tokens x 5"):
+        blocks_on_cpu(GROUPED, 1, 4)
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_each_groups_sizes(monkeypatch):
+    def refuse(spec, num_blocks, device):
+        raise MemoryError
+
+    monkeypatch.setattr(sizing, "KVStorage", refuse)
+    message = "at 256 and 1,024 bytes each, got 3,000 and 2,000"
+    with pytest.raises(ValueError, match=message):
+        sizing.allocate(GROUPED, (3000, 2000), torch.device("cpu"))
+    with pytest.raises(ValueError, match="at 512 bytes each, got 7,000"):
+        sizing.allocate(SPEC, 7000, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("seqs", "tokens", "lengths"),
     [(3, 8, [3, 3, 2]), (8, 3, [1, 1, 1]), (1, 9, [9]), (2, 99, [12, 12])],
@@ -75,6 +124,21 @@ def test_warming_up_runs_a_prompt_and_a_decode(block_size):
     model = CacheReader()
     warm_up(model, CacheSpec(1, block_size, KVSpec(1, 1, 1, torch.float32)), torch.device("cpu"))
     assert model.steps == 2
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_warming_up_runs_the_kernels_that_requests_will(is_invariant):
+    """A decode that is batch-invariant is another kernel, half a minute to compile."""
+    asked = []
+
+    class Model(CacheReader):
+        def __call__(self, ids, positions, *, ctx, kv):
+            asked.append(ctx.batch_invariant)
+            return super().__call__(ids, positions, ctx=ctx, kv=kv)
+
+    spec = CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32))
+    warm_up(Model(), spec, torch.device("cpu"), batch_invariant=is_invariant)
+    assert asked == [is_invariant] * 2
 
 
 GIB = 2**30
@@ -111,6 +175,21 @@ def test_a_cache_gets_what_step_and_graphs_leave(card):
     wanted = int(10 * GIB * 0.9) - 5 * GIB - (2 * GIB + GIB // 2) - 2 * (GIB // 2)
     assert blocks_on_card(has_graphs=True) == wanted // 32
     assert card == [8, 4]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_trial_pads_steps_with_prompts_where_its_runner_will(card, monkeypatch, captures):
+    """Workers of a parallel engine do not: their trial must not capture what they never run."""
+    made = []
+
+    class Trial(DeviceRunner):
+        def __init__(self, *given, max_num_batched_tokens, **more):
+            made.append(max_num_batched_tokens)
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr(sizing, "DeviceRunner", Trial)
+    blocks_on_card(has_graphs=True, captures_prompts=captures)
+    assert made == [16 if captures else None]
 
 
 def test_a_cache_without_graphs_gets_what_the_step_leaves(card):

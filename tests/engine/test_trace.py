@@ -237,7 +237,7 @@ def test_explain_tells_the_cached_share_of_a_prompt():
         while engine.has_unfinished():
             engine.step()
         ended = engine.explain(name)
-        assert live["num_cached_tokens"] == ended["num_cached_tokens"] == (20 if name == "b" else 0)
+        assert live["num_cached_tokens"] == ended["num_cached_tokens"] == (21 if name == "b" else 0)
         assert ended["cached_share"] == ended["num_cached_tokens"] / len([*shared, *tail])
 
 

@@ -59,12 +59,18 @@ class Watch:
     """Compares results on their device, and remembers there what differed."""
 
     def __init__(self, want: Results, rounded: frozenset[str] = frozenset()) -> None:
-        self.want = {name: x.clone() for name, x in want.items()}
-        self.kept = {name: x.clone() for name, x in want.items()}
+        # Contiguous ones and permuted ones keep their order in memory, those with gaps lose it.
+        self.want = {
+            name: x.clone(
+                memory_format=torch.contiguous_format if flat(x) is None else torch.preserve_format
+            )
+            for name, x in want.items()
+        }  # fmt: skip
+        self.kept = {name: x.clone() for name, x in self.want.items()}
         self.rounded = rounded
         device = next(iter(want.values())).device
-        self._differing = torch.zeros((), dtype=torch.int64, device=device)
-        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        # Runs that differed; whether the run that is being looked at does.
+        self._state = torch.zeros(2, dtype=torch.int64, device=device)
         self._limits = {name: self._limit(self.want[name]) for name in rounded if name in want}
 
     @staticmethod
@@ -75,7 +81,29 @@ class Watch:
 
     def look(self, results: Results) -> None:
         """Count results that differ; overwrite them with poison."""
-        differs = self._never
+        if self._state.device.type == "cuda":
+            self.look_in_kernels(results)
+        else:
+            self.look_in_torch(results)
+
+    def look_in_kernels(self, results: Results) -> None:
+        """Do so in a launch for each result: torch's operators take longer than a short call."""
+        from tests.kernels.compare import compare, settle
+
+        for name, got in results.items():
+            limit = self._limits.get(name)
+            view = flat(got)
+            whole = flat(got.contiguous()) if view is None else view
+            compare(
+                whole, flat(self.want[name]), flat(self.kept[name]),
+                None if limit is None else flat(limit), self._state,
+            )  # fmt: skip
+            if view is None:
+                got.fill_(math.nan)
+        settle(self._state)
+
+    def look_in_torch(self, results: Results) -> None:
+        differs = torch.zeros((), dtype=torch.bool)
         for name, got in results.items():
             want = self.want[name]
             if name in self.rounded:
@@ -83,17 +111,17 @@ class Watch:
                 differs = differs | ~(near | (bits(got) == bits(want))).all()
             else:
                 differs = differs | (bits(got) != bits(want)).any()
-        first = differs & (self._differing == 0)
-        for name, got in results.items():
-            self.kept[name].copy_(torch.where(first, got, self.kept[name]))
-        self._differing += differs
+        if differs and self._state[0] == 0:
+            for name, got in results.items():
+                self.kept[name].copy_(got)
+        self._state[0] += differs
         for got in results.values():
             got.fill_(math.nan)
 
     @property
     def differing(self) -> int:
         """Runs that differed, so far."""
-        return int(self._differing)
+        return int(self._state[0])
 
     def first(self) -> list[dict[str, Any]]:
         """Say of each result where the first run that differed did."""
@@ -121,6 +149,16 @@ class Watch:
         return report
 
 
+def flat(x: Tensor) -> Tensor | None:
+    """Return the elements of x in their order in memory, as a view; None where they have gaps."""
+    expected = 1
+    for size, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1 and stride != expected:
+            return None
+        expected *= size
+    return x.as_strided((x.numel(),), (1,))
+
+
 def bits(x: Tensor) -> Tensor:
     """Return x as integers, for which NaN equals itself."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -134,41 +172,70 @@ def _indices(wrong: Tensor) -> dict[str, Any]:
     return {"count": len(at), "of": wrong.numel(), "first": at[:16]}
 
 
-def stress(name: str, prepared: Prepared, seconds: float, most_runs: int = 1 << 60) -> Found:
-    """Run a call for so long, or so often, at least once."""
+class Captured:
+    """A call in a CUDA graph, with the comparison after each run.
+
+    Args:
+        want: what its first run gave.
+    """
+
+    def __init__(
+        self, prepared: Prepared, want: Results, runs_per_graph: int = RUNS_PER_GRAPH
+    ) -> None:
+        self.watch = Watch(want, prepared.rounded)
+        self._prepared = prepared  # the graph reads its tensors
+        self.runs, self._per_graph = 3, runs_per_graph
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what kernels remember of a stream is made before it
+            for _ in range(self.runs):
+                self.watch.look(prepared.run())
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            for _ in range(runs_per_graph):
+                self.watch.look(prepared.run())
+        self.replay(1)  # the first one brings the graph to the device
+        started = time.perf_counter()
+        self.replay(1)
+        self.each = max((time.perf_counter() - started) / runs_per_graph, 1e-8)
+
+    def replay(self, times: int) -> None:
+        """Replay the graph and wait for it."""
+        for _ in range(times):
+            self._graph.replay()
+        torch.cuda.synchronize()
+        self.runs += times * self._per_graph
+
+    def stress(self, name: str, seconds: float, most_runs: int) -> Found:
+        """Replay for so long, or so often; what was run before is counted too."""
+        begin = now = time.perf_counter()
+        each = self.each * self._per_graph
+        while self.runs < most_runs and now - begin < seconds:
+            left = min(LOOK_EVERY, seconds - (now - begin)) / each
+            at_once = max(1, min(int(left), -(-(most_runs - self.runs) // self._per_graph)))
+            started = now
+            self.replay(at_once)
+            now = time.perf_counter()
+            each = max((now - started) / at_once, 1e-6)
+        return _found(name, self.watch, self.runs, now - begin, True)
+
+
+def first_run(prepared: Prepared) -> Results:
+    """Run a call once and judge what it gives."""
     want = prepared.run()
     if prepared.check is not None:
         prepared.check({name: x.clone() for name, x in want.items()})
-    watch = Watch(want, prepared.rounded)
-    del want
-    if next(iter(watch.want.values())).device.type != "cuda":
-        return _repeat(name, prepared, watch, seconds, most_runs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what kernels remember of a stream is made before the capture
-        for _ in range(3):
-            watch.look(prepared.run())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    per_graph = min(RUNS_PER_GRAPH, max(1, most_runs))
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(per_graph):
-            watch.look(prepared.run())
-    begin = time.perf_counter()
-    runs, at_once = 3, 1
-    while True:
-        started = time.perf_counter()
-        for _ in range(at_once):
-            graph.replay()
-        runs += at_once * per_graph
-        torch.cuda.synchronize()
-        now = time.perf_counter()
-        if now - begin >= seconds or runs >= most_runs:
-            break
-        each = max((now - started) / at_once, 1e-6)
-        left = min(LOOK_EVERY, seconds - (now - begin)) / each
-        at_once = max(1, min(int(left), -(-(most_runs - runs) // per_graph)))
-    return _found(name, watch, runs, now - begin, True)
+    return want
+
+
+def stress(name: str, prepared: Prepared, seconds: float, most_runs: int = 1 << 60) -> Found:
+    """Run a call for so long, or so often, at least once."""
+    want = first_run(prepared)
+    if next(iter(want.values())).device.type == "cuda":
+        captured = Captured(prepared, want, min(RUNS_PER_GRAPH, max(1, most_runs)))
+        return captured.stress(name, seconds, most_runs)
+    return _repeat(name, prepared, Watch(want, prepared.rounded), seconds, most_runs)
 
 
 def _repeat(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
 
-from tests.models.tiny import CASES, GPT2_CASES, config_of
+from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig
 from tilewise.models.config import read_config
 from tilewise.models.hf_config import ARCHITECTURES
 from tilewise.models.registry import MODELS
+from tilewise.nn.mla import LatentConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,7 +44,7 @@ def test_every_known_architecture_has_a_class():
     assert set(ARCHITECTURES) == set(MODELS)
 
 
-@pytest.mark.parametrize("case", [*CASES, *GPT2_CASES])
+@pytest.mark.parametrize("case", [*CASES, *GPT2_CASES, *DEEPSEEK_CASES])
 def test_what_transformers_writes_survives_a_round_trip(case):
     config_class, model_class, fields = config_of(case)
     written = json.loads(config_class(**fields).to_json_string())
@@ -141,7 +143,7 @@ def test_each_family_sets_its_own_switches():
     by_family = {
         name: ModelConfig.from_hf({**LLAMA, "architectures": [name]})
         for name in ARCHITECTURES
-        if name != "GPT2LMHeadModel"
+        if name not in ("GPT2LMHeadModel", "DeepseekV2ForCausalLM")
     }
     assert [name for name, c in by_family.items() if c.attention_bias] == ["Qwen2ForCausalLM"]
     assert [name for name, c in by_family.items() if c.qk_norm] == ["Qwen3ForCausalLM"]
@@ -154,6 +156,46 @@ def test_each_family_sets_its_own_switches():
     assert not with_bias["Qwen2ForCausalLM"].o_bias  # its output projection never has one
     assert with_bias["LlamaForCausalLM"].o_bias
     assert with_bias["Qwen3ForCausalLM"].o_bias
+
+
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
+
+
+def test_latent_attention_is_read_with_its_scale():
+    plain = ModelConfig.from_hf(DEEPSEEK)
+    assert plain.latent == LatentConfig(8, 6, 4, 5)
+    assert (plain.head_dim, plain.rope.rotary_dim) == (10, 4)
+    assert plain.softmax_scales == (10**-0.5,) * 3
+    old = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+    stretched = ModelConfig.from_hf({**DEEPSEEK, "rope_scaling": old})
+    assert stretched.softmax_scales[0] == pytest.approx(
+        10**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2
+    )
+    dense = {**DEEPSEEK, "n_routed_experts": None, "first_k_dense_replace": 1, "q_lora_rank": 7}
+    assert ModelConfig.from_hf(dense).latent == LatentConfig(8, 6, 4, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"first_k_dense_replace": 1}, "as mixtures of experts are not supported, got 1 with 64"),
+        ({"kv_lora_rank": None}, "config.json must hold kv_lora_rank, got none"),
+        ({"q_lora_rank": 0}, "q_lora_rank must be a positive integer, got 0"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads 4"),
+    ],
+)
+def test_latent_attention_that_is_not_served_is_refused(changes, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        ModelConfig.from_hf({**DEEPSEEK, **changes})
 
 
 def test_model_type_stands_in_for_a_missing_architecture():

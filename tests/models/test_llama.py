@@ -1,4 +1,4 @@
-"""The Llama family equals transformers: logits, tokens through both paths, gradients."""
+"""The Llama family and DeepSeek-V2 equal transformers: logits, tokens of both paths, gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from tests.models.tiny import (
     CASES,
+    DEEPSEEK_CASES,
     PROMPTS,
     VOCAB,
     PagedLoop,
@@ -21,7 +22,7 @@ from tilewise.models import load_model
 from tilewise.testing import assert_within_budget
 
 
-@pytest.fixture(params=CASES, scope="module")
+@pytest.fixture(params=[*CASES, *DEEPSEEK_CASES], scope="module")
 def pair(request, tmp_path_factory):
     """transformers' model and ours, from the same files."""
     hf = make_hf(request.param)
@@ -90,9 +91,10 @@ def test_given_positions_equal_implied_ones(pair):
         assert torch.equal(ours(ids, positions), ours(ids))
 
 
+@pytest.mark.parametrize("case", ["llama3_rope", "deepseek_yarn", "deepseek_q_rank_biases"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_as_exact_as_transformers(tmp_path, dtype):
-    hf = make_hf("llama3_rope").to(dtype)
+def test_half_precision_is_as_exact_as_transformers(tmp_path, dtype, case):
+    hf = make_hf(case).to(dtype)
     ours = load_model(save_hf(hf, tmp_path))
     assert ours.embed_tokens.weight.dtype == dtype
     ids = torch.randint(0, VOCAB, (2, 40))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.models.tiny import CASES, GPT2_CASES, VOCAB, make_hf, save_hf
+from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, VOCAB, make_hf, save_hf
 from tilewise.errors import CheckpointError
 from tilewise.models import load_model, save_model
 from tilewise.models.weights import Weight
@@ -45,7 +45,16 @@ def test_sharded_checkpoint_equals_the_single_file(saved, tmp_path):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 30_000], ids=["single", "sharded"])
-@pytest.mark.parametrize("case", ["llama_mha_tied", "qwen2_second_layer_window", "gpt2_untied"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama_mha_tied",
+        "qwen2_second_layer_window",
+        "gpt2_untied",
+        "deepseek_q_rank_biases",
+        "deepseek_yarn",
+    ],
+)
 def test_transformers_loads_what_we_save(tmp_path, case, max_shard_bytes):
     hf = make_hf(case)
     ours = load_model(save_hf(hf, tmp_path / "theirs"))
@@ -58,7 +67,7 @@ def test_transformers_loads_what_we_save(tmp_path, case, max_shard_bytes):
         assert torch.equal(again(ids).logits, hf(ids).logits)
 
 
-@pytest.mark.parametrize("case", [*CASES, *GPT2_CASES])
+@pytest.mark.parametrize("case", [*CASES, *GPT2_CASES, *DEEPSEEK_CASES])
 def test_saving_and_loading_changes_no_bit(tmp_path, case):
     first = load_model(save_hf(make_hf(case), tmp_path / "theirs"))
     save_model(first, tmp_path / "ours")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -78,11 +80,51 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Qwen2ForCausalLM,
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
+    "qwen2_layer_types": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {
+            "num_hidden_layers": 5,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+        },
+    ),
     "qwen3_norm_wide_heads": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "qwen3_biases": (
         Qwen3Config,
         Qwen3ForCausalLM,
         {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+}
+_DEEPSEEK_SHAPE = {
+    **{name: value for name, value in _SHAPE.items() if name != "num_key_value_heads"},
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.9, "factor": 4.0}
+DEEPSEEK_CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "deepseek": (DeepseekV2Config, DeepseekV2ForCausalLM, {}),
+    "deepseek_q_rank_biases": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        {"q_lora_rank": 20, "attention_bias": True, "mlp_bias": True},
+    ),
+    "deepseek_biases": (DeepseekV2Config, DeepseekV2ForCausalLM, {"attention_bias": True}),
+    "deepseek_yarn": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        {"rope_parameters": _DEEPSEEK_YARN, "tie_word_embeddings": True},
     ),
 }
 _GPT2_SHAPE = {
@@ -107,8 +149,9 @@ GPT2_CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 def config_of(case: str) -> tuple[type, type, dict[str, Any]]:
     """Return transformers' config class, model class and the fields of a case."""
-    config_class, model_class, own = {**CASES, **GPT2_CASES}[case]
+    config_class, model_class, own = {**CASES, **GPT2_CASES, **DEEPSEEK_CASES}[case]
     shape = _SHAPE if case in CASES else _GPT2_SHAPE
+    shape = _DEEPSEEK_SHAPE if case in DEEPSEEK_CASES else shape
     return config_class, model_class, {**shape, **own}
 
 
@@ -179,10 +222,13 @@ class PagedLoop:
         dtype = model.embed_tokens.weight.dtype
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         nan = float("nan")
-        self.kv = [
+        self.kv: list[Any] = [
             (torch.full(shape, nan, dtype=dtype), torch.full(shape, nan, dtype=dtype))
             for _ in range(config.num_layers)
         ]
+        if config.latent is not None:
+            width = config.latent.kv_rank + config.latent.rope_dim
+            self.kv = [torch.full((*shape[:2], width), nan, dtype=dtype) for _ in self.kv]
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
         self.tables = order[: num_seqs * blocks_each].view(num_seqs, blocks_each)
         self.lengths = [0] * num_seqs

@@ -15,9 +15,11 @@ from types import SimpleNamespace
 
 from tilewise.engine.admission import Limits
 from tilewise.engine.batch import SampledToken, TokenEvent
+from tilewise.engine.engine import EngineStats
 from tilewise.engine.outputs import Generation
 from tilewise.engine.prompts import token_ids
 from tilewise.engine.request import FinishReason, Request, SamplingParams
+from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.tokenizer import load_tokenizer
 
 STORY = Path(__file__).parents[2] / "tilewise" / "assets" / "story"
@@ -142,16 +144,20 @@ class FakeEngine:
         self.aborted.append(request_id)
 
     def stats(self):
-        scheduler = SimpleNamespace(
+        scheduler = SchedulerStats(
             num_running=len(self.live),
             num_waiting=0,
             num_blocks=256,
+            block_size=16,
             blocks_used=len(self.live),
+            blocks_peak=0,
+            slots_used=0,
+            slots_peak=0,
             prefix_query_tokens=0,
             prefix_hit_tokens=0,
             num_preemptions=0,
         )
-        return SimpleNamespace(scheduler=scheduler)
+        return EngineStats(scheduler, cache_bytes_per_token=0)
 
     def pause(self):
         self.is_held = True

@@ -21,7 +21,7 @@ import pytest
 from tests.server.serving import serving, wait_for
 from tilewise.cli import main
 from tilewise.server.keys import hash_of, read_keys
-from tilewise.server.options import FLAGS, resolve
+from tilewise.server.options import ELSEWHERE, FLAGS, resolve
 from tilewise.server.terminal import chat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,6 +136,33 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(capsys, tmp_path):
 def test_an_unknown_flag_is_named_with_the_nearest_known_one(capsys, wrong, right):
     err = refused(capsys, wrong, "3")
     assert f"{wrong.split('=')[0]} is not an option of serve; did you mean {right}?" in err
+
+
+def test_what_vllm_calls_otherwise_is_named_and_what_is_like_nothing_is_not_guessed(capsys):
+    assert "--enforce-eager is not an option of serve: --graphs off does that here" in refused(
+        capsys, "--enforce-eager"
+    )
+    assert "did you mean" not in refused(capsys, "--tensor-colour", "3")
+
+
+def test_every_option_that_is_named_elsewhere_is_one():
+    known = {flag.flag for flag in FLAGS}
+    for asked, told in ELSEWHERE.items():
+        assert asked not in known
+        assert set(re.findall(r"--[a-z-]+[a-z]", told)) <= known
+
+
+def test_demo_opens_the_page_when_it_is_ready(tmp_path):
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o755)
+    lines = []
+    with serve("--demo", "--num-blocks", "64", BROWSER=f"{browser} %s") as process:
+        url = url_of(process, lines)
+        wait_for(lambda: opened.exists() and opened.read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert opened.read_text().strip() == url
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch, capsys):

@@ -17,6 +17,8 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
+from tilewise.engine.async_llm import AsyncLLM
+from tilewise.engine.llm import LLM
 from tilewise.server.command import _tls
 from tilewise.server.limits import RequestLimits
 from tilewise.server.run import ServerOptions
@@ -91,6 +93,27 @@ def test_a_client_that_leaves_the_queue_frees_its_place():
         wait_for(lambda: running.bridge.queue.num_waiting == 1)
         sock.close()
         settled(running)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_leaves_while_its_text_is_prepared_never_reaches_the_engine(path):
+    with serving(bridge_options={"num_threads": 1}) as running:
+        may_go_on = threading.Event()
+        busy = running.bridge._pool.submit(may_go_on.wait, 20)  # the only thread has other work
+        sock = connect(running)
+        text = "Once upon a time. " * 40
+        messages = [{"role": "user", "content": text}]
+        body = {"prompt": text} if path == "/v1/completions" else {"messages": messages}
+        post(sock, {**body, "max_tokens": 9}, path)
+        wait_for(lambda: running.bridge._pending == 1)
+        sock.close()
+        wait_for(lambda: not running.bridge.jobs)
+        may_go_on.set()
+        assert busy.result(20)
+        wait_for(lambda: running.bridge._pending == 0)
+        settled(running)
+        assert not running.engine.seen
+        assert not running.engine.aborted
 
 
 def test_a_slow_reader_is_dropped_with_the_reason_in_the_log(caplog):
@@ -298,6 +321,37 @@ def test_an_engine_that_has_ended_ends_the_server_with_an_exit_code():
         assert not running._thread.is_alive()
         assert running.server.exit_code == 1
         sock.close()
+
+
+def test_an_engine_that_breaks_restarts_once_and_then_ends_the_server(caplog):
+    llm = LLM("story", device="cpu", num_blocks=64, max_num_seqs=4)
+    with serving(AsyncLLM(llm), loop=llm.loop) as running:
+        url = f"{running.url}/v1/completions"
+        body = {"prompt": "Once", "max_tokens": 3}
+
+        def break_it():
+            llm.engine.scheduler.update = None
+
+        llm.loop.call(break_it)
+        failed = httpx.post(url, json=body, timeout=30)
+        assert failed.status_code == 500
+        assert failed.json()["error"]["code"] == "engine_error"
+        assert httpx.post(url, json=body, timeout=30).status_code == 200  # with a new scheduler
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        wait_for(lambda: "begins anew, restart 1" in caplog.text)
+        make = llm.engine.restart
+
+        def restart(scheduler):
+            make(scheduler)
+            scheduler.update = None
+
+        llm.engine.restart = restart
+        llm.loop.call(break_it)
+        assert httpx.post(url, json=body, timeout=30).status_code == 500
+        assert httpx.post(url, json=body, timeout=30).status_code == 500
+        running._thread.join(20)
+        assert not running._thread.is_alive()
+        assert running.server.exit_code == 1
 
 
 @pytest.mark.skipif(which("openssl") is None, reason="openssl makes the certificate")

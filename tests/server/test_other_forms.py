@@ -163,7 +163,8 @@ def test_a_message_takes_results_stops_and_an_answer_that_is_begun(plain):
         ({"messages": [{"role": "system", "content": "x"}]}, "messages\\[0\\]"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content\\[0\\].type"),
         ({"tools": [{"type": "bash", "name": "x"}]}, "tools\\[0\\].type"),
-        ({"mcp_servers": []}, "mcp_servers is not a known field"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not served"),
+        ({"odd": 1}, "odd is not a known field"),
     ],
 )
 def test_what_messages_do_not_serve_is_named_in_anthropics_form(plain, more, words):

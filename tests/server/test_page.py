@@ -95,7 +95,7 @@ def test_what_is_seen_has_a_name_for_those_who_do_not_see(running):
     assert '<html lang="en">' in text
     assert 'name="viewport" content="width=device-width' in text
     for tag in re.findall(r"<(?:canvas|svg)[^>]*>", text):
-        assert "aria-label=" in tag
+        assert "aria-label=" in tag or 'aria-hidden="true"' in tag
     assert 'tabindex="0"' in re.search(r"<canvas[^>]*>", text)[0]
     labelled = set(re.findall(r'<label[^>]* for="([^"]+)"', text))
     for tag in re.findall(

@@ -1,6 +1,8 @@
 """`tilewise bench attention`: attention beside torch's own, in time and memory, in one run.
 
-Tables: dense (N from 512 on), window, blocks, varlen, features, head_dims, derivatives. The peers
+Tables: dense (N from 512 on), window, blocks, varlen, features, head_dims, derivatives, published
+(shapes that peers publish figures of; on a GPU). --peers adds FlashAttention-3 and 4 where they are
+installed, and "x best peer" compares with the fastest peer of the row. The peers
 are scaled_dot_product_attention by backend (sdpa_...), FlexAttention compiled for the shape (flex),
 varlen_attn, and softmax(QK^T)V in bfloat16 (standard). backward is the backward pass alone,
 peak_MB what a pass needs beyond its inputs. FLOPs are counted as in the FlashAttention papers over
@@ -23,16 +25,18 @@ import tilewise
 from tilewise.bench.compile_ahead import compile_ahead, compile_here
 from tilewise.bench.measure import Row, compare_features, compare_peers, measure
 from tilewise.bench.passes import Budget
+from tilewise.bench.peers import OPTIONAL, is_installed
 from tilewise.bench.problem import Problem
 from tilewise.bench.report import emit, format_table, say, write
 from tilewise.bench.roofline import Ceilings, measure_ceilings
-from tilewise.bench.tables import SCALES, TABLES, Scale
+from tilewise.bench.tables import SCALES, TABLES, Scale, with_peers
 
 SECONDS = {"cuda": 400.0, "cpu": 330.0}
 _COLUMNS = ["op", "peer", "N", "D", "causal", "ms", "spread", "TFLOP/s", "% of matmul", "peak_MB"]
 _COLUMNS += ["x best peer", "error"]
 _COLUMNS_OF = {"features": ["feature", "x plain"], "blocks": ["feature", "x plain"]}
 _COLUMNS_OF |= {"window": ["x plain"], "head_dims": ["Dv"]}
+_COLUMNS_OF |= {"published": ["H", "Hk", "Dv", "feature"]}
 
 
 def run(
@@ -98,6 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--seqlens", nargs="+", type=int, help="N of the dense table")
     parser.add_argument(
+        "--peers", nargs="+", choices=tuple(OPTIONAL), default=(), metavar="PEER",
+        help=f"beside torch's own, where installed: {', '.join(OPTIONAL)}",
+    )  # fmt: skip
+    parser.add_argument(
         "--seconds", type=float, help="wall time to fit in, with fewer repeats if need be "
         "(default: 400 on a GPU, 330 on a CPU); what does not begin in it is not measured",
     )  # fmt: skip
@@ -113,7 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale = SCALES[device]
     if options.seqlens:
         scale = replace(scale, seqlens=tuple(options.seqlens), ours_only=())
-    problems = plan(options.only, scale)
+    more = [name for name in options.peers if is_installed(name)]
+    for name in options.peers:
+        if name not in more:
+            say(f"{name} is left out: {OPTIONAL[name]} is not installed")
+    problems = with_peers(plan(options.only, scale), more)
     measurements = sum(len(problem.peers) * len(problem.ops) for problem in problems)
     budget = Budget(options.seconds or SECONDS[device], measurements)
     ceilings = measure_ceilings(device)

@@ -127,7 +127,15 @@ def plan_sessions(
                 "max_num_batched_tokens": options.max_num_batched_tokens,
             }
             ours = settings | {"graphs": options.graphs, "weight_dtype": options.weight_dtype}
-            competitors = [Competitor(OURS, OURS, ours, threads=threads)]
+            competitors = [
+                Competitor(
+                    OURS if size == 1 else f"{OURS} x{size}",
+                    OURS,
+                    ours if size == 1 else ours | {"tensor_parallel_size": size},
+                    threads=threads,
+                )
+                for size in options.tensor_parallel
+            ]
             for peer in options.peers:
                 competitors += _peer(options, peer, settings, shape, folder, threads)
             sessions.append(Session(shape, sizes, chosen, competitors, roof))
@@ -248,6 +256,10 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--kv-cache-dtype", default=None, help="e.g. fp8_e4m3, int8")
     engine.add_argument("--weight-dtype", default=None, help="of LLM, e.g. int8")
     engine.add_argument("--graphs", default=None, help="of LLM: auto, lazy or off")
+    engine.add_argument(
+        "--tensor-parallel", nargs="+", type=int, default=[1], metavar="N",
+        help="processes of tilewise, each with a device; each number in turn (1)",
+    )  # fmt: skip
     engine.add_argument("--max-num-batched-tokens", type=int, default=None)
     engine.add_argument("--memory", type=float, default=0.85, help="share of a GPU's (0.85)")
     engine.add_argument(

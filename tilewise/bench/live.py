@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tilewise.bench import machine as bench_machine
 from tilewise.bench.engines.shapes import model_directory
 from tilewise.bench.report import emit, format_table, say
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
-from tilewise.bench.trace import TraceRequest, drawn_trace, fitting, poisson, read_trace
+from tilewise.bench.trace import drawn_trace, fitting, ids_within, poisson, read_trace
 from tilewise.cost import read_sizes
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
@@ -32,26 +31,7 @@ from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.virtual import Arrival, Timing, take
 from tilewise.errors import RequestError
 
-__all__ = ["LiveClock", "ids_within", "serve_live"]
-
-
-def ids_within(vocab_size: int) -> Callable[[TraceRequest, int], list[int]]:
-    """Return a function like `trace.prompt_ids` whose ids a model of `vocab_size` tokens has.
-
-    What prompts share is drawn from the generator that its id seeds.
-    """
-
-    def ids_of(request: TraceRequest, number: int) -> list[int]:
-        if request.token_ids:
-            return list(request.token_ids)
-        ids: list[int] = []
-        for shared, count in request.shared:
-            rng = random.Random(f"shared {shared}")
-            ids += [rng.randrange(vocab_size) for _ in range(count)]
-        rng = random.Random(number)
-        return ids + [rng.randrange(vocab_size) for _ in range(request.prompt - len(ids))]
-
-    return ids_of
+__all__ = ["LiveClock", "serve_live"]
 
 
 class LiveClock:

@@ -177,6 +177,33 @@ def _fa3(case: Case) -> Run:
     return _run(case, function, no_backward=reason)
 
 
+def _fa4(case: Case) -> Run:
+    """FlashAttention-4, where its `flash_attn.cute` is installed."""
+    problem, cu_seqlens = case.problem, case.cu_seqlens
+    asked = {name: value for name, value in case.options.items() if name != "deterministic"}
+    if asked or problem.density:
+        raise UnsupportedError("this peer must have no feature beside causality and a window")
+    interface = import_module("flash_attn.cute")
+    rule: dict[str, Any] = {"causal": problem.causal}
+    if "deterministic" in case.options:
+        rule["deterministic"] = case.options["deterministic"]
+    if problem.window_left >= 0:
+        rule["window_size"] = (problem.window_left, 0)
+    if problem.lengths:
+        longest = max(problem.lengths)
+        rule |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        rule |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return _first_of(interface.flash_attn_varlen_func(q, k, v, **rule))
+    else:
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return _first_of(interface.flash_attn_func(q, k, v, **rule))
+
+    return _run(case, function, compiles=True)  # CuTe DSL compiles at the first call
+
+
 def _first_of(result: Any) -> Any:
     """o alone; some builds return lse too."""
     return result[0] if isinstance(result, tuple) else result
@@ -223,8 +250,24 @@ PEERS: dict[str, Callable[[Case], Run]] = {
     "varlen_attn": _varlen_attn,
     "flex": _flex,
     "fa3": _fa3,
+    "fa4": _fa4,
     "standard": _standard,
 }
+# What has to be installed for a peer that no table asks for by itself, by its module.
+OPTIONAL = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+
+
+def is_installed(peer: str) -> bool:
+    """Whether an optional peer can be imported; every other one can."""
+    if peer not in OPTIONAL:
+        return True
+    try:
+        import_module(OPTIONAL[peer])
+    except ImportError:
+        return False
+    return True
+
+
 # Bytes of all the N x N matrices that a pass of these holds, over those of one in bfloat16:
 # counted with the float32 copies that SDPA's math makes of half precision.
 SQUARES = {"sdpa_math": 8.0, "standard": 4.0}

@@ -1,11 +1,13 @@
 """How fast a server answers: requests over HTTP as users send them, and what each of them saw.
 
-    tilewise bench serve --url http://127.0.0.1:8000 --num-prompts 200 --request-rate 8
+    tilewise bench serve --url http://127.0.0.1:8000 --num-prompts 200 --request-rate 8 --burst 4
+    tilewise bench serve --trace conv.csv --speed 2 --simulate --machine this.json --plot found.png
+    tilewise bench serve --turns 4 --think-s 1 --shared-words 100     conversations
     tilewise bench serve --direct --concurrency 64      the packaged model, with and without HTTP
 
-Requests come by a Poisson process, or a gamma process of another burstiness, or in a closed loop
-(--concurrency, the next when one ends). The client is a few lines over a socket: what is measured
-should be the server. The last line is JSON.
+What is sent and when is in `workload`. --simulate serves what was sent, when it was sent, in
+virtual time as well, and sets the two beside one another. The client is a few lines over a socket:
+what is measured should be the server. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,51 +16,86 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import re
 import resource
+import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 from urllib.parse import urlsplit
 
+from tilewise.bench.report import format_table, write
+from tilewise.bench.trace import TraceRequest, fitting, ids_within, read_trace
+from tilewise.bench.workload import (
+    Asked,
+    arriving,
+    conversations,
+    drawn_prompts,
+    of_trace,
+    with_keys,
+)
+
 __all__ = ["Answer", "load", "main", "summary"]
 
-WORDS = (
-    "once", "upon", "a", "time", "there", "was", "little", "girl", "boy", "dog", "cat", "frog",
-    "liked", "to", "play", "in", "the", "park", "with", "her", "friend", "and", "one", "day",
-    "they", "found", "big", "red", "ball", "under", "old", "tree", "near", "river", "who",
-)  # fmt: skip
+PERCENTS = (50, 90, 95, 99)
+BOUNDED = ("ttft", "tpot", "itl", "e2e")
+COMPARED = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one request saw; seconds of time.perf_counter."""
+    """What one request saw; seconds of time.perf_counter.
+
+    Attributes:
+        key: of the API.
+        begun: when it should have been sent.
+        prompt: that was sent.
+        samples: of the prompt.
+        times: of each event that brought text.
+        num_tokens: of all samples together.
+        prompt_tokens, cached_tokens: as the server counted them.
+        text: of the first sample, where it was asked for.
+        ended: when the answer was whole.
+        error: None unless it failed.
+    """
 
     key: str
     begun: float
-    times: list[float] = field(default_factory=list)  # of each event that brought text
+    prompt: str | list[int] = ""
+    samples: int = 1
+    times: list[float] = field(default_factory=list)
     num_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    text: str = ""
     ended: float = 0.0
     error: str | None = None
 
 
-async def ask(host: str, port: int, body: dict[str, Any], key: str, begun: float) -> Answer:
+async def ask(
+    url: str, body: dict[str, Any], key: str, begun: float, *, wants_text: bool = False
+) -> Answer:
     """Send one request for a stream and read it to its end."""
-    answer = Answer(key, begun)
+    answer = Answer(key, begun, body["prompt"], body.get("n", 1))
+    parts = urlsplit(url)
+    host, tls = parts.hostname or "127.0.0.1", parts.scheme == "https"
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
     head = [
-        "POST /v1/completions HTTP/1.1", f"Host: {host}", "Connection: close",
-        f"Content-Length: {len(content)}",
+        f"POST {parts.path}/v1/completions HTTP/1.1", f"Host: {host}", "Connection: close",
+        "Content-Type: application/json", f"Content-Length: {len(content)}",
     ]  # fmt: skip
     if key:
         head.append(f"Authorization: Bearer {key}")
     try:
-        reader, writer = await asyncio.open_connection(host, port, limit=2**20)
+        reader, writer = await asyncio.open_connection(
+            host, parts.port or (443 if tls else 80), limit=2**20,
+            ssl=ssl.create_default_context() if tls else None,
+        )  # fmt: skip
         try:
             writer.write("\r\n".join([*head, "", content]).encode())
             status = await reader.readline()
@@ -67,83 +104,93 @@ async def ask(host: str, port: int, body: dict[str, Any], key: str, begun: float
             while line := await reader.readline():
                 if line.startswith(b'data: {"error"'):
                     answer.error = line.decode().strip()
-                elif b'"choices":[{' in line:
+                elif b'"choices":[{' in line or b'"choices": [{' in line:
                     answer.times.append(time.perf_counter())
+                    if wants_text:
+                        choice = json.loads(line[6:])["choices"][0]
+                        answer.text += choice["text"] if choice["index"] == 0 else ""
                 elif b'"completion_tokens"' in line:
-                    answer.num_tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+                    _count(answer, json.loads(line[6:])["usage"])
         finally:
             writer.close()
-    except OSError as error:
-        answer.error = str(error)
+    except (OSError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
     answer.ended = time.perf_counter()
+    if answer.error is None and not answer.num_tokens:
+        answer.error = "the stream ended without a count of its tokens"
     return answer
 
 
-async def load(
-    url: str,
-    bodies: Sequence[dict[str, Any]],
-    *,
-    rate: float | None,
-    burstiness: float = 1.0,
-    concurrency: int | None = None,
-    keys: Sequence[str] = ("",),
-    seed: int = 0,
-) -> list[Answer]:
-    """Send requests and return what each saw.
+def _count(answer: Answer, usage: dict[str, Any]) -> None:
+    answer.num_tokens = usage["completion_tokens"]
+    answer.prompt_tokens = usage.get("prompt_tokens", 0)
+    answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+async def load(url: str, asked: Sequence[Asked], *, concurrency: int | None = None) -> list[Answer]:
+    """Send requests and return what each saw, in their order.
 
     Args:
         url: of the server.
-        bodies: of /v1/completions.
-        rate: requests a second; None is as fast as concurrency allows.
-        burstiness: shape of the gamma distribution of intervals; 1 is a Poisson process, less is
-            burstier.
-        concurrency: requests under way at most; None is no bound.
-        keys: of the requests in turn.
-        seed: of the intervals.
+        asked: what to send, and when.
+        concurrency: requests under way at most; None is no bound. One that has to wait for that
+            counts from when it should have been sent.
     """
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    draw = random.Random(seed)
-    seats = asyncio.Semaphore(concurrency or len(bodies))
+    seats = asyncio.Semaphore(concurrency or max(1, len(asked)))
+    followed = {one.follows for one in asked}
+    started = time.perf_counter()
     tasks: list[asyncio.Task[Answer]] = []
 
-    async def one(body: dict[str, Any], key: str, begun: float | None) -> Answer:
+    async def one(place: int) -> Answer:
+        request, body, begun = asked[place], asked[place].body, None
+        if request.follows is not None:
+            before = await tasks[request.follows]
+            if before.error is not None:
+                now = time.perf_counter()
+                return Answer(request.key, now, ended=now, error="the turn before it failed")
+            await asyncio.sleep(request.think_s)
+            begun = time.perf_counter()
+            body = {**body, "prompt": f"{before.prompt}{before.text}{body['prompt']}"}
+        elif request.seconds is not None:
+            # A client that is late in sending is the client's fault, not the user's.
+            begun = started + request.seconds
+            await asyncio.sleep(max(0.0, begun - time.perf_counter()))
         async with seats:
-            return await ask(host, port, body, key, begun or time.perf_counter())
+            return await ask(
+                url, body, request.key, begun or time.perf_counter(),
+                wants_text=place in followed,
+            )  # fmt: skip
 
-    due = time.perf_counter()
-    for i, body in enumerate(bodies):
-        begun = None
-        if rate is not None:
-            due += draw.gammavariate(burstiness, 1 / (rate * burstiness))
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            begun = due  # a client that is late in sending is the client's fault, not the user's
-        tasks.append(asyncio.create_task(one(body, keys[i % len(keys)], begun)))
+    for place in range(len(asked)):
+        tasks.append(asyncio.create_task(one(place)))
     return list(await asyncio.gather(*tasks))
 
 
 def summary(answers: Sequence[Answer], goodput: dict[str, float] | None = None) -> dict[str, Any]:
     """Return rates, percentiles in milliseconds, goodput and Jain's index of fairness over keys.
 
+    TTFT is from when a request should have been sent to its first text, TPOT the mean time between
+    two tokens of a sample, ITL the times between two events, E2E to the end of the answer. Jain's
+    index of x is sum(x)^2 / (n sum(x^2)) over the tokens of each key: 1 is equal shares, 1/n is
+    one key alone (Jain, Chiu and Hawe 1984).
+
     Args:
-        goodput: bounds in milliseconds for "ttft", "tpot", "e2e"; requests within all count.
+        goodput: bounds in milliseconds for "ttft", "tpot", "itl" (its mean), "e2e"; requests within
+            all count.
     """
     good = [a for a in answers if a.error is None and a.times]
     found: dict[str, Any] = {"requests": len(answers), "failed": len(answers) - len(good)}
     if not good:
         return found
     seconds = max(a.ended for a in good) - min(a.begun for a in good)
+    made, prompts = sum(a.num_tokens for a in good), sum(a.prompt_tokens for a in good)
     found["seconds"] = seconds
     found["requests_per_second"] = len(good) / seconds
-    found["tokens_per_second"] = sum(a.num_tokens for a in good) / seconds
-    of_each = [
-        {
-            "ttft": 1e3 * (a.times[0] - a.begun),
-            "tpot": 1e3 * (a.times[-1] - a.times[0]) / max(1, a.num_tokens - 1),
-            "e2e": 1e3 * (a.ended - a.begun),
-        }
-        for a in good
-    ]
+    found["tokens_per_second"] = made / seconds
+    found["total_tokens_per_second"] = (made + prompts) / seconds
+    if prompts:
+        found["cached_share"] = sum(a.cached_tokens for a in good) / prompts
+    of_each = [_times_of(a) for a in good]
     values = {name: [one[name] for one in of_each] for name in ("ttft", "tpot", "e2e")}
     values["itl"] = [
         1e3 * (b - a) for one in good for a, b in zip(one.times, one.times[1:], strict=False)
@@ -152,41 +199,153 @@ def summary(answers: Sequence[Answer], goodput: dict[str, float] | None = None) 
         ranked = sorted(measured) or [0.0]
         found[name] = {
             "mean": mean(ranked),
-            **{f"p{p}": ranked[min(len(ranked) - 1, len(ranked) * p // 100)] for p in (50, 90, 99)},
+            **{f"p{p}": ranked[min(len(ranked) - 1, len(ranked) * p // 100)] for p in PERCENTS},
         }
     if goodput:
         within = [all(one[name] <= bound for name, bound in goodput.items()) for one in of_each]
         found["goodput"] = sum(within) / seconds
-    keys = {a.key for a in good}
+        found["goodput_share"] = sum(within) / len(answers)
+    keys = {a.key for a in answers}
     if len(keys) > 1:
         shares = [sum(a.num_tokens for a in good if a.key == key) for key in keys]
         found["jain"] = sum(shares) ** 2 / (len(shares) * sum(s * s for s in shares))
     return found
 
 
-def _bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
-    draw = random.Random(options.seed)
-    shared = [draw.choice(WORDS) for _ in range(options.shared_words)]
-    bodies = []
-    for i in range(options.num_prompts):
-        words = [*shared, *(draw.choice(WORDS) for _ in range(options.words))]
-        bodies.append(
-            {
-                "prompt": " ".join(words),
-                "max_tokens": options.max_tokens,
-                "temperature": options.temperature,
-                "seed": i,
-                "ignore_eos": True,
-            }
+def _times_of(answer: Answer) -> dict[str, float]:
+    between = answer.times[-1] - answer.times[0]
+    return {
+        "ttft": 1e3 * (answer.times[0] - answer.begun),
+        "tpot": 1e3 * between / max(1.0, answer.num_tokens / answer.samples - 1),
+        "itl": 1e3 * between / max(1, len(answer.times) - 1),
+        "e2e": 1e3 * (answer.ended - answer.begun),
+    }
+
+
+def _asked(options: argparse.Namespace) -> list[Asked]:
+    drawn = {
+        "words": options.words, "shared_words": options.shared_words,
+        "max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed,
+    }  # fmt: skip
+    count = options.num_prompts
+    if options.trace:
+        longest = options.max_model_len or _longest(options)
+        requests = read_trace(options.trace)
+        requests = fitting(requests, longest, len(requests) if count is None else count)
+        if not requests:
+            raise ValueError(f"trace must have a request of at most {longest:,} tokens, got none")
+        first = requests[0].seconds
+        asked = of_trace(
+            requests, ids_within(options.vocab_size), temperature=options.temperature,
+            speed=options.speed,
+        )  # fmt: skip
+        asked = [_sooner(one, first / options.speed) for one in asked]
+    elif options.turns > 1:
+        asked = conversations(count or 16, options.turns, think_s=options.think_s, **drawn)
+    else:
+        asked = drawn_prompts(count or 64, **drawn)
+    if options.request_rate is not None:
+        asked = arriving(
+            asked, options.request_rate, burstiness=options.burstiness, burst=options.burst,
+            seed=options.seed,
+        )  # fmt: skip
+    elif options.concurrency is not None:
+        asked = [_at_once(one) for one in asked]
+    return with_keys(asked, options.api_key)
+
+
+def _sooner(one: Asked, seconds: float) -> Asked:
+    """Count from the first request that fits."""
+    assert one.seconds is not None
+    return Asked(one.body, one.seconds - seconds)
+
+
+def _at_once(one: Asked) -> Asked:
+    return Asked(one.body, None, one.key, one.follows, one.think_s)
+
+
+def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
+    """Ask a route of the server that is no stream."""
+    headers = {"Content-Type": "application/json"}
+    if options.api_key[0]:
+        headers["Authorization"] = f"Bearer {options.api_key[0]}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(options.url.rstrip("/") + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+    except OSError as error:
+        raise ValueError(f"--url must be of a server with {path}, got {error}") from None
+
+
+def _longest(options: argparse.Namespace) -> int:
+    length = _call(options, "/v1/models")["data"][0].get("max_model_len")
+    if not length:
+        raise ValueError("--max-model-len must be given for a server that does not tell it")
+    return int(length)
+
+
+def simulated(
+    options: argparse.Namespace, answers: Sequence[Answer]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Serve what was sent, when it was sent, in virtual time.
+
+    Returns:
+        {"predicted": ..., "measured": ..., "error %": ...} in the words of `tilewise simulate`, and
+        what became of each request there.
+
+    Raises:
+        ValueError: model or machine is unknown, or no request was answered.
+    """
+    from tilewise.bench.simulate import Setting, model_sizes, of_timings, serve
+    from tilewise.cost import machine, read_machine
+    from tilewise.engine.virtual import Timing
+
+    good = sorted((a for a in answers if a.error is None and a.times), key=lambda a: a.begun)
+    if not good:
+        raise ValueError("requests must hold one that was answered, got none")
+    started = good[0].begun
+    requests, measured = [], []
+    for number, answer in enumerate(good):
+        when, ids = answer.begun - started, answer.prompt
+        if isinstance(ids, str):
+            ids = _call(options, "/tokenize", {"prompt": ids})["tokens"]
+        output = max(1, answer.num_tokens // answer.samples)
+        requests.append(
+            TraceRequest(
+                when, len(ids), output, answer.samples, token_ids=tuple(ids), user=answer.key
+            )
         )
-    return bodies
+        measured.append(
+            Timing(
+                str(number), when, len(ids), answer.samples, first_token=answer.times[0] - started,
+                last_token=answer.times[-1] - started, output_tokens=answer.num_tokens,
+                cached_tokens=answer.cached_tokens, reason="length",
+            )
+        )  # fmt: skip
+    profile = read_machine(options.machine) if options.machine else machine(options.gpu)
+    longest = options.max_model_len or _longest(options)
+    setting = Setting(
+        model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
+        max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
+    )  # fmt: skip
+    virtual = list(serve(requests, setting, "prefix").timings.values())
+    both = {"predicted": of_timings(virtual), "measured": of_timings(measured)}
+    rows = {kind: {name: told[name] for name in COMPARED} for kind, told in both.items()}
+    rows["error %"] = {
+        name: 100 * (rows["predicted"][name] / value - 1) if value else None
+        for name, value in rows["measured"].items()
+    }
+    return {"machine": profile.name, **rows}, virtual
 
 
-def _direct(options: argparse.Namespace, bodies: list[dict[str, Any]]) -> dict[str, Any]:
+def _direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
     """Measure the engine called directly, then the same requests through a server of its own."""
     from tilewise.engine.llm import LLM
     from tilewise.engine.request import SamplingParams
 
+    asked = [_at_once(one) for one in asked]
+    bodies = [one.body for one in asked]
     seats = options.concurrency or len(bodies)
     llm = LLM(options.model, max_num_seqs=seats)
     prompts = [body["prompt"] for body in bodies]
@@ -214,11 +373,11 @@ def _direct(options: argparse.Namespace, bodies: list[dict[str, Any]]) -> dict[s
                     break
             if url is None:
                 raise RuntimeError(f"the server of {options.model} must start, and did not")
-            asyncio.run(load(url, bodies[:seats], rate=None, concurrency=seats))
+            asyncio.run(load(url, asked[:seats], concurrency=seats))
             through, cpu, client = [], [], []
             for _ in range(options.repeats):
                 before, mine = _cpu_seconds(server.pid), resource.getrusage(resource.RUSAGE_SELF)
-                answers = asyncio.run(load(url, bodies, rate=None, concurrency=seats))
+                answers = asyncio.run(load(url, asked, concurrency=seats))
                 found = summary(answers)
                 after = resource.getrusage(resource.RUSAGE_SELF)
                 made = sum(a.num_tokens for a in answers)
@@ -247,56 +406,125 @@ def _cpu_seconds(pid: int) -> float:
 
 def _bounds(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
-    if name not in ("ttft", "tpot", "e2e") or not value.replace(".", "", 1).isdecimal():
-        raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2e:MS, got {text!r}")
+    if name not in BOUNDED or not value.replace(".", "", 1).isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(BOUNDED)} with :MILLISECONDS, got {text!r}"
+        )
     return name, float(value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewise bench serve", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of any server with /v1/completions")
+    add("--api-key", nargs="+", default=[""], help="of users, or of the requests in turn")
+    add("--goodput", type=_bounds, nargs="+", default=[], metavar="ttft:MS")
+    add("--json", metavar="FILE", help="write the document, and what each request saw, there")
+    add("--plot", metavar="FILE", help="draw it, as PNG")
+    add = parser.add_argument_group("what is sent").add_argument
+    add("--trace", metavar="FILE", help="Azure's CSV, Mooncake's or our JSONL: requests that fit")
+    add("--max-model-len", type=int, metavar="N", help="(default: what the server tells)")
+    add("--vocab-size", type=int, default=4096, metavar="N", help="ids of a trace's prompts")
+    add("--num-prompts", type=int, metavar="N", help="64; of conversations 16; of a trace all")
+    add("--words", type=int, default=24, help="of each prompt, or turn")
+    add("--shared-words", type=int, default=0, help="with which all prompts begin")
+    add("--turns", type=int, default=1, help="of each conversation")
+    add("--think-s", type=float, default=0.0, help="mean, between an answer and the next turn")
+    add("--max-tokens", type=int, default=64)
+    add("--temperature", type=float, default=1.0)
+    add("--seed", type=int, default=0)
+    add = parser.add_argument_group("when").add_argument
+    add("--request-rate", type=float, help="a second (default: a trace's times, else all at once)")
+    add("--burstiness", type=float, default=1.0, help="1 is a Poisson process, less is burstier")
+    add("--burst", type=int, default=1, metavar="N", help="requests that come at once")
+    add("--speed", type=float, default=1.0, help="seconds of a trace that go by in one")
+    add("--concurrency", type=int, help="requests under way at most; without a rate a closed loop")
+    add = parser.add_argument_group("beside it in virtual time").add_argument
+    add("--simulate", action="store_true", help="serve what was sent by tilewise simulate, too")
+    add("--machine", metavar="FILE", help="a profile by tilewise bench machine")
+    add("--gpu", default="cpu", help="a known profile (default: cpu)")
+    add("--dtype", default="float32", help="of the products")
+    add("--slots", type=int, metavar="N", help="tokens that the server's cache holds")
+    add("--max-num-seqs", type=int, default=256, metavar="N")
+    add("--max-batched-tokens", type=int, default=2048, metavar="N", help="of a step")
+    add = parser.add_argument_group("a server of its own").add_argument
+    add("--direct", action="store_true", help="start a server, beside the engine without one")
+    add("--model", default="story", help="with --direct or --simulate")
+    add("--repeats", type=int, default=3, help="with --direct; the best counts")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="tilewise bench serve", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of any server with /v1/completions")
-    add("--direct", action="store_true", help="start a server, beside the engine without one")
-    add("--model", default="story", help="with --direct")
-    add("--repeats", type=int, default=3, help="with --direct; the best counts")
-    add("--num-prompts", type=int, default=64)
-    add("--words", type=int, default=24, help="of each prompt")
-    add("--shared-words", type=int, default=0, help="with which all prompts begin")
-    add("--max-tokens", type=int, default=64)
-    add("--temperature", type=float, default=1.0)
-    add("--request-rate", type=float, help="a second (default: as fast as they are answered)")
-    add("--burstiness", type=float, default=1.0, help="1 is a Poisson process, less is burstier")
-    add("--concurrency", type=int, help="requests under way at most")
-    add("--goodput", type=_bounds, nargs="+", default=[], metavar="ttft:MS")
-    add("--api-key", nargs="+", default=[""], help="of the requests in turn")
-    add("--seed", type=int, default=0)
-    options = parser.parse_args(argv)
-    bodies = _bodies(options)
+    options = _parser().parse_args(argv)
+    try:
+        return _run(options)
+    except ValueError as error:
+        print(f"tilewise bench serve: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.speed <= 0 or options.turns < 1:
+        raise ValueError("--speed must be above 0 and --turns at least 1")
+    if options.direct and (options.trace or options.turns > 1 or options.simulate):
+        raise ValueError("--direct must stand without --trace, --turns and --simulate")
+    asked = _asked(options)
+    answers: list[Answer] = []
+    virtual: list[Any] = []
     if options.direct:
-        found = _direct(options, bodies)
+        found = _direct(options, asked)
     else:
-        answers = asyncio.run(
-            load(
-                options.url, bodies, rate=options.request_rate, burstiness=options.burstiness,
-                concurrency=options.concurrency, keys=options.api_key, seed=options.seed,
-            )
-        )  # fmt: skip
+        answers = asyncio.run(load(options.url, asked, concurrency=options.concurrency))
         found = summary(answers, dict(options.goodput))
         for answer in answers:
             if answer.error:
                 print(f"failed: {answer.error[:200]}", file=sys.stderr)
                 break
+        if options.simulate and found["failed"] < found["requests"]:
+            found["simulated"], virtual = simulated(options, answers)
+    _print(found)
+    if options.json:
+        write({**found, "answers": [_told(a, answers) for a in answers]}, options.json)
+    if options.plot and any(a.times for a in answers):
+        from tilewise.bench.serve_plot import draw
+
+        draw(answers, virtual, options.plot)
+    print(json.dumps(found))
+    return 0 if not found.get("failed") else 1
+
+
+def _print(found: dict[str, Any]) -> None:
     for name, value in found.items():
-        if isinstance(value, dict):
+        if name == "simulated":
+            rows = [{"": kind, **row} for kind, row in value.items() if isinstance(row, dict)]
+            print(f"in virtual time, {value['machine']}:")
+            print(format_table(rows, ["", *COMPARED]))
+        elif isinstance(value, dict):
             text = "  ".join(f"{key} {number:10.2f}" for key, number in value.items())
             print(f"{name:<26}{text} ms")
         else:
             print(f"{name:<26}{value:,.3f}".rstrip("0").rstrip("."))
-    print(json.dumps(found))
-    return 0 if not found.get("failed") else 1
+
+
+def _told(answer: Answer, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return what a request saw, in seconds from the first one; no key and no text."""
+    started = min(a.begun for a in answers)
+    keys = sorted({a.key for a in answers})
+    return {
+        "begun": answer.begun - started,
+        "first": answer.times[0] - started if answer.times else None,
+        "last": answer.times[-1] - started if answer.times else None,
+        "events": len(answer.times),
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "tokens": answer.num_tokens,
+        "key": keys.index(answer.key),
+        "error": answer.error,
+    }
 
 
 if __name__ == "__main__":

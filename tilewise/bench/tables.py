@@ -6,7 +6,7 @@ shrinks as N grows, and a fixed number of channels in all, so that heads get few
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,8 @@ class Scale:
         varlen: (shortest, longest, tokens) of a packed batch, and
         varlen_heads: its heads, of D 128.
         peers: of the dense table, ours first.
+        published_seqlens: N of the shapes that peers publish figures of; () leaves them out.
+        published_heads: query heads of those.
     """
 
     tokens: int
@@ -48,6 +50,8 @@ class Scale:
     varlen: tuple[int, int, int]
     varlen_heads: int
     peers: tuple[str, ...]
+    published_seqlens: tuple[int, ...] = ()
+    published_heads: int = 64
 
 
 SCALES = {
@@ -72,6 +76,7 @@ SCALES = {
             "flex",
             "standard",
         ),
+        published_seqlens=(2048, 4096, 8192, 16384, 32768),
     ),
     # A quarter of the tokens and an eighth of the channels, to take minutes on two cores.
     "cpu": Scale(
@@ -197,6 +202,45 @@ def derivatives(scale: Scale) -> list[Problem]:
     return [replace(one, batch=1, ops=(op,)) for op in second_order.OPS]
 
 
+def published(scale: Scale) -> list[Problem]:
+    """Shapes that peers publish figures of, causal, one sequence.
+
+    Groups of eight query heads at D 128 (Llama 3 70B) over N; the same at D 64 with a window
+    (gpt-oss), and heads of 192 and 128 channels, twice as many (MLA's prefill), at the longest N
+    up to 8,192. Passes are forward and backward, MLA's backward deterministic too.
+    """
+    if not scale.published_seqlens:
+        return []
+    heads = scale.published_heads
+    groups = max(1, heads // 8)
+    peers = ("tilewise", "sdpa_flash", "sdpa_cudnn")
+    grouped = [
+        Problem("published", 1, n, heads, groups, 128, 128, peers, True, ops=OPS[:2])
+        for n in scale.published_seqlens
+    ]
+    windows = [
+        replace(
+            each, head_dim=64, v_head_dim=64, window_left=scale.window_left,
+            peers=("tilewise", "flex"),
+        )
+        for each in grouped
+        if each.seqlen in scale.rule_seqlens
+    ]  # fmt: skip
+    n = min(8192, scale.published_seqlens[-1])
+    mla = Problem("published", 1, n, 2 * heads, 2 * heads, 192, 128, peers, True, ops=OPS[:2])
+    return [*grouped, *windows, mla, replace(mla, feature="deterministic", ops=OPS[1:2])]
+
+
+def with_peers(problems: list[Problem], names: Sequence[str]) -> list[Problem]:
+    """Add peers to all problems that have one already, but to derivatives."""
+    return [
+        replace(each, peers=(*each.peers, *(name for name in names if name not in each.peers)))
+        if len(each.peers) > 1 and each.table != "derivatives"
+        else each
+        for each in problems
+    ]
+
+
 # In the order of measurement: should the time run out, it is the longest dense calls that miss.
 TABLES: dict[str, Callable[[Scale], list[Problem]]] = {
     "features": features,
@@ -205,5 +249,6 @@ TABLES: dict[str, Callable[[Scale], list[Problem]]] = {
     "varlen": varlen,
     "blocks": blocks,
     "derivatives": derivatives,
+    "published": published,
     "dense": dense,
 }

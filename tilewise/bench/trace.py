@@ -29,6 +29,7 @@ __all__ = [
     "TraceRequest",
     "drawn_trace",
     "fitting",
+    "ids_within",
     "poisson",
     "prompt_ids",
     "read_trace",
@@ -242,6 +243,25 @@ def prompt_ids(request: TraceRequest, number: int) -> list[int]:
     for shared, count in request.shared:
         ids += [shared] * count
     return ids + [FIRST_OWN + number] * (request.prompt - len(ids))
+
+
+def ids_within(vocab_size: int) -> Callable[[TraceRequest, int], list[int]]:
+    """Return a function like `prompt_ids` whose ids a model of `vocab_size` tokens has.
+
+    What prompts share is drawn from the generator that its id seeds.
+    """
+
+    def ids_of(request: TraceRequest, number: int) -> list[int]:
+        if request.token_ids:
+            return list(request.token_ids)
+        ids: list[int] = []
+        for shared, count in request.shared:
+            rng = random.Random(f"shared {shared}")
+            ids += [rng.randrange(vocab_size) for _ in range(count)]
+        rng = random.Random(number)
+        return ids + [rng.randrange(vocab_size) for _ in range(request.prompt - len(ids))]
+
+    return ids_of
 
 
 def drawn_trace(count: int, seed: int = 0) -> list[TraceRequest]:

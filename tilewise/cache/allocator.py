@@ -14,7 +14,6 @@ its memory being warm), then cached ones, the least recently used first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 
 from tilewise.errors import CacheFullError
 
@@ -144,10 +143,10 @@ class BlockAllocator:
             AssertionError: names the invariant that is broken.
         """
         free = self.free_order()
-        unowned = {block for block, count in enumerate(self._ref) if count == 0}
+        unowned = {block for block, count in enumerate(self._ref) if not count}
         cached = [self._cached[block] for block in free]
         ring = [self.num_blocks, *free, self.num_blocks]
-        linked = all(self._prev[b] == a for a, b in pairwise(ring))
+        linked = [self._prev[block] for block in ring[1:]] == ring[:-1]
         rules = [
             (min(self._ref) >= 0, "ref counts are at least 0"),
             (len(free) == len(set(free)), "each free block is listed once"),

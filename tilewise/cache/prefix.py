@@ -14,6 +14,11 @@ is always reused before the parent. Because equal content is stored once (regist
 older block and the caller adopts it), this also holds for sequences that computed the same prefix
 side by side.
 
+A prompt may leave the tree inside a block: its tokens begin as those of a child do, and go on in
+another way. The children of each block are kept in the order of their packed tokens, where the one
+with the longest common beginning stands beside the place that the prompt's own tokens would have:
+begins_inside() finds it by bisection, however many children there are.
+
 Idea: vLLM's hash chain over full blocks (Kwon et al., 2023, section 4.4 and later), with the
 chain's digests replaced by the identity of the parent.
 """
@@ -21,6 +26,7 @@ chain's digests replaced by the identity of the parent.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 
 from tilewise.cache.allocator import BlockAllocator
@@ -59,7 +65,7 @@ class PrefixCache:
         self.on_evict: Callable[[int], None] | None = None
         self._block_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * allocator.num_blocks
-        self._num_children = [0] * allocator.num_blocks
+        self._children_of: dict[int, list[bytes]] = {}  # packed tokens, in order
         self._stamp_of = [0] * allocator.num_blocks
         self._num_registrations = 0
         allocator.on_evict = self._evict
@@ -96,6 +102,33 @@ class PrefixCache:
             parent = block
         return blocks
 
+    def begins_inside(self, parent: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Return the child of a registered block that has most of its first tokens in common.
+
+        Only children of a block are looked at, not the first blocks of prompts: what is made of a
+        part of a block then has the same first block, so that forget() reaches it, too.
+
+        Args:
+            parent: a registered block.
+            token_ids: at most block_size tokens that come after it.
+
+        Returns:
+            The block, and how many tokens agree; (-1, 0) if none does.
+        """
+        children = self._children_of.get(parent)
+        if children is None:
+            return -1, 0
+        wanted = _pack(token_ids)
+        place = bisect_left(children, wanted)
+        best, most = b"", 0
+        for tokens in children[max(0, place - 1) : place + 1]:
+            count = 0
+            while count < len(wanted) and tokens[count : count + 4] == wanted[count : count + 4]:
+                count += 4
+            if count > most:
+                best, most = tokens, count
+        return (self._block_of[parent, best], most // 4) if most else (-1, 0)
+
     def register(self, block_id: int, parent: int | str, token_ids: Sequence[int]) -> int:
         """Remember the content of a full block and return the block that stands for it.
 
@@ -125,7 +158,7 @@ class PrefixCache:
             self._num_registrations += 1
             self._stamp_of[block_id] = self._num_registrations
             if isinstance(parent, int):
-                self._num_children[parent] += 1
+                insort(self._children_of.setdefault(parent, []), key[1])
         return kept
 
     def stamp(self, block_id: int) -> int:
@@ -186,9 +219,9 @@ class PrefixCache:
         for block in self._block_of.values():
             self._key_of[block] = None
             self._stamp_of[block] = 0
-            self._num_children[block] = 0
             self.allocator.unmark_cached(block)
         self._block_of.clear()
+        self._children_of.clear()
 
     def check_integrity(self) -> None:
         """Verify the invariants of the tree; the pool's own are allocator.check_integrity().
@@ -199,9 +232,9 @@ class PrefixCache:
         known = {b: key for b, key in enumerate(self._key_of) if key is not None}
         flagged = {b for b in range(self.allocator.num_blocks) if self.allocator.is_cached(b)}
         edges = [(b, key[0]) for b, key in known.items() if isinstance(key[0], int)]
-        children = [0] * self.allocator.num_blocks
-        for _, parent in edges:
-            children[parent] += 1
+        children: dict[int, list[bytes]] = {}
+        for block, parent in edges:
+            insort(children.setdefault(parent, []), known[block][1])
         rank = {b: i for i, b in enumerate(self.allocator.free_order())}
         never = self.allocator.num_blocks  # a used block is reused after every free one
         rules = [
@@ -211,7 +244,7 @@ class PrefixCache:
                 "registered blocks have a stamp",
             ),
             (set(known) == flagged, "the allocator keeps exactly the registered blocks"),
-            (children == self._num_children, "children are counted"),
+            (children == self._children_of, "the children of a block are listed in order"),
             (all(parent in known for _, parent in edges), "a parent is cached as long as a child"),
             (
                 all(rank.get(b, never) < rank.get(p, never) or p not in rank for b, p in edges),
@@ -230,9 +263,12 @@ class PrefixCache:
     def _forget(self, block_id: int) -> None:
         key = self._key_of[block_id]
         assert key is not None, "only registered blocks are evicted"
-        assert self._num_children[block_id] == 0, "children are evicted before their parent"
+        assert block_id not in self._children_of, "children are evicted before their parent"
         del self._block_of[key]
         self._key_of[block_id] = None
         self._stamp_of[block_id] = 0
         if isinstance(key[0], int):
-            self._num_children[key[0]] -= 1
+            siblings = self._children_of[key[0]]
+            del siblings[bisect_left(siblings, key[1])]
+            if not siblings:
+                del self._children_of[key[0]]

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["QUANTISED_DTYPES", "CacheSpec", "KVLayer", "KVSpec", "LatentLayer", "kv_layer"]
+__all__ = [
+    "QUANTISED_DTYPES",
+    "CacheLayer",
+    "CacheSpec",
+    "KVLayer",
+    "KVSpec",
+    "LatentLayer",
+    "LatentSpec",
+    "LayerGroup",
+    "kv_layer",
+]
 
 # Caches of these dtypes hold a float32 scale beside each token's channels of a head.
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -17,6 +27,7 @@ QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 KVLayer = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 # One layer's latents: latent_cache and, of an 8-bit one, latent_scale.
 LatentLayer = Tensor | tuple[Tensor, Tensor]
+CacheLayer = KVLayer | LatentLayer
 
 
 def kv_layer(tensors: Sequence[Tensor]) -> KVLayer:
@@ -32,8 +43,34 @@ def _require_positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+def _check_dtype(dtype: torch.dtype) -> None:
+    is_float = dtype.is_floating_point and dtype.itemsize > 1
+    if not (is_float or dtype in QUANTISED_DTYPES):
+        raise TypeError(
+            "dtype must be a floating-point type of 16 bits or more, int8 or float8_e4m3fn, "
+            f"got {dtype}"
+        )
+
+
+class _Row:
+    """What a token's keys and values, and a latent with its key, have in common."""
+
+    __slots__ = ()
+    dtype: torch.dtype
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether rows have scales."""
+        return self.dtype in QUANTISED_DTYPES
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of two scales: of a head's key and value, or of a latent and its key; or 0."""
+        return 2 * torch.float32.itemsize if self.is_quantised else 0
+
+
 @dataclass(frozen=True, slots=True)
-class KVSpec:
+class KVSpec(_Row):
     """The keys and values of one token in one layer.
 
     Attributes:
@@ -56,22 +93,7 @@ class KVSpec:
         _require_positive("num_kv_heads", self.num_kv_heads)
         _require_positive("head_dim", self.head_dim)
         _require_positive("v_head_dim", self.v_head_dim)
-        is_float = self.dtype.is_floating_point and self.dtype.itemsize > 1
-        if not (is_float or self.is_quantised):
-            raise TypeError(
-                "dtype must be a floating-point type of 16 bits or more, int8 or float8_e4m3fn, "
-                f"got {self.dtype}"
-            )
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether rows have scales."""
-        return self.dtype in QUANTISED_DTYPES
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the two scales of one head of one token: 8, or 0 without."""
-        return 2 * torch.float32.itemsize if self.is_quantised else 0
+        _check_dtype(self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
@@ -81,44 +103,184 @@ class KVSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec(_Row):
+    """The latent and the rotated key of one token in one layer of latent attention.
+
+    Attributes:
+        kv_rank: channels of the latent, R.
+        rope_dim: channels of the rotated key, Dr.
+        dtype: a floating-point type of 16 bits or more, int8 or float8_e4m3fn.
+
+    Raises:
+        ValueError: a size is below 1.
+        TypeError: dtype is another one.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        _require_positive("kv_rank", self.kv_rank)
+        _require_positive("rope_dim", self.rope_dim)
+        _check_dtype(self.dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in one layer: R + Dr times the element size, and the scales."""
+        return (self.kv_rank + self.rope_dim) * self.dtype.itemsize + self.scale_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep the same of the same tokens: one pool of blocks, one table a sequence.
+
+    Attributes:
+        kind: what one of the layers keeps of one token.
+        layers: their numbers in the model, ascending.
+        window: keys that a query sees, its own included; None is all before it. What lies behind
+            the window of the next query is not kept.
+
+    Raises:
+        ValueError: there is no layer, or the window is below 1.
+    """
+
+    kind: KVSpec | LatentSpec
+    layers: tuple[int, ...]
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("layers must hold at least 1 layer, got 0")
+        if self.window is not None:
+            _require_positive("window", self.window)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers of the group."""
+        return len(self.layers) * self.kind.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
     """The paged cache of a whole model.
 
     Attributes:
         num_layers: layers that keep keys and values.
         block_size: tokens per cache block, P.
-        kv: what one layer keeps of one token.
+        kv: what one layer keeps of one token; of the first group, where there are several.
+        groups: layers by what they keep. Not given, all layers are one group without a window.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or a layer is in no group or in two.
     """
 
     num_layers: int
     block_size: int
-    kv: KVSpec
+    kv: KVSpec | LatentSpec
+    groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive("num_layers", self.num_layers)
         _require_positive("block_size", self.block_size)
+        if not self.groups:
+            whole = LayerGroup(self.kv, tuple(range(self.num_layers)))
+            object.__setattr__(self, "groups", (whole,))
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if layers != list(range(self.num_layers)):
+            raise ValueError(
+                f"groups must hold each of the {self.num_layers} layers once, got {layers}"
+            )
+        if self.groups[0].kind != self.kv:
+            raise ValueError(f"kv must be that of the first group, got {self.kv}")
+
+    @classmethod
+    def of_windows(
+        cls, block_size: int, kind: KVSpec | LatentSpec, windows: Sequence[int | None]
+    ) -> CacheSpec:
+        """Group the layers of a model by their windows, those without one first.
+
+        Args:
+            block_size: tokens per cache block.
+            kind: what every layer keeps of one token.
+            windows: of each layer, None for all keys.
+        """
+        distinct = sorted(set(windows), key=lambda w: (w is not None, -(w or 0)))
+        groups = tuple(
+            LayerGroup(kind, tuple(i for i, w in enumerate(windows) if w == window), window)
+            for window in distinct
+        )
+        return cls(len(windows), block_size, kind, groups)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all layers are one group that keeps every token."""
+        return len(self.groups) == 1 and self.groups[0].window is None
+
+    @property
+    def group_of(self) -> tuple[int, ...]:
+        """Of each layer the number of its group; empty where there is one."""
+        if len(self.groups) == 1:
+            return ()
+        numbers = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(numbers[layer] for layer in range(self.num_layers))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each group."""
+        return tuple(group.window for group in self.groups)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.num_layers * self.kv.bytes_per_token
+        """Bytes of one token in all layers, while no window has passed it."""
+        return sum(group.bytes_per_token for group in self.groups)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in all layers."""
+        """Bytes of one block of each group, all layers together."""
         return self.block_size * self.bytes_per_token
+
+    def group_block_bytes(self, group: int) -> int:
+        """Bytes of one block of one group, in all of its layers."""
+        return self.block_size * self.groups[group].bytes_per_token
+
+    def part(self, group: int) -> CacheSpec:
+        """Return the cache of one group as that of a model of its own."""
+        own = self.groups[group]
+        whole = replace(own, layers=tuple(range(len(own.layers))))
+        return CacheSpec(len(own.layers), self.block_size, own.kind, (whole,))
 
     def k_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
         """Shape of one layer's k_cache: (num_blocks, P, Hk, D)."""
-        return (num_blocks, self.block_size, self.kv.num_kv_heads, self.kv.head_dim)
+        kv = self._keys_and_values()
+        return (num_blocks, self.block_size, kv.num_kv_heads, kv.head_dim)
 
     def v_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
         """Shape of one layer's v_cache: (num_blocks, P, Hk, Dv)."""
-        return (num_blocks, self.block_size, self.kv.num_kv_heads, self.kv.v_head_dim)
+        kv = self._keys_and_values()
+        return (num_blocks, self.block_size, kv.num_kv_heads, kv.v_head_dim)
 
     def scale_shape(self, num_blocks: int) -> tuple[int, int, int]:
         """Shape of one layer's k_scale and v_scale: (num_blocks, P, Hk)."""
-        return (num_blocks, self.block_size, self.kv.num_kv_heads)
+        return (num_blocks, self.block_size, self._keys_and_values().num_kv_heads)
+
+    def _keys_and_values(self) -> KVSpec:
+        assert isinstance(self.kv, KVSpec), "latents have one cache, not two"
+        return self.kv
+
+    def tensors(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of one layer's tensors, of the first group.
+
+        k_cache and v_cache, and k_scale and v_scale of an 8-bit cache; of latents latent_cache
+        (num_blocks, P, R + Dr), and latent_scale (num_blocks, P, 2) of an 8-bit one.
+        """
+        kind = self.kv
+        shapes: list[tuple[tuple[int, ...], torch.dtype]]
+        if isinstance(kind, LatentSpec):
+            rows = (num_blocks, self.block_size)
+            shapes = [((*rows, kind.kv_rank + kind.rope_dim), kind.dtype)]
+            return [*shapes, ((*rows, 2), torch.float32)] if kind.is_quantised else shapes
+        shapes = [(self.k_shape(num_blocks), kind.dtype), (self.v_shape(num_blocks), kind.dtype)]
+        if kind.is_quantised:
+            shapes += [(self.scale_shape(num_blocks), torch.float32)] * 2
+        return shapes

@@ -1,17 +1,21 @@
-"""The tensors behind the block ids: k_cache and v_cache of each layer, and their scales."""
+"""The tensors behind the block ids: of each group of layers the caches of keys, values, latents."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tilewise.cache.spec import CacheSpec, KVLayer, kv_layer
+from tilewise.cache.spec import CacheLayer, CacheSpec, LatentLayer, LatentSpec, kv_layer
 
 __all__ = ["KVStorage", "num_blocks_for"]
 
+Tensors = tuple[Tensor, ...]
+
 
 def num_blocks_for(spec: CacheSpec, budget_bytes: int) -> int:
-    """Return how many blocks fit into a memory budget: floor(budget_bytes / bytes_per_block).
+    """Return how many blocks of every group fit into memory: floor(budget / bytes_per_block).
 
     Args:
         spec: what a block is.
@@ -30,51 +34,76 @@ def num_blocks_for(spec: CacheSpec, budget_bytes: int) -> int:
 
 
 class KVStorage:
-    """Owns the cache memory of a model; a block id is an index into dim 0 of every layer's tensors.
+    """Owns the cache memory of a model; a block id is an index into dim 0 of a layer's tensors.
 
-    The layers lie one after the other, so that all of them are also one cache of
+    The layers of a group lie one after the other, so that all of them are also one cache of
     num_layers * num_blocks blocks, and what moves blocks moves those of all layers at once. The
     memory is not initialised: only slots that a sequence has written are ever read.
 
     Args:
         spec: shapes and dtype.
-        num_blocks: blocks per layer, at least 1.
+        num_blocks: blocks per layer, at least 1: of every group, or one number for each.
         device: where the tensors live.
         pinned: page-locked main memory, which a GPU reads and writes while the host goes on.
 
     Attributes:
-        layers: per layer k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv); with an 8-bit dtype also
-            k_scale and v_scale (N, P, Hk) float32.
-        whole: the same of all layers together, N being num_layers * num_blocks.
+        layers: per layer of the model k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv); with an
+            8-bit dtype also k_scale and v_scale (N, P, Hk) float32. Of a layer of latents its
+            latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and latent_scale
+            (N, P, 2) float32.
+        num_blocks: of the first group.
+        parts: of each group, its cache as that of a model of its own; itself where there is one.
+        whole: the tensors of all layers of the first group together, N being its layers times
+            num_blocks.
 
     Raises:
-        ValueError: num_blocks is below 1.
+        ValueError: num_blocks is below 1, or not one number for each group.
     """
 
     def __init__(
         self,
         spec: CacheSpec,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         device: torch.device | str = "cpu",
         *,
         pinned: bool = False,
     ) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        counts = [num_blocks] * len(spec.groups) if isinstance(num_blocks, int) else [*num_blocks]
+        if len(counts) != len(spec.groups):
+            raise ValueError(
+                f"num_blocks must be one number for each of {len(spec.groups)} groups, got {counts}"
+            )
+        if min(counts) < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {min(counts)}")
         self.spec = spec
-        self.num_blocks = num_blocks
-        total = spec.num_layers * num_blocks
-        shapes: list[tuple[tuple[int, ...], torch.dtype]]
-        shapes = [(spec.k_shape(total), spec.kv.dtype), (spec.v_shape(total), spec.kv.dtype)]
-        if spec.kv.is_quantised:
-            shapes += [(spec.scale_shape(total), torch.float32)] * 2
-        tensors = [
+        self.num_blocks = counts[0]
+        self.parts: list[KVStorage] = [self]
+        self.layers: list[CacheLayer]
+        if len(counts) > 1:
+            self.parts = [
+                KVStorage(spec.part(i), count, device, pinned=pinned)
+                for i, count in enumerate(counts)
+            ]
+            self.whole: Tensors = self.parts[0].whole
+            by_layer = {
+                layer: tensors
+                for group, part in zip(spec.groups, self.parts, strict=True)
+                for layer, tensors in zip(group.layers, part.layers, strict=True)
+            }
+            self.layers = [by_layer[i] for i in range(spec.num_layers)]
+            return
+        self.whole = tuple(
             torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
-            for shape, dtype in shapes
-        ]
-        self.whole = kv_layer(tensors)
-        parts = [tensor.split(num_blocks) for tensor in self.whole]
-        self.layers: list[KVLayer] = [kv_layer(layer) for layer in zip(*parts, strict=True)]
+            for shape, dtype in spec.tensors(spec.num_layers * self.num_blocks)
+        )
+        parts = zip(*(tensor.split(self.num_blocks) for tensor in self.whole), strict=True)
+        is_latent = isinstance(spec.kv, LatentSpec)
+        self.layers = [_latent_layer(p) if is_latent else kv_layer(p) for p in parts]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Blocks per layer of each group."""
+        return tuple(part.num_blocks for part in self.parts)
 
     def in_all_layers(self, block_pairs: Tensor, target: KVStorage | None = None) -> Tensor:
         """Turn pairs of blocks of one layer (n, 2) into those of `whole` (num_layers * n, 2).
@@ -84,11 +113,16 @@ class KVStorage:
             target: the storage of the second blocks, of as many layers; None is this one.
         """
         steps = (self.num_blocks, (target or self).num_blocks)
-        layer = torch.arange(self.spec.num_layers, device=block_pairs.device)
+        layer = torch.arange(len(self.spec.groups[0].layers), device=block_pairs.device)
         firsts = torch.stack([layer * step for step in steps], dim=1)
         return (block_pairs + firsts.unsqueeze(1)).flatten(0, 1)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers together."""
-        return self.num_blocks * self.spec.bytes_per_block
+        sizes = map(self.spec.group_block_bytes, range(len(self.parts)))
+        return sum(size * count for size, count in zip(sizes, self.counts, strict=True))
+
+
+def _latent_layer(tensors: Sequence[Tensor]) -> LatentLayer:
+    return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])

@@ -23,6 +23,7 @@ from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, Scheduled
 from tilewise.engine.inputs import send
 from tilewise.engine.request import NO_TOKEN
 from tilewise.engine.sampling_options import Matcher
+from tilewise.errors import RequestError
 from tilewise.ops.adjust_logits import words_of
 
 __all__ = ["Adjuster", "put_errors"]
@@ -239,7 +240,7 @@ class Adjuster:
             _clear_bits(words, forbidden)
         if words is not None:
             if not words.any():
-                raise ValueError(
+                raise RequestError(
                     "what a request allows must leave a token to draw, got none after "
                     f"{len(known) - asked.num_prompt_tokens} tokens"
                 )

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from tilewise.engine.request import Request
 from tilewise.errors import QueueFullError, RequestError
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "window_blocks"]
 
 MAX_TOKEN_ID = 2**31 - 1  # token ids travel as int32
+
+
+def window_blocks(window: int, num_tokens: int, block_size: int) -> int:
+    """Return the most blocks that the keys of a run's queries lie in, wherever the run begins.
+
+    The first of `num_tokens` queries sees window - 1 keys before its own, the last its own:
+    window + num_tokens - 1 keys in a row.
+    """
+    return (window + num_tokens + block_size - 3) // block_size + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,8 @@ class Limits:
             own.
         max_waiting_requests: requests that may wait without having run; None is no bound.
         max_waiting_tokens: tokens of their prompts together; None is no bound.
+        windows: of each group of layers, None for all keys.
+        other_blocks: cache blocks of the groups of layers beyond the first.
 
     Raises:
         ValueError: a limit is below 1, or max_model_len below 2.
@@ -43,6 +54,8 @@ class Limits:
     long_prefill_token_threshold: int | None = None
     max_waiting_requests: int | None = None
     max_waiting_tokens: int | None = None
+    windows: tuple[int | None, ...] = (None,)
+    other_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -64,9 +77,39 @@ class Limits:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
 
     @property
+    def max_run(self) -> int:
+        """Tokens of one sequence in one step."""
+        longest = self.long_prefill_token_threshold or self.max_num_batched_tokens
+        return min(longest, self.max_num_batched_tokens, self.max_model_len)
+
+    @property
     def max_cached_len(self) -> int:
-        """Tokens of a sequence that has the whole cache: the last one is never written to it."""
-        return self.num_blocks * self.block_size + 1
+        """Tokens of a sequence that has the whole cache: the last one is never written to it.
+
+        A group of layers whose window and step fit its blocks holds any length; max_model_len is
+        what is left then.
+        """
+        longest, _ = self._scarcest()
+        return longest
+
+    def _scarcest(self) -> tuple[int, str]:
+        """Return the longest sequence that all groups of layers hold, and who holds no more."""
+        found = (self.max_model_len, "")
+        counts = (self.num_blocks, *self.other_blocks)
+        for window, count in zip(self.windows, counts, strict=True):
+            held, what = count * self.block_size + 1, ""
+            if window is not None:
+                needed = window_blocks(window, self.max_run, self.block_size)
+                if count >= needed:
+                    continue
+                what = (
+                    f" of the layers with a window of {window} (which with {needed} blocks, of a "
+                    f"window and a step of {self.max_run} tokens, hold any length)"
+                )
+            text = f"the {count} cache blocks of {self.block_size} tokens{what}"
+            if held < found[0] or not found[1]:
+                found = (held, text)
+        return found
 
     def max_len(self, request: Request) -> int:
         """Return how many tokens, prompt and generated, end a sequence of this request.
@@ -123,9 +166,9 @@ class Limits:
                 f"context of {self.max_model_len}, got {len(prompt)}"
             )
         needed = max(self.max_len(request), len(prompt) + 1)
-        if needed > self.max_cached_len:
+        longest, holder = self._scarcest()
+        if needed > longest:
             raise RequestError(
-                f"prompt and max_tokens must be at most {self.max_cached_len} tokens together, so "
-                f"that they fit the {self.num_blocks} cache blocks of {self.block_size} tokens, "
-                f"got {needed} (prompt of {len(prompt)})"
+                f"prompt and max_tokens must be at most {longest} tokens together, so that they "
+                f"fit {holder}, got {needed} (prompt of {len(prompt)})"
             )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
 from tilewise.engine.admission import Limits
+from tilewise.engine.embedding import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    check_pooling,
+    embedding_of,
+)
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
@@ -53,7 +59,7 @@ class AsyncLLM:
         """What the engine can serve, see `admission.Limits`."""
         return self.llm.engine.scheduler.limits
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -64,7 +70,7 @@ class AsyncLLM:
         priority: int = 0,
         deadline_s: float | None = None,
         max_queue_s: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt and yield its output so far whenever there is more.
 
         Each output is whole: all tokens and text of each sample since the beginning. A reader that
@@ -80,14 +86,13 @@ class AsyncLLM:
             cache_salt: prompts share cached beginnings only with those of an equal salt.
 
         Raises:
-            RequestError: the prompt can never be served, or the id is taken.
+            RequestError: the prompt can never be served, or the id is taken; QueueFullError if as
+                many requests or tokens wait as may (LLM(max_waiting_requests=)).
             EngineClosedError: the engine, or this object, was closed; DeviceLostError if its device
                 is lost.
             Exception: what ended this request alone, as for LLM.generate(), after the tokens that
                 came before.
         """
-        if self._is_closed:
-            raise EngineClosedError("the AsyncLLM was closed")
         asked = {
             "request_id": request_id,
             "user": user,
@@ -96,7 +101,50 @@ class AsyncLLM:
             "deadline_s": deadline_s,
             "max_queue_s": max_queue_s,
         }
-        generation = await self._prepare(prompt, sampling_params or SamplingParams(), asked)
+        return self._outputs(prompt, sampling_params or SamplingParams(), asked)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        pooling: str = "mean",
+        request_id: str | None = None,
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> EmbeddingOutput:
+        """Return the embedding of one prompt, computed in the steps of all requests.
+
+        Cancelling the task aborts the request. The arguments are those of generate() and
+        `LLM.embed`, as is what is raised.
+
+        Raises:
+            TimeoutError: its deadline has passed.
+        """
+        asked = {
+            "request_id": request_id,
+            "user": user,
+            "salt": cache_salt,
+            "priority": priority,
+            "deadline_s": deadline_s,
+            "max_queue_s": max_queue_s,
+            "pooling": check_pooling(pooling),
+        }
+        outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.finished:
+                    return embedding_of(output, pooling)
+        raise AssertionError("the last output of a request is finished")
+
+    async def _outputs(
+        self, prompt: Prompt, sampling: SamplingParams, asked: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if self._is_closed:
+            raise EngineClosedError("the AsyncLLM was closed")
+        generation = await self._prepare(prompt, sampling, asked)
         reader = self._mailbox().reader()
         generation.on_change = reader.tell
         request_id = generation.request.request_id

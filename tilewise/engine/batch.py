@@ -32,7 +32,7 @@ PENDING = -1
 
 
 class Asked(NamedTuple):
-    """What a runner must know of a sequence whose logits are changed, or whose prompt is scored.
+    """What a runner must know of a sequence whose logits are changed, or whose prompt is read.
 
     Attributes:
         adjusts: its logits are changed before they are drawn from.
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
             copy: a runner reads it in submit() and not later.
         num_prompt_tokens: how many of them are the prompt.
         end_ids: tokens that end it.
-        bad_word_ids, new_matcher: see `Request`.
+        bad_word_ids, new_matcher, pooling: see `Request`.
     """
 
     adjusts: bool
@@ -49,11 +49,13 @@ class Asked(NamedTuple):
     end_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     new_matcher: Callable[[], Matcher] | None = None
+    pooling: str | None = None
 
     @classmethod
     def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
         """Return what is to be known of a sequence of `request`, None if it asks for nothing."""
-        if not request.adjusts and request.sampling.prompt_logprobs is None:
+        is_read = request.sampling.prompt_logprobs is not None or request.pooling is not None
+        if not request.adjusts and not is_read:
             return None
         return cls(
             request.adjusts,
@@ -62,6 +64,7 @@ class Asked(NamedTuple):
             request.end_ids,
             request.bad_word_ids,
             request.new_matcher,
+            request.pooling,
         )
 
 
@@ -85,7 +88,11 @@ class ScheduledSequence(NamedTuple):
             drawn from the row of the one before the first of them and from each of theirs; the
             result is those that agree with the guesses, and the one after. DRAFT is a guess that
             the runner makes. num_samples is 1.
+        draft_parents: the row of each draft's parent, 0 the token before the drafts; () where each
+            comes after the one before, see `engine.draft_trees`.
         known: all tokens of a sequence with drafts, these not included. Its own list, not a copy.
+        others: of the groups of layers beyond the first, block_ids and first_new_block there. What
+            a window has passed may be anybody's block by now, and is not read.
     """
 
     seq_id: int
@@ -101,6 +108,8 @@ class ScheduledSequence(NamedTuple):
     is_chosen: bool = False
     num_drafts: int = 0
     known: Sequence[int] = ()
+    draft_parents: tuple[int, ...] = ()
+    others: tuple[tuple[Sequence[int], int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +124,7 @@ class Batch:
             they were new.
         swap_out: (block, slot of main memory), read before anything of the step is written.
         swap_in: (slot, block), written after that and before block_copies.
+        other_copies: block_copies of the groups of layers beyond the first.
     """
 
     sequences: tuple[ScheduledSequence, ...]
@@ -122,6 +132,7 @@ class Batch:
     left: tuple[int, ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
+    other_copies: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def asks(self) -> bool:
@@ -137,7 +148,33 @@ class Batch:
         """Return the step of some of its sequences, with the copies that they write to."""
         blocks = {block for s in sequences for block in s.block_ids}
         copies = tuple(pair for pair in self.block_copies if pair[1] in blocks)
-        return replace(self, sequences=tuple(sequences), block_copies=copies, left=())
+        others = []
+        for i, pairs in enumerate(self.other_copies):
+            blocks = {block for s in sequences for block in s.others[i][0]} if pairs else set()
+            others.append(tuple(pair for pair in pairs if pair[1] in blocks))
+        return replace(
+            self,
+            sequences=tuple(sequences),
+            block_copies=copies,
+            left=(),
+            other_copies=tuple(others),
+        )
+
+    def of_group(self, group: int) -> Batch:
+        """Return the step as a group of layers sees it, that of groups[group] of the cache.
+
+        Where nothing is said of the group, as in a trial step, its blocks have the same numbers.
+        """
+        if group == 0:
+            return self
+        runs = [
+            s._replace(block_ids=s.others[group - 1][0], first_new_block=s.others[group - 1][1])
+            if s.others
+            else s
+            for s in self.sequences
+        ]
+        copies = self.other_copies[group - 1] if self.other_copies else self.block_copies
+        return replace(self, sequences=tuple(runs), block_copies=copies)
 
 
 # A token of a prompt, its log-probability, and the most likely tokens in its place with theirs.
@@ -153,6 +190,7 @@ class SampledToken(NamedTuple):
     Attributes:
         prompt_logprobs: with a sequence's first token, if they were asked for.
         error: what failed in place of a draw, such as a grammar.
+        prompt_state: with a sequence's first token, if its prompt's hidden states are pooled.
     """
 
     token_id: int
@@ -160,6 +198,7 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: tuple[ScoredToken, ...] | None = None
     error: Exception | None = None
+    prompt_state: tuple[float, ...] | None = None
 
 
 def why_undrawn(token: SampledToken, request: Request) -> Exception:

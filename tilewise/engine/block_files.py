@@ -144,14 +144,16 @@ class BlockFiles:
             for digest in list(self._sizes):
                 self._drop(digest)
 
-    def flush(self) -> None:
-        """Wait until what was saved is written."""
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was saved is written, `timeout_s` at most; return whether it is."""
         with self._lock:
             thread = self._thread
             if thread is not None:
                 self._queue.put(None)
-        if thread is not None:
-            thread.join()
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
 
     def path(self, digest: bytes, parent: bytes) -> Path:
         """Return where a block is, or would be."""

@@ -8,7 +8,9 @@ The only writer of Sequence.block_ids. It keeps three promises to the steps that
                       newest of them, until that one has finished: no step reads or writes a block
                       that was given to somebody else meanwhile
 
-With a `SwapSpace`, what blocks held goes to main memory and comes back; a batch tells what moves.
+A sequence that leaves what the prefix cache knows inside a block has that block in its table until
+it writes there (`engine.inside`). With a `SwapSpace`, what blocks held goes to main memory and
+comes back; a batch tells what moves.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import NamedTuple
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.batch import Batch
+from tilewise.engine.inside import begin_inside
+from tilewise.engine.one_group import OneGroup
 from tilewise.engine.request import Sequence
 from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers
 from tilewise.engine.trace import Trace
@@ -41,7 +45,7 @@ class _Match(NamedTuple):
     refused_room: int = -1
 
 
-class BlockTables:
+class BlockTables(OneGroup):
     """Give sequences their blocks and take them back.
 
     Args:
@@ -81,6 +85,7 @@ class BlockTables:
         self._copies: list[tuple[int, int]] = []
         self._sources: Counter[int] = Counter()  # of these copies, what they own beside no step
         self._fences: deque[list[int]] = deque()  # one for each unfinished step, the oldest first
+        self._read: deque[list[int]] = deque()  # the same, for sources that the prefix cache knows
         self._matched: _Match | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -90,7 +95,7 @@ class BlockTables:
     @property
     def has_fenced(self) -> bool:
         """Whether blocks become free when unfinished steps finish."""
-        return any(self._fences)
+        return any(self._fences) or any(self._read)
 
     def begin_step(self) -> tuple[Transfers, Transfers]:
         """Note that a step may use any block that has an owner now.
@@ -99,6 +104,7 @@ class BlockTables:
             What it moves out and in: (device block, slot) and (slot, device block).
         """
         self._fences.append([])
+        self._read.append([])
         return ((), ()) if self.swap is None else self.swap.begin_step()
 
     def end_step(self, index: int) -> None:
@@ -106,13 +112,15 @@ class BlockTables:
 
         What was let go of since it began stays with the step before it, if that is unfinished.
         """
-        blocks = self._fences[index]
-        del self._fences[index]
+        blocks, read = self._fences[index], self._read[index]
+        del self._fences[index], self._read[index]
         if index == 0:
-            self.allocator.release(blocks)
-            self.trace.free(blocks)
+            for some in (read, blocks):  # a source before its parent, which may be in `blocks`
+                self.allocator.release(some)
+                self.trace.free(some)
         else:
             self._fences[index - 1] += blocks
+            self._read[index - 1] += read
         if self.swap is not None:
             self.swap.end_step(index)
 
@@ -148,8 +156,9 @@ class BlockTables:
             slots = self.swap.recall(seq, len(hits), last)  # before a block is kept in their place
             seq.block_ids = hits + self.allocator.allocate(num_fresh)
             self._fill(seq, slots)
-        known = seq.num_registered_blocks
-        seq.num_computed_tokens = seq.num_scheduled_tokens = known * self.block_size
+        inside = begin_inside(self, seq, spare, is_fresh=True)
+        known = seq.num_registered_blocks * self.block_size + inside
+        seq.num_computed_tokens = seq.num_scheduled_tokens = known
         if self.prefix is not None:
             self.prefix.count(seq.num_tokens, seq.num_computed_tokens)
         return True
@@ -223,15 +232,6 @@ class BlockTables:
             return False
         return not self.swap.coming.keys().isdisjoint(seq.block_ids)
 
-    def begin_alike(self, seq: Sequence, family: list[Sequence]) -> bool:
-        """Whether a sequence may have found the first block of one of the others."""
-        size = self.block_size
-        return any(
-            seq.request.salt == other.request.salt
-            and seq.token_ids[:size] == other.token_ids[:size]
-            for other in family
-        )
-
     def drop_swapped(self, seq: Sequence) -> None:
         """Let go of what main memory keeps of a sequence that waits."""
         if self.swap is not None and seq.swap_slots:
@@ -256,11 +256,13 @@ class BlockTables:
             return set(), set()
         blocks = {block for _, block in batch.swap_in}
         slots = {slot for _, slot in batch.swap_out}
-        pending = [(b.swap_out, b.swap_in) for b in later]
-        pending.append((tuple(self.swap.going), tuple((s, b) for b, s in self.swap.coming.items())))
-        for going, coming in pending:
+        pending = [(b.swap_out, b.swap_in, b.block_copies) for b in later]
+        coming = tuple((slot, block) for block, slot in self.swap.coming.items())
+        pending.append((tuple(self.swap.going), coming, ()))
+        for going, coming, copied in pending:
             slots |= {slot for block, slot in going if block in blocks}
             blocks |= {block for slot, block in coming if slot in slots}
+            blocks |= {copy for source, copy in copied if source in blocks}
         self.swap.forget_slots(slots)
         self._forget_blocks(sorted(blocks))
         return blocks, slots
@@ -283,17 +285,20 @@ class BlockTables:
     def extend(self, seq: Sequence, end: int) -> bool:
         """Make positions num_scheduled_tokens ... end - 1 writable by this sequence alone.
 
-        Only the first block to be written can be shared, by samples of one request that forked in
-        its middle; it is replaced by a copy, but for the last of them, who writes in place.
+        Only the first block to be written can be shared: by samples of one request that forked in
+        its middle, of which the last writes in place, or because its beginning was found in the
+        prefix cache. The others write to a copy.
 
         Returns:
             Whether the blocks were there; if not, nothing has changed.
         """
         blocks, size = seq.block_ids, self.block_size
         first = seq.num_scheduled_tokens // size
+        is_found = first < len(blocks) and self.allocator.is_cached(blocks[first])
         shared = first < len(blocks) and self.allocator.ref_count(blocks[first]) > 1
         if shared and self._sources:  # those who have just got copies own the source no more
             shared = self.allocator.ref_count(blocks[first]) - self._sources[blocks[first]] > 1
+        shared = shared or is_found
         grown = -(-end // size) - len(blocks)
         if not shared and grown <= 0:
             seq.shares_tail = False
@@ -329,7 +334,7 @@ class BlockTables:
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
-        self._let_go(seq.block_ids)
+        self.let_go(seq.block_ids)
         seq.block_ids = []
         seq.shares_tail = seq.is_doubtful = False
         seq.num_registered_blocks = seq.num_told_blocks = 0
@@ -340,7 +345,7 @@ class BlockTables:
         blocks, kept = seq.block_ids, self.blocks_for(seq.num_scheduled_tokens)
         if kept < len(blocks):
             self.trace.note("cut", seq.seq_id, kept)
-            self._let_go(blocks[kept:])
+            self.let_go(blocks[kept:])
             del blocks[kept:]
             seq.num_told_blocks = min(seq.num_told_blocks, kept)
 
@@ -359,7 +364,7 @@ class BlockTables:
             kept = self.prefix.register(blocks[i], parent, tokens)
             if kept != blocks[i]:
                 self.allocator.share([kept])
-                self._let_go([blocks[i]])
+                self.let_go([blocks[i]])
                 blocks[i] = kept
                 seq.num_told_blocks = min(seq.num_told_blocks, i)
         kept_blocks = tuple(blocks[seq.num_registered_blocks : num_full])
@@ -409,15 +414,20 @@ class BlockTables:
         if prefix is None or seq.is_doubtful or seq.scores_prompt:
             return 0
         found = prefix.match(seq.token_ids, seq.request.salt, blocks[:first])
-        if len(found) == first:
+        if len(found) * size < before:  # more came back from main memory than is known
             return 0
-        self.allocator.share(found[first:])
-        self._let_go(blocks[first : len(found)])
-        blocks[first : len(found)] = found[first:]
-        self.trace.note("hit", seq.seq_id, first, tuple(found[first:]))
+        if len(found) > first:
+            self.allocator.share(found[first:])
+            self.let_go(blocks[first : len(found)])
+            blocks[first : len(found)] = found[first:]
+            seq.num_registered_blocks = len(found)
+        inside = begin_inside(self, seq, 0, is_fresh=False)
+        taken = tuple(blocks[first : len(found) + (inside > 0)])
+        if not taken:
+            return 0
+        self.trace.note("hit", seq.seq_id, first, taken)
         seq.num_told_blocks = min(seq.num_told_blocks, first)
-        seq.num_registered_blocks = len(found)
-        seq.num_computed_tokens = seq.num_scheduled_tokens = len(found) * size
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(found) * size + inside
         prefix.count(0, seq.num_computed_tokens - before)
         return seq.num_computed_tokens - before
 
@@ -446,7 +456,8 @@ class BlockTables:
         sources = {source for source, _ in copies}
         for source, _ in copies:
             if len(self._fences) > 1 or self.allocator.ref_count(source) == 1:
-                self._fences[-1].append(source)
+                known = self.allocator.is_cached(source)
+                (self._read if known else self._fences)[-1].append(source)
             else:
                 self.allocator.release([source])
                 self.trace.free([source])
@@ -482,6 +493,8 @@ class BlockTables:
         empty: dict[int, int] = {}
         for seq, num_tokens in computed.items():
             for i in range(num_tokens // size, len(seq.block_ids)):
+                if self.allocator.is_cached(seq.block_ids[i]):
+                    continue  # full, of which this sequence wants the beginning
                 filled = min(size, max(0, num_tokens - i * size))
                 empty[seq.block_ids[i]] = size - filled  # the same for all that share the block
         return self.allocator.num_used * size - sum(empty.values())
@@ -494,7 +507,7 @@ class BlockTables:
         """
         self.allocator.check_integrity()
         owners = [0] * self.allocator.num_blocks
-        for blocks in (*(seq.block_ids for seq in holders), *self._fences):
+        for blocks in (*(seq.block_ids for seq in holders), *self._fences, *self._read):
             for block in blocks:
                 owners[block] += 1
         counts = [self.allocator.ref_count(b) for b in range(self.allocator.num_blocks)]
@@ -519,7 +532,7 @@ class BlockTables:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
 
-    def _let_go(self, blocks: list[int]) -> None:
+    def let_go(self, blocks: list[int]) -> None:
         """Release blocks as soon as no step that has begun is unfinished."""
         if self._fences:
             self._fences[-1] += blocks

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.inputs import ModelInputs, build_inputs
+from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.runner import ModelRunner, threads_for
 from tilewise.engine.sampler import sample
 from tilewise.engine.sizing import widest_batch
@@ -59,11 +60,15 @@ def runner_for(
     batch_invariant: bool = False,
 ) -> ModelRunner:
     """Return a `CompiledRunner` where the model allows it, else a `ModelRunner`."""
-    if why_not(model, storage) is None:
+    reason = why_not(model, storage)
+    if reason is None:
         return CompiledRunner(model, storage, batch_invariant=batch_invariant)
-    return ModelRunner(
+    runner = ModelRunner(
         model, storage, num_parameters=num_parameters, batch_invariant=batch_invariant
     )
+    if storage.layers[0][0].device.type == "cpu":
+        runner.why_not_compiled = reason
+    return runner
 
 
 class CompiledRunner(ModelRunner):
@@ -99,6 +104,7 @@ class CompiledRunner(ModelRunner):
         self._llama = model
         self._attention: list[int] = []  # places of the attention of each layer
         self.program = self._compile(model, storage)
+        self._segments = self._split()
         self.teams = Teams()
         self._num_angles = 0
 
@@ -125,8 +131,10 @@ class CompiledRunner(ModelRunner):
         final = program.buffer("final", config.hidden_size)
         logits = program.buffer("logits", config.vocab_size, torch.float32)
         table = model.embed_tokens
+        assert isinstance(table, nn.Embedding | PackedEmbedding)
         program.embed(table.panels if isinstance(table, PackedEmbedding) else table.weight, x)
-        for i, (layer, kv) in enumerate(zip(_layers(model), storage.layers, strict=True)):
+        caches = cast(list[KVLayer], storage.layers)
+        for i, (layer, kv) in enumerate(zip(_layers(model), caches, strict=True)):
             attention, mlp = layer.attention, layer.mlp
             program.norm(x, h, layer.attention_norm.weight, eps)
             program.product(h, qkv, _panels(attention.qkv_proj), step.STORE)
@@ -143,20 +151,36 @@ class CompiledRunner(ModelRunner):
         program.product(final, logits, _panels(head), step.LOGITS, is_sampled=True)
         return program
 
+    def _split(self) -> list[tuple[int, int, int]]:
+        """Return the parts of the list by groups of layers: first operation, end, group.
+
+        A part begins where a layer of another group writes its keys. One group is one part.
+        """
+        groups = self._group_of or (0,) * len(self._attention)
+        edges = [(0, groups[0])]
+        for place, group in zip(self._attention, groups, strict=True):
+            if group != edges[-1][1]:
+                edges.append((place - 1, group))  # keys are written right before they are read
+        ends = [*(first for first, _ in edges[1:]), len(self.program)]
+        return [(first, end, group) for (first, group), end in zip(edges, ends, strict=True)]
+
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Run one step and return the logits (R, V) float32 of `inputs.logits_rows`.
 
         Blocks are copied before anything is written. With no row to sample the result has no rows.
         """
-        if len(inputs.block_copies) > 0:
-            self.copy(inputs.block_copies)
+        self.copy_all(inputs)
         ctx, program = inputs.ctx, self.program
         batch = step.Batch(
             inputs.ids.numpy(), inputs.positions.numpy(), ctx.slot_mapping.numpy(),
             ctx.cu_seqlens_q.numpy(), ctx.seqlens_k.numpy(), ctx.block_table.numpy(),
             inputs.logits_rows.numpy(),
         )  # fmt: skip
+        batches = [batch]  # of each group of layers
+        for other in ctx.others:
+            slots, table = other.slot_mapping.numpy(), other.block_table.numpy()
+            batches.append(batch._replace(slots=slots, table=table))
         num_rows, num_sampled = len(batch.ids), len(batch.sampled)
         program.reserve(num_rows, ("x", "h", "qkv", "o", "act"))
         program.reserve(num_sampled, ("final", "logits"))
@@ -168,12 +192,14 @@ class CompiledRunner(ModelRunner):
         num_threads = self.teams.choose(kind, most)
         started = time.perf_counter()
         if is_decode:
-            program.run(batch, tables, num_threads, 0, end)
+            for first, last, group in self._segments:
+                program.run(batches[group], tables, num_threads, first, min(last, end))
         else:
             first = 0
             with self.threads(num_rows):
                 for layer, place in enumerate(self._attention):
-                    program.run(batch, tables, num_threads, first, place)
+                    group = self._group_of[layer] if self._group_of else 0
+                    program.run(batches[group], tables, num_threads, first, place)
                     self._attend(layer, inputs)
                     first = place + 1
             program.run(batch, tables, num_threads, first, end)
@@ -195,6 +221,19 @@ class CompiledRunner(ModelRunner):
         program.run(sampled, tables, most, end - 2, end)  # the last norm and the head
         return program.buffers["logits"][: len(rows), : self._llama.config.vocab_size]
 
+    @torch.inference_mode()
+    def states_of(self, rows: Tensor) -> Tensor:
+        """Return the hidden states (n, E), after the last norm, of rows (n,) int64 likewise.
+
+        They lie where those of the last call do.
+        """
+        batch, tables = self._last
+        program, end = self.program, len(self.program)
+        program.reserve(len(rows), ("final",))
+        sampled = batch._replace(sampled=rows.numpy())
+        program.run(sampled, tables, 1, end - 2, end - 1)  # the last norm
+        return program.buffers["final"][: len(rows), : self._llama.config.hidden_size]
+
     def warm_up(self) -> None:
         """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
 
@@ -202,7 +241,14 @@ class CompiledRunner(ModelRunner):
         """
         for length in (2, 1):
             batch = widest_batch(1, length, length, self.block_size)
-            sample(self.forward(build_inputs(batch, self.block_size, self.device)), batch)
+            inputs = build_inputs(
+                batch,
+                self.block_size,
+                self.device,
+                group_of=self._group_of,
+                other_tables=[HostTables() for _ in self._other_tables],
+            )
+            sample(self.forward(inputs), batch)
 
     def _rotations(self, num_positions: int) -> step.Tables:
         """Cosines and sines of so many positions, and what else stays from step to step."""
@@ -213,7 +259,7 @@ class CompiledRunner(ModelRunner):
 
     def _attend(self, layer: int, inputs: ModelInputs) -> None:
         """Attention of one layer where a sequence has several rows: an op, not one of the list."""
-        config, ctx = self._llama.config, inputs.ctx
+        config, ctx = self._llama.config, inputs.ctx.of_layer(layer)
         rows, dim = len(inputs.ids), config.head_dim
         qkv, o = self.program.buffers["qkv"], self.program.buffers["o"]
         q = qkv[:rows, : config.num_q_heads * dim].unflatten(-1, (config.num_q_heads, dim))
@@ -231,6 +277,7 @@ class CompiledRunner(ModelRunner):
             window=config.windows[layer],
             k_scale=k_scale,
             v_scale=v_scale,
+            tree_mask=ctx.tree_mask,
             batch_invariant=self.batch_invariant,
         )
         o[:rows, : config.num_q_heads * dim] = attended.flatten(-2)

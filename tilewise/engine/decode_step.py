@@ -13,6 +13,7 @@ model, which has a graph of its own, and the sampler, op by op.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ class DecodeStep:
             assert isinstance(model, Llama)
             self._fused = FusedLayers(model, storage, bucket)
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
-        self.ctx = AttentionContext(
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved for nobody
+        ctx = AttentionContext(
             cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=device),
             max_seqlen_q=1,
             seqlens_k=torch.zeros(bucket, dtype=torch.int32, device=device),
@@ -109,6 +111,15 @@ class DecodeStep:
             batch_invariant=batch_invariant,
             keeps_plans=True,
         )
+        others = tuple(
+            replace(
+                ctx,
+                block_table=other.table[:bucket],
+                slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
+            )
+            for other in batch.others
+        )
+        self.ctx = replace(ctx, group_of=storage.spec.group_of, others=others)
 
     @property
     def is_captured(self) -> bool:
@@ -182,20 +193,26 @@ class DecodeStep:
 
     def _compute_hidden(self) -> Tensor:
         rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket
-        begin_decode(
-            rows.position[:size],
-            rows.active[:size],
-            rows.fresh[:size],
-            ctx.block_table,
-            results.place,
-            block_size=rows.block_size,
-            ring=RING,
-            positions=self._positions,
-            slot_mapping=ctx.slot_mapping,
-            seqlens_k=ctx.seqlens_k,
-        )
-        for plan in ctx.plans.values():
-            plan.update(ctx.seqlens_k, ctx.cu_seqlens_q)
+        # The first group's move the count of results on; the others' move one that nobody reads.
+        groups = [(rows.fresh, ctx, results.place)]
+        for group, own in zip(rows.others, ctx.others, strict=True):
+            groups.append((group.fresh, own, self._place))
+        for fresh, own, place in groups:
+            begin_decode(
+                rows.position[:size],
+                rows.active[:size],
+                fresh[:size],
+                own.block_table,
+                place,
+                block_size=rows.block_size,
+                ring=RING,
+                positions=self._positions,
+                slot_mapping=own.slot_mapping,
+                seqlens_k=own.seqlens_k,
+            )
+        for own in (ctx, *ctx.others):
+            for plan in own.plans.values():
+                plan.update(own.seqlens_k, own.cu_seqlens_q)
         token = rows.token[:size]
         if self._fused is not None:
             return self._fused(token, self._positions, ctx=ctx)

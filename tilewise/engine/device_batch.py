@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.engine.batch import PENDING, Batch, ScheduledSequence
+from tilewise.engine.device_tables import GroupRows
 from tilewise.engine.inputs import send
 
 __all__ = ["Changes", "DeviceBatch"]
@@ -96,6 +97,7 @@ class DeviceBatch:
         max_blocks: cache blocks of a sequence at most.
         block_size: tokens per cache block.
         device: where the rows lie.
+        num_groups: groups of layers, each with a table of its own.
 
     Attributes:
         token, position, active, seed, counter: (max_num_seqs,) int64; active is 0 in rows that the
@@ -103,12 +105,18 @@ class DeviceBatch:
         temperature, top_p, min_p: (max_num_seqs,) float32; top_k: int32.
         table: (max_num_seqs, max_blocks) int32.
         fresh: (max_num_seqs,) int32, a block that begins with the next token, or -1.
+        others: the tables of groups 1, 2, ...
         num_rows: rows in use.
         num_bytes_sent: since the start.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         self.max_num_seqs, self.max_blocks, self.block_size = max_num_seqs, max_blocks, block_size
         self.device = device
@@ -124,6 +132,10 @@ class DeviceBatch:
             for _ in range(BUFFERS)
         ]
         self._turn = 0
+        self.others = [
+            GroupRows(i, max_num_seqs, max_blocks, block_size, device, BUFFERS)
+            for i in range(1, num_groups)
+        ]
         self.num_bytes_sent = 0
         self.host_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.reset()
@@ -139,6 +151,8 @@ class DeviceBatch:
         # Rows that were active may still be so on the device.
         self._is_active = [True] * size
         self.fresh.fill_(-1)
+        for other in self.others:
+            other.reset()
 
     def take(self, batch: Batch, *, decodes: bool) -> Changes:
         """Follow a batch; call `send` with the result before its step begins.
@@ -163,11 +177,15 @@ class DeviceBatch:
             self._follow_decode(batch, changes)
         else:
             self._follow(batch, changes)
+        for other in self.others:
+            other.take(batch, rows, changes.moves, decodes=decodes)
         return changes
 
     def send(self, changes: Changes, more: Sequence[NDArray[np.integer]] = ()) -> list[Tensor]:
         """Apply changes on the device; return `more`, which goes along, as tensors there."""
         sent: list[Tensor] = []
+        if self.others:
+            more = [*(part for other in self.others for part in other.parts()), *more]
         if more or not changes.is_empty:
             parts = changes.parts(self.max_blocks)
             sent = send([*parts, *more], self.device)
@@ -176,6 +194,9 @@ class DeviceBatch:
             sent = sent[len(parts) :]
         if changes.fresh:
             self._send_fresh(changes.fresh)
+        for other in self.others:
+            sent = other.apply(sent)
+            self.num_bytes_sent += other.send_fresh(self.num_rows)
         return sent
 
     def store_tokens(self, rows: Tensor, tokens: Tensor) -> None:

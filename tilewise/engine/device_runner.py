@@ -3,7 +3,8 @@
 what decodes   every sequence runs one token and draws one: a `DecodeStep` of the bucket that holds
                the rows, captured as a CUDA graph or computed op by op
 everything else  prompts, chunks and mixed steps: packed inputs, sent in one copy together with what
-               changes in the rows; tokens that the host does not know yet are taken from the rows
+               changes in the rows; tokens that the host does not know yet are taken from the rows;
+               `PromptSteps` pads them and replays graphs between the layers' attention
 results        are copied to pinned memory on a stream of their own; `result` waits for that copy
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise import ops
+from tilewise.cache.spec import LatentSpec
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import pooling
 from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import (
     BROKEN,
@@ -30,16 +34,18 @@ from tilewise.engine.batch import (
     ScheduledSequence,
     ScoredToken,
 )
+from tilewise.engine.block_copies import copy_in_all_layers
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.host_cache import HostCache
 from tilewise.engine.prompt_scores import Chunk, PromptScores, finish, hand_over, score
+from tilewise.engine.prompt_steps import PromptSteps, can_capture
 from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples, is_device_lost
 from tilewise.engine.sampler import most_likely
 from tilewise.nn.context import AttentionContext
-from tilewise.ops import copy_blocks, shared_prefixes
+from tilewise.ops import shared_prefixes
 
 __all__ = ["DeviceRunner"]
 
@@ -57,12 +63,15 @@ class DeviceRunner:
         storage: the paged cache on the device of the model.
         max_num_seqs: sequences of a batch at most.
         max_model_len: tokens of a sequence at most.
+        max_num_batched_tokens: tokens of a step at most, so that steps with prompts are padded to
+            `PromptSteps.sizes` and can be captured; None computes them as they are, op by op.
         batch_invariant: see `ModelRunner`; the model's products must be invariant, too.
 
     Attributes:
         steps: the decode steps by their number of rows.
         host: main memory for blocks; may be set before the first step.
-        captures: a decode step is captured as a CUDA graph when it first runs.
+        prompts: the steps with prompts, where they are padded.
+        captures: a step is captured as a CUDA graph when it first runs.
         compilations: kernels that were compiled since the runner was ready.
     """
 
@@ -73,6 +82,7 @@ class DeviceRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        max_num_batched_tokens: int | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self.model = model
@@ -84,15 +94,22 @@ class DeviceRunner:
         self.compilations = Compilations()
         layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
         self.sharing_tokens: int | None = None
-        if self.device.type == "cuda" and not batch_invariant:
+        is_latent = isinstance(storage.spec.kv, LatentSpec)
+        if self.device.type == "cuda" and not batch_invariant and not is_latent:
             self.sharing_tokens = SHARING_BYTES // layer_bytes
         max_blocks = math.ceil(max_model_len / self.block_size)
-        self.rows = DeviceBatch(max_num_seqs, max_blocks, self.block_size, self.device)
+        self.rows = DeviceBatch(
+            max_num_seqs, max_blocks, self.block_size, self.device, len(storage.parts)
+        )
         self.results = Results(max_num_seqs, self.device)
         self.adjuster = Adjuster(self.device)
         self.scores = PromptScores()
+        self.pools = pooling.Pools()
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
+        self.prompts: PromptSteps | None = None
+        if max_num_batched_tokens is not None and can_capture(model, storage):
+            self.prompts = PromptSteps(model, storage, max_num_batched_tokens)
         self.captures = False
         self._pool: Any = None
         self._place = 0  # of the next results, as the device counts
@@ -143,11 +160,13 @@ class DeviceRunner:
             asks = batch.asks
             adjusts = self.adjuster.follow(batch, asks)
             chunks, whole = self.scores.follow(batch, asks)
-            if all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences):
+            parts, pooled = self.pools.follow(batch, asks)
+            decodes = all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences)
+            if decodes and not parts:  # a graph keeps no hidden states
                 handle = self._decode(batch, adjusts)
             else:
-                handle = self._run(batch, adjusts, chunks)
-            handle.whole = whole
+                handle = self._run(batch, adjusts, chunks, parts)
+            handle.whole, handle.pooled = whole, pooled
             return handle
         except BaseException:
             self._forget_rows()  # they may have been told what did not happen
@@ -192,19 +211,31 @@ class DeviceRunner:
 
     def capture(self, bucket: int, *, of_model: bool = False) -> None:
         """Capture the decode step of so many rows, or the part of it before the logits."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         rows, place = self.rows, self.results.place
         with torch.inference_mode():
-            state = [x.clone() for x in (rows.active, rows.fresh, place)]
+            kept = (rows.active, place, rows.fresh, *(other.fresh for other in rows.others))
+            state = [x.clone() for x in kept]
             rows.active.zero_()
-            rows.fresh.fill_(-1)
+            for fresh in kept[2:]:
+                fresh.fill_(-1)
             step = self.step_of(bucket)
-            (step.capture_model if of_model else step.capture)(self._pool)
-            for x, value in zip((rows.active, rows.fresh, place), state, strict=True):
+            (step.capture_model if of_model else step.capture)(self._shared_pool())
+            for x, value in zip(kept, state, strict=True):
                 x.copy_(value)
 
-    def _run(self, batch: Batch, adjusts: bool, chunks: list[Chunk]) -> _Handle:
+    def capture_prompts(self, size: int) -> None:
+        """Capture the steps with prompts that are padded to one of `PromptSteps.sizes`."""
+        assert self.prompts is not None
+        self.prompts.capture(size, self._shared_pool())
+
+    def _shared_pool(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def _run(
+        self, batch: Batch, adjusts: bool, chunks: list[Chunk], parts: list[pooling.Part]
+    ) -> _Handle:
         """Compute a step of which some sequences run more than one token, or draw not one."""
         rows, sequences = self.rows, batch.sequences
         changes = rows.take(batch, decodes=False)
@@ -228,10 +259,15 @@ class DeviceRunner:
             np.repeat(np.arange(len(drawing)), counts), firsts, row_of[drawing], seeds, counters,
             row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), sampling.ravel(),
         ]  # fmt: skip
+        columns, offsets = positions // self.block_size, positions % self.block_size
+        more += [
+            other.host_table[row_of[owner], columns].astype(np.int64) * self.block_size + offsets
+            for other in rows.others
+        ]
         sent = rows.send(changes, more)
         self._copy_blocks(batch)
         (ids_, positions_, slots_, pending_, pending_rows, logits_rows, repeats, firsts_, drawing_,
-         seeds_, counters_, rows_, cu, seqlens, words) = sent  # fmt: skip
+         seeds_, counters_, rows_, cu, seqlens, words, *other_slots) = sent  # fmt: skip
         if len(pending):
             ids_.index_copy_(0, pending_, rows.token.index_select(0, pending_rows))
         width = int((starts + lengths).max() - 1) // self.block_size + 1
@@ -252,13 +288,29 @@ class DeviceRunner:
             batch_invariant=self.batch_invariant,
             shared=shared,
         )
-        hidden = self.model(ids_, positions_, ctx=ctx, kv=self.storage.layers)
+        if rows.others:
+            others = tuple(
+                replace(
+                    ctx,
+                    block_table=other.table.index_select(0, rows_)[:, :width],
+                    slot_mapping=slots,
+                    shared=None,
+                )
+                for other, slots in zip(rows.others, other_slots, strict=True)
+            )
+            ctx = replace(ctx, group_of=self.storage.spec.group_of, others=others)
+        hidden = self._hidden(ids_, positions_, ctx)
         scored = None
         if chunks:
             scored = _Scored(chunks, self._scored(chunks, hidden))
+        sums = None
+        if parts:
+            states = hidden  # `hidden` is narrowed to the rows that draw
+            sums = pooling.Pooled(parts, lambda some: states.index_select(0, some), self.device)
         if not drawing:
             nothing = torch.empty((0, 2), dtype=torch.int64)
-            return _Handle(batch, [], nothing, None, self._read([], None, scored), scored=scored)
+            event = self._read([], None, scored, sums)
+            return _Handle(batch, [], nothing, None, event, scored=scored, sums=sums)
         if len(logits_rows) < len(hidden):
             hidden = hidden.index_select(0, logits_rows)
         logits = self.model.compute_logits(hidden)
@@ -281,8 +333,16 @@ class DeviceRunner:
             logprobs = asking.found_in(raw, pairs[:, 0].index_select(0, asking.samples))
         is_cuda = self.device.type == "cuda"
         target = torch.empty(pairs.shape, dtype=torch.int64, pin_memory=is_cuda)
-        event = self._read([(target, pairs)], logprobs, scored)
-        return _Handle(batch, None, target, logprobs, event, errors, scored)
+        event = self._read([(target, pairs)], logprobs, scored, sums)
+        return _Handle(batch, None, target, logprobs, event, errors, scored, sums)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        if self.prompts is None:
+            return self.model(ids, positions, ctx=ctx, kv=self.storage.layers)
+        size = self.prompts.size_of(len(ids))
+        if self.captures and not self.prompts.is_captured(size):
+            self.capture_prompts(size)
+        return self.prompts.run(ids, positions, ctx)
 
     def _scored(self, chunks: list[Chunk], hidden: Tensor) -> list[Logprobs]:
         def logits_of(rows: Tensor) -> Tensor:
@@ -325,10 +385,11 @@ class DeviceRunner:
         copies: list[tuple[Tensor, Tensor]],
         logprobs: _Logprobs | None,
         scored: _Scored | None = None,
+        sums: pooling.Pooled | None = None,
     ) -> torch.cuda.Event | None:
         """Copy results to the host beside what the device does next; return what to wait for."""
         is_cuda = self.device.type == "cuda"
-        for more in (logprobs, scored):
+        for more in (logprobs, scored, sums):
             if more is not None:
                 found = more.tensors
                 more.host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in found]
@@ -347,15 +408,16 @@ class DeviceRunner:
         return event
 
     def _copy_blocks(self, batch: Batch) -> None:
-        if not batch.block_copies:
+        if not (batch.block_copies or any(batch.other_copies)):
             return
-        pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
-        if self.device.type == "cuda":
-            pairs = pairs.pin_memory().to(self.device, non_blocking=True)
-        k_cache, v_cache, *scales = self.storage.whole
-        k_scale, v_scale = scales or (None, None)
-        pairs = self.storage.in_all_layers(pairs)
-        copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
+        for group, part in enumerate(self.storage.parts):
+            copies = batch.of_group(group).block_copies
+            if not copies:
+                continue
+            pairs = torch.tensor(copies, dtype=torch.int64)
+            if self.device.type == "cuda":
+                pairs = pairs.pin_memory().to(self.device, non_blocking=True)
+            copy_in_all_layers(part, pairs)
 
 
 class _Asking(NamedTuple):
@@ -419,9 +481,11 @@ class _Handle:
         pairs: (n, 2) on the host, valid after the event.
         errors: by place in the batch, why nothing may be drawn there.
         scored: prompts of which a chunk was scored.
+        sums: hidden states of prompts, added up.
 
     Attributes:
         whole: by place in the batch, the scores of prompts that go with a first token.
+        pooled: likewise the hidden states.
     """
 
     def __init__(
@@ -433,11 +497,13 @@ class _Handle:
         event: torch.cuda.Event | None,
         errors: dict[int, Exception] | None = None,
         scored: _Scored | None = None,
+        sums: pooling.Pooled | None = None,
     ) -> None:
         self._batch, self._rows, self._pairs = batch, rows, pairs
         self._logprobs, self._event = logprobs, event
-        self._errors, self._scored = errors, scored
+        self._errors, self._scored, self._sums = errors, scored, sums
         self.whole: dict[int, list[ScoredToken]] = {}
+        self.pooled: dict[int, pooling.Pooling] = {}
 
     def result(self) -> Samples:
         """Wait for the step and return its tokens."""
@@ -445,11 +511,15 @@ class _Handle:
             self._event.synchronize()
         if self._scored is not None:
             self._scored.finish()
+        if self._sums is not None:
+            self._sums.finish()
         samples = self._tokens()
         if self._errors:
             put_errors(samples, self._errors)
         if self.whole:
             hand_over(samples, self.whole)
+        if self.pooled:
+            pooling.hand_over(samples, self.pooled)
         return samples
 
     def _tokens(self) -> Samples:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
@@ -26,13 +27,17 @@ __all__ = ["DraftingRunner", "check_speculative", "draft_runner"]
 
 
 def check_speculative(
-    speculative: PromptLookup | DraftModel | None, device: torch.device, has_graphs: bool
+    speculative: PromptLookup | DraftModel | None,
+    device: torch.device,
+    has_graphs: bool,
+    batch_invariant: bool = False,
 ) -> None:
     """Refuse what cannot guess, or where nothing can be verified.
 
     Raises:
         TypeError: it is something else.
-        ValueError: steps are CUDA graphs, or a draft model would be on a GPU.
+        ValueError: steps are CUDA graphs, a draft model would be on a GPU, or guesses are trees
+            where a row's bits must not depend on them.
     """
     if speculative is None:
         return
@@ -47,6 +52,11 @@ def check_speculative(
         )
     if isinstance(speculative, DraftModel) and device.type != "cpu":
         raise ValueError(f"speculative must be PromptLookup or None on a GPU, got {speculative!r}")
+    if batch_invariant and getattr(speculative, "num_branches", 1) > 1:
+        raise ValueError(
+            "num_branches must be 1 with batch_invariant=True, the default on a CPU: the rows of a "
+            f"branch add keys in an order of their own, got {speculative!r}"
+        )
 
 
 def draft_runner(
@@ -73,7 +83,10 @@ def draft_runner(
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model.pack_for_inference(is_int8=False)
-    storage = allocate(cache_spec(config, block_size, model.dtype), num_blocks, device)
+    # Blocks by the model's first tables, which keep every token: so does this cache.
+    spec = cache_spec(config, block_size, model.dtype)
+    spec = CacheSpec(spec.num_layers, block_size, spec.kv)
+    storage = allocate(spec, num_blocks, device)
     runner = runner_for(model, storage, num_parameters=num_parameters)
     if isinstance(runner, CompiledRunner):
         runner.warm_up()
@@ -181,5 +194,7 @@ class DraftingRunner:
 
     def _submit(self, runs: list[ScheduledSequence]) -> Finished:
         left, self._left = tuple(self._left), []
-        plain = tuple(run._replace(first_new_block=0, num_drafts=0, known=()) for run in runs)
+        plain = tuple(
+            run._replace(first_new_block=0, num_drafts=0, known=(), others=()) for run in runs
+        )
         return self.draft.submit(Batch(plain, (), left))

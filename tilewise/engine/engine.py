@@ -23,6 +23,8 @@ from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.runner import Runner, Samples, StepHandle
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.stats import SchedulerStats
+from tilewise.engine.withdrawal import pause_transfers, resume_transfers, withdraw
+from tilewise.errors import DeviceLostError
 
 __all__ = ["Engine", "EngineStats"]
 
@@ -39,6 +41,8 @@ class EngineStats:
         decode_tokens, decode_seconds: of the steps in which each sequence computed only the token
             that it had just drawn.
         num_compilations: kernels that were compiled while requests waited for them.
+        why_not_compiled: on a CPU, why steps run op by op and not as one compiled list; "" where
+            they are compiled, and on a GPU.
     """
 
     scheduler: SchedulerStats
@@ -48,6 +52,7 @@ class EngineStats:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     num_compilations: int = 0
+    why_not_compiled: str = ""
 
     @property
     def prefill_rate(self) -> float:
@@ -99,6 +104,7 @@ class Engine:
         self._tokens = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._expired: list[TokenEvent] = []  # until a step returns them
+        self._num_withdrawn = 0  # since a step last succeeded
 
     def _use(self, scheduler: Scheduler) -> None:
         if self.runner.host is not None:
@@ -169,6 +175,9 @@ class Engine:
             else:
                 with self.lock:
                     events = self.scheduler.update(batch, samples)
+                    if self._num_withdrawn:
+                        self._num_withdrawn = 0
+                        resume_transfers(self.scheduler)
         finally:
             self._let_end()
         self._record(batch, samples, time.perf_counter() - started)
@@ -201,33 +210,38 @@ class Engine:
     def _recover(self, failed: Batch, error: Exception) -> list[TokenEvent]:
         """Run the oldest unfinished step again, and those that were begun after it.
 
-        A step that moves blocks to main memory or back is not: blocks may have been written since
-        they were read. Its requests fail, and what it was to move is computed again.
+        Steps that move blocks to main memory or back are not, as blocks may have been written since
+        they were read. They are taken back, and other steps are built: the transfer may have failed
+        for once. After the second time in a row the next step moves nothing, so that it can be run
+        again in halves: it was not the transfer, perhaps, but one of the requests.
         """
         newer = [batch for batch, _ in self._unfinished]
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []
-        moves = any(batch.swap_out or batch.swap_in for batch in (failed, *newer))
-        if moves:
-            self.runner.reset()  # it may have been told what did not happen
-        for batch in (failed, *newer):
-            if moves:
-                events += self._fail_all(batch, error)
-            else:
+        if any(batch.swap_out or batch.swap_in for batch in (failed, *newer)):
+            self._withdraw(error)
+        else:
+            for batch in (failed, *newer):
                 events += self._rerun(batch, error if batch is failed else None)
         with self.lock:  # a step that failed may not have told the runner who left
             left = {i for batch in (failed, *newer) for i in batch.left}
             self.scheduler.preemption.left += left.difference(self.scheduler.roster.live)
         return events
 
-    def _fail_all(self, batch: Batch, error: Exception) -> list[TokenEvent]:
-        """End the requests of the oldest unfinished step, and let go of the step."""
-        events: list[TokenEvent] = []
+    def _withdraw(self, error: Exception) -> None:
+        """Take back all steps that are unfinished in the scheduler; what they lost is recomputed.
+
+        Raises:
+            DeviceLostError: the runner can compute no more.
+        """
+        if self.runner.is_lost():
+            raise DeviceLostError(f"the engine's device is lost: {error}") from error
+        self.runner.reset()  # it may have been told what did not happen
+        self._num_withdrawn += 1
         with self.lock:
-            for request_id in self.scheduler.requests_of(batch):
-                events += self.scheduler.fail(request_id, error)
-            self.scheduler.discard(batch)
-        return events
+            withdraw(self.scheduler)
+            if self._num_withdrawn > 1:
+                pause_transfers(self.scheduler)
 
     def _rerun(self, batch: Batch, error: Exception | None) -> list[TokenEvent]:
         """Run the oldest unfinished step again, and end the requests that break it."""
@@ -292,6 +306,7 @@ class Engine:
             decode_tokens=self._tokens["decode"],
             decode_seconds=self._seconds["decode"],
             num_compilations=self.runner.num_compilations,
+            why_not_compiled=getattr(self.runner, "why_not_compiled", ""),
         )
 
     def explain(self, request_id: str) -> dict[str, Any]:

@@ -26,6 +26,8 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
                 had; 0 while it waits for the first time.
             num_generated_tokens: of all samples that are unfinished.
             num_preemptions: of all samples.
+            num_swapped_blocks: blocks of main memory that keep what its samples had computed.
+            swapped_s: seconds since they were swapped out; None if they are not.
             num_tokens_lost: computed, lost with their blocks and not found when it came back.
             finish_reasons: of the samples that have ended.
     """
@@ -42,6 +44,7 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
         num_cached = max(num_cached, *(seq.num_cached_tokens for seq in unfinished))
         if not is_running:
             behind = _behind(scheduler, request_id)
+    slots = {slot for seq in unfinished for slot in seq.swap_slots}
     now = trace.clock()
     return {
         "request_id": request_id,
@@ -56,6 +59,8 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
         "cached_share": num_cached / account.num_prompt,
         "num_generated_tokens": sum(s.num_tokens - s.num_prompt_tokens for s in unfinished),
         "num_preemptions": account.num_preemptions,
+        "num_swapped_blocks": len(slots),
+        "swapped_s": now - account.swapped if slots else None,
         "num_tokens_lost": account.num_lost,
         "finish_reasons": list(account.reasons),
     }

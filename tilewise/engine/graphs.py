@@ -2,9 +2,9 @@
 
 Triton compiles a kernel anew when an integer becomes 1 or a multiple of 16, and the tiles of
 attention follow from the lengths of a step, so a few prompts of chosen lengths are computed, alone,
-side by side, beside sequences that decode and after a common beginning. The decode steps are
-captured from the largest to the smallest, in one pool of memory: the smaller ones find room in what
-the largest needed.
+side by side, beside sequences that decode and after a common beginning. Steps with prompts and
+decode steps are captured from the largest to the smallest, in one pool of memory: the smaller ones
+find room in what the largest needed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ def prepare(
 
 
 def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
-    """Capture every decode step, the largest first."""
+    """Capture every decode step and every step with prompts, the largest first."""
+    sizes = [] if runner.prompts is None else runner.prompts.sizes[::-1]
+    for i, size in enumerate(sizes):
+        show(f"capturing steps with prompts, {i + 1} of {len(sizes)}")
+        runner.capture_prompts(size)
     sizes = runner.buckets[::-1]
     for i, bucket in enumerate(sizes):
         show(f"capturing decode steps, {i + 1} of {len(sizes)}")
@@ -88,7 +92,7 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
     their log-probabilities; three change logits in every way that is a kernel of its own.
     """
     rows, size = runner.rows, runner.block_size
-    longest = min(rows.max_blocks, runner.storage.num_blocks) * size
+    longest = min(rows.max_blocks, *runner.storage.counts) * size
     steps = dict.fromkeys(
         (tuple(min(n, max_num_batched_tokens - len(runs) + 1, longest) for n in runs), 0)
         for runs in WARM_UP
@@ -102,7 +106,7 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
         sequences = tuple(_sequence(first + i, n, start, size) for i, n in enumerate(runs))
         batches.append((Batch(sequences, left=tuple(range(first))), start > 0))
         first += len(runs)
-    if runner.storage.num_blocks > 1 and longest > 1:
+    if min(runner.storage.counts) > 1 and longest > 1:
         asking = SamplingParams(n=2, logprobs=1)
         sequence = _sequence(first, 1, 0, size)._replace(
             num_samples=2, sampling=asking, seeds=(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.draft_trees import depths
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import shared_prefixes
 
@@ -33,6 +34,7 @@ class ModelInputs:
         logits_rows: (R,) int64 rows whose logits are sampled, one per sequence that samples, and
             one per draft.
         block_copies: (C, 2) int64 cache blocks (source, destination) to copy before the step.
+        other_copies: the same in groups of layers beyond the first.
     """
 
     ids: Tensor
@@ -40,6 +42,7 @@ class ModelInputs:
     ctx: AttentionContext
     logits_rows: Tensor
     block_copies: Tensor
+    other_copies: tuple[Tensor, ...] = ()
 
 
 class HostTables:
@@ -91,6 +94,8 @@ def build_inputs(
     device: torch.device,
     *,
     tables: HostTables | None = None,
+    group_of: tuple[int, ...] = (),
+    other_tables: Sequence[HostTables] = (),
     sharing_tokens: int | None = None,
     batch_invariant: bool = False,
 ) -> ModelInputs:
@@ -106,6 +111,8 @@ def build_inputs(
         device: of the model and its cache.
         tables: of a runner that has built the inputs of all batches before; None reads every table
             whole.
+        group_of: of each layer the number of its group, see `CacheSpec.group_of`.
+        other_tables: those of groups 1, 2, ...
         sharing_tokens: keys that reading shared prefixes once must save, for it to be done; None
             never does it.
         batch_invariant: what `AttentionContext` takes.
@@ -121,7 +128,12 @@ def build_inputs(
         block_table = _block_table(sequences, block_size)
     else:
         block_table = tables.follow(batch, block_size)
-    slots = block_table[row_of, positions // block_size] * block_size + positions % block_size
+    groups = [batch.of_group(i + 1) for i in range(len(other_tables))]
+    all_tables = [block_table]
+    all_tables += [t.follow(b, block_size) for t, b in zip(other_tables, groups, strict=True)]
+    columns, offsets = positions // block_size, positions % block_size
+    slots, *other_slots = (table[row_of, columns] * block_size + offsets for table in all_tables)
+    mask = _place_trees(sequences, lengths, cu_seqlens_q, positions)
     samples = np.array([s.num_samples > 0 for s in sequences], dtype=bool)
     parts = (
         _flatten(s.token_ids for s in sequences),
@@ -133,28 +145,88 @@ def build_inputs(
         (starts + lengths).astype(np.int32),
         block_table.astype(np.int32).ravel(),
     )
-    ids, positions_, slots_, rows, copies, cu, seqlens, table = send(parts, device)
+    if mask is not None:
+        sharing_tokens = None
+    more = [
+        part
+        for own, group, table in zip(other_slots, groups, all_tables[1:], strict=True)
+        for part in (own, _flatten(group.block_copies), table.astype(np.int32).ravel())
+    ]
+    sent = send((*parts, *more), device)
+    ids, positions_, slots_, rows, copies, cu, seqlens, table, *sent = sent
     shared = None
     if sharing_tokens is not None:
-        *_, edges, ends, _ = parts
+        *_, edges, ends, _ = parts  # of the first group
         shared = shared_prefixes(block_table, ends, edges, block_size=block_size, device=device)
         if shared is not None and shared.saved_tokens < sharing_tokens:
             shared = None
+    ctx = AttentionContext(
+        cu_seqlens_q=cu,
+        max_seqlen_q=int(lengths.max()),
+        seqlens_k=seqlens,
+        block_table=table.view(block_table.shape),
+        slot_mapping=slots_,
+        batch_invariant=batch_invariant,
+        shared=shared,
+        tree_mask=None if mask is None else torch.from_numpy(mask).to(device),
+    )
+    if groups:
+        others = tuple(
+            replace(
+                ctx,
+                block_table=own.view(shape.shape),
+                slot_mapping=own_slots,
+                shared=None,
+            )
+            for own_slots, own, shape in zip(sent[::3], sent[2::3], all_tables[1:], strict=True)
+        )
+        ctx = replace(ctx, group_of=group_of, others=others)
     return ModelInputs(
         ids=ids,
         positions=positions_,
-        ctx=AttentionContext(
-            cu_seqlens_q=cu,
-            max_seqlen_q=int(lengths.max()),
-            seqlens_k=seqlens,
-            block_table=table.view(block_table.shape),
-            slot_mapping=slots_,
-            batch_invariant=batch_invariant,
-            shared=shared,
-        ),
+        ctx=ctx,
         logits_rows=rows,
         block_copies=copies.view(-1, 2),
+        other_copies=tuple(part.view(-1, 2) for part in sent[1::3]),
     )
+
+
+def _place_trees(
+    sequences: Sequence[ScheduledSequence],
+    lengths: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    positions: NDArray[np.int64],
+) -> NDArray[np.bool_] | None:
+    """Return who sees whom where drafts are trees, and put the positions of such rows right."""
+    trees: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for i, run in enumerate(sequences):
+        if run.draft_parents:
+            before = len(run.token_ids) - 1 - run.num_drafts
+            trees[i] = before, run.draft_parents
+            first = int(edges[i]) + before
+            positions[first : int(edges[i + 1])] = positions[first] + depths(run.draft_parents)
+    return tree_mask(lengths, trees) if trees else None
+
+
+def tree_mask(
+    lengths: NDArray[np.int64], trees: dict[int, tuple[int, tuple[int, ...]]]
+) -> NDArray[np.bool_]:
+    """Return which new rows of its sequence each row sees, (T, longest run).
+
+    Args:
+        lengths: (B,) rows of each run.
+        trees: number of rows before row 0 of the tree, and its parents, of each run that ends in
+            one; the others are causal.
+    """
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    places = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
+    mask: NDArray[np.bool_] = np.arange(int(lengths.max()))[None, :] <= places[:, None]
+    for run, (before, parents) in trees.items():
+        first = int(starts[run]) + before
+        for i, parent in enumerate(parents, start=1):
+            mask[first + i, before:] = mask[first + parent, before:]
+            mask[first + i, before + i] = True
+    return mask
 
 
 def _logits_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tilewise.engine.request import Sequence
 from tilewise.engine.stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -14,7 +15,8 @@ __all__ = ["check_integrity", "explain", "picture", "stats"]
 
 def stats(scheduler: Scheduler) -> SchedulerStats:
     """Return a snapshot."""
-    running, prefix, swap = scheduler.roster.running, scheduler.tables.prefix, scheduler.tables.swap
+    running, swap = scheduler.roster.running, scheduler.tables.swap
+    num_queried, num_hit = scheduler.tables.prefix_counts
     return SchedulerStats(
         num_running=len(running),
         num_waiting=len(scheduler.roster.waiting),
@@ -24,8 +26,8 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         blocks_peak=scheduler.tables.blocks_peak,
         slots_used=scheduler.tables.slots_used({s: s.num_computed_tokens for s in running}),
         slots_peak=scheduler.tables.slots_peak,
-        prefix_query_tokens=prefix.num_query_tokens if prefix else 0,
-        prefix_hit_tokens=prefix.num_hit_tokens if prefix else 0,
+        prefix_query_tokens=num_queried,
+        prefix_hit_tokens=num_hit,
         num_preemptions=scheduler.preemption.num_preemptions,
         num_swapped=scheduler.preemption.num_swapped,
         swap_blocks_used=swap.num_used if swap else 0,
@@ -33,7 +35,40 @@ def stats(scheduler: Scheduler) -> SchedulerStats:
         num_recalled_tokens=swap.num_recalled * scheduler.limits.block_size if swap else 0,
         num_drafts=scheduler.speculation.num_drafts if scheduler.speculation else 0,
         num_accepted_drafts=scheduler.speculation.num_accepted if scheduler.speculation else 0,
+        waiting_by_reason=waiting_by_reason(scheduler),
+        num_tokens_lost=scheduler.trace.num_lost,
+        step_tokens=scheduler.trace.ages.step_tokens.read(),
+        block_lifetime=scheduler.trace.ages.lifetime.read(),
+        block_idle=scheduler.trace.ages.idle.read(),
+        block_reuse_gap=scheduler.trace.ages.reuse_gap.read(),
+        other_groups=scheduler.tables.groups_used,
     )
+
+
+REASONS = ("swapped", "preempted", "seats", "blocks", "budget", "behind")
+
+
+def waiting_by_reason(scheduler: Scheduler) -> dict[str, int]:
+    """Return how many sequences wait for what, see `SchedulerStats`."""
+    counts = dict.fromkeys(REASONS, 0)
+    for place, seq in enumerate(scheduler.roster.waiting):
+        if seq.swap_slots:
+            reason = "swapped"
+        elif seq.num_preemptions:
+            reason = "preempted"
+        else:
+            reason = _lacks(scheduler, seq)[0] if place == 0 else "behind"
+        counts[reason] += 1
+    return counts
+
+
+def _lacks(scheduler: Scheduler, seq: Sequence) -> tuple[str, int]:
+    """Return what the first in line waits for, and how many blocks it lacks."""
+    running = scheduler.roster.running
+    if sum(map(scheduler.seats, running)) >= scheduler.limits.max_num_seqs:
+        return "seats", 0
+    missing = scheduler.tables.missing_blocks(seq, spare=len(running))
+    return ("blocks", missing) if missing else ("budget", 0)
 
 
 def picture(scheduler: Scheduler) -> dict[str, Any]:
@@ -45,6 +80,10 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
         num_blocks, block_size: of the pool.
         counts: owners of each block that has one: [block, owners].
         known: blocks that the prefix cache finds.
+        parents: of each of these, the block before it in its prefix; -1 of a first one, or where a
+            window has let go of that block.
+        order: of these, those without an owner, the one to be evicted next first.
+        budget: tokens of a step at most.
         tables: of the sequences that hold blocks: seq_id, request_id, index, blocks.
         waiting: [request_id, index] of the samples that wait, first in line first.
         requests: of all these, what their event `arrive` had, and its time.
@@ -52,6 +91,7 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
     trace, pool = scheduler.trace, scheduler.tables.allocator
     running, waiting = scheduler.roster.running, scheduler.roster.waiting
     blocks = range(scheduler.limits.num_blocks)
+    known = [b for b in blocks if pool.is_cached(b)]
     requests = {seq.request.request_id: seq.request for seq in (*running, *waiting)}
     accounts = {key: trace.account(key) for key in requests}
     return {
@@ -60,13 +100,16 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
         "num_blocks": scheduler.limits.num_blocks,
         "block_size": scheduler.limits.block_size,
         "counts": [[b, pool.ref_count(b)] for b in blocks if pool.ref_count(b)],
-        "known": [b for b in blocks if pool.is_cached(b)],
+        "known": known,
+        "parents": [scheduler.tables.parent_of(b) for b in known],
+        "order": [b for b in pool.free_order() if pool.is_cached(b)],
+        "budget": scheduler.limits.max_num_batched_tokens,
         "tables": [
             {
                 "seq_id": seq.seq_id,
                 "request_id": seq.request.request_id,
                 "index": seq.index,
-                "blocks": list(seq.block_ids),
+                "blocks": [-1] * (len(seq.block_ids) - len(seq.held_blocks)) + seq.held_blocks,
             }
             for seq in running
         ],
@@ -93,16 +136,16 @@ def explain(scheduler: Scheduler, request_id: str) -> str:
     seq = unfinished[0]
     if seq.block_ids:
         return f"running: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed"
+    kept = f"swapped out with {seq.num_swapped_tokens} tokens; " if seq.swap_slots else ""
     place = scheduler.order.place(seq, scheduler.roster.waiting)
     if place > 0:
-        return f"waiting: {place} sequences are before it"
-    running = scheduler.roster.running
-    if sum(map(scheduler.seats, running)) >= scheduler.limits.max_num_seqs:
-        return f"waiting: all {scheduler.limits.max_num_seqs} seats are taken"
-    missing = scheduler.tables.missing_blocks(seq, spare=len(running))
-    if missing:
-        return f"waiting: {missing} more cache blocks must become free"
-    return "waiting: next in line for the token budget"
+        return f"waiting: {kept}{place} sequences are before it"
+    reason, missing = _lacks(scheduler, seq)
+    if reason == "seats":
+        return f"waiting: {kept}all {scheduler.limits.max_num_seqs} seats are taken"
+    if reason == "blocks":
+        return f"waiting: {kept}{missing} more cache blocks must become free"
+    return f"waiting: {kept}next in line for the token budget"
 
 
 def check_integrity(scheduler: Scheduler) -> None:

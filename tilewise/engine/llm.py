@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tilewise.engine.cpu_step import CompiledRunner, runner_for
-from tilewise.engine.device_runner import DeviceRunner
-from tilewise.engine.draft_runner import DraftingRunner, check_speculative, draft_runner
+from tilewise.engine.block_files import BlockFiles
+from tilewise.engine.draft_runner import check_speculative
+from tilewise.engine.embedding import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    check_pooling,
+    embedding_of,
+)
 from tilewise.engine.engine import Engine
-from tilewise.engine.graphs import MODES, prepare
+from tilewise.engine.graphs import MODES
 from tilewise.engine.loop import EngineLoop
-from tilewise.engine.offload import block_files, check_offload, fingerprint, host_cache
+from tilewise.engine.making import EngineMaker
+from tilewise.engine.offload import check_offload, fingerprint
 from tilewise.engine.options import Options
 from tilewise.engine.order import order_of
 from tilewise.engine.outputs import Generation, RequestOutput
@@ -26,12 +32,12 @@ from tilewise.engine.preemption import check_preemption
 from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.runner import Runner
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
     cache_dtype,
     cache_spec,
+    check_groups,
     check_integers,
     compute_device,
     context_length,
@@ -39,12 +45,18 @@ from tilewise.engine.settings import (
     packaged_model,
     weights_are_int8,
 )
-from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.speculative import DraftModel, PromptLookup
+from tilewise.engine.tensor_parallel.runner import (
+    ParallelRunner,
+    check_tensor_parallel,
+    engine_of_workers,
+)
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError
 from tilewise.models import load_model
-from tilewise.models.config import ModelConfig
+from tilewise.models.config import ModelConfig, read_config
+from tilewise.models.registry import empty_model
 
 __all__ = ["LLM", "packaged_model"]
 
@@ -69,7 +81,8 @@ class LLM:
         device: e.g. "cpu", "cuda", "cuda:1"; "auto" is a GPU if there is one.
         block_size: tokens per cache block.
         num_blocks: cache blocks; None is what max_num_seqs full contexts need, at most a quarter of
-            the available main memory, or on a GPU what gpu_memory_utilization leaves.
+            the available main memory, or on a GPU what gpu_memory_utilization leaves. Where layers
+            have different windows there are so many for each of them, and None splits the memory.
         kv_cache_dtype: "float32", "float16", "bfloat16", or of half the memory "int8" or
             "fp8_e4m3", with a scale for each token and head; "auto" is the dtype of the parameters.
         weight_dtype: "int8" holds the weights of projections, and of an embedding tied to the
@@ -88,19 +101,23 @@ class LLM:
         user_weights: for "fair", shares of users; who is not named has 1.
         long_prefill_token_threshold: tokens of one prompt in one step; below
             max_num_batched_tokens, requests behind a long prompt start with it. None is no bound.
+        max_waiting_requests: requests that may wait without having run; one more ends with
+            QueueFullError. The prompts of one call are that many requests. None is no bound.
+        max_waiting_tokens: the same for the tokens of their prompts together.
         preemption: who must give its blocks back is computed again ("recompute"), or what it had
             is kept in main memory ("swap"); "auto" does what measured rates say is faster.
         victim: who that is: the "newest", or the "cheapest", who loses the fewest tokens for each
             block that becomes free.
         swap_space_gib: main memory, GiB, for what is swapped out, and for blocks of prefixes that
-            the cache has no room for; they are found again there. 0 keeps nothing.
+            the cache has no room for; they are found again there. 0 keeps nothing. Not for models
+            whose layers have windows.
         offload_dir: where such blocks go when main memory is full, to be found again by whoever
             has the same model, also later. All weights are read once to know the model.
         offload_gib: bytes of that directory at most, GiB.
         seed: from which requests without a seed draw theirs.
         random_weights: draw the weights instead of reading them, to measure a model's speed; the
             directory then needs only a config.json.
-        graphs: on a GPU, steps in which every sequence draws its next token are CUDA graphs:
+        graphs: on a GPU, decode steps, and of others all but attention, are CUDA graphs:
             captured before this returns ("auto") or when they are first needed ("lazy"), in which
             case the first ones take long. "off" computes every step op by op, and none ahead.
         batch_invariant: a request has the same tokens and log-probabilities, to the bit, whatever
@@ -110,6 +127,10 @@ class LLM:
         use_progress: write a line of progress to stderr while graphs are captured.
         speculative: PromptLookup(...) or DraftModel(...): guess several tokens of a sequence and
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
+        tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
+            on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
+            docs/scale.md. With a size above 1 `logits_processors`, `offload_dir` and DraftModel
+            are refused.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -140,6 +161,8 @@ class LLM:
         scheduling_policy: str = "fcfs",
         user_weights: Mapping[str, float] | None = None,
         long_prefill_token_threshold: int | None = None,
+        max_waiting_requests: int | None = None,
+        max_waiting_tokens: int | None = None,
         preemption: str = "auto",
         victim: str = "newest",
         swap_space_gib: float = 0.0,
@@ -151,14 +174,18 @@ class LLM:
         batch_invariant: bool | None = None,
         use_progress: bool | None = None,
         speculative: PromptLookup | DraftModel | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
+        check_integers(False, tensor_parallel_size=tensor_parallel_size)
         check_integers(
             True,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            max_waiting_requests=max_waiting_requests,
+            max_waiting_tokens=max_waiting_tokens,
         )
         check_offload(swap_space_gib, offload_dir, offload_gib)
         check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
@@ -175,22 +202,42 @@ class LLM:
             batch_invariant = on.type == "cpu"
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
-        check_speculative(speculative, on, has_graphs)
+        check_speculative(speculative, on, has_graphs, batch_invariant)
         self.tokenizer = load_tokenizer(directory)
-        self.model = load_model(directory, dtype=dtype, device=on, random_weights=random_weights)
+        is_parallel = tensor_parallel_size != 1
+        if is_parallel:
+            config = read_config(directory)
+            check_tensor_parallel(
+                tensor_parallel_size,
+                config,
+                torch.device(on.type if device == "auto" else device),
+                batch_invariant=batch_invariant,
+                offload_dir=offload_dir,
+                speculative=speculative if isinstance(speculative, DraftModel) else None,
+            )
+            self.model = empty_model(config, dtype, "meta")
+        else:
+            self.model = load_model(
+                directory, dtype=dtype, device=on, random_weights=random_weights
+            )
+        self.tensor_parallel_size = tensor_parallel_size
+        self.devices = f"{tensor_parallel_size} x {on.type}" if is_parallel else str(on)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
-        spec = cache_spec(self.config, block_size, dtype_of_cache)
+        max_model_len = context_length(max_model_len, self.config)
+        spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
+        check_groups(self.config, spec, swap_space_gib, speculative)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
-        self.model.pack_for_inference(is_int8=is_int8)
+        if not is_parallel:
+            self.model.pack_for_inference(is_int8=is_int8)
         if batch_invariant and on.type == "cuda":
             self.model.use_invariant_linears()
-        max_model_len = context_length(max_model_len, self.config)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
         scheduler_settings: dict[str, Any] = {
             "num_blocks": num_blocks,
+            "windows": spec.windows,
             "block_size": block_size,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -199,6 +246,8 @@ class LLM:
             "scheduling_policy": scheduling_policy,
             "user_weights": user_weights,
             "long_prefill_token_threshold": long_prefill_token_threshold,
+            "max_waiting_requests": max_waiting_requests,
+            "max_waiting_tokens": max_waiting_tokens,
             "preemption": preemption,
             "victim": victim,
             "speculative": speculative,
@@ -206,82 +255,41 @@ class LLM:
         self._new_scheduler = new_scheduler = functools.partial(
             _new_scheduler, itertools.count(seed), scheduler_settings
         )
-        model_, num_threads = self.model, torch.get_num_threads()
-        vocab_size = self.config.vocab_size
-        current = torch.cuda.current_device() if on.type == "cuda" else None
-
-        def make_engine() -> Engine:
-            """Prepare the runner on the thread that will use it; hold nothing of the LLM."""
-            torch.set_num_threads(num_threads)
-            runner: Runner
-            if current is not None:
-                torch.cuda.set_device(current)
-            if num_blocks is None:
-                scheduler_settings["num_blocks"] = (
-                    blocks_on_cpu(spec, max_num_seqs, max_model_len)
-                    if on.type == "cpu"
-                    else blocks_on_cuda(
-                        model_,
-                        spec,
-                        on,
-                        max_num_seqs=max_num_seqs,
-                        max_num_batched_tokens=max_num_batched_tokens,
-                        max_model_len=max_model_len,
-                        gpu_memory_utilization=gpu_memory_utilization,
-                        has_graphs=has_graphs,
-                    )
-                )
-            storage = allocate(spec, scheduler_settings["num_blocks"], on)
-            host = host_cache(storage, swap_space_gib)
-            if host is not None:
-                scheduler_settings["num_swap_blocks"] = host.blocks.num_blocks
-                scheduler_settings["store"] = block_files(offload_dir, host, identity, offload_gib)
-            if has_graphs:
-                runner = on_device = DeviceRunner(
-                    model_,
-                    storage,
-                    max_num_seqs=max_num_seqs,
-                    max_model_len=max_model_len,
-                    batch_invariant=batch_invariant,
-                )
-                progress = Progress(terminal(use_progress))
-                try:
-                    prepare(
-                        on_device,
-                        max_num_batched_tokens=max_num_batched_tokens,
-                        is_lazy=graphs == "lazy",
-                        show=progress.show,
-                    )
-                finally:
-                    progress.close()
-                # What lives now lives on: a collection that walks it again and again stops the
-                # host.
-                gc.collect()
-                gc.freeze()
-            else:
-                runner = plain = runner_for(
-                    model_, storage, num_parameters=num_parameters, batch_invariant=batch_invariant
-                )
-                if isinstance(plain, CompiledRunner):
-                    plain.warm_up()
-                else:
-                    warm_up(model_, spec, on)
-                if isinstance(speculative, DraftModel):
-                    draft = draft_runner(
-                        speculative, storage.num_blocks, block_size, vocab_size, max_model_len
-                    )
-                    runner = DraftingRunner(plain, draft, max_num_batched_tokens)
-            runner.host = host
-            return Engine(new_scheduler(), runner, overlap=has_graphs)
-
+        self._num_threads = num_threads = torch.get_num_threads()
+        current = torch.cuda.current_device() if on.type == "cuda" and not is_parallel else None
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
-        self._end_ids = tuple(
+        self._end_ids = end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
         )
+        limits: dict[str, Any] = {
+            "batch_invariant": batch_invariant, "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
+            "gpu_memory_utilization": gpu_memory_utilization, "swap_space_gib": swap_space_gib,
+        }  # fmt: skip
+        self._files: dict[str, BlockFiles] = {}
+        make_engine: Callable[[], Engine]
+        if is_parallel:
+            make_engine = functools.partial(
+                engine_of_workers, directory, self.model, tensor_parallel_size, on,
+                scheduler_settings, new_scheduler, num_blocks=num_blocks, block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype, is_int8=is_int8, random_weights=random_weights,
+                graphs=graphs, end_ids=end_ids, **limits,
+            )  # fmt: skip
+        else:
+            make_engine = EngineMaker(
+                self.model, spec, on, scheduler_settings, new_scheduler,
+                graphs=graphs if has_graphs else "off", offload_dir=offload_dir,
+                long_prefill_token_threshold=long_prefill_token_threshold, offload_gib=offload_gib,
+                identity=identity, speculative=speculative, use_progress=use_progress,
+                num_parameters=num_parameters, num_threads=num_threads, current_device=current,
+                files=self._files, **limits,
+            )  # fmt: skip
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
-        self._request_numbers = itertools.count()
-        self._maker, self._num_threads = threading.get_ident(), num_threads
+        self._request_numbers, self._maker = itertools.count(), threading.get_ident()
         self.loop = EngineLoop(make_engine, new_scheduler=new_scheduler)
+        runner = self.engine.runner
+        if isinstance(runner, ParallelRunner):
+            runner.end_with_workers(self.loop)
 
     @property
     def engine(self) -> Engine:
@@ -295,13 +303,25 @@ class LLM:
     def close(self, timeout_s: float | None = None) -> bool:
         """Fail what is unfinished with EngineClosedError and end the engine's thread.
 
+        Blocks that were given to offload_dir's files are written before this returns.
+
         Args:
-            timeout_s: seconds to wait for the step that runs; None waits for its end.
+            timeout_s: seconds to wait for the step that runs, and for the files; None waits for
+                their end.
 
         Returns:
-            Whether the thread has ended.
+            Whether the thread has ended, and the files are written.
         """
-        return self.loop.close(timeout_s)
+        before = time.monotonic()
+        has_ended = self.loop.close(timeout_s)
+        runner = self.engine.runner
+        if isinstance(runner, ParallelRunner):
+            runner.close()
+        store = self._files.get("store")
+        if store is None:
+            return has_ended
+        left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - before))
+        return store.flush(left) and has_ended
 
     def generate(
         self,
@@ -334,6 +354,7 @@ class LLM:
             RequestError: a prompt can never be served; no work has been done. The message has its
                 place in the list.
             TypeError: prompts or sampling_params are something else.
+            QueueFullError: as many requests or tokens wait as may.
             EngineClosedError: the engine was closed; DeviceLostError if its device is lost.
             Exception: what broke a step for this prompt alone, or what the tokenizer raised over
                 its tokens: this, or logits that are not finite, ends one prompt. Its caller gets
@@ -349,7 +370,7 @@ class LLM:
             deadline_s=deadline_s,
             max_queue_s=max_queue_s,
         )
-        waiter = _Waiter(mine)
+        waiter = Waiter(mine)
         progress = Progress(terminal(use_progress))
         if progress.is_shown:
             waiter.notice_changes()
@@ -357,12 +378,66 @@ class LLM:
             self._submit(mine)
             while not waiter.is_over:
                 waiter.wait()
-                progress.show(_progress_text(mine))
-            _raise_first(mine)
+                progress.show(progress_text(mine))
+            raise_first(mine)
         finally:
             progress.close()
             self._drop(mine)
         return [g.output for g in mine]
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        pooling: str = "mean",
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Return one vector for each prompt: its hidden states after the last norm, pooled.
+
+        mean: sum_p h_p / T over the T tokens of the prompt; last: h_T. The prompts run in the steps
+        of all requests, in chunks. Vectors are not of unit length.
+
+        Args:
+            prompts: see generate(); each leaves room for one more token in the context.
+            pooling: "mean" or "last".
+            user, cache_salt, priority, deadline_s, max_queue_s: see generate().
+
+        Returns:
+            One output per prompt, in the order given, `embedding` of hidden_size floats.
+
+        Raises:
+            ValueError: pooling is something else.
+            TimeoutError: a deadline has passed.
+            Exception: as of generate().
+
+        Example:
+            >>> [output] = LLM("story").embed("Once upon a time")
+            >>> len(output.embedding)
+        """
+        check_pooling(pooling)
+        mine = self._generations(
+            prompts,
+            EMBEDDING_PARAMS,
+            user=user,
+            salt=cache_salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            max_queue_s=max_queue_s,
+            pooling=pooling,
+        )
+        waiter = Waiter(mine)
+        try:
+            self._submit(mine)
+            while not waiter.is_over:
+                waiter.wait()
+            raise_first(mine)
+        finally:
+            self._drop(mine)
+        return [embedding_of(g.output, pooling) for g in mine]
 
     def stream(
         self,
@@ -402,7 +477,7 @@ class LLM:
         return self._stream(generation)
 
     def _stream(self, generation: Generation) -> Iterator[str]:
-        waiter = _Waiter([generation])
+        waiter = Waiter([generation])
         waiter.notice_changes()
         try:
             self._submit([generation])
@@ -413,7 +488,7 @@ class LLM:
                 delta = generation.unread_text()
                 if delta:
                     yield delta
-            _raise_first([generation])
+            raise_first([generation])
         finally:
             self._drop([generation])
 
@@ -421,8 +496,8 @@ class LLM:
         """Return a request for `loop.submit()`, checked; nothing has changed.
 
         Args:
-            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s of
-                `Request`.
+            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s,
+                pooling of `Request`.
 
         Raises:
             RequestError: it can never be served.
@@ -477,18 +552,20 @@ class LLM:
         text, ids = token_ids(prompt, self.tokenizer)
         if request_id is None:
             request_id = f"request-{next(self._request_numbers)}"
+        if self.tensor_parallel_size > 1 and sampling.logits_processors:
+            raise RequestError(
+                "logits_processors must be None with tensor_parallel_size above 1, as functions "
+                f"do not leave their process, got {len(sampling.logits_processors)}"
+            )
         options = self._options.prepare(sampling)
         request = Request(request_id, ids, sampling, self._end_ids, **asked, **options)
         self.engine.scheduler.limits.check(request)
-        width = getattr(sampling, "beam_width", 0)
-        if width > self.config.vocab_size:
+        width, vocab_size = getattr(sampling, "beam_width", 0), self.config.vocab_size
+        if width > vocab_size:
+            raise RequestError(f"beam_width must be at most vocab_size {vocab_size}, got {width}")
+        if max(ids) >= vocab_size:
             raise RequestError(
-                f"beam_width must be at most vocab_size {self.config.vocab_size}, got {width}"
-            )
-        if max(ids) >= self.config.vocab_size:
-            raise RequestError(
-                f"prompt token ids must be below vocab_size {self.config.vocab_size}, "
-                f"got {max(ids)}"
+                f"prompt token ids must be below vocab_size {vocab_size}, got {max(ids)}"
             )
         return Generation(request, text, self.tokenizer)
 
@@ -516,48 +593,5 @@ class LLM:
             self.loop.drop(generations)
 
 
-class _Waiter:
-    """Wakes one thread when all of its requests have ended, or one of them has failed."""
-
-    def __init__(self, generations: Sequence[Generation]) -> None:
-        self._generations = generations
-        self._num_left = len(generations)
-        self._event = threading.Event()
-        self.is_over = not generations
-        for generation in generations:
-            generation.on_end = functools.partial(self._one_ended, generation)
-
-    def notice_changes(self) -> None:
-        """Wake the thread after each step that changes one of the requests, too."""
-        for generation in self._generations:
-            generation.on_change = self._event.set
-
-    def wait(self) -> None:
-        """Sleep until something has happened since the last call."""
-        self._event.wait()
-        self._event.clear()
-
-    def _one_ended(self, generation: Generation) -> None:
-        self._num_left -= 1
-        if self._num_left == 0 or generation.error is not None:
-            self.is_over = True
-            self._event.set()
-
-
 def _new_scheduler(seeds: Iterator[int], settings: Mapping[str, Any]) -> Scheduler:
     return Scheduler(seed=next(seeds), **settings)
-
-
-def _raise_first(generations: Sequence[Generation]) -> None:
-    """Raise the error of the first that has failed, if one has."""
-    for place, generation in enumerate(generations):
-        if generation.error is not None:
-            if len(generations) > 1:
-                generation.error.add_note(f"This ended prompts[{place}].")
-            raise generation.error
-
-
-def _progress_text(generations: Sequence[Generation]) -> str:
-    done = sum(g.output.finished for g in generations)
-    tokens = sum(len(c.token_ids) for g in generations for c in g.output.outputs)
-    return f"{done}/{len(generations)} prompts, {tokens:,} tokens"

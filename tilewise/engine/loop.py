@@ -8,8 +8,9 @@ call. Without work it sleeps in the inbox. Nobody polls.
 
 A failure belongs to one request: what its text, its stop rule or a callback raises ends it, as does
 a step that it breaks (`recovery`). What breaks the scheduler itself, or interrupts it, fails all
-that are in the engine, each with the reason, and the engine goes on with a new scheduler. A device
-that is lost ends the loop.
+that are in the engine, each with the reason, and the engine goes on with a new scheduler after a
+pause. If the new one breaks before a step has ended, the loop ends, as it does with a device that
+is lost.
 
 The thread holds the engine, not the loop: a loop that nobody holds any more ends its thread. It is
 a daemon, and is waited for when the interpreter ends. A forked child starts a thread of its own
@@ -44,6 +45,8 @@ T = TypeVar("T")
 # Seconds that the end of the interpreter, of a loop that nobody holds, or of a request wait for a
 # step.
 PATIENCE = 5.0
+# Before the first step of a new scheduler: whoever asks again at once would break it at once.
+BACKOFF_S = 0.25
 
 
 class EngineLoop:
@@ -111,6 +114,11 @@ class EngineLoop:
         While requests are unfinished its age is how long the present step has taken.
         """
         return self._core.last_step_time
+
+    @property
+    def num_restarts(self) -> int:
+        """How often a scheduler that broke was replaced."""
+        return self._core.num_restarts
 
     @property
     def num_live(self) -> int:
@@ -183,6 +191,10 @@ class EngineLoop:
         """Undo pause()."""
         self.call(functools.partial(self._core.set_paused, False))
 
+    def end(self, error: EngineClosedError) -> None:
+        """Fail what is unfinished with `error` and end the thread; return at once."""
+        self._core.end_soon(error)
+
     def close(self, timeout_s: float | None = None) -> bool:
         """Fail what is unfinished with EngineClosedError and end the thread.
 
@@ -249,6 +261,8 @@ class _Core:
         self.is_paused = False
         self.reason: BaseException | None = None
         self.last_step_time: float | None = None
+        self.num_restarts = 0
+        self._is_new = False  # the scheduler has replaced one that broke, and finished no step
         self._is_torn = False
         self._is_exiting = False
         self._begin_life()
@@ -282,12 +296,15 @@ class _Core:
                 self._start()
             self.inbox.put(task)
 
-    def close(self, error: EngineClosedError, timeout_s: float | None) -> bool:
+    def end_soon(self, error: EngineClosedError) -> None:
         with self._gate:
             if self.reason is None:
                 self.reason = error
                 self.inbox.put(None)
-            thread = self._thread
+
+    def close(self, error: EngineClosedError, timeout_s: float | None) -> bool:
+        self.end_soon(error)
+        thread = self._thread
         if thread is None or thread is threading.current_thread():
             return thread is None
         thread.join(timeout_s)
@@ -354,11 +371,19 @@ class _Core:
         except BaseException as error:
             # The scheduler may have been stopped between any two of its instructions.
             failed = self._take_live()
-            self._restart()
+            if self._is_new:
+                self._stop(error)
+            else:
+                self._restart()
             self._fail(failed, error)
+            if self.reason is None:
+                self._is_new = True
+                self.num_restarts += 1
+                time.sleep(BACKOFF_S)
             return
         finally:
             self.last_step_time = time.monotonic()
+        self._is_new = False
         changed: dict[Generation, None] = {}
         live = self.live
         for event in events:
@@ -366,6 +391,8 @@ class _Core:
             if generation is None:
                 continue  # another's, given to the engine directly
             output = generation.output
+            if event.finish_reason is not None:  # before a reader can see that it has finished
+                self._settle(generation)
             try:
                 generation.take(event)
             except Exception as error:  # of its tokenizer: no other text is worse for it
@@ -373,6 +400,7 @@ class _Core:
                 self.engine.abort(event.request_id)
             completion = generation.samples[event.index]
             if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
+                self._settle(generation)
                 self.engine.finish(
                     event.request_id, event.index, FinishReason.STOP, completion.stop_reason
                 )
@@ -421,7 +449,11 @@ class _Core:
                 self.engine.abort(request_id)
             if not generation.output.finished:
                 generation.abort()
+                self._settle(generation)
                 self.tell(generation)
+
+    def _settle(self, generation: Generation) -> None:
+        generation.settle(self.engine.scheduler.trace.account(generation.request.request_id))
 
     def tell(self, generation: Generation) -> None:
         """Tell whoever waits for it; a callback that raises ends its request."""

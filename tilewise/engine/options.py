@@ -48,7 +48,7 @@ class Options:
         if sampling.bad_words:
             found["bad_word_ids"] = self._bad_word_ids(sampling.bad_words)
         if sampling.structured is not None:
-            found["new_matcher"] = self._start_of(sampling.structured)
+            found["new_matcher"] = self.start_of(sampling.structured)
         return found
 
     def _check_ids(self, name: str, ids: Any) -> None:
@@ -71,7 +71,7 @@ class Options:
             raise RequestError(f"bad_words must have tokens, got {list(words)!r}")
         return tuple(found)
 
-    def _start_of(self, outputs: StructuredOutputs) -> Any:
+    def start_of(self, outputs: StructuredOutputs) -> Any:
         """Compile a description; return what makes a matcher at its beginning."""
         assert self.tokenizer is not None
         if not self.end_ids:

@@ -151,8 +151,17 @@ class Preemption:
     def forget(self, family: list[Sequence]) -> None:
         """Let go of what was kept of all who may have found blocks of samples that have failed."""
         for seq in self.roster.waiting:
-            if seq.swap_slots and self.tables.begin_alike(seq, family):
+            if seq.swap_slots and self._begin_alike(seq, family):
                 self.tables.drop_swapped(seq)
+
+    def _begin_alike(self, seq: Sequence, family: list[Sequence]) -> bool:
+        """Whether a sequence may have found the first block of one of the others."""
+        size = self.tables.block_size
+        return any(
+            seq.request.salt == other.request.salt
+            and seq.token_ids[:size] == other.token_ids[:size]
+            for other in family
+        )
 
     def _choose(self, first: int) -> Sequence:
         running = self.roster.running
@@ -163,7 +172,7 @@ class Preemption:
     def _cost(self, seq: Sequence) -> float:
         """Tokens lost for each block that becomes free."""
         count = self.tables.allocator.ref_count
-        freed = sum(count(block) == 1 for block in seq.block_ids)
+        freed = sum(count(block) == 1 for block in seq.held_blocks)
         return self._lost_tokens(seq) / freed if freed else float("inf")
 
     def _lost_tokens(self, seq: Sequence) -> int:

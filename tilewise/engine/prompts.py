@@ -61,6 +61,7 @@ def check_terms(
     deadline_s: object = None,
     max_queue_s: object = None,
     request_id: object = None,
+    pooling: object = None,
 ) -> None:
     """Check what a caller asks of a request beside its prompt and sampling, see `Request`.
 
@@ -75,6 +76,8 @@ def check_terms(
             raise RequestError(f"{name} must be a str, got {type(value).__name__}")
         if len(value) > MAX_NAME:
             raise RequestError(f"{name} must be of at most {MAX_NAME} characters, got {len(value)}")
+    if pooling not in (None, "mean", "last"):
+        raise RequestError(f"pooling must be mean or last, got {pooling!r}")
     if not isinstance(priority, Integral) or isinstance(priority, bool):
         raise RequestError(f"priority must be an integer, got {priority!r}")
     for name, value in {"deadline_s": deadline_s, "max_queue_s": max_queue_s}.items():

@@ -77,6 +77,8 @@ def run_again(runner: Runner, scheduler: Scheduler, batch: Batch, error: Excepti
                 for place, tokens in zip(places, drawn, strict=True):
                     samples[place] = tokens
                 continue
+        if isinstance(error, DeviceLostError):
+            raise error
         if runner.is_lost():
             raise DeviceLostError(f"the engine's device is lost: {error}") from error
         if len(places) > 1 and splits_left:
@@ -99,6 +101,8 @@ def _known(scheduler: Scheduler, run: ScheduledSequence) -> ScheduledSequence | 
         return None
     if run.token_ids[-1] == PENDING:
         run = run._replace(token_ids=(seq.token_ids[run.start],))
+    if run.others:
+        run = run._replace(others=tuple((table, 0) for table, _ in run.others))
     return run._replace(first_new_block=0)
 
 

@@ -63,8 +63,9 @@ class Pool:
 
     def _own(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._grow(block)
-            self.counts[block] += 1
+            if block >= 0:
+                self._grow(block)
+                self.counts[block] += 1
 
     def _grow(self, block: int) -> None:
         if block >= self.num_blocks:  # the event that says how many there are is forgotten
@@ -84,7 +85,7 @@ class Pool:
         self.tables[event["seq_id"]] = list(event["blocks"])
         self._own(event["blocks"])
         # Those that came back from main memory are findable from now on, too.
-        self.known.update(event["blocks"][: event["num_found"]])
+        self.known.update(b for b in event["blocks"][: event["num_found"]] if b >= 0)
 
     def _fork(self, event: dict[str, Any]) -> None:
         table = self.tables.get(event["seq_id"], [])
@@ -103,6 +104,10 @@ class Pool:
     def _cut(self, event: dict[str, Any]) -> None:
         del self._table(event)[event["num_kept"] :]
 
+    def _pass(self, event: dict[str, Any]) -> None:
+        table, end = self._table(event), event["num_passed"]
+        table[:end] = [-1] * end
+
     def _hit(self, event: dict[str, Any]) -> None:
         self._put(event, list(event["blocks"]))
         self._own(event["blocks"])
@@ -111,6 +116,8 @@ class Pool:
         kept = event["kept"]
         self._own(b for a, b in zip(event["blocks"], kept, strict=True) if a != b)
         self._put(event, list(kept))
+        for block in kept:  # its owner may have got it before the first event that is known
+            self._grow(block)
         self.known.update(kept)
 
     def _free(self, event: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ import time
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from tilewise.cache.spec import CacheSpec
+from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.engine.admission import window_blocks
 from tilewise.engine.engine import EngineStats
 
 __all__ = ["Progress", "cache_report", "stats_line", "stats_record"]
@@ -41,28 +42,45 @@ def stats_record(stats: EngineStats) -> dict[str, Any]:
 
 def cache_report(spec: CacheSpec, max_model_len: int) -> str:
     """Say what the keys and values of a model cost in memory."""
-    kv, gib = spec.kv, 2**30
-    dtype = str(kv.dtype).removeprefix("torch.")
-    heads = "heads" if kv.num_kv_heads > 1 else "head"
-    width = kv.dtype.itemsize
-    channel = f"({kv.head_dim} + {kv.v_head_dim}) channels x {width} byte{'s' * (width > 1)}"
-    if kv.is_quantised:
-        channel = f"({channel} + {kv.scale_bytes} of scales)"
+    gib = 2**30
     rows = [
         (
             "one token",
-            f"{_bytes(spec.bytes_per_token)} = {spec.num_layers} layers x {kv.num_kv_heads} "
-            f"{heads} x {channel} ({dtype})",
+            f"{_bytes(spec.bytes_per_token)} = {spec.num_layers} layers x {_kept(spec.kv)}",
         ),
         ("one block", f"{_bytes(spec.bytes_per_block)} = {spec.block_size} tokens"),
-        (
-            "one full context",
-            f"{_bytes(-(-max_model_len // spec.block_size) * spec.bytes_per_block)} = "
-            f"{max_model_len:,} tokens",
-        ),
-        ("one GiB holds", f"{gib // spec.bytes_per_block * spec.block_size:,} tokens"),
     ]
+    context = 0
+    for i, group in enumerate(spec.groups):
+        blocks = -(-max_model_len // spec.block_size)
+        if group.window is not None:
+            blocks = min(blocks, window_blocks(group.window, 1, spec.block_size))
+            rows.append(
+                (
+                    f"{len(group.layers)} layers keep",
+                    f"a window of {group.window:,} tokens, in at most {blocks:,} blocks",
+                )
+            )
+        context += blocks * spec.group_block_bytes(i)
+    rows.append(("one full context", f"{_bytes(context)} = {max_model_len:,} tokens"))
+    if spec.is_plain:
+        rows.append(("one GiB holds", f"{gib // spec.bytes_per_block * spec.block_size:,} tokens"))
     return "\n".join(f"{name:<18}{value}" for name, value in rows)
+
+
+def _kept(kind: KVSpec | LatentSpec) -> str:
+    """Say what one layer keeps of one token."""
+    dtype, width = str(kind.dtype).removeprefix("torch."), kind.dtype.itemsize
+    heads = ""
+    if isinstance(kind, LatentSpec):
+        channels = f"({kind.kv_rank} + {kind.rope_dim})"
+    else:
+        channels = f"({kind.head_dim} + {kind.v_head_dim})"
+        heads = f"{kind.num_kv_heads} head{'s' * (kind.num_kv_heads > 1)} x "
+    text = f"{channels} channels x {width} byte{'s' * (width > 1)}"
+    if kind.is_quantised:
+        text = f"({text} + {kind.scale_bytes} of scales)"
+    return f"{heads}{text} ({dtype})"
 
 
 class Progress:

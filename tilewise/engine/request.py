@@ -12,6 +12,7 @@ from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_o
 
 if TYPE_CHECKING:
     from tilewise.engine.beams import BeamSearch
+    from tilewise.engine.group_tables import Places
     from tilewise.engine.speculative import Ngrams
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
@@ -52,8 +53,8 @@ class SamplingParams:
         logprobs: report the log-probability of each token and of this many best ones, of the
             model's own distribution: before everything below, and before temperature.
         prompt_logprobs: the same for each token of the prompt but the first.
-        repetition_penalty: above 0; divides the positive logits of tokens that prompt or output
-            have, and multiplies the others; 1 is none.
+        repetition_penalty: in [1e-6, 1e6]; divides the positive logits of tokens that prompt or
+            output have, and multiplies the others; 1 is none.
         frequency_penalty: in [-2, 2]; taken from a token's logit for each time the output has it.
         presence_penalty: in [-2, 2]; taken once if the output has the token.
         logit_bias: {token id: bias in [-100, 100]} of at most 1024 tokens, added to their logits.
@@ -116,7 +117,10 @@ class SamplingParams:
                 f"temperature must be finite and at least 0, got {self.temperature}",
             ),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
-            (self.top_k >= -1, f"top_k must be -1, 0 or a count, got {self.top_k}"),
+            (
+                -1 <= self.top_k < 1 << 31,
+                f"top_k must be -1, 0 or a count below 2^31, got {self.top_k}",
+            ),
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
             (
                 self.max_tokens is None or self.max_tokens >= 1,
@@ -236,6 +240,7 @@ class Request:
         eos_token_ids: the model's own end tokens.
         bad_word_ids: the token ids of sampling.bad_words, in every form that is looked for.
         new_matcher: makes the state of sampling.structured before the first token.
+        pooling: "mean" or "last": what becomes of its prompt's hidden states; None is nothing.
         stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
             A structured text always ends with the model's.
@@ -258,6 +263,7 @@ class Request:
     max_queue_s: float | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     new_matcher: Callable[[], Matcher] | None = None
+    pooling: str | None = None
     stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
     adjusts: bool = field(init=False, repr=False)
@@ -323,10 +329,13 @@ class Sequence:
         arrival_time: of its request, on the scheduler's clock.
         swap_slots: blocks in main memory that keep what it had computed when it was swapped out.
         num_swapped_tokens: how many tokens they keep.
+        places: its blocks in the other groups of layers, see `engine.group_tables`; None where all
+            layers are one group that keeps every token, and while it holds no blocks.
         is_stepwise: its next run needs the results of its last, so that no unfinished step may be
             beside it.
         search: the beam search that it is a beam of.
         drafts: guesses that the run which is described just now has at its end.
+        draft_parents: whom each of them would follow, see `engine.draft_trees`.
         ngrams: where its n-grams were last, for prompt lookup.
     """
 
@@ -353,18 +362,29 @@ class Sequence:
     is_stepwise: bool = False
     search: BeamSearch | None = None
     drafts: tuple[int, ...] = ()
+    draft_parents: tuple[int, ...] = ()
     ngrams: Ngrams | None = None
     rank: tuple[int, int, int] = (0, 0, 0)
     was_admitted: bool = False
     arrival_time: float = 0.0
     swap_slots: list[int] = field(default_factory=list)
     num_swapped_tokens: int = 0
+    places: Places | None = None
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Its blocks of the first group but for those that a window has passed."""
+        return self.block_ids if self.places is None else self.block_ids[self.places.gone[0] :]
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of its prompt are wanted and not all computed yet."""
-        wanted = self.request.sampling.prompt_logprobs
-        return wanted is not None and len(self.token_ids) == self.num_prompt_tokens
+        """Whether every position of its prompt is wanted, and not all are computed yet.
+
+        That is for their log-probabilities or the mean of their hidden states.
+        """
+        request = self.request
+        is_wanted = request.sampling.prompt_logprobs is not None or request.pooling == "mean"
+        return is_wanted and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

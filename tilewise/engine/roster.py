@@ -152,18 +152,19 @@ class Roster:
         queue = [*self.running, *self.waiting]
         unfinished = {s for family in self.requests.values() for s in family if not s.finish_reason}
         queued = [s for s in self.waiting if not s.was_admitted]
-        ranks = [s.rank for s in queue]
+        running, waiting = [s.rank for s in self.running], [s.rank for s in self.waiting]
+        ranks = running + waiting
         rules = [
             (set(queue) == unfinished, "running and waiting are the unfinished"),
             (len(set(ranks)) == len(ranks), "no two have one rank"),
-            (sorted(self.running, key=_rank) == self.running, "running ones are in order"),
-            (sorted(self.waiting, key=_rank) == self.waiting, "waiting ones are in order"),
+            (sorted(running) == running, "running ones are in order"),
+            (sorted(waiting) == waiting, "waiting ones are in order"),
             (
                 (self.num_queued, self.num_queued_tokens)
                 == (len(queued), sum(s.num_prompt_tokens for s in queued)),
                 "who was never admitted is counted",
             ),
-            (set(self.live.values()) == set(queue), "live sequences run or wait"),
+            (set(self.live.values()) == unfinished, "live sequences run or wait"),
             (
                 Counter(s.request.request_id for s in queue) == self._num_unfinished,
                 "unfinished samples are counted",

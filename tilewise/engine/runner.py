@@ -18,17 +18,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilewise.cache.spec import KVLayer
+from tilewise.cache.spec import CacheLayer, LatentSpec
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import pooling
 from tilewise.engine.adjuster import Adjuster, put_errors
 from tilewise.engine.batch import PENDING, Batch, SampledToken
+from tilewise.engine.block_copies import copy_in_all_layers
 from tilewise.engine.host_cache import HostCache
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.prompt_scores import PromptScores, finish, hand_over, score
 from tilewise.engine.sampler import few_threads, sample
 from tilewise.engine.speculative import accepted, with_rows_of_drafts
 from tilewise.nn.context import AttentionContext
-from tilewise.ops import copy_blocks
 
 __all__ = [
     "CausalModel",
@@ -148,7 +149,7 @@ class CausalModel(Protocol):
         positions: Tensor,
         *,
         ctx: AttentionContext,
-        kv: list[KVLayer],
+        kv: list[CacheLayer],
     ) -> Tensor:
         """Map (T,) ids and positions to (T, E) hidden states; write keys and values to `kv`."""
         ...
@@ -174,6 +175,7 @@ class ModelRunner:
         block_size: tokens per cache block.
         device: of the model and the cache.
         host: main memory for blocks; may be set before the first step.
+        why_not_compiled: why a CPU's steps are not one compiled list, where that is so.
         sharing_tokens: what `build_inputs` takes. None on a CPU and with `batch_invariant`, where
             a sequence's bits do not depend on its neighbours, as they would on whom it shares a
             prefix with.
@@ -194,15 +196,20 @@ class ModelRunner:
         self.sampler = sampler
         self._drawn: dict[int, int] = {}  # by seq_id, in the last step
         self._tables = HostTables()
+        self._group_of = storage.spec.group_of
+        self._other_tables = [HostTables() for _ in storage.parts[1:]]
         self._scores = PromptScores()
+        self._pools = pooling.Pools()
         self._hidden: Tensor | None = None  # of the step that runs, (T, E)
         self.host: HostCache | None = None
+        self.why_not_compiled = ""
         self.storage = storage
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
         self._adjuster = Adjuster(self.device)
         self.sharing_tokens: int | None = None
-        if self.device.type == "cuda" and not batch_invariant:
+        is_latent = isinstance(storage.spec.kv, LatentSpec)
+        if self.device.type == "cuda" and not batch_invariant and not is_latent:
             layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
             self.sharing_tokens = SHARING_BYTES // layer_bytes
 
@@ -231,11 +238,14 @@ class ModelRunner:
         asks = batch.asks
         adjusts = self._adjuster.follow(batch, asks)
         chunks, whole = self._scores.follow(batch, asks)
+        parts, pooled = self._pools.follow(batch, asks)
         inputs = build_inputs(
             batch,
             self.block_size,
             self.device,
             tables=self._tables,
+            group_of=self._group_of,
+            other_tables=self._other_tables,
             sharing_tokens=self.sharing_tokens,
             batch_invariant=self.batch_invariant,
         )
@@ -244,7 +254,12 @@ class ModelRunner:
         samples: Samples = accepted(batch, draw(logits, with_rows_of_drafts(batch)))
         if chunks:
             finish(chunks, score(chunks, self.logits_of, logits.shape[1], self.device))
+        if parts:
+            sums = pooling.Pooled(parts, self.states_of, self.device)
+            sums.host = [x.cpu() for x in sums.tensors]
+            sums.finish()
         hand_over(samples, whole)
+        pooling.hand_over(samples, pooled)
         return samples
 
     @torch.inference_mode()
@@ -263,6 +278,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget all sequences."""
         self._drawn, self._tables = {}, HostTables()
+        self._other_tables = [HostTables() for _ in self._other_tables]
         self._adjuster.reset()
 
     def is_lost(self) -> bool:
@@ -293,8 +309,7 @@ class ModelRunner:
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
         kv = self.storage.layers
-        if len(inputs.block_copies) > 0:
-            self.copy(inputs.block_copies)
+        self.copy_all(inputs)
         hidden = self.model(inputs.ids, inputs.positions, ctx=inputs.ctx, kv=kv)  # (T, E)
         self._hidden = hidden
         if len(inputs.logits_rows) < len(hidden):
@@ -310,12 +325,24 @@ class ModelRunner:
         assert self._hidden is not None
         return self.model.compute_logits(self._hidden.index_select(0, rows))
 
+    @torch.inference_mode()
+    def states_of(self, rows: Tensor) -> Tensor:
+        """Return the hidden states (n, E), after the last norm, of rows (n,) int64 likewise."""
+        assert self._hidden is not None
+        return self._hidden.index_select(0, rows)
+
+    @torch.inference_mode()
     def copy(self, block_pairs: Tensor) -> None:
-        """Copy blocks (C, 2), source and destination, in all layers."""
-        k_cache, v_cache, *scales = self.storage.whole
-        k_scale, v_scale = scales or (None, None)
-        pairs = self.storage.in_all_layers(block_pairs)
-        copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
+        """Copy blocks (C, 2), source and destination, in all layers of the first group."""
+        copy_in_all_layers(self.storage.parts[0], block_pairs)
+
+    def copy_all(self, inputs: ModelInputs) -> None:
+        """Copy the blocks that a step says, in all layers of each group."""
+        for part, pairs in zip(
+            self.storage.parts, (inputs.block_copies, *inputs.other_copies), strict=True
+        ):
+            if len(pairs) > 0:
+                copy_in_all_layers(part, pairs)
 
     @contextmanager
     def threads(self, num_tokens: int) -> Iterator[None]:

@@ -24,6 +24,7 @@ MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 1 << 17
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 1024
 MAX_PROCESSORS = 16
+SMALLEST_PENALTY = 1e-6  # of repetition, and the inverse at most: logits stay finite in float32
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0  # the OpenAI API's
 # Characters of a schema, an expression or a grammar, and of all choices together.
 MAX_GRAMMAR_LENGTH = 1 << 16
@@ -141,11 +142,15 @@ def check_options(params: SamplingParams) -> None:
         value = getattr(params, name)
         if not -MAX_PENALTY <= value <= MAX_PENALTY:
             raise ValueError(f"{name} must be in [-2, 2], got {value}")
-    if not 0 < params.repetition_penalty < float("inf"):
+    if not SMALLEST_PENALTY <= params.repetition_penalty <= 1 / SMALLEST_PENALTY:
         raise ValueError(
-            f"repetition_penalty must be finite and above 0, got {params.repetition_penalty}"
+            f"repetition_penalty must be in {SMALLEST_PENALTY:g} ... {1 / SMALLEST_PENALTY:g}, "
+            f"got {params.repetition_penalty}"
         )
-    if params.min_tokens < 0 or params.min_tokens > (params.max_tokens or params.min_tokens):
+    most = params.max_tokens
+    if most is not None and most < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {most}")
+    if params.min_tokens < 0 or params.min_tokens > (most or params.min_tokens):
         raise ValueError(
             f"min_tokens must be in 0 ... max_tokens ({params.max_tokens}), got {params.min_tokens}"
         )

@@ -80,8 +80,8 @@ from tilewise.engine.batch import (
     TokenEvent,
 )
 from tilewise.engine.beams import Beams, BeamSearchParams
-from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.deadlines import Deadlines
+from tilewise.engine.group_tables import tables_of
 from tilewise.engine.order import order_of
 from tilewise.engine.preemption import Preemption
 from tilewise.engine.request import FinishReason, Request, Sequence
@@ -109,8 +109,9 @@ class Scheduler:
     """Admit requests, build steps, take their results.
 
     Args:
-        num_blocks: cache blocks, all usable.
+        num_blocks: cache blocks, all usable; of every group of layers, or one number for each.
         block_size: tokens per block.
+        windows: of each group of layers, None for all keys, see `CacheSpec.groups`.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one step.
         max_model_len: tokens of a sequence, prompt and generated.
@@ -129,14 +130,16 @@ class Scheduler:
         clock: seconds, for deadlines.
 
     Raises:
-        ValueError: a limit is out of its range.
+        ValueError: a limit is out of its range, or main memory is to keep blocks of layers with
+            windows.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | Seq[int],
         block_size: int,
         *,
+        windows: Seq[int | None] = (None,),
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -155,13 +158,13 @@ class Scheduler:
         max_waiting_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else [*num_blocks]
         self.limits = Limits(
-            num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
+            counts[0], block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
             long_prefill_token_threshold, max_waiting_requests, max_waiting_tokens,
+            tuple(windows), tuple(counts[1:]),
         )  # fmt: skip
-        self.tables = BlockTables(
-            num_blocks, block_size, enable_prefix_caching, num_swap_blocks, store
-        )
+        self.tables = tables_of(self.limits, enable_prefix_caching, num_swap_blocks, store)
         self.trace = self.tables.trace
         self.seed = seed
         self.order = order_of(scheduling_policy, user_weights)
@@ -246,7 +249,9 @@ class Scheduler:
         copies = self.tables.take_copies()
         sequences = tuple(self._describe(s, n) for s, n in runs)
         self.tables.note_peak(self.roster.running)
-        batch = Batch(sequences, copies, self.preemption.take_left(), *moved)
+        batch = Batch(
+            sequences, copies, self.preemption.take_left(), *moved, self.tables.take_other_copies()
+        )
         self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
         for kind, pairs in zip(("swap_out", "swap_in"), moved, strict=True):
             if pairs:
@@ -296,7 +301,7 @@ class Scheduler:
                 self.order.charge(seq.request.user, 0, len(drawn))
             if run.num_drafts:
                 assert self.speculation is not None
-                self.speculation.take(seq, run.num_drafts, drawn, self.tables)
+                self.speculation.take(seq, run, drawn, self.tables)
                 results.append_all(seq, drawn, events)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
@@ -575,5 +580,6 @@ class Scheduler:
         return ScheduledSequence(
             seq.seq_id, token_ids, start, blocks, len(seeds), request.row_sampling, seeds,
             num_generated, told, asked, seq.is_stepwise, len(drafts),
-            seq.token_ids if drafts else (),
+            seq.token_ids if drafts else (), seq.draft_parents if drafts else (),
+            () if seq.places is None else self.tables.tell(seq),
         )  # fmt: skip

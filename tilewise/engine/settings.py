@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 
-from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.engine.speculative import DraftModel
 from tilewise.models.config import ModelConfig
 
 __all__ = [
     "DEFAULT_BATCHED_TOKENS",
     "cache_dtype",
     "cache_spec",
+    "check_groups",
     "check_integers",
     "compute_device",
     "context_length",
@@ -52,10 +54,51 @@ def model_directory(model: str | Path) -> Path:
     return packaged_model() if str(model) == PACKAGED and not path.is_dir() else path
 
 
-def cache_spec(config: ModelConfig, block_size: int, dtype: torch.dtype) -> CacheSpec:
-    """Return the cache that a model needs."""
-    kv = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
-    return CacheSpec(config.num_layers, block_size, kv)
+def cache_spec(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, max_model_len: int | None = None
+) -> CacheSpec:
+    """Return the cache that a model needs: a group of layers for each window.
+
+    Args:
+        max_model_len: tokens of a sequence; a window that none outgrows is none. None is as many
+            as the model has positions.
+    """
+    kind: KVSpec | LatentSpec
+    if config.latent is not None:
+        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
+    else:
+        kind = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
+    longest = max_model_len or config.max_position_embeddings
+    windows = [None if w is None or w >= longest else w for w in config.windows]
+    return CacheSpec.of_windows(block_size, kind, windows)
+
+
+def check_groups(
+    config: ModelConfig, spec: CacheSpec, swap_space_gib: float, speculative: object
+) -> None:
+    """Refuse what is not built for layers with windows, or for latents.
+
+    Raises:
+        ValueError: guesses are trees, whose mask attention with a window or over latents does not
+            take; there is to be main memory for blocks that a window passes, or a draft model that
+            reads by the tables of a model that keeps no layer's keys whole.
+    """
+    kind = "latents" if config.latent is not None else "windows"
+    if getattr(speculative, "num_branches", 1) > 1 and (kind == "latents" or any(config.windows)):
+        raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
+    if spec.is_plain:
+        return
+    windows = ", ".join(str(w) for w in spec.windows if w is not None)
+    if swap_space_gib:
+        raise ValueError(
+            "swap_space_gib must be 0 for a model whose layers have windows (of "
+            f"{windows} tokens): main memory keeps whole sequences only, got {swap_space_gib}"
+        )
+    if isinstance(speculative, DraftModel) and spec.windows[0] is not None:
+        raise ValueError(
+            f"speculative must be PromptLookup for a model all of whose layers have windows (of "
+            f"{windows} tokens): a draft model reads the keys behind them, got a DraftModel"
+        )
 
 
 def check_integers(may_be_none: bool, **settings: object) -> None:

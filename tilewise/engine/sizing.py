@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage, num_blocks_for
+from tilewise.engine.admission import window_blocks
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
@@ -21,12 +23,14 @@ __all__ = [
     "blocks_on_cpu",
     "blocks_on_cuda",
     "run_once",
+    "split_blocks",
     "warm_up",
     "widest_batch",
 ]
 
 # Main memory is shared with everything else that runs, so the cache is modest unless told.
 CPU_FRACTION = 0.25
+Blocks = int | tuple[int, ...]  # of the only group of layers, or of each
 
 
 def available_memory() -> int:
@@ -52,7 +56,49 @@ def available_memory() -> int:
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def allocate(spec: CacheSpec, num_blocks: int, device: torch.device) -> KVStorage:
+def _demands(spec: CacheSpec, num_tokens: int, max_run: int) -> list[int]:
+    """Return the blocks of each group that a sequence of so many tokens takes at most at a time."""
+    total = -(-num_tokens // spec.block_size)
+    return [
+        total if window is None else min(total, window_blocks(window, max_run, spec.block_size))
+        for window in spec.windows
+    ]
+
+
+def split_blocks(
+    spec: CacheSpec, budget_bytes: int, max_model_len: int, max_run: int | None = None
+) -> Blocks:
+    """Split memory for the cache over the groups of layers.
+
+    Short sequences want as many blocks of each group. The longest want most of the groups without a
+    window. A group gets blocks in proportion to the larger of the two shares of the memory that it
+    would have were all sequences short, or all as long as can be. So whatever length they have, of
+    two groups none is full before more than half of the memory is used.
+
+    Args:
+        spec: the groups.
+        budget_bytes: memory.
+        max_model_len: tokens of a sequence.
+        max_run: tokens of one sequence in a step; None is max_model_len.
+
+    Returns:
+        The blocks, of each group where there are several.
+
+    Raises:
+        ValueError: not even one block of each group fits.
+    """
+    num_blocks = num_blocks_for(spec, budget_bytes)
+    if len(spec.groups) == 1:
+        return num_blocks
+    sizes = [spec.group_block_bytes(i) for i in range(len(spec.groups))]
+    longest = _demands(spec, max_model_len, max_run or max_model_len)
+    of_longest = sum(size * count for size, count in zip(sizes, longest, strict=True))
+    shares = [max(1 / sum(sizes), count / of_longest) for count in longest]
+    unit = budget_bytes / sum(size * share for size, share in zip(sizes, shares, strict=True))
+    return tuple(max(1, int(unit * share)) for share in shares)
+
+
+def allocate(spec: CacheSpec, num_blocks: Blocks, device: torch.device) -> KVStorage:
     """Return the cache.
 
     Raises:
@@ -61,20 +107,37 @@ def allocate(spec: CacheSpec, num_blocks: int, device: torch.device) -> KVStorag
     try:
         return KVStorage(spec, num_blocks, device)
     except (RuntimeError, MemoryError, OverflowError) as error:
+        counts, sizes = [num_blocks], [spec.bytes_per_block]
+        if not isinstance(num_blocks, int):
+            counts = list(num_blocks)
+            sizes = [spec.group_block_bytes(i) for i in range(len(counts))]
         raise ValueError(
-            f"num_blocks must fit the memory of {device} at {spec.bytes_per_block:,} bytes each, "
-            f"got {num_blocks:,}"
+            f"num_blocks must fit the memory of {device} at "
+            f"{' and '.join(f'{size:,}' for size in sizes)} bytes each, "
+            f"got {' and '.join(f'{count:,}' for count in counts)}"
         ) from error
 
 
-def blocks_on_cpu(spec: CacheSpec, max_num_seqs: int, max_model_len: int) -> int:
+def blocks_on_cpu(
+    spec: CacheSpec, max_num_seqs: int, max_model_len: int, max_run: int | None = None
+) -> Blocks:
     """Return blocks for max_num_seqs sequences of max_model_len tokens, in a quarter of the memory.
 
+    Args:
+        max_run: tokens of one sequence in a step, of which a group with a window keeps blocks; None
+            is max_model_len.
+
     Raises:
-        ValueError: not even one block fits.
+        ValueError: not even one block of each group fits.
     """
     wanted = max_num_seqs * -(-max_model_len // spec.block_size)
-    return min(wanted, num_blocks_for(spec, int(available_memory() * CPU_FRACTION)))
+    budget = int(available_memory() * CPU_FRACTION)
+    there = split_blocks(spec, budget, max_model_len, max_run)
+    if isinstance(there, int):
+        return min(wanted, there)
+    if wanted * spec.bytes_per_block <= budget:
+        return (wanted,) * len(there)  # what no window needs keeps prefixes
+    return tuple(min(wanted, count) for count in there)
 
 
 def blocks_on_cuda(
@@ -87,15 +150,21 @@ def blocks_on_cuda(
     max_model_len: int,
     gpu_memory_utilization: float,
     has_graphs: bool = False,
-) -> int:
+    captures_prompts: bool = True,
+) -> Blocks:
     """Return blocks for what the weights, the widest step and the graphs leave of the memory.
 
     The step is run once, and its temporaries stay with torch's allocator meanwhile; the two largest
-    graphs are captured, and the others counted as the second, which shares the pool of the first.
+    graphs of each kind are captured, and the others counted as the second, which shares the pool.
     What the driver then reports as free is what is left, other processes included.
 
+    Args:
+        captures_prompts: with graphs, steps with prompts are captured, too, where the model allows
+            it.
+
     Raises:
-        ValueError: not even one block fits, or not even the step; the message has the sizes.
+        ValueError: not even one block of each group fits, or not even the step; the message has the
+            sizes.
     """
     weights = torch.cuda.memory_allocated(device)
     before = _used(device)
@@ -106,7 +175,11 @@ def blocks_on_cuda(
         if has_graphs:
             storage = KVStorage(spec, _blocks_of(batch), device)
             trial = DeviceRunner(
-                model, storage, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+                model,
+                storage,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens if captures_prompts else None,
             )
             trial.submit(batch).result()
             with_step = _used(device)
@@ -137,17 +210,24 @@ def blocks_on_cuda(
             f"max_num_batched_tokens be lower: of {total / 2**30:.1f} GiB, {sizes}, "
             f"got {gpu_memory_utilization}"
         )
-    return num_blocks_for(spec, budget)
+    max_run = min(max_num_batched_tokens, max_model_len)
+    return split_blocks(spec, budget, max_model_len, max_run)
 
 
 def _graph_bytes(trial: DeviceRunner, before: int) -> int:
-    """Capture the two largest decode steps and return what all of them will take."""
-    used = [before]
-    for size in trial.buckets[-2:][::-1]:
-        trial.capture(size)
-        used.append(_used(trial.device))
-    another = used[-1] - used[-2] if len(used) == 3 else 0
-    return used[-1] - before + max(0, another) * (len(trial.buckets) - 2)
+    """Capture the two largest steps of each kind and return what all of them will take."""
+    total, used = 0, before
+    kinds: list[tuple[list[int], Callable[[int], None]]] = [(trial.buckets, trial.capture)]
+    if trial.prompts is not None:
+        kinds.insert(0, (trial.prompts.sizes, trial.capture_prompts))
+    for sizes, capture in kinds:
+        another = 0
+        for size in sizes[-2:][::-1]:
+            capture(size)
+            now = _used(trial.device)
+            another, used = now - used, now
+        total += max(0, another) * max(0, len(sizes) - 2)
+    return used - before + total
 
 
 def _used(device: torch.device) -> int:
@@ -183,19 +263,34 @@ def widest_batch(
     )
 
 
-def run_once(model: CausalModel, spec: CacheSpec, batch: Batch, device: torch.device) -> None:
+def run_once(
+    model: CausalModel,
+    spec: CacheSpec,
+    batch: Batch,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
+) -> None:
     """Run a step over a throw-away cache."""
-    ModelRunner(model, KVStorage(spec, _blocks_of(batch), device)).submit(batch)
+    storage = KVStorage(spec, _blocks_of(batch), device)
+    ModelRunner(model, storage, batch_invariant=batch_invariant).submit(batch)
 
 
 def _blocks_of(batch: Batch) -> int:
     return 1 + max(block for s in batch.sequences for block in s.block_ids)
 
 
-def warm_up(model: CausalModel, spec: CacheSpec, device: torch.device) -> None:
-    """Run the shortest prompt and the shortest decode, so that no request waits for kernels."""
+def warm_up(
+    model: CausalModel, spec: CacheSpec, device: torch.device, *, batch_invariant: bool = False
+) -> None:
+    """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
+
+    Args:
+        batch_invariant: as of the runner to be, whose decodes take other kernels with it.
+    """
     for length in (2, 1):
-        run_once(model, spec, widest_batch(1, length, length, spec.block_size), device)
+        batch = widest_batch(1, length, length, spec.block_size)
+        run_once(model, spec, batch, device, batch_invariant=batch_invariant)
 
 
 def _meminfo_available(path: Path) -> int | None:

@@ -30,9 +30,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tilewise.engine.batch import Batch, SampledToken
+from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
 from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.draft_trees import depths, merge, num_in_place, path
 from tilewise.engine.request import Request, Sequence
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
 
 DRAFT = -3  # stands for a guess that the runner makes
 MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
+MAX_BRANCHES = 4  # continuations that a tree of guesses is made of
 # Tokens of a sequence in which n-grams are looked for: an index of 16,384 is some 10 MB.
 MAX_LOOKBACK = 16_384
 STEPS = 8  # of a trial, with drafts or without
@@ -70,6 +72,10 @@ class PromptLookup:
         max_ngram: tokens at the end that are looked for, at most; longer ones first.
         min_ngram: and at least.
         is_adaptive: turn guesses off where they cost more than they give.
+        num_branches: places of an n-gram whose continuations are guessed at once, the last ones
+            first, 1 to 4: with more than 1, guesses are a tree of at most 16 rows
+            (`engine.draft_trees`). Not with batch invariance, as the rows of a branch add keys in
+            another order, nor for layers with a window or with latents.
 
     Raises:
         TypeError: a value is not of its type.
@@ -83,9 +89,16 @@ class PromptLookup:
     max_ngram: int = 4
     min_ngram: int = 2
     is_adaptive: bool = True
+    num_branches: int = 1
 
     def __post_init__(self) -> None:
         _check(self.num_tokens)
+        if not isinstance(self.num_branches, int) or isinstance(self.num_branches, bool):
+            raise TypeError(f"num_branches must be an integer, got {self.num_branches!r}")
+        if not 1 <= self.num_branches <= MAX_BRANCHES:
+            raise ValueError(
+                f"num_branches must be in 1 ... {MAX_BRANCHES}, got {self.num_branches}"
+            )
         for name, value in (("max_ngram", self.max_ngram), ("min_ngram", self.min_ngram)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -138,16 +151,17 @@ class Speculation:
         self.num_drafts = 0
         self.num_accepted = 0
         self._is_on = True
-        self._most = MAX_DRAFTS
+        self._most = self._room = MAX_DRAFTS
 
     def suits(self, request: Request) -> bool:
         """Whether a request's tokens may be guessed.
 
         Not those of a beam search; nor where logits are changed by what was drawn before, as the
-        rows of guesses would have to be, or where a prompt is scored.
+        rows of guesses would have to be, or where a prompt is scored or pooled.
         """
         sampling = request.sampling
-        is_plain = not request.adjusts and sampling.prompt_logprobs is None
+        is_read = sampling.prompt_logprobs is not None or request.pooling is not None
+        is_plain = not request.adjusts and not is_read
         return is_plain and not isinstance(sampling, BeamSearchParams)
 
     def begin(self, num_sequences: int, max_chunk_tokens: int | None) -> None:
@@ -175,32 +189,44 @@ class Speculation:
         is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
         if seq.search is not None or not is_decoding:
             return 0
-        free = max(tables.allocator.num_free - num_running, 0)
-        most = min(
+        free = max(tables.num_free - num_running, 0)
+        self._room = min(  # rows: the slots of a tree are as many as its drafts
             room,
             self._most,
-            seq.max_len - known - 1,  # the step draws one more token than there are drafts
-            (len(seq.block_ids) + free) * tables.block_size - known,
+            (tables.num_places(seq) + free) * tables.block_size - known,
         )
+        # The step draws one more token than there are drafts after one another.
+        most = min(self._room, seq.max_len - known - 1)
+        seq.draft_parents = ()
         seq.drafts = self.propose(seq, most)
         return len(seq.drafts)
 
     def take(
-        self, seq: Sequence, num_drafts: int, drawn: Seq[SampledToken], tables: BlockTables
+        self,
+        seq: Sequence,
+        run: ScheduledSequence,
+        drawn: Seq[SampledToken],
+        tables: BlockTables,
     ) -> None:
         """Count the drafts that were right as computed, and let go of the blocks of the others.
 
-        The prefix cache is told of a block when all its tokens are drawn.
+        The prefix cache is told of a block when all its tokens are drawn. Right drafts of a tree
+        that do not lie in the slots of their positions are computed again.
 
         Args:
-            seq: it has run num_drafts drafts; its tokens do not have what was drawn yet.
+            seq: it has run drafts; its tokens do not have what was drawn yet.
+            run: what it has run.
             drawn: the right ones and one more.
             tables: of its blocks.
         """
         right, known = len(drawn) - 1, seq.num_tokens
-        self.num_drafts += num_drafts
+        self.num_drafts += run.num_drafts
         self.num_accepted += right
-        seq.num_computed_tokens += len(drawn)  # the token before the drafts, and the right ones
+        in_place = right + 1  # the token before the drafts, and the right ones
+        if run.draft_parents:
+            tokens = [token.token_id for token in drawn]
+            in_place = num_in_place(path(run.token_ids[1:], run.draft_parents, tokens))
+        seq.num_computed_tokens += in_place
         seq.num_scheduled_tokens, seq.num_pending = seq.num_computed_tokens, 0
         tables.truncate(seq)
         seq.token_ids += [token.token_id for token in drawn[:right]]
@@ -214,18 +240,23 @@ class Speculation:
             return ()
         if isinstance(self.params, DraftModel):
             return (DRAFT,) * most
+        params = self.params
         if seq.ngrams is None:
-            seq.ngrams = Ngrams(self.params.min_ngram, self.params.max_ngram)
-        return seq.ngrams.find(seq.token_ids, most)
+            seq.ngrams = Ngrams(params.min_ngram, params.max_ngram, params.num_branches)
+        chains = seq.ngrams.find_all(seq.token_ids, most)
+        if len(chains) < 2:
+            return chains[0] if chains else ()
+        drafts, seq.draft_parents = merge(chains, min(self._room, MAX_DRAFTS))
+        return drafts
 
     def record(self, batch: Batch, samples: Seq[Seq[SampledToken]], seconds: float) -> None:
-        """Note what a step took, if all its sequences decode."""
+        """Note what a step took, if its sequences decode, or compute what a branch has given."""
         runs = batch.sequences
-        if any(len(s.token_ids) != 1 + s.num_drafts or s.num_generated == 0 for s in runs):
+        if any(s.num_generated == 0 or len(s.token_ids) - s.num_drafts > MAX_DRAFTS for s in runs):
             return
         if self.pace is not None:
             num_tokens = sum(map(len, samples))
-            has_drafts = any(s.num_drafts for s in runs)
+            has_drafts = any(len(s.token_ids) > 1 for s in runs)
             self.pace.record(len(runs), has_drafts, num_tokens, seconds)
 
 
@@ -234,11 +265,14 @@ class Ngrams:
 
     Args:
         shortest, longest: tokens of an n-gram.
+        num_places: of each, the last ones are kept.
     """
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, num_places: int = 1) -> None:
         self._lengths = range(longest, shortest - 1, -1)
-        self._next: dict[tuple[int, ...], int] = {}  # the place behind the last one of each
+        # The places behind the last ones of each, the very last one first.
+        self._next: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._num_places = num_places
         self._num_known = 0
 
     def find(self, token_ids: Seq[int], most: int) -> tuple[int, ...]:
@@ -250,18 +284,35 @@ class Ngrams:
             token_ids: those of the last call and what came since.
             most: tokens to return at most; fewer than one only if nothing is found.
         """
+        found = self.find_all(token_ids, most)
+        return found[0] if found else ()
+
+    def find_all(self, token_ids: Seq[int], most: int) -> list[tuple[int, ...]]:
+        """Return what followed such n-grams at their last places, the longest and last ones first.
+
+        Args:
+            token_ids: as for find().
+            most: tokens of each at most.
+
+        Returns:
+            As many as places are kept, or fewer.
+        """
         end = len(token_ids)
         for place in range(max(self._num_known, end - MAX_LOOKBACK, 1), end):
             for n in self._lengths:  # the n tokens before this place
                 if n <= place:
-                    self._next[tuple(token_ids[place - n : place])] = place
+                    ngram = tuple(token_ids[place - n : place])
+                    before = self._next.get(ngram, ())[: self._num_places - 1]
+                    self._next[ngram] = (place, *before)
         self._num_known = end
+        found: dict[tuple[int, ...], None] = {}
         for n in self._lengths:
-            found = self._next.get(tuple(token_ids[end - n :])) if n < end else None
-            if found is not None:
-                period = end - found
-                return tuple(token_ids[found + i % period] for i in range(most))
-        return ()
+            for place in self._next.get(tuple(token_ids[end - n :]), ()) if n < end else ():
+                period = end - place
+                found[tuple(token_ids[place + i % period] for i in range(most))] = None
+                if len(found) == self._num_places:
+                    return list(found)
+        return list(found)
 
 
 @dataclass
@@ -325,7 +376,7 @@ def with_rows_of_drafts(batch: Batch) -> Batch:
     """Return a batch for the sampler, in which each row of logits belongs to a run of its own.
 
     The rows of a run with drafts are those of its last token before them and of each of them; they
-    draw numbers num_generated, num_generated + 1, ... of its stream.
+    draw number num_generated + depth of its stream, so 1, 2, ... more in a chain.
     """
     if not any(run.num_drafts for run in batch.sequences):
         return batch
@@ -334,8 +385,9 @@ def with_rows_of_drafts(batch: Batch) -> Batch:
         if run.num_drafts == 0:
             runs.append(run)
             continue
-        first = run.num_generated
-        runs += [run._replace(num_generated=first + i) for i in range(run.num_drafts + 1)]
+        first, parents = run.num_generated, run.draft_parents
+        places = depths(parents) if parents else range(run.num_drafts + 1)
+        runs += [run._replace(num_generated=first + place) for place in places]
     return replace(batch, sequences=tuple(runs))
 
 
@@ -355,8 +407,6 @@ def accepted(batch: Batch, samples: list[list[SampledToken]]) -> list[list[Sampl
             continue
         drawn = [next(rows)[0] for _ in range(run.num_drafts + 1)]
         drafts = run.token_ids[-run.num_drafts :]
-        right = 0
-        while right < len(drafts) and drawn[right].token_id == drafts[right]:
-            right += 1
-        found.append(drawn[: right + 1])
+        right = path(drafts, run.draft_parents, [token.token_id for token in drawn])
+        found.append([drawn[row] for row in right])
     return found

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tilewise.engine.ages import Counts
 
 __all__ = ["SchedulerStats"]
 
@@ -29,6 +32,14 @@ class SchedulerStats:
         num_recalled_tokens: tokens of prefixes that came back from main memory or files.
         num_drafts: guesses of tokens that were verified.
         num_accepted_drafts: how many of them were right.
+        waiting_by_reason: of those that wait now, how many for what: "swapped" and "preempted" have
+            run before; of the others the first in line waits for "seats", "blocks" or the token
+            "budget", the rest are "behind" it.
+        num_tokens_lost: tokens that were computed twice, as their blocks were taken away.
+        step_tokens: tokens of a step.
+        block_lifetime, block_idle, block_reuse_gap: seconds, see `ages.Ages`.
+        other_groups: where the layers are of several groups (`CacheSpec.groups`), of all but the
+            first: blocks with an owner, now, and all blocks. The other counts are the first one's.
     """
 
     num_running: int
@@ -48,6 +59,19 @@ class SchedulerStats:
     num_recalled_tokens: int = 0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    waiting_by_reason: Mapping[str, int] = field(default_factory=dict)
+    num_tokens_lost: int = 0
+    step_tokens: Counts = field(default_factory=Counts)
+    block_lifetime: Counts = field(default_factory=Counts)
+    block_idle: Counts = field(default_factory=Counts)
+    block_reuse_gap: Counts = field(default_factory=Counts)
+    other_groups: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def used_fraction(self) -> float:
+        """Share of the blocks that have an owner, now, in the group where it is highest."""
+        pools = ((self.blocks_used, self.num_blocks), *self.other_groups)
+        return max(used / total for used, total in pools)
 
     @property
     def wasted_fraction(self) -> float:

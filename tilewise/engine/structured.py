@@ -29,6 +29,9 @@ __all__ = ["GrammarMatcher", "Grammars"]
 COMPILE_SECONDS = 20.0  # a caller waits so long at most; what is compiled ends by the counts below
 COMPILERS = 2  # descriptions compiled at a time
 MAX_KEPT = 128  # compiled descriptions
+# Between the tokens of JSON, where its schema says nothing else: a line's end and its indentation.
+# With any amount, a weak model writes line ends until its tokens are used up.
+WHITESPACE = r"\n? {0,16}"
 # Counts of llguidance: half a second of building a lexer (50,000 units a millisecond), 60,000
 # symbols, 50,000 states of some 1.5 kB, and 14 ms (14,000 a millisecond) of work for one mask.
 LIMITS: dict[str, Any] = {
@@ -47,7 +50,8 @@ class GrammarMatcher:
     Args:
         state: an llguidance matcher of its own.
 
-    Every method raises RuntimeError where the library gives up, with its reason.
+    Every method raises RuntimeError where the library gives up, with its reason; fill_mask raises
+    RequestError, for it is then the description that cannot be followed.
     """
 
     def __init__(self, state: Any) -> None:
@@ -61,7 +65,11 @@ class GrammarMatcher:
     def fill_mask(self, words: NDArray[np.int32]) -> None:
         """Write which tokens may come next: bit t % 32 of word t // 32 for token t."""
         mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
-        self._check("the next mask")
+        if self._state.is_error():
+            # It compiles lazily: one without an end, or too large, is found out here.
+            raise RequestError(
+                f"the grammar must be one that can be followed, got an error: {self._error()}"
+            )
         count = min(len(mask), len(words))
         words[:count], words[count:] = mask[:count], 0
 
@@ -76,7 +84,10 @@ class GrammarMatcher:
 
     def _check(self, what: str) -> None:
         if self._state.is_error():
-            raise RuntimeError(f"the grammar failed at {what}: {self._state.get_error()}")
+            raise RuntimeError(f"the grammar failed at {what}: {self._error()}")
+
+    def _error(self) -> str:
+        return " ".join(str(self._state.get_error()).split())
 
 
 class Grammars:
@@ -143,6 +154,10 @@ class Grammars:
             if kind == "choice":
                 texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(description))
                 grammar = self._library.grammar_from("lark", "start: " + " | ".join(texts))
+            elif kind == "json":
+                grammar = self._library.LLMatcher.grammar_from_json_schema(
+                    description, defaults={"whitespace_pattern": WHITESPACE}
+                )
             else:
                 grammar = self._library.grammar_from(kind, description)
         except ValueError as error:

@@ -66,6 +66,7 @@ class SwapSpace:
         going: (device block, slot) of the next batch.
         coming: slots of the next batch by device block.
         num_recalled: blocks that were found here, since the start.
+        is_paused: nothing is kept, and nothing found, as transfers fail.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SwapSpace:
         self.going: list[tuple[int, int]] = []
         self.coming: dict[int, int] = {}
         self.num_recalled = 0
+        self.is_paused = False
         self._pins: list[int] = []  # one for each of going and coming
         self._fences: deque[list[int]] = deque()  # the same of unfinished steps
         self._node_at: dict[int, Node] = {}  # by slot
@@ -143,7 +145,8 @@ class SwapSpace:
         size = self.block_size
         held = [s.block_ids[: -(-s.num_computed_tokens // size)] for s in family]
         blocks = sorted({block for some in held for block in some})
-        if len(blocks) > self.allocator.num_free or any(b in self.coming for b in blocks):
+        is_full = len(blocks) > self.allocator.num_free
+        if self.is_paused or is_full or any(b in self.coming for b in blocks):
             return False
         slots = sorted(self.allocator.allocate(len(blocks)))
         slot_of = dict(zip(blocks, slots, strict=True))
@@ -170,7 +173,7 @@ class SwapSpace:
         elif node.slot is not None:
             self.allocator.share([node.slot])  # it was used just now
             self.allocator.release([node.slot])
-        elif self.allocator.num_free:
+        elif self.allocator.num_free and not self.is_paused:
             [slot] = self.allocator.allocate(1)
             self._put(node, slot)
             self.going.append((block, slot))
@@ -183,7 +186,7 @@ class SwapSpace:
 
         Each has an owner more, for whoever calls.
         """
-        if not len(self.contents) and self.store is None:
+        if self.is_paused or (not len(self.contents) and self.store is None):
             return []
         size, salt = self.block_size, seq.request.salt
         node = self.contents.root(salt)
@@ -254,7 +257,7 @@ class SwapSpace:
         slots = range(self.allocator.num_blocks)
         rules = [
             (
-                all(self.allocator.ref_count(slot) == owners[slot] for slot in slots),
+                {s: n for s in slots if (n := self.allocator.ref_count(s))} == owners,
                 "a slot's owners are swapped sequences and transfers",
             ),
             (at == self._node_at, "a slot holds the content that is found there"),

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilewise.cache.allocator import BlockAllocator
+from tilewise.engine.ages import Ages
 from tilewise.engine.batch import Batch
 from tilewise.engine.request import Request, Sequence
 
@@ -38,7 +39,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "pool": ("num_blocks", "block_size"),
     "arrive": ("request_id", "user", "num_tokens", "num_samples"),
     # its whole table; the first num_found blocks the prefix cache had, or they came back: it finds
-    # them from now on
+    # them from now on; -1 stands for what its window has passed
     "admit": ("seq_id", "request_id", "index", "blocks", "num_found"),
     # prompts: seq_id, tokens, of each run of more than one token; all others run one
     "schedule": ("num_sequences", "num_tokens", "prompts"),
@@ -49,6 +50,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "register": ("seq_id", "place", "blocks", "kept"),
     "hit": ("seq_id", "place", "blocks"),  # found after its admission, they take these places
     "cut": ("seq_id", "num_kept"),  # of its table the first ones are left
+    "pass": ("seq_id", "num_passed"),  # its window has passed these first ones
     "free": ("blocks",),  # one owner less of each
     "evict": ("block",),  # findable no more, as its memory is given away
     "forget": ("blocks",),  # findable no more, as it cannot be trusted
@@ -72,20 +74,24 @@ class Account:
 
     Attributes:
         since: when it began to wait, to run, or ended.
+        swapped: when it was last swapped out.
         num_cached: prompt tokens that the prefix cache had; known when a sample has ended.
         num_preemptions: of all of its samples.
         num_lost: tokens that were computed, lost with their blocks and not found when it came back.
         reasons: why its samples ended.
+        admitted: when a sample got blocks first; None while none has.
     """
 
     arrived: float
     since: float
     num_prompt: int
     num_samples: int
+    swapped: float = 0.0
     num_cached: int = 0
     num_preemptions: int = 0
     num_lost: int = 0
     reasons: list[str] = field(default_factory=list)
+    admitted: float | None = None
 
 
 class Trace:
@@ -95,6 +101,11 @@ class Trace:
         num_blocks, block_size: of the pool.
         capacity: see CAPACITY.
         clock: seconds.
+
+    Attributes:
+        num_noted: events so far.
+        num_lost: tokens that were computed twice, of all requests; see `Account`.
+        ages: of blocks, and the sizes of steps.
     """
 
     def __init__(
@@ -106,7 +117,8 @@ class Trace:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.capacity, self.clock = capacity, clock
-        self.num_noted = 0
+        self.num_noted = self.num_lost = 0
+        self.ages = Ages()
         self._events: deque[_Event] = deque()
         self._size = 0
         self._accounts: dict[str, Account] = {}
@@ -116,8 +128,11 @@ class Trace:
 
     def note(self, kind: str, *values: Any) -> None:
         """Add an event; lists of numbers are tuples."""
-        self._events.append(_Event(self.clock(), kind, values))
+        now = self.clock()
+        self._events.append(_Event(now, kind, values))
         self.num_noted += 1
+        if (take := self.ages.handlers.get(kind)) is not None:
+            take(now, *values)
         self._size += _size(values)
         while self._size > self.capacity:
             self._size -= _size(self._events.popleft().values)
@@ -143,6 +158,8 @@ class Trace:
         self._events = deque([*before._events, *self._events])
         self._size += before._size
         self.num_noted += before.num_noted
+        self.num_lost += before.num_lost
+        self.ages.follow(before.ages)
         self._ended = deque(before._accounts, MAX_ENDED)
         self._accounts = {key: before._accounts[key] for key in self._ended}
 
@@ -176,12 +193,16 @@ class Trace:
     def admit(self, seq: Sequence) -> None:
         """A sequence got blocks, some of which hold what it needs."""
         request_id, found = seq.request.request_id, seq.num_registered_blocks
-        blocks = tuple(seq.block_ids)
+        held = seq.held_blocks
+        blocks = (*(-1,) * (len(seq.block_ids) - len(held)), *held)
         self.note("admit", seq.seq_id, request_id, seq.index, blocks, found)
         account = self._accounts[request_id]
         account.since = self._events[-1].time
-        lost = self._lost.pop(seq.seq_id, 0)
-        account.num_lost += max(0, lost - seq.num_computed_tokens)
+        if account.admitted is None:
+            account.admitted = account.since
+        lost = max(0, self._lost.pop(seq.seq_id, 0) - seq.num_computed_tokens)
+        account.num_lost += lost
+        self.num_lost += lost
 
     def schedule(self, batch: Batch) -> None:
         """A step was built."""
@@ -199,6 +220,8 @@ class Trace:
         account = self._accounts[seq.request.request_id]
         account.num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
         account.since = self._events[-1].time
+        if seq.swap_slots:
+            account.swapped = account.since
         self._lost[seq.seq_id] = seq.num_computed_tokens
 
     def finish(self, seq: Sequence, is_last: bool) -> None:

@@ -7,6 +7,7 @@ to, in torch.nn.attention.varlen and in compiled graphs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tilewise.ops.attention.arguments import Lengths, Rule, prepare
 from tilewise.ops.attention.dropout import philox_of
 from tilewise.ops.attention.op import attention_bwd
 
-__all__ = ["register_flash_attention"]
+__all__ = ["Registration", "register", "register_flash_attention"]
 
 _Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -68,6 +69,80 @@ class _Activation:
     def remove(self) -> None:
         """Give the operators back to torch's own kernels."""
         self.library = None
+
+
+class Registration:
+    """torch's flash attention operators are tilewise's until `remove()`, or in a `with` block."""
+
+    def __init__(self, device_types: Sequence[str]) -> None:
+        self._activations = [_Activation(device.upper()) for device in device_types]
+        self._library: torch.library.Library | None = None
+        if "cpu" in device_types:
+            self._library = torch.library.Library("aten", "IMPL")
+            self._library.impl("scaled_dot_product_attention", _sdpa_on_cpu, "AutogradCPU")
+
+    def remove(self) -> None:
+        """Give the operators back to torch's own kernels."""
+        for activation in self._activations:
+            activation.remove()
+        self._library = None
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def register(device_types: Sequence[str] = ("cuda",)) -> Registration:
+    """Let torch's flash attention operators run tilewise's kernels on these types of device.
+
+    What torch builds on these operators runs on them, too: F.scaled_dot_product_attention where it
+    takes its flash path, torch.nn.attention.varlen, and
+    torch.distributed.tensor.experimental.context_parallel. On a CPU, F.scaled_dot_product_attention
+    takes other operators; there it comes here when gradients are recorded (outside of
+    torch.inference_mode), tensors have four dims and there is no mask.
+
+    Args:
+        device_types: "cuda", "cpu" or both.
+
+    Raises:
+        ValueError: another one is named.
+
+    Example:
+        >>> with register(device_types=("cpu",)):
+        ...     o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """
+    unknown = [device for device in device_types if device not in ("cuda", "cpu")]
+    if unknown or isinstance(device_types, str):
+        raise ValueError(f"device_types must be of 'cuda' and 'cpu', got {device_types!r}")
+    return Registration(device_types)
+
+
+def _sdpa_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute aten.scaled_dot_product_attention by the operators that a GPU takes."""
+    aten = torch.ops.aten
+    heads = {t.shape[1] for t in (query, key, value)} if query.dim() == 4 else set()
+    is_square = not is_causal or query.shape[-2] == key.shape[-2]  # torch aligns at the top left
+    if attn_mask is None and is_square and heads and (enable_gqa or len(heads) == 1):
+        o: Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return o
+    plain: Tensor = aten.scaled_dot_product_attention.default.decompose(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return plain
 
 
 def flash_forward(

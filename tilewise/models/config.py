@@ -12,6 +12,7 @@ from typing import Any
 from tilewise.errors import CheckpointError
 from tilewise.models import hf_config
 from tilewise.nn.layers import ACTIVATIONS
+from tilewise.nn.mla import LatentConfig
 from tilewise.nn.rope import RopeConfig
 
 __all__ = ["ModelConfig", "read_config"]
@@ -33,6 +34,8 @@ class ModelConfig:
         rope: None when the model learns its positions (GPT-2).
         attention_bias, o_bias, mlp_bias: of q, k, v; of the output projection; of the feed-forward.
         qk_norm: each head of q and k is normalised before the rotation.
+        latent: of latent attention (DeepSeek-V2), whose head_dim is that of a query, Dn + Dr; None
+            keeps keys and values.
         eos_token_ids: any of them ends a text.
         dtype: name of the torch dtype that the checkpoint was saved in.
     """
@@ -56,6 +59,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    latent: LatentConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.cache.spec import KVLayer
+from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.invariant import InvariantLinear, use_invariant_linears
 from tilewise.nn.layers import fuse_on_cpu
 from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
+from tilewise.nn.same_bits import product, use_inference_bits
 from tilewise.ops.panels import why_not_pack
 
 __all__ = ["Decoder"]
@@ -29,23 +30,25 @@ class Decoder(nn.Module):
         embed_tokens: (vocab_size, E); also the output head when lm_head is None (tied).
         packed_head: a tied head, packed together with the embedding or of fixed tiles; see
             `pack_for_inference` and `use_invariant_linears`.
+        has_inference_bits: see `use_inference_bits`.
         weight_prefix: what a checkpoint of the bare model leaves out of every tensor name.
         ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
         residual_projections: suffixes of parameters that write to the residual stream.
+        hands_attention_over: every layer calls its attention by `AttentionContext.attend`, once.
     """
 
     weight_prefix: str = ""
     ignored_weights: tuple[str, ...] = ()
     residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
+    hands_attention_over: bool = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens: nn.Embedding | PackedEmbedding = nn.Embedding(
-            config.vocab_size, config.hidden_size
-        )
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.lm_head: nn.Linear | PackedLinear | None = None
-        self.packed_head: PackedLinear | InvariantLinear | None = None
+        self.packed_head: nn.Module | None = None
+        self.has_inference_bits = False
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -55,7 +58,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         *,
         ctx: AttentionContext | None = None,
-        kv: Sequence[KVLayer] | None = None,
+        kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
         """Return the last hidden states, normalised.
 
@@ -88,14 +91,18 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
         table = self.embed_tokens
-        return table.dtype if isinstance(table, PackedEmbedding) else table.weight.dtype
+        dtype: torch.dtype = (
+            table.weight.dtype if isinstance(table, nn.Embedding) else table.dtype  # type: ignore[assignment]
+        )
+        return dtype
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
         head = self.lm_head if self.packed_head is None else self.packed_head
         if head is None:
             assert isinstance(self.embed_tokens, nn.Embedding)
-            logits = F.linear(hidden, self.embed_tokens.weight)
+            multiply = product if self.has_inference_bits else F.linear
+            logits = multiply(hidden, self.embed_tokens.weight)
         else:
             logits = head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -135,6 +142,21 @@ class Decoder(nn.Module):
         table = self.embed_tokens
         if self.lm_head is None and isinstance(table, nn.Embedding):
             self.packed_head = InvariantLinear(table.weight)
+
+    def use_inference_bits(self) -> None:
+        """Let the differentiable forward pass give the bits of inference on a CPU.
+
+        The log-probability of each token of a sequence is then, bit for bit, the one with which a
+        batch-invariant engine on this CPU returned it, and can be differentiated; see
+        `nn.same_bits` for its cost. The parameters stay what they are.
+
+        Raises:
+            UnsupportedError: an engine would not pack the weights, as on a GPU.
+        """
+        table = self.embed_tokens
+        is_tied = self.lm_head is None and isinstance(table, nn.Embedding)
+        use_inference_bits(self, *((table.weight,) if is_tied else ()))
+        self.has_inference_bits = True
 
     def _check_int8(self) -> None:
         """Raise ValueError if a projection would stay as it is or cannot be rounded."""

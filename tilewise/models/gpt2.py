@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tilewise.cache.spec import KVLayer
+from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.weights import Weight
@@ -36,7 +36,7 @@ class GPT2Layer(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
-    def forward(self, x: Tensor, ctx: AttentionContext | None, kv: KVLayer | None) -> Tensor:
+    def forward(self, x: Tensor, ctx: AttentionContext | None, kv: CacheLayer | None) -> Tensor:
         """Map the residual stream (..., E) to itself."""
         x = x + self.attention(self.attention_norm(x), ctx=ctx, kv=kv)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
@@ -61,7 +61,7 @@ class GPT2(Decoder):
         positions: Tensor | None = None,
         *,
         ctx: AttentionContext | None = None,
-        kv: Sequence[KVLayer] | None = None,
+        kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
         """Return the last hidden states, normalised; see `Decoder.forward`."""
         if positions is None:

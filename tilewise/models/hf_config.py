@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError
-from tilewise.nn.rope import ROPE_TYPES, RopeConfig
+from tilewise.nn.mla import LatentConfig
+from tilewise.nn.rope import ROPE_TYPES, RopeConfig, temperature
 
 if TYPE_CHECKING:
     from tilewise.models.config import ModelConfig
@@ -21,6 +22,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
 }
 """Supported class names and the model_type of each."""
 
@@ -47,7 +49,8 @@ def read(config: Json) -> dict[str, Any]:
     if quantization:
         method = quantization.get("quant_method", "unknown")
         raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
-    reader = _read_gpt2 if architecture == "GPT2LMHeadModel" else _read_llama
+    others = {"GPT2LMHeadModel": _read_gpt2, "DeepseekV2ForCausalLM": _read_deepseek}
+    reader = others.get(architecture, _read_llama)
     return {
         "architecture": architecture,
         "vocab_size": _count(config, "vocab_size"),
@@ -70,8 +73,11 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": list(ends) if len(ends) > 1 else next(iter(ends), None),
         "dtype": config.dtype,
     }
-    own = _write_gpt2(config) if config.rope is None else _write_llama(config, config.rope)
-    return shared | own
+    if config.rope is None:
+        return shared | _write_gpt2(config)
+    if config.latent is not None:
+        return shared | _write_deepseek(config, config.rope, config.latent)
+    return shared | _write_llama(config, config.rope)
 
 
 def _architecture(config: Json) -> str:
@@ -235,6 +241,59 @@ def _rope_settings(config: Json) -> Json:
     return dict(per_layer_type[0])
 
 
+def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
+    """DeepSeek-V2 without mixtures of experts: latent attention, a Llama for the rest."""
+    num_layers = _count(config, "num_hidden_layers")
+    num_heads = _count(config, "num_attention_heads")
+    num_experts = config.get("n_routed_experts", 64)  # the default of the configuration class
+    first = config.get("first_k_dense_replace", 0)
+    if num_experts is not None and not (type(first) is int and first >= num_layers):
+        raise CheckpointError(
+            f"first_k_dense_replace must be at least the {num_layers} layers (or n_routed_experts "
+            f"null), as mixtures of experts are not supported, got {first!r} with "
+            f"{num_experts} experts"
+        )
+    if _count_or(config, "num_key_value_heads", num_heads) != num_heads:
+        raise CheckpointError(
+            f"num_key_value_heads must be num_attention_heads {num_heads} with latent attention, "
+            f"got {config['num_key_value_heads']}"
+        )
+    q_rank = config.get("q_lora_rank", 1536)  # null is none, absent the default
+    latent = LatentConfig(
+        kv_rank=_count(config, "kv_lora_rank"),
+        nope_dim=_count(config, "qk_nope_head_dim"),
+        rope_dim=_count(config, "qk_rope_head_dim"),
+        v_head_dim=_count(config, "v_head_dim"),
+        q_rank=None if q_rank is None else _count({"q_lora_rank": q_rank}, "q_lora_rank"),
+    )
+    head_dim = latent.nope_dim + latent.rope_dim
+    rope = _rope(config, latent.rope_dim)
+    scale = head_dim**-0.5
+    if rope.rope_type != "default" and rope.mscale_all_dim:
+        # What the scaling of cos and sin leaves out for the channels that do not rotate.
+        scale *= temperature(rope.factor, rope.mscale_all_dim) ** 2
+    has_bias = bool(config.get("attention_bias", False))
+    return {
+        "hidden_size": _count(config, "hidden_size"),
+        "intermediate_size": _count(config, "intermediate_size"),
+        "num_layers": num_layers,
+        "num_q_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": _count(config, "max_position_embeddings"),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
+        "hidden_act": config.get("hidden_act", "silu"),
+        "windows": (None,) * num_layers,
+        "softmax_scales": (scale,) * num_layers,
+        "rope": rope,
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "attention_bias": has_bias,
+        "o_bias": has_bias,
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "latent": latent,
+    }
+
+
 def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
     width, num_heads = _count(config, "n_embd"), _count(config, "n_head")
     num_layers = _count(config, "n_layer")
@@ -295,9 +354,31 @@ def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
     return fields
 
 
+def _write_deepseek(config: ModelConfig, rope: RopeConfig, latent: LatentConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_q_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": config.hidden_act,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "first_k_dense_replace": config.num_layers,
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.v_head_dim,
+        "rope_parameters": _write_rope(config, rope),
+    }
+
+
 def _write_rope(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
-    if rope.rotary_dim != config.head_dim:
+    if config.latent is None and rope.rotary_dim != config.head_dim:
         fields["partial_rotary_factor"] = rope.rotary_dim / config.head_dim
     if rope.rope_type != "default":
         fields["factor"] = rope.factor

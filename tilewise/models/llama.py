@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor, nn
-
-from tilewise.cache.spec import KVLayer
 from tilewise.models.config import ModelConfig
-from tilewise.models.decoder import Decoder
+from tilewise.models.pre_norm import PreNormDecoder, PreNormLayer
 from tilewise.models.weights import Weight
 from tilewise.nn.attention import Attention
-from tilewise.nn.context import AttentionContext
-from tilewise.nn.layers import GatedMLP, RMSNorm
-from tilewise.nn.rope import RotaryEmbedding
 
 __all__ = ["Llama"]
 
 
-class LlamaLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+class LlamaLayer(PreNormLayer):
+    """A layer with heads of keys and values of its own."""
 
-    The residual stream travels as two terms, so that their addition and the norm that follows are
-    one kernel: the last block's output, and the sum of all before it.
-    """
+    attention: Attention
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(
+        attention = Attention(
             config.hidden_size,
             config.num_q_heads,
             config.num_kv_heads,
@@ -39,63 +27,18 @@ class LlamaLayer(nn.Module):
             window=config.windows[layer],
             softmax_scale=config.softmax_scales[layer],
         )
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rope: tuple[Tensor, Tensor],
-        ctx: AttentionContext | None,
-        kv: KVLayer | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Map the residual stream x + residual (..., E) to itself; before the first layer it is x.
-
-        Returns its two terms, not yet added: what the feed-forward block gives, and the rest.
-        """
-        if residual is None:
-            residual, x = x, self.attention_norm(x)
-        else:
-            x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, rope, ctx=ctx, kv=kv)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        super().__init__(config, attention)
 
 
-class Llama(Decoder):
+class Llama(PreNormDecoder):
     """The decoder of Touvron et al., 2023: RMSNorm, rotary positions, gated feed-forward, GQA."""
 
     weight_prefix = "model."
     ignored_weights = (r".*rotary_emb\.inv_freq",)
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        assert config.rope is not None
-        self.rotary = RotaryEmbedding(config.rope)
-        self.layers = nn.ModuleList(LlamaLayer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor | None = None,
-        *,
-        ctx: AttentionContext | None = None,
-        kv: Sequence[KVLayer] | None = None,
-    ) -> Tensor:
-        """Return the last hidden states, normalised; see `Decoder.forward`."""
-        if positions is None:
-            rope = self.rotary.prefix(self.dense_length(ids, ctx), ids.device)
-        else:
-            rope = self.rotary(positions)
-        x, residual = self.embed_tokens(ids), None
-        for i, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, rope, ctx, None if kv is None else kv[i])
-        y: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
-        return y
+    def new_layer(self, config: ModelConfig, layer: int) -> LlamaLayer:
+        """Return a layer, by its number."""
+        return LlamaLayer(config, layer)
 
     def weight_table(self) -> tuple[Weight, ...]:
         """Return where each parameter comes from in a Hugging Face checkpoint."""

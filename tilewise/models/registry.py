@@ -11,13 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
+from tilewise.models.deepseek import DeepseekV2
 from tilewise.models.gpt2 import GPT2
 from tilewise.models.llama import Llama
 from tilewise.models.weights import load_weights
 
-__all__ = ["MODELS", "build_model", "load_model"]
+__all__ = ["MODELS", "build_model", "empty_model", "load_model"]
 
 MODELS: dict[str, type[Decoder]] = {
+    "DeepseekV2ForCausalLM": DeepseekV2,
     "GPT2LMHeadModel": GPT2,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
@@ -53,7 +55,7 @@ def load_model(
         >>> logits = model.compute_logits(model(torch.tensor([[1, 2, 3]])))
     """
     config = read_config(path)
-    model = _materialise(config, config.dtype if dtype == "auto" else dtype, device)
+    model = empty_model(config, dtype, device)
     if random_weights:
         model.init_weights(generator=torch.Generator(device).manual_seed(0))
     else:
@@ -78,15 +80,22 @@ def build_model(
         >>> model = build_model(ModelConfig.from_hf(json.load(open("config.json"))))
         >>> hidden = model(torch.zeros(1, 8, dtype=torch.int64))
     """
-    model = _materialise(config, dtype, device)
+    model = empty_model(config, dtype, device)
     model.init_weights(generator=generator)
     return model
 
 
-def _materialise(
+def empty_model(
     config: ModelConfig, dtype: str | torch.dtype, device: str | torch.device
 ) -> Decoder:
-    """Construct without memory, then allocate each parameter once, uninitialised."""
+    """Construct without memory, then allocate each parameter once, uninitialised.
+
+    Args:
+        config: of the model.
+        dtype: of the parameters; "auto" is the configuration's.
+        device: where they live; "meta" allocates nothing.
+    """
+    dtype = config.dtype if dtype == "auto" else dtype
     with _PlainMeta():
         with torch.device("meta"):
             model = MODELS[config.architecture](config)

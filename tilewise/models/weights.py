@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +24,7 @@ from tilewise.errors import CheckpointError
 if TYPE_CHECKING:
     from tilewise.models.decoder import Decoder
 
-__all__ = ["Weight", "load_weights", "save_model"]
+__all__ = ["Part", "Weight", "load_weights", "save_model"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -60,9 +60,34 @@ class Weight:
             yield source, part.T if self.transposed else part
 
 
+class Part(NamedTuple):
+    """What of a checkpoint's tensor a parameter holds, in the layout of the parameter.
+
+    Attributes:
+        dim: 0 or 1, the one that is cut.
+        size: of the whole tensor there.
+        spans: first and last (not included) of what is read, one after another. It may be less
+            than the parameter has; the rest of that stays as it is.
+    """
+
+    dim: int
+    size: int
+    spans: tuple[tuple[int, int], ...]
+
+
 @torch.no_grad()
-def load_weights(model: Decoder, directory: str | Path) -> None:
+def load_weights(
+    model: Decoder,
+    directory: str | Path,
+    *,
+    part: Callable[[Weight, int], Part | None] | None = None,
+) -> None:
     """Fill the parameters of `model` from model.safetensors or its shards.
+
+    Args:
+        model: its parameters have their dtype and device.
+        directory: of the checkpoint.
+        part: for a weight and the place of one of its sources, what of that is read; None is all.
 
     Raises:
         CheckpointError: a file or tensor is missing, truncated, of the wrong shape or dtype, or
@@ -73,11 +98,15 @@ def load_weights(model: Decoder, directory: str | Path) -> None:
         prefix = model.weight_prefix
         is_bare = not any(name.startswith(prefix) for name in found)
         for weight in model.weight_table():
-            for source, target in weight.parts(model.get_parameter(weight.name)):
+            parts = weight.parts(model.get_parameter(weight.name))
+            for place, (source, target) in enumerate(parts):
                 name = source.removeprefix(prefix) if is_bare else source
                 if name not in found:
                     raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
-                _copy(name, *found.pop(name), target)
+                cut = None if part is None else part(weight, place)
+                if cut is not None and weight.transposed:
+                    cut = cut._replace(dim=1 - cut.dim)
+                _copy(name, *found.pop(name), target, cut)
     ignored = [*model.ignored_weights]
     if model.lm_head is None:
         ignored.append(r"lm_head\.weight")  # a tied head may be stored all the same
@@ -88,9 +117,13 @@ def load_weights(model: Decoder, directory: str | Path) -> None:
         )
 
 
-def _copy(name: str, file: Path, reader: Any, target: Tensor) -> None:
+def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None) -> None:
     try:
-        tensor: Tensor = reader.get_tensor(name)
+        if part is None:
+            tensor: Tensor = reader.get_tensor(name)
+        else:
+            tensor = _cut(name, file, reader.get_slice(name), target, part)
+            target = target.narrow(part.dim, 0, tensor.shape[part.dim])
     except SafetensorError as error:
         raise CheckpointError(f"{file.name} must be readable at {name}, got {error}") from error
     if tensor.shape != target.shape:
@@ -103,6 +136,19 @@ def _copy(name: str, file: Path, reader: Any, target: Tensor) -> None:
             f"tensor {name} of {file.name} must be floating point, got {tensor.dtype}"
         )
     target.copy_(tensor)
+
+
+def _cut(name: str, file: Path, source: Any, target: Tensor, part: Part) -> Tensor:
+    """Read only a part of a tensor, when the whole has the shape that it must."""
+    wanted = list(target.shape)
+    wanted[part.dim] = part.size
+    if list(source.get_shape()) != wanted:
+        raise CheckpointError(
+            f"tensor {name} of {file.name} must have shape {tuple(wanted)}, "
+            f"got {tuple(source.get_shape())}"
+        )
+    spans = [source[a:b] if part.dim == 0 else source[:, a:b] for a, b in part.spans]
+    return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim)
 
 
 def _open_checkpoint(directory: Path, stack: ExitStack) -> dict[str, tuple[Path, Any]]:

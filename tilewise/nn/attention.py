@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,6 +130,14 @@ class Attention(nn.Module):
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
+        if ctx.attend is not None:
+            return ctx.attend(partial(self._attend, kv), q, v_cache.shape[-1])
+        return self._attend(kv, q, ctx)
+
+    def _attend(self, kv: KVLayer, q: Tensor, ctx: AttentionContext) -> Tensor:
+        """Attend from rotated queries (T, Hq, D) to the cache; return o (T, Hq, D)."""
+        k_cache, v_cache, *rest = kv
+        k_scale, v_scale = rest or (None, None)
         options: dict[str, Any] = {
             "block_table": ctx.block_table,
             "seqlens_k": ctx.seqlens_k,
@@ -137,12 +146,13 @@ class Attention(nn.Module):
             "softmax_scale": self.softmax_scale,
             "window": self.window,
             "shared": ctx.shared if self.window is None else None,
+            "tree_mask": ctx.tree_mask,
             "batch_invariant": ctx.batch_invariant,
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
         plan = None
-        if _plans_pay(q, ctx):
+        if ctx.tree_mask is None and _plans_pay(q, ctx):
             plan = self._plan(q, k_cache, v_cache, ctx, options)
         o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, **options)
         return o

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ROPE_TYPES", "RopeConfig", "RotaryEmbedding", "inverse_frequencies"]
+__all__ = ["ROPE_TYPES", "RopeConfig", "RotaryEmbedding", "inverse_frequencies", "temperature"]
 
 _FIRST_TABLE_ROWS = 2048  # doubled as positions grow; 1 MiB of float32 for 128 rotary channels
 
@@ -106,15 +106,19 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
     return inv_freq, _yarn_attention_factor(config)
 
 
-def _yarn_attention_factor(config: RopeConfig) -> float:
-    def temperature(mscale: float) -> float:
-        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
+def temperature(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's 0.1 mscale ln(factor) + 1, and 1 of a context that is not stretched."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return temperature(config.mscale) / temperature(config.mscale_all_dim)
-    return temperature(1.0)
+        return temperature(config.factor, config.mscale) / temperature(
+            config.factor, config.mscale_all_dim
+        )
+    return temperature(config.factor)
 
 
 ROPE_TYPES: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {

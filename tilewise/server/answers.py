@@ -24,6 +24,8 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "event",
+    "prompt_logprobs",
+    "token_text",
     "usage_of",
 ]
 
@@ -64,7 +66,6 @@ class Delta:
         text: may be empty, when tokens are told that have no text yet.
         token_ids: new ones.
         logprobs: of these, None unless asked for.
-        offset: characters of the choice's text before this.
         finish_reason: in the last delta of a choice.
         stop_reason: see CompletionOutput.
         is_first: no delta of the choice came before.
@@ -74,7 +75,6 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, float]] | None
-    offset: int
     finish_reason: str | None
     stop_reason: int | str | None
     is_first: bool
@@ -111,7 +111,6 @@ class Deltas:
                 text,
                 completion.token_ids[tokens:],
                 None if logprobs is None else logprobs[tokens:],
-                chars,
                 reason,
                 completion.stop_reason,
                 choice not in self._seen,
@@ -127,6 +126,7 @@ def completion_logprobs(
     count: int,
     tokenizer: Tokenizer | None,
     offset: int,
+    shown_from: int | None = None,
 ) -> dict[str, Any]:
     """Return log-probabilities in the shape of /v1/completions.
 
@@ -134,14 +134,14 @@ def completion_logprobs(
         token_ids: the tokens drawn.
         entries: of each, {token: log-probability}; None for a token that nothing precedes.
         count: how many best ones to tell.
-        offset: characters before the first token.
+        offset: characters of the text before the first token.
+        shown_from: place of the token from which special tokens have text; None is none.
     """
     tokens, offsets, own, best = [], [], [], []
-    for token, entry in zip(token_ids, entries, strict=True):
-        text = token_text(token, tokenizer)
-        tokens.append(text)
+    for place, (token, entry) in enumerate(zip(token_ids, entries, strict=True)):
+        tokens.append(token_text(token, tokenizer))
         offsets.append(offset)
-        offset += len(text)
+        offset += width_of(token, tokenizer, shown_from is not None and place >= shown_from)
         own.append(None if entry is None else max(entry[token], LEAST))
         best.append(
             None
@@ -168,6 +168,13 @@ def chat_logprobs(
         best = [_chat_token(i, p, tokenizer) for i, p in _best(entry, token, count)]
         content.append({**_chat_token(token, entry[token], tokenizer), "top_logprobs": best})
     return {"content": content, "refusal": None}
+
+
+def width_of(token: int, tokenizer: Tokenizer | None, shows_special: bool) -> int:
+    """Return how many characters of the text begin in a token: of one cut in two, in its first."""
+    if tokenizer is None or (token in tokenizer.special_ids and not shows_special):
+        return 0
+    return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
 
 
 def _chat_token(token: int, logprob: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -197,6 +204,22 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def prompt_logprobs(
+    output: RequestOutput, tokenizer: Tokenizer | None
+) -> list[dict[str, Any] | None]:
+    """Return a prompt's log-probabilities as vLLM does, by token id."""
+    told: Sequence[dict[int, float] | None] = output.prompt_logprobs or []
+    return [
+        None
+        if entry is None
+        else {
+            str(i): {"logprob": max(p, LEAST), "decoded_token": token_text(i, tokenizer)}
+            for i, p in entry.items()
+        }
+        for entry in told
+    ]
+
+
 class CompletionAnswer:
     """Answers of /v1/completions.
 
@@ -209,6 +232,7 @@ class CompletionAnswer:
         echoes: texts of the prompts where the answer begins with them.
         tells_ids: whether token ids are told.
         tells_prompt_logprobs: whether a choice has those of its prompt.
+        shows_special: special tokens have text.
     """
 
     kind = "text_completion"
@@ -224,6 +248,7 @@ class CompletionAnswer:
         echoes: Sequence[str] | None,
         tells_ids: bool,
         tells_prompt_logprobs: bool = False,
+        shows_special: bool = False,
     ) -> None:
         self._head: dict[str, Any] = {
             "id": answer_id,
@@ -238,6 +263,8 @@ class CompletionAnswer:
         self._echoes = echoes
         self._tells_ids = tells_ids
         self._tells_prompt_logprobs = tells_prompt_logprobs
+        self._shows_special = shows_special
+        self._offsets: dict[int, int] = {}  # of each choice's next token, in a stream
         self._deltas = Deltas(samples, tells_ids or logprobs is not None)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -265,7 +292,7 @@ class CompletionAnswer:
             reason = "null" if delta.finish_reason is None else quoted(delta.finish_reason)
             logprobs = "null"
             if self._logprobs is not None:
-                logprobs = json.dumps(self._entries(delta, prompt, output, len(echo)))
+                logprobs = json.dumps(self._entries(delta, output))
             parts.append(
                 f'data: {self._prefix},"choices":[{{"index":{delta.choice},"text":{quoted(text)},'
                 f'"logprobs":{logprobs},"finish_reason":{reason}{more}\n\n'
@@ -296,17 +323,34 @@ class CompletionAnswer:
     def _echo(self, prompt: int) -> str:
         return "" if self._echoes is None else self._echoes[prompt]
 
-    def _entries(
-        self, delta: Delta, prompt: int, output: RequestOutput, echoed: int
-    ) -> dict[str, Any]:
+    def _entries(self, delta: Delta, output: RequestOutput) -> dict[str, Any]:
+        # Text may be held back when its tokens are told: their places are counted on their own.
+        ids, entries = list(delta.token_ids), list(delta.logprobs or [])
+        has_prompt = delta.is_first and self._echoes is not None
+        told, self._offsets[delta.choice] = self._logprobs_of(
+            ids, entries, output if has_prompt else None, self._offsets.get(delta.choice, 0)
+        )
+        return told
+
+    def _logprobs_of(
+        self, ids: list[int], entries: Sequence[dict[int, float] | None],
+        output: RequestOutput | None, offset: int,
+    ) -> tuple[dict[str, Any], int]:  # fmt: skip
+        """Return log-probabilities, after those of the prompt if its output is given.
+
+        Returns:
+            them, and the characters of the text before the next token.
+        """
         assert self._logprobs is not None
-        ids: list[int] = list(delta.token_ids)
-        entries: list[dict[int, float] | None] = list(delta.logprobs or [])
-        offset = delta.offset + echoed
-        if delta.is_first and self._echoes is not None:
-            ids, entries = self._with_prompt(output, ids, entries)
-            offset = 0
-        return completion_logprobs(ids, entries, self._logprobs, self._tokenizer, offset)
+        shown_from = 0 if output is None else len(output.prompt_token_ids)
+        if output is not None:
+            ids, entries = self._with_prompt(output, ids, list(entries))
+        shown = shown_from if self._shows_special else None
+        told = completion_logprobs(ids, entries, self._logprobs, self._tokenizer, offset, shown)
+        if ids:
+            is_shown = shown is not None and len(ids) > shown
+            offset = told["text_offset"][-1] + width_of(ids[-1], self._tokenizer, is_shown)
+        return told, offset
 
     def _with_prompt(
         self, output: RequestOutput, ids: list[int], entries: list[dict[int, float] | None]
@@ -316,16 +360,7 @@ class CompletionAnswer:
 
     def _of_prompt(self, output: RequestOutput) -> list[dict[str, Any] | None]:
         """Return the prompt's log-probabilities as vLLM does, by token id."""
-        told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
-        return [
-            None
-            if entry is None
-            else {
-                str(i): {"logprob": max(p, LEAST), "decoded_token": token_text(i, self._tokenizer)}
-                for i, p in entry.items()
-            }
-            for entry in told
-        ]
+        return prompt_logprobs(output, self._tokenizer)
 
     def _choice(
         self, prompt: int, output: RequestOutput, completion: CompletionOutput
@@ -339,13 +374,10 @@ class CompletionAnswer:
             "stop_reason": completion.stop_reason,
         }
         if self._logprobs is not None:
-            ids: list[int] = list(completion.token_ids)
-            entries: list[dict[int, float] | None] = list(completion.logprobs or [])
-            if self._echoes is not None:
-                ids, entries = self._with_prompt(output, ids, entries)
-            choice["logprobs"] = completion_logprobs(
-                ids, entries, self._logprobs, self._tokenizer, 0
-            )
+            choice["logprobs"], _ = self._logprobs_of(
+                list(completion.token_ids), completion.logprobs or [],
+                None if self._echoes is None else output, 0,
+            )  # fmt: skip
         if self._tells_prompt_logprobs:
             choice["prompt_logprobs"] = self._of_prompt(output)
         if self._tells_ids:

@@ -37,6 +37,7 @@ from tilewise.server.protocol import (
     shown,
 )
 from tilewise.server.reply import Reply, read_body
+from tilewise.server.schema import body_of, describe
 from tilewise.server.structured import structured_of
 
 __all__ = ["Service", "build_app"]
@@ -58,6 +59,7 @@ class Service:
         tool_parser: how the model writes calls of tools; None where it cannot.
         thinks: the model writes reasoning between <think> and </think>.
         body_timeout_s: for a body to arrive.
+        shows_text: administrators may read the tokens of other keys' requests.
     """
 
     bridge: Bridge
@@ -68,6 +70,7 @@ class Service:
     tool_parser: str | None = None
     thinks: bool = False
     body_timeout_s: float = 30.0
+    shows_text: bool = False
     started: float = field(default_factory=time.time)
 
     async def read(self, request: Request, kind: type[M]) -> M:
@@ -114,6 +117,7 @@ def options_of(request: GenerationRequest) -> dict[str, Any]:
         "cache_salt": request.cache_salt,
         "priority": request.priority or 0,
         "timeout": request.timeout,
+        "most": request.n or 1,
     }
 
 
@@ -152,11 +156,12 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
             job.job_id,
             service.names[0] if request.model is None else request.model,
             bridge.llm.tokenizer,
-            samples=sampling.n,
+            samples=request.n or 1,
             logprobs=request.logprobs,
             echoes=echoes,
             tells_ids=bool(request.return_token_ids),
             tells_prompt_logprobs=request.prompt_logprobs is not None,
+            shows_special=request.skip_special_tokens is False,
         )
         return prompts, answer
 
@@ -244,23 +249,6 @@ def _detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
 Handler = Callable[[Service, Request], Awaitable[Any]]
 
 
-def _schema(kind: type[BaseModel]) -> dict[str, Any]:
-    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}-{{model}}")
-    # Definitions stand in the body itself: FastAPI collects only those of its own parsing.
-    text = _without_refs(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": text}}}}
-
-
-def _without_refs(node: Any, definitions: dict[str, Any]) -> Any:
-    if isinstance(node, dict):
-        if "$ref" in node:
-            return _without_refs(definitions[node["$ref"].rsplit("-", 1)[-1]], definitions)
-        return {k: _without_refs(v, definitions) for k, v in node.items()}
-    if isinstance(node, list):
-        return [_without_refs(part, definitions) for part in node]
-    return node
-
-
 def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> Any:
     """Return the ASGI application.
 
@@ -307,19 +295,19 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         return _completions(service, await service.read(request, CompletionRequest))
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         return ChatJob(service, await service.read(request, ChatRequest)).reply()
 
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         return JSONResponse(await _tokenize(service, await service.read(request, TokenizeRequest)))
 
-    @app.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         return JSONResponse(_detokenize(service, await service.read(request, DetokenizeRequest)))
 
@@ -367,6 +355,7 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
 
     for router in routers:
         app.include_router(router)
+    describe(app)
     return Front(app, service.keys, service.bridge.limits.max_header_bytes)
 
 

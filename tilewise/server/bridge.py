@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.embedding import EmbeddingOutput
+from tilewise.engine.outputs import RequestMetrics, RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.errors import RequestError
+from tilewise.errors import QueueFullError, RequestError
+from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket
 from tilewise.server.metrics import Metrics
+from tilewise.server.spans import Spans
 from tilewise.server.usage import Ledger
 
 __all__ = ["AsyncEngine", "Bridge", "Job", "Loop", "Prompt"]
@@ -118,6 +128,8 @@ class Job:
         arrived: seconds of time.perf_counter.
         stopped: why it was stopped from outside; None if it was not.
         sending_since: when the write began that has not ended; None between writes.
+        trace_headers: of the client's trace, where spans are written.
+        failure: what the client was told in place of an answer; None if it got one.
     """
 
     job_id: str
@@ -131,6 +143,8 @@ class Job:
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     first_token: float | None = None
     last_token: float = 0.0
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    failure: str | None = None
 
     def stop(self, error: ApiError) -> None:
         """End it with this error, unless it has ended."""
@@ -152,6 +166,7 @@ class Bridge:
         stall_s: seconds without a step, with work there, after which the engine is unhealthy.
         num_threads: that tokenise long texts and render templates.
         max_pending: tasks that wait for these threads; more are refused with 503.
+        spans: where the spans of requests go; None writes none.
     """
 
     def __init__(
@@ -166,6 +181,7 @@ class Bridge:
         stall_s: float = 30.0,
         num_threads: int = 2,
         max_pending: int = 256,
+        spans: Spans | None = None,
     ) -> None:
         self.llm = llm
         self.loop = loop
@@ -173,6 +189,7 @@ class Bridge:
         self.limits = limits
         self.metrics = metrics
         self.ledger = Ledger()
+        self.spans = spans
         self.jobs: dict[str, Job] = {}
         self.is_draining = False
         self.is_paused = False
@@ -211,6 +228,7 @@ class Bridge:
         caller: Caller,
         asked_id: str | None,
         receive: Callable[[], Awaitable[Any]],
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Job]:
         """Run the block as one job, which ends with the client.
 
@@ -218,6 +236,7 @@ class Bridge:
             kind: what its id begins with.
             asked_id: what follows; None draws it.
             receive: of ASGI; the body has been read.
+            trace_headers: see `Job`.
 
         Raises:
             ApiError: 503 while draining, 400 for an id that is in use, or what stopped the job.
@@ -232,7 +251,7 @@ class Bridge:
             )  # fmt: skip
         task = asyncio.current_task()
         assert task is not None
-        job = Job(job_id, caller, task, time.perf_counter())
+        job = Job(job_id, caller, task, time.perf_counter(), trace_headers=trace_headers or {})
         self.jobs[job_id] = job
         self.metrics.http.inc()
         if self._sweeper is None:
@@ -255,7 +274,7 @@ class Bridge:
             listener.cancel()
             del self.jobs[job_id]
             self.metrics.http.dec()
-            self._account(job, failure)
+            account(self, job, failure)
 
     async def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
@@ -333,20 +352,104 @@ class Bridge:
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        most: int | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield outputs of the prompts, each with its prompt's number, until all have finished.
+
+        Args:
+            most: samples of each prompt that are kept, the first ones; None keeps all.
 
         Raises:
             ApiError: why it was refused, or what ended it.
         """
+        asked = (user, cache_salt, priority, timeout)
+        with self._entered(job, prompts, *asked) as (ticket, keywords):
+            self.metrics.params_n.observe(sampling.n)
+            if sampling.max_tokens is not None:
+                self.metrics.params_max_tokens.observe(sampling.max_tokens)
+            outputs = [
+                self.llm.generate(_as_given(prompt), sampling, request_id=request_id, **keywords)
+                for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
+            ]
+            if len(outputs) == 1:  # of most requests; each generator in between costs each token
+                try:
+                    async for output in outputs[0]:
+                        yield 0, self._observe(job, ticket, 0, output, most)
+                finally:
+                    await _close(outputs[0])
+                return
+            merged = _merged(outputs)
+            async with contextlib.aclosing(merged):
+                async for place, output in merged:
+                    yield place, self._observe(job, ticket, place, output, most)
+
+    async def embed(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        pooling: str,
+        *,
+        user: str = "",
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Return the embeddings of the prompts, in their order.
+
+        Raises:
+            ApiError: why it was refused, or what ended it.
+        """
+        embed: Any = self.llm.embed  # type: ignore[attr-defined]
+        asked = (user, cache_salt, priority, timeout)
+        with self._entered(job, prompts, *asked) as (ticket, keywords):
+            tasks = [
+                asyncio.ensure_future(
+                    embed(_as_given(prompt), pooling=pooling, request_id=request_id, **keywords)
+                )
+                for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
+            ]
+            try:
+                found: list[EmbeddingOutput] = await asyncio.gather(*tasks)
+            except TimeoutError:
+                message = "the deadline has passed before the prompts were computed"
+                raise ApiError(504, message) from None
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            self._last_output = time.monotonic()
+            self.queue.begin(ticket)
+            for place, output in enumerate(found):
+                job.outputs[place] = RequestOutput(
+                    output.request_id,
+                    None,
+                    output.prompt_token_ids,
+                    [],
+                    RequestMetrics(job.arrived),
+                    output.num_cached_tokens,
+                    finished=True,
+                )
+            return found
+
+    @contextlib.contextmanager
+    def _entered(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        user: str,
+        cache_salt: str | None,
+        priority: int,
+        timeout: float | None,
+    ) -> Iterator[tuple[Ticket, dict[str, Any]]]:
+        """Hold a place in the queue; give it and what the engine is asked beside the prompts."""
         caller = job.caller
         for prompt in prompts:
             self.check_length(caller, prompt.ids)
         tokens = sum(len(prompt.ids) for prompt in prompts)
         ticket = self.queue.enter(caller, tokens, len(prompts))
-        self.metrics.params_n.observe(sampling.n)
-        if sampling.max_tokens is not None:
-            self.metrics.params_max_tokens.observe(sampling.max_tokens)
+        job.engine_ids = [
+            job.job_id if i == 0 else f"{job.job_id}-{i}" for i in range(len(prompts))
+        ]
         keywords: dict[str, Any] = {
             "user": caller.name or user,
             "cache_salt": caller.salt(cache_salt),
@@ -354,19 +457,10 @@ class Bridge:
             "priority": priority if not caller.name else caller.priority + max(0, priority),
             "deadline_s": self.limits.deadline_s(timeout),
         }
-        job.engine_ids = [
-            job.job_id if i == 0 else f"{job.job_id}-{i}" for i in range(len(prompts))
-        ]
-        outputs = [
-            self.llm.generate(_as_given(prompt), sampling, request_id=request_id, **keywords)
-            for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
-        ]
-        merged = _one(outputs[0]) if len(outputs) == 1 else _merged(outputs)
         try:
-            async with contextlib.aclosing(merged):
-                async for place, output in merged:
-                    self._observe(job, ticket, place, output)
-                    yield place, output
+            yield ticket, keywords
+        except QueueFullError as error:  # of the engine's own bounds: nothing is wrong with it
+            raise ApiError(503, str(error), code="queue_full", retry_after_s=1) from None
         except RequestError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
         except (ApiError, asyncio.CancelledError, GeneratorExit):
@@ -404,71 +498,26 @@ class Bridge:
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
-    def _observe(self, job: Job, ticket: Ticket, place: int, output: RequestOutput) -> None:
+    def _observe(
+        self, job: Job, ticket: Ticket, place: int, output: RequestOutput, most: int | None
+    ) -> RequestOutput:
+        """Note that an output came; return it with at most so many samples."""
+        if most is not None and len(output.outputs) > most:
+            output = replace(output, outputs=output.outputs[:most])
         self._last_output = time.monotonic()
-        now, metrics = time.perf_counter(), self.metrics
-        has_tokens = any(c.token_ids for c in output.outputs)
-        if has_tokens and job.first_token is None:
+        now = time.perf_counter()
+        if job.first_token is not None:
+            self.metrics.next.add(now - job.last_token)
+        elif any(c.token_ids for c in output.outputs):
             job.first_token = now
-            metrics.first.observe(now - job.arrived)
+            self.metrics.first.observe(now - job.arrived)
             self.queue.begin(ticket)
-        elif has_tokens:
-            metrics.next.observe(now - job.last_token)
         job.last_token = now
         job.outputs[place] = output
-
-    def _account(self, job: Job, failure: BaseException | None) -> None:
-        """Count and log one job that has ended."""
-        now, metrics, name = time.perf_counter(), self.metrics, job.caller.name
-        outputs = list(job.outputs.values())
-        prompt = sum(len(o.prompt_token_ids) for o in outputs)
-        cached = sum(o.num_cached_tokens for o in outputs)
-        made = sum(len(c.token_ids) for o in outputs for c in o.outputs)
-        preempted = sum(getattr(o, "num_preemptions", 0) for o in outputs)
-        reasons = [c.finish_reason or "abort" for o in outputs for c in o.outputs]
-        error = failure if isinstance(failure, ApiError) else None
-        is_refused = error is not None and not job.engine_ids
-        self.ledger.add(
-            name, prompt=prompt, cached=cached, generated=made, preempted=preempted,
-            refused=int(is_refused),
-        )  # fmt: skip
-        if is_refused and error is not None:
-            metrics.count(metrics.rejections, name, error.code)
-        for counter, amount in (
-            (metrics.prompt_tokens, prompt),
-            (metrics.cached_tokens, cached),
-            (metrics.generation_tokens, made),
-        ):
-            if amount:
-                metrics.count(counter, name, by=amount)
-        for reason in reasons:
-            metrics.count(metrics.success, reason)
-        seconds = now - job.arrived
-        if outputs:
-            metrics.whole.observe(seconds)
-            metrics.request_prompt.observe(prompt)
-            metrics.request_generation.observe(made)
-            if job.first_token is not None and made > len(reasons):
-                per_token = (now - job.first_token) / max(1, made - len(reasons))
-                metrics.per_token.observe(per_token)
-        why = error.code if error else ",".join(sorted(set(reasons))) or "none"
-        if isinstance(error, ClientLeft):
-            metrics.count(metrics.dropped, "client_left")
-        line = {
-            "request": job.job_id,
-            "key": name or None,
-            "prompt_tokens": prompt,
-            "cached_tokens": cached,
-            "tokens": made,
-            "preemptions": preempted,
-            "first_token_s": None
-            if job.first_token is None
-            else round(job.first_token - job.arrived, 4),
-            "seconds": round(seconds, 4),
-            "reason": why,
-        }
-        LOG.info("%s", json.dumps(line))
+        return output
 
     async def _sweep(self) -> None:
         """Drop whoever has not read for too long."""
@@ -500,16 +549,6 @@ async def _listen(receive: Callable[[], Awaitable[Any]], job: Job) -> None:
         if message["type"] == "http.disconnect":
             job.stop(ClientLeft())
             return
-
-
-async def _one(
-    outputs: AsyncIterator[RequestOutput],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    try:
-        async for output in outputs:
-            yield 0, output
-    finally:
-        await _close(outputs)
 
 
 async def _merged(

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilewise.engine.outputs import CompletionOutput, RequestOutput
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.server.answers import Delta, Deltas, chat_logprobs, event, usage_of
+from tilewise.server.answers import Delta, Deltas, chat_logprobs, event, prompt_logprobs, usage_of
 from tilewise.server.tools import Parser, Part
 
 __all__ = ["ChatAnswer", "Message"]
@@ -56,6 +56,7 @@ class ChatAnswer:
         logprobs: how many best ones to tell; None is none at all.
         echo: text that the answer begins with, that of a message that is continued.
         tells_ids: whether token ids are told.
+        tells_prompt_logprobs: whether the answer has those of its prompt.
         tells_reasoning: False leaves reasoning out.
         most_calls: further calls of tools are dropped; None keeps all.
     """
@@ -70,6 +71,7 @@ class ChatAnswer:
         logprobs: int | None = None,
         echo: str = "",
         tells_ids: bool = False,
+        tells_prompt_logprobs: bool = False,
         tells_reasoning: bool = True,
         most_calls: int | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class ChatAnswer:
         self._logprobs = logprobs
         self._echo = echo
         self._tells_ids = tells_ids
+        self._tells_prompt_logprobs = tells_prompt_logprobs
         self._tells_reasoning = tells_reasoning
         self._most_calls = most_calls
         self._deltas = Deltas(1, tells_ids or logprobs is not None)
@@ -99,6 +102,8 @@ class ChatAnswer:
         answer: dict[str, Any] = {**head, "choices": choices, "usage": usage_of([output])}
         if self._tells_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
+        if self._tells_prompt_logprobs:
+            answer["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
         return answer
 
     def parts(self, delta: Delta) -> list[Part]:
@@ -192,6 +197,9 @@ class ChatAnswer:
         output: RequestOutput,
     ) -> str:
         told = "" if usage is None else f',"usage":{json.dumps(usage)}'
+        if self._tells_prompt_logprobs:  # once, with the first event
+            self._tells_prompt_logprobs = False
+            told += f',"prompt_logprobs":{json.dumps(prompt_logprobs(output, self._tokenizer))}'
         logprobs = "" if '"logprobs":' in more[:13] else ',"logprobs":null'
         return (
             f'data: {self._prefix},"choices":[{{"index":{choice},"delta":{{{body}}}{logprobs}'

@@ -101,6 +101,7 @@ class ChatJob:
                 cache_salt=request.cache_salt,
                 priority=request.priority or 0,
                 timeout=request.timeout,
+                most=request.n or 1,
             )
         ) as outputs:
             async for _, output in outputs:
@@ -125,6 +126,7 @@ class ChatJob:
             logprobs=self._logprobs,
             echo=echo,
             tells_ids=bool(request.return_token_ids),
+            tells_prompt_logprobs=request.prompt_logprobs is not None,
             tells_reasoning=request.include_reasoning,
             most_calls=1 if request.parallel_tool_calls is False else None,
         )

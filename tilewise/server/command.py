@@ -9,7 +9,9 @@ import json
 import logging
 import ssl
 import sys
+import threading
 import time
+import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from tilewise.server.app import Service, build_app
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate, read_template
+from tilewise.server.embeddings import embeddings_router
 from tilewise.server.keys import Caller, KeyRing, hash_of, read_keys
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.live import live_router
@@ -26,6 +29,7 @@ from tilewise.server.options import FLAGS, resolve
 from tilewise.server.responses import responses_router
 from tilewise.server.routes import admin_router
 from tilewise.server.run import Server, ServerOptions, bind, run
+from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
 
 __all__ = ["serve"]
@@ -95,12 +99,16 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
             file=sys.stderr,
             flush=True,
         )
+        if options["demo"]:
+            # Beside the event loop: a browser that must be started first answers late.
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     server = Server(
         build_app(
             service,
             [
                 admin_router(service),
+                embeddings_router(service),
                 live_router(service),
                 messages_router(service),
                 responses_router(service),
@@ -204,19 +212,19 @@ def _service(
         if flag.argument not in known:
             raise ValueError(f"{flag.flag} is not an option of this version's engine")
         settings[flag.argument] = value
-    weights = {caller.name: caller.weight for caller in keys.values() if caller.weight != 1}
-    if weights and options["scheduling_policy"] == "fair" and "user_weights" in known:
-        settings["user_weights"] = weights
+    settings |= _settings_of_keys(keys, options["scheduling_policy"])
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
+    names = options["served_model_name"] or [directory.name if model == str(directory) else model]
+    endpoint = options["otlp_traces_endpoint"]
+    spans = None if endpoint is None else open_spans(endpoint, names[0])
     llm = LLM(model, **settings)
     sizes = llm.engine.scheduler.limits
     steps.done(
         f"model loaded, kernels compiled, a cache of {sizes.num_blocks * sizes.block_size:,} "
-        f"tokens made on {next(llm.model.parameters()).device}"
+        f"tokens made on {llm.devices}"
     )
     engine = AsyncLLM(llm)
-    names = options["served_model_name"] or [directory.name if model == str(directory) else model]
     bridge = Bridge(
         engine,
         llm.loop,
@@ -235,6 +243,7 @@ def _service(
         metrics=Metrics(names[0], engine.stats),
         slow_reader_s=options["slow_reader_s"],
         stall_s=options["stall_s"],
+        spans=spans,
     )
     template = ChatTemplate(source, tokens, allows_others=options["trust_request_chat_template"])
     if source is not None or template.allows_others:
@@ -247,12 +256,34 @@ def _service(
         names,
         template,
         keys=KeyRing(keys),
+        shows_text=options["show_text"],
         defaults=_defaults(directory) if options["generation_config"] == "auto" else {},
         tool_parser=_parser_of(text)
         if parser == "auto"
         else (None if parser == "none" else parser),
         thinks="<think>" in text or "</think>" in text if thinks == "auto" else thinks == "think",
     )
+
+
+def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[str, Any]:
+    """Return what keys with weights ask of the engine.
+
+    Args:
+        keys: callers by hash.
+        policy: --scheduling-policy; None where it was not given.
+
+    Raises:
+        ValueError: the policy knows no weights.
+    """
+    weights = {caller.name: caller.weight for caller in keys.values() if caller.weight != 1}
+    if not weights:
+        return {}
+    if policy not in (None, "fair"):
+        named = ", ".join(sorted(weights))
+        raise ValueError(
+            f"--scheduling-policy must be fair where keys have weights ({named}), got {policy}"
+        )
+    return {"scheduling_policy": "fair", "user_weights": weights}
 
 
 def _parser_of(template: str) -> str | None:

@@ -17,7 +17,7 @@ from tilewise.server import page
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
 
-__all__ = ["Front", "caller_of"]
+__all__ = ["Front", "caller_of", "trace_headers"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -91,6 +91,15 @@ class Front:
         raise ApiError(
             401, f"authorization must be Bearer and a key: {why}", code="invalid_api_key"
         )
+
+
+def trace_headers(scope: Scope) -> dict[str, str]:
+    """Return what a client sent of its trace."""
+    return {
+        name.decode(): value.decode("latin-1")
+        for name, value in scope["headers"]
+        if name in (b"traceparent", b"tracestate")
+    }
 
 
 def caller_of(scope: Scope) -> Caller:

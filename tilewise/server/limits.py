@@ -63,7 +63,7 @@ class RequestLimits:
         Raises:
             ApiError: 400, with the limit and the value.
         """
-        n = request.n or 1
+        n = max(request.n or 1, request.best_of or 1)
         counts: list[tuple[str, str, int, int]] = [
             ("n", "samples with those of all prompts", n * num_prompts, self.max_samples),
             ("logit_bias", "entries", len(request.logit_bias or ()), self.max_bias),

@@ -23,6 +23,7 @@ from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, unserved
 from tilewise.server.protocol import ChatRequest, shown
 from tilewise.server.reply import Reply
+from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class CountRequest(_Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None  # every prompt's prefix is cached without it
 
 
 class MessagesRequest(CountRequest):
@@ -69,14 +72,14 @@ def messages_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    @router.post("/v1/messages")
+    @router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
     async def messages(request: Request) -> Response:
         try:
             return _MessagesJob(service, await service.read(request, MessagesRequest)).reply()
         except ApiError as error:
             return JSONResponse(_error(error), error.status, error.headers)
 
-    @router.post("/v1/messages/count_tokens")
+    @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
     async def count_tokens(request: Request) -> Response:
         try:
             body = await service.read(request, CountRequest)
@@ -118,6 +121,14 @@ def _chat_of(request: CountRequest) -> ChatRequest:
         raise _wrong("thinking.type", "be enabled or disabled", thinks)
     if thinks is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": thinks != "disabled"}
+    output = {k: v for k, v in (request.output_config or {}).items() if v is not None}
+    form = output.pop("format", None)
+    if form is not None:
+        schema = form.get("schema") if isinstance(form, dict) else None
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    fields["reasoning_effort"] = output.pop("effort", None)
+    if output or not isinstance(fields["reasoning_effort"], str | None):
+        raise unserved(f"output_config.{next(iter(output), 'effort')}")
     if isinstance(request, MessagesRequest):
         fields |= {
             "max_tokens": request.max_tokens,

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from tilewise.engine.ages import Histogram as SmallHistogram
+from tilewise.engine.stats import SchedulerStats
 
 __all__ = ["Metrics"]
 
@@ -45,7 +55,17 @@ class Metrics:
         self.rejections = counter("admission_rejections", "Requests refused.", "key", "code")
         self.dropped = counter("dropped_streams", "Streams ended for their client.", "reason")
         self.first = histogram("time_to_first_token_seconds", "From arrival on.", _FIRST)
-        self.next = histogram("inter_token_latency_seconds", "Between two outputs.", _NEXT)
+        self.queued = histogram("request_queue_time_seconds", "From arrival to running.", _FIRST)
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "From running to the first token.", _FIRST
+        )
+        self.decode = histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _WHOLE
+        )
+        self.inference = histogram(
+            "request_inference_time_seconds", "From running to the last token.", _WHOLE
+        )
+        self.next = SmallHistogram(_NEXT)  # each token pays for it
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Mean of a request.", _NEXT
         )
@@ -59,7 +79,7 @@ class Metrics:
         self.http = Gauge(
             "tilewise:http_requests_in_flight", "Requests in the server.", ["model_name"], **own
         ).labels(model)
-        self.registry.register(_EngineCollector(model, stats))
+        self.registry.register(_EngineCollector(model, stats, self.next))
 
     def count(self, counter: Counter, *labels: str, by: float = 1) -> None:
         """Add to a counter with these labels beside the model's."""
@@ -73,31 +93,91 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's own counts when they are asked for, so that a step pays nothing."""
 
-    def __init__(self, model: str, stats: Any) -> None:
+    def __init__(self, model: str, stats: Any, between: SmallHistogram) -> None:
         self._model = model
         self._stats = stats
+        self._between = between
 
     def collect(self) -> Any:
         """Yield the families."""
-        stats = self._stats().scheduler
+        told = self._stats()
+        stats = told.scheduler
         gauges = {
             "num_requests_running": ("Sequences that hold blocks.", stats.num_running),
             "num_requests_waiting": ("Sequences that wait.", stats.num_waiting),
             "kv_cache_usage_perc": (
-                "Share of the cache's blocks that have an owner, 0 to 1.",
-                stats.blocks_used / stats.num_blocks,
+                "Share of the cache's blocks that have an owner, 0 to 1; of several groups of "
+                "layers the highest.",
+                stats.used_fraction,
+            ),
+            "swap_space_usage_blocks": (
+                "Blocks of main memory that hold what was swapped out, or cold prefixes.",
+                stats.swap_blocks_used + stats.swap_blocks_cold,
             ),
         }
         counters = {
             "prefix_cache_queries": ("Tokens looked up.", stats.prefix_query_tokens),
             "prefix_cache_hits": ("Tokens found.", stats.prefix_hit_tokens),
             "num_preemptions": ("Sequences that lost their blocks.", stats.num_preemptions),
+            "num_swapped": ("Of these, kept in main memory.", stats.num_swapped),
+            "recalled_tokens": (
+                "Tokens of prefixes that came back from main memory or files.",
+                stats.num_recalled_tokens,
+            ),
+            "recomputed_tokens": (
+                "Tokens computed twice, as their blocks were taken away.",
+                stats.num_tokens_lost,
+            ),
+            "prefill_step_tokens": ("Tokens of steps with prompts.", told.prefill_tokens),
+            "prefill_step_seconds": ("Seconds of steps with prompts.", told.prefill_seconds),
+            "decode_step_tokens": ("Tokens of steps without.", told.decode_tokens),
+            "decode_step_seconds": ("Seconds of steps without.", told.decode_seconds),
+            "compilations_after_start": (
+                "Kernels compiled while requests waited for them.",
+                told.num_compilations,
+            ),
+            "spec_decode_num_draft_tokens": ("Guesses that were verified.", stats.num_drafts),
+            "spec_decode_num_accepted_tokens": (
+                "Of these, right ones.",
+                stats.num_accepted_drafts,
+            ),
         }
         for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in families.items():
                 family = kind(f"tilewise:{name}", text, labels=["model_name"])
                 family.add_metric([self._model], value)
                 yield family
+        reasons = GaugeMetricFamily(
+            "tilewise:num_requests_waiting_by_reason",
+            "Sequences that wait, by what for.",
+            labels=["model_name", "reason"],
+        )
+        for reason, count in stats.waiting_by_reason.items():
+            reasons.add_metric([self._model, reason], count)
+        yield reasons
+        config = GaugeMetricFamily(
+            "tilewise:cache_config_info",
+            "1; the labels say how large the cache is.",
+            labels=["model_name", "block_size", "num_blocks", "bytes_per_token"],
+        )
+        sizes = (stats.block_size, stats.num_blocks, told.cache_bytes_per_token)
+        config.add_metric([self._model, *map(str, sizes)], 1)
+        yield config
+        yield from self._histograms(stats)
+
+    def _histograms(self, stats: SchedulerStats) -> Iterator[HistogramMetricFamily]:
+        for name, text, found in (
+            ("inter_token_latency_seconds", "Between two outputs.", self._between.read()),
+            ("iteration_tokens_total", "Tokens of a step.", stats.step_tokens),
+            ("kv_block_lifetime_seconds", "From findable to evicted.", stats.block_lifetime),
+            ("kv_block_idle_before_evict_seconds", "Since its last use.", stats.block_idle),
+            ("kv_block_reuse_gap_seconds", "Since its last use.", stats.block_reuse_gap),
+        ):
+            family = HistogramMetricFamily(f"tilewise:{name}", text, labels=["model_name"])
+            sums = list(accumulate(found.counts))
+            bounds = [*map(floatToGoString, found.bounds), "+Inf"]
+            family.add_metric([self._model], list(zip(bounds, sums, strict=True)), found.total)
+            yield family
 
     def describe(self) -> Any:
         """Name nothing beforehand: the engine is asked at each scrape only."""

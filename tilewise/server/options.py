@@ -67,9 +67,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag("request_timeout", float, None, "seconds that a request may take at most", "the server",
          "S"),
     Flag("log_level", str, "info", "debug, info, warning or error", "the server", "LEVEL"),
+    Flag("demo", bool, False, "open the page in a browser when it is ready", "the server"),
+    Flag("otlp_traces_endpoint", str, None, "OpenTelemetry collector for spans, such as "
+         "http://localhost:4318/v1/traces", "the server", "URL"),
     Flag("api_key", str, None, "key that every request needs", "who may ask", "KEY"),
     Flag("keys_file", str, None, "TOML with a table for each key", "who may ask", "FILE"),
     Flag("allow_open", bool, False, "listen on a public address without a key", "who may ask"),
+    Flag("show_text", bool, False, "let administrators read other keys' tokens on the page",
+         "who may ask"),
     Flag("ssl_keyfile", str, None, "private key for HTTPS", "who may ask", "FILE"),
     Flag("ssl_certfile", str, None, "certificate for HTTPS", "who may ask", "FILE"),
     Flag("chat_template", str, None, "file with a Jinja template for chats", "chats", "FILE"),
@@ -91,6 +96,8 @@ FLAGS: tuple[Flag, ...] = (
     _engine("num_blocks", int, "cache blocks", "N"),
     _engine("seed", int, "from which requests without a seed draw theirs", "N"),
     _engine("enable_prefix_caching", bool, "compute common beginnings once"),
+    _engine("batch_invariant", bool, "the same bits whatever else runs (default: on a CPU)"),
+    _engine("tensor_parallel_size", int, "processes, each with a GPU, that share the model", "N"),
     _engine("graphs", str, "CUDA graphs: auto, lazy, off", "MODE"),
     _engine("scheduling_policy", str, "who runs first: fcfs, priority, fair", "NAME"),
     _engine("preemption", str, "auto, recompute, swap", "NAME"),
@@ -110,6 +117,22 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max_key_queued_tokens", int, 8 * 2**20, "prompt tokens that wait for one key", "limits",
          "N"),
 )  # fmt: skip
+
+
+# What options of vLLM are called here, or why there is none.
+ELSEWHERE = {
+    "--enforce-eager": "--graphs off does that here",
+    "--num-gpu-blocks-override": "--num-blocks does that here",
+    "--kv-cache-memory-bytes": "--num-blocks does that here",
+    "--enable-chunked-prefill": "it is always so here",
+    "--enable-auto-tool-choice": "it is so where --tool-call-parser is known",
+    "--disable-log-requests": "--log-level warning does that here",
+    "--enable-log-requests": "--log-level info does that here",
+    "--uvicorn-log-level": "--log-level does that here",
+    "--cpu-offload-gb": "--swap-space keeps caches in main memory; weights stay where they are",
+    "--trust-remote-code": "code of checkpoints is never run here",
+    "--max-log-len": "texts are never logged here",
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -140,9 +163,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def nearest(unknown: Sequence[str]) -> str:
     """Say which option is not known, and which known one is like it."""
     asked = unknown[0].split("=", 1)[0]
+    if asked in ELSEWHERE:
+        return f"{asked} is not an option of serve: {ELSEWHERE[asked]}"
     names = [flag.flag for flag in FLAGS] + ["--config", "--debug", "--help"]
     names += [f"--no-{flag.name.replace('_', '-')}" for flag in FLAGS if flag.kind is bool]
-    like = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
+    like = difflib.get_close_matches(asked, names, n=1, cutoff=0.65)
     hint = f"; did you mean {like[0]}?" if like else ""
     return f"{asked} is not an option of serve{hint}"
 

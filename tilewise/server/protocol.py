@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.request import SamplingParams
 from tilewise.server.errors import ApiError, unserved
 
@@ -57,7 +58,6 @@ SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "prompt_logprobs": (),
     "best_of": (1,),
-    "use_beam_search": (False,),
     "length_penalty": (1,),
 }
 # Fields of the API that are not served, and the values that ask for nothing. null is one always.
@@ -85,6 +85,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    # Of Anthropic's API.
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "thread": (),
 }
 
 
@@ -293,7 +301,7 @@ def prompts_of(prompt: object, max_prompts: int) -> list[str | list[int]]:
 def sampling_of(
     request: GenerationRequest, *, defaults: dict[str, Any], max_tokens: int | None, **more: Any
 ) -> SamplingParams:
-    """Return what a request asks of the engine.
+    """Return what a request asks of the engine: a draw of samples, or a search by beams.
 
     Args:
         defaults: for fields that the request leaves out, as of the model's generation_config.json.
@@ -303,6 +311,8 @@ def sampling_of(
     Raises:
         ApiError: 400: a value is out of its range, or its field is not served.
     """
+    if request.use_beam_search:
+        return _search_of(request, max_tokens, more)
     served = {field.name for field in fields(SamplingParams)}
     asked: dict[str, Any] = {k: v for k, v in defaults.items() if k in served}
     asked["max_tokens"] = max_tokens
@@ -323,10 +333,59 @@ def sampling_of(
     try:
         return SamplingParams(**asked)
     except (TypeError, ValueError) as error:
-        message = str(error)
-        name = message.split(" ", 1)[0]
-        param = name if name in type(request).model_fields else None
-        raise ApiError(400, message, param=param, code="invalid_value") from None
+        raise _refused(request, error) from None
+
+
+def _refused(request: GenerationRequest, error: Exception) -> ApiError:
+    message = str(error)
+    name = message.split(" ", 1)[0]
+    param = name if name in type(request).model_fields else None
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+# What a search by beams takes beside its own, and the values of others that ask for nothing of it.
+_SEARCH_FIELDS = ("stop_token_ids", "ignore_eos", "length_penalty")
+_SEARCH_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **SAMPLING_FIELDS,
+    "temperature": (0, 1),  # nothing is drawn
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+}
+
+
+def _search_of(
+    request: GenerationRequest, max_tokens: int | None, more: dict[str, Any]
+) -> BeamSearchParams:
+    """Return the search of a request: `best_of` beams, `n` where that is not given."""
+    n = 1 if request.n is None else request.n
+    width = n if request.best_of is None else request.best_of
+    if width < n:
+        raise ApiError(
+            400, f"best_of must be at least n, got {width} for n of {n}", param="best_of",
+            code="invalid_value",
+        )  # fmt: skip
+    own = ("n", "best_of", "use_beam_search", "seed", *_SEARCH_FIELDS)
+    together = "together with use_beam_search"
+    for name, neutral in _SEARCH_NEUTRAL.items():
+        value = getattr(request, name)
+        if name not in own and value is not None and not any(value == v for v in neutral):
+            raise unserved(name, together)
+    for name, value in more.items():
+        if name != "logprobs" and value is not None:
+            param = "structured_outputs" if name == "structured" else name
+            raise unserved(param, together)
+    asked = {name: getattr(request, name) for name in _SEARCH_FIELDS}
+    try:
+        return BeamSearchParams(
+            width,
+            max_tokens=max_tokens,
+            logprobs=more.get("logprobs"),
+            **{name: value for name, value in asked.items() if value is not None},
+        )
+    except (TypeError, ValueError) as error:
+        told = ValueError(str(error).replace("beam_width", "n", 1))
+        raise _refused(request, told) from None
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse, Response
 from tilewise.server.answers import event
 from tilewise.server.bridge import Bridge, Job
 from tilewise.server.errors import ApiError, ClientLeft
-from tilewise.server.front import Receive, Scope, Send, caller_of
+from tilewise.server.front import Receive, Scope, Send, caller_of, trace_headers
 
 __all__ = ["Reply", "read_body"]
 
 LOG = logging.getLogger("tilewise.server")
-Whole = Callable[[Job], Awaitable[dict[str, Any]]]
+Whole = Callable[[Job], Awaitable[dict[str, Any] | bytes]]  # or JSON already
 Stream = Callable[[Job], AsyncGenerator[bytes, None]]
 LAST_WRITE_S = 1.0  # for the event that says why a stream ends
 _STREAM_HEADERS = [
@@ -51,6 +51,10 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     except ClientDisconnect:
         raise ClientLeft from None
     return bytes(body)
+
+
+def _cannot_push(_: bytes) -> bool:
+    return False  # of a server that is not ours
 
 
 def _too_long(limit: int, size: int) -> ApiError:
@@ -93,14 +97,17 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve; never raises what the client should be told."""
-        caller = caller_of(scope)
+        bridge, caller = self._bridge, caller_of(scope)
+        headers = trace_headers(scope) if bridge.spans is not None else None
         try:
             try:
-                async with self._bridge.job(self._kind, caller, self._asked_id, receive) as job:
+                async with bridge.job(self._kind, caller, self._asked_id, receive, headers) as job:
                     if self._whole is not None:
-                        body = json.dumps(await self._whole(job)).encode()
+                        told = await self._whole(job)
+                        body = told if isinstance(told, bytes) else json.dumps(told).encode()
                     else:
-                        await self._write_stream(job, send)
+                        push = scope.get("state", {}).get("push", _cannot_push)
+                        await self._write_stream(job, send, push)
             except (ApiError, asyncio.CancelledError):
                 raise
             except Exception as error:
@@ -114,7 +121,7 @@ class Reply(Response):
         if self._whole is not None:
             await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _write_stream(self, job: Job, send: Send) -> None:
+    async def _write_stream(self, job: Job, send: Send, push: Callable[[bytes], bool]) -> None:
         assert self._stream is not None
         async with contextlib.aclosing(self._stream(job)) as chunks:
             async for chunk in chunks:
@@ -122,8 +129,9 @@ class Reply(Response):
                     self._is_started = True
                     start = {"type": "http.response.start", "status": 200}
                     await send({**start, "headers": _STREAM_HEADERS})
-                message = {"type": "http.response.body", "body": chunk, "more_body": True}
-                await self._bridge.send(job, send, message)
+                if not push(chunk):
+                    message = {"type": "http.response.body", "body": chunk, "more_body": True}
+                    await self._bridge.send(job, send, message)
         await self._bridge.send(job, send, {"type": "http.response.body", "more_body": False})
 
     async def _write_error(

@@ -23,6 +23,7 @@ from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, unserved
 from tilewise.server.protocol import REQUEST_ID, ChatRequest, shown
 from tilewise.server.reply import Reply
+from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def responses_router(service: Service) -> APIRouter:
     """Return the route."""
     router = APIRouter()
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def responses(request: Request) -> Response:
         return _ResponsesJob(service, await service.read(request, ResponsesRequest)).reply()
 

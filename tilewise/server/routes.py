@@ -14,9 +14,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
+from tilewise.server.answers import token_text
+from tilewise.server.bridge import Job
 from tilewise.server.errors import ApiError
 from tilewise.server.front import caller_of
 from tilewise.server.keys import Caller
+from tilewise.server.schema import body_of
 
 if TYPE_CHECKING:
     from tilewise.server.app import Service
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["admin_only", "admin_router", "engine_method"]
 
 MOST_EVENTS = 10_000  # of one answer
+MOST_TOKENS = 1024  # likewise
 
 
 class AbortRequest(BaseModel):
@@ -53,7 +57,7 @@ def admin_router(service: Service) -> APIRouter:
         bridge.is_paused = False
         return JSONResponse({"paused": False})
 
-    @router.post("/abort")
+    @router.post("/abort", openapi_extra=body_of(AbortRequest))
     async def abort(request: Request) -> Response:
         admin_only(request)
         body = await service.read(request, AbortRequest)
@@ -78,7 +82,14 @@ def admin_router(service: Service) -> APIRouter:
         return JSONResponse({"reset": True})
 
     @router.get("/v1/explain/{request_id}")
-    async def explain(request: Request, request_id: str) -> Response:
+    async def explain(
+        request: Request,
+        request_id: str,
+        sample: int | None = None,
+        first: int = 0,
+        last: int | None = None,
+    ) -> Response:
+        """Say what a request waits for; of a sample also its tokens first ... last - 1."""
         caller = caller_of(request.scope)
         job = bridge.jobs.get(request_id)
         # Another key's request is not there, so that nothing tells that it is.
@@ -92,6 +103,14 @@ def admin_router(service: Service) -> APIRouter:
                 told.append(await asyncio.to_thread(explain, engine_id))
             except KeyError:  # this prompt of several has ended
                 told.append({"request_id": engine_id, "state": "not in the engine"})
+        if sample is not None:
+            # Text of others is for nobody's eyes unless whoever runs the server says so.
+            may_read = not len(service.keys) or service.shows_text or job.caller == caller
+            end = first + MOST_TOKENS if last is None else min(last, first + MOST_TOKENS)
+            for place, one in enumerate(told):
+                one["tokens"] = (
+                    _tokens(service, job, place, sample, first, end) if may_read else None
+                )
         return JSONResponse({"id": request_id, "prompts": told})
 
     @router.get("/v1/trace")
@@ -113,6 +132,18 @@ def admin_router(service: Service) -> APIRouter:
         return Response(await asyncio.to_thread(body), media_type="application/json")
 
     return router
+
+
+def _tokens(
+    service: Service, job: Job, place: int, sample: int, first: int, last: int
+) -> list[str] | None:
+    """Return tokens of a sample as text, None where nothing is known of it yet."""
+    output = job.outputs.get(place)
+    if output is None:
+        return None
+    ids = list(output.prompt_token_ids)
+    ids += next((c.token_ids for c in output.outputs if c.index == sample), [])
+    return [token_text(i, service.bridge.llm.tokenizer) for i in ids[max(0, first) : last]]
 
 
 def admin_only(request: Request) -> Caller:

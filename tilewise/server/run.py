@@ -88,9 +88,24 @@ class _Protocol(H11Protocol):
         super().connection_made(transport)
         # The application cuts the connection of a client that does not read: to close it would be
         # to wait for that client.
-        self.app_state = {**self.app_state, "cut": transport.abort}
+        self.app_state = {**self.app_state, "cut": transport.abort, "push": self._push}
         self._late: asyncio.TimerHandle | None = None
         self._await_headers()
+
+    def _push(self, part: bytes) -> bool:
+        """Write a part of a streamed answer at once, in one chunk.
+
+        It goes by the state machine of HTTP, which would do nothing else with it and takes longer
+        than all the rest that a token costs here.
+
+        Returns:
+            Whether it was written; if not, send() must, which waits for a client that reads slowly.
+        """
+        is_chunked = self.conn.their_http_version == b"1.1"
+        if not is_chunked or self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -222,7 +237,12 @@ class Server(uvicorn.Server):
 
         The engine goes on by itself after a failure that it can get over.
         """
+        num_restarts = 0
         while self._bridge.loop.is_alive:
+            restarts = getattr(self._bridge.loop, "num_restarts", 0)
+            if restarts > num_restarts:
+                num_restarts = restarts
+                LOG.error("the engine has failed and begins anew, restart %d", restarts)
             await asyncio.sleep(WATCH_S)
         LOG.error("the engine has ended: the server ends, too")
         self.exit_code = 1

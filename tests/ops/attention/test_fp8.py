@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
+from tilewise.ops.attention.api import attention
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads
 from tilewise.reference import fp8, standard
 from tilewise.testing import assert_within_budget, make_qkv
@@ -144,6 +145,70 @@ def test_scales_must_fit():
     scales["v_scale"] = scale
     with pytest.raises(ValueError, match="rotate them in quantize_heads"):
         attention_fp8(q8, q8, q8, rotate=True, **scales)
+
+
+def _shifted_keys(shape: tuple[int, ...], by: float) -> list[Tensor]:
+    """Inputs whose key channels have means far from 0, as trained models' have."""
+    q, k, v = _inputs(shape)
+    g = torch.Generator().manual_seed(3)
+    offset = by * torch.randn(1, 1, *k.shape[2:], generator=g)
+    return [q, (k.float() + offset).to(k.dtype), v]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_smoothing_takes_a_shift_of_the_keys_out_of_the_error(backend, rotate):
+    q, k, v = _shifted_keys((2, 48, 160, 4, 2, 64), 8.0)
+    truth, lse_truth = attention(
+        q.double(), k.double(), v.double(), causal=True, return_lse=True, backend="reference"
+    )
+
+    def error(**options):
+        o, lse = attention_fp8(
+            q, k, v, causal=True, backend=backend, return_lse=True, rotate=rotate, **options
+        )
+        return (o.double() - truth).norm() / truth.norm(), (lse - lse_truth).abs().max()
+
+    plain, smooth = error(), error(smooth_k=True)
+    assert smooth[0] < 0.06
+    assert smooth[0] < plain[0] / 3
+    assert smooth[1] < plain[1] / 2
+
+
+def test_smoothing_counts_the_keys_of_each_sequence_alone():
+    q, k, v = _shifted_keys((2, 5, 40, 4, 2, 64), 8.0)
+    lengths = torch.tensor([40, 13], dtype=torch.int32)
+    alone = [
+        attention_fp8(
+            q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], smooth_k=True, return_lse=True,
+            backend="cpu",
+        )
+        for b, n in enumerate(lengths.tolist())
+    ]  # fmt: skip
+    k[1, 13:], v[1, 13:] = torch.nan, torch.nan
+    o, lse = attention_fp8(
+        q, k, v, seqlens_k=lengths, smooth_k=True, return_lse=True, backend="cpu"
+    )
+    torch.testing.assert_close(o, torch.cat([part[0] for part in alone]), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, torch.cat([part[1] for part in alone]), rtol=1e-3, atol=1e-2)
+
+
+def test_smoothing_no_keys_gives_zero():
+    q, k, v = _inputs((1, 3, 6, 2, 2, 16))
+    none = torch.zeros(1, dtype=torch.int32)
+    o, lse = attention_fp8(q, k, v, seqlens_k=none, smooth_k=True, return_lse=True, backend="cpu")
+    assert torch.equal(o, torch.zeros_like(o))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+def test_smoothing_is_refused_where_it_would_change_the_result():
+    q, k, v = _inputs((1, 3, 6, 2, 2, 16))
+    with pytest.raises(ValueError, match=r"softcap must be 0 with smooth_k, got 5\.0"):
+        attention_fp8(q, k, v, softcap=5.0, smooth_k=True)
+    parts = [quantize_heads(x) for x in (q, k, v)]
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), (s for _, s in parts), strict=True))
+    with pytest.raises(ValueError, match="smooth_k must be False with e4m3 tensors"):
+        attention_fp8(*(x for x, _ in parts), **scales, smooth_k=True)
 
 
 def test_rotation_needs_a_power_of_two():

@@ -72,6 +72,12 @@ def warm_up(process: EngineProcess, workload: Workload, timeout: float) -> None:
     process.ask(replace(workload, new_tokens=few).as_request(), timeout)
 
 
+def _roof_of(session: Session, competitor: Competitor) -> Roof:
+    """Return the roof of as many devices as an engine has."""
+    devices, roof = competitor.settings.get("tensor_parallel_size", 1), session.roof
+    return replace(roof, read_bytes=devices * roof.read_bytes, flops=devices * roof.flops)
+
+
 def summary(workload: Workload, turns: Sequence[Row], roof: Roof) -> Row:
     """Return the row of a workload from its turns: medians, the best, spread, share of the roof."""
     row: Row = {"turns": len(turns)}
@@ -167,7 +173,7 @@ class Bench:
                     if isinstance(found, EngineFailed):
                         row["error"] = str(found)
                     else:
-                        row |= summary(workload, found, session.roof)
+                        row |= summary(workload, found, _roof_of(session, competitor))
                         self._look_inside(row, session, workload, competitor, process)
                         drawn = found[0].get("ids")
                         if drawn and competitor.engine == OURS:
@@ -277,14 +283,16 @@ class Bench:
 def compare(rows: Sequence[Row]) -> None:
     """Add to our rows how many times as fast as the best peer with as many threads they are."""
     for row in rows:
-        if row["engine"] != OURS:
+        if not row["engine"].startswith(OURS):
             continue
         for speed in ("decode tok/s", "output tok/s", "prefill tok/s"):
             if speed in row:
                 peers = [
                     other[speed]
                     for other in rows
-                    if other["engine"] != OURS and speed in other and _place(other) == _place(row)
+                    if not other["engine"].startswith(OURS)
+                    and speed in other
+                    and _place(other) == _place(row)
                 ]
                 if peers:
                     row["x best peer"] = row[speed] / max(peers)

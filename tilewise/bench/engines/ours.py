@@ -20,10 +20,12 @@ from tilewise.engine import runner as runner_module
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.tensor_parallel.runner import ParallelRunner
 
 __all__ = ["Compilations", "Measured"]
 
-_OPTIONAL = ("graphs", "weight_dtype", "max_num_batched_tokens", "kv_cache_dtype")
+_OPTIONAL = ("graphs", "weight_dtype", "max_num_batched_tokens", "kv_cache_dtype",
+             "tensor_parallel_size")  # fmt: skip
 
 
 class Compilations:
@@ -74,7 +76,8 @@ class Measured:
     Args:
         settings: "directory", "device", "dtype", "random_weights", "max_num_seqs", "max_len",
             "memory" (the share of a GPU's), "prefix_caching", "threads", and what LLM calls
-            "graphs", "weight_dtype", "max_num_batched_tokens" and "kv_cache_dtype".
+            "graphs", "weight_dtype", "max_num_batched_tokens", "kv_cache_dtype" and
+            "tensor_parallel_size".
 
     Raises:
         ValueError: a setting is given that LLM does not have.
@@ -115,7 +118,12 @@ class Measured:
             "compiled after start": self.compilations.count - self.at_start[0],
             "loaded after start": self.compilations.loaded - self.at_start[1],
         }
-        if self.device == "cuda":
+        runner = self.llm.engine.runner
+        if isinstance(runner, DeviceRunner) and runner.compilations.names:
+            facts["kernels after start"] = list(runner.compilations.names)
+        if isinstance(runner, ParallelRunner) and self.device == "cuda":
+            facts["small sums"] = runner.why_no_symmetric_memory or "symmetric memory"
+        elif self.device == "cuda":
             facts["GPU memory, GiB"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
         return facts
 
@@ -153,7 +161,7 @@ class Measured:
             found["host parts"] = {
                 name: 1e3 * median(step.get(name, 0.0) for step in decode) for name in names
             }
-        if self.device == "cuda":
+        if self.device == "cuda" and self.llm.tensor_parallel_size == 1:
             found |= self._busy(arguments, request)
         return found
 
@@ -165,7 +173,7 @@ class Measured:
         engine = self.llm.engine
         # On a GPU `submit` waits for nothing; elsewhere it computes the step.
         inputs: tuple[Any, str] = (runner_module, "build_inputs")
-        if isinstance(engine.runner, DeviceRunner):
+        if isinstance(engine.runner, DeviceRunner | ParallelRunner):
             inputs = (engine.runner, "submit")
         return [(engine.scheduler, "schedule"), inputs, (engine.scheduler, "update")]
 

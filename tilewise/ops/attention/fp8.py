@@ -71,6 +71,7 @@ def attention_fp8(
     v_scale: Tensor | None = ...,
     rotate: bool = ...,
     seed: int = ...,
+    smooth_k: bool = ...,
     return_lse: Literal[False] = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -92,6 +93,7 @@ def attention_fp8(
     v_scale: Tensor | None = ...,
     rotate: bool = ...,
     seed: int = ...,
+    smooth_k: bool = ...,
     return_lse: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -112,6 +114,7 @@ def attention_fp8(
     v_scale: Tensor | None = None,
     rotate: bool = False,
     seed: int = 0,
+    smooth_k: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -133,6 +136,9 @@ def attention_fp8(
             D a power of two. Worth its time where single channels or entries are far larger than
             the rest.
         seed: decides the signs of the rotation.
+        smooth_k: subtract each head's mean key before quantising; for 16-bit tensors, without
+            softcap. It moves all logits of a row by one number, which softmax does not feel, and
+            lse gets it back. Worth its pass over k where channels of k are far from 0 on average.
         return_lse: also return the log-sum-exp of the logits.
         backend: "gluon" (Hopper; D = Dv of 64, 128 or 256, no softcap), "triton", "cpu" or
             "reference"; None chooses. A name is obeyed or refused.
@@ -145,7 +151,8 @@ def attention_fp8(
         ValueError, TypeError: an argument breaks a rule above; the message names it.
         UnsupportedError: the backend cannot run this call, or an input requires a gradient.
 
-    Source: FlashAttention-3 (Shah et al. 2024), section 3.3.
+    Source: FlashAttention-3 (Shah et al. 2024), section 3.3; smooth_k: SageAttention (Zhang et al.
+    2024), section 4.2.
 
     Example:
         >>> q = k = v = torch.randn(1, 128, 8, 64, dtype=torch.bfloat16)
@@ -168,6 +175,15 @@ def attention_fp8(
     dispatch.check_backend_name(backend)
     left, right = checks.window_bounds(causal, window)
     _refuse_gradients("attention_fp8", q, k, v)
+    scale_of_logits = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    mean: Tensor | None = None
+    if smooth_k:
+        if q.dtype == E4M3:
+            raise ValueError("smooth_k must be False with e4m3 tensors: smooth k before them")
+        if softcap > 0:
+            raise ValueError(f"softcap must be 0 with smooth_k, got {softcap}")
+        mean = _mean_key(k, seqlens_k)
+        k = (k.float() - mean).to(k.dtype)
     options = Fp8Options(
         q_scale=q_scale,
         k_scale=k_scale,
@@ -176,12 +192,36 @@ def attention_fp8(
         rotation=rotation,
         window_left=left,
         window_right=right,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=scale_of_logits,
         softcap=softcap,
         backend=backend,
     )
-    o, lse = attention_fp8_fwd(q, k, v, *options)
-    return (o, lse) if return_lse else o
+    results: tuple[Tensor, Tensor] = attention_fp8_fwd(q, k, v, *options)
+    o, lse = results
+    if not return_lse:
+        return o
+    if mean is not None:
+        lse = lse + scale_of_logits * _products_with(q, mean)
+    return o, lse
+
+
+def _mean_key(k: Tensor, seqlens_k: Tensor | None) -> Tensor:
+    """Return the mean of each head's keys, (B, 1, Hk, D) float32; 0 of no keys."""
+    wide = k.float()
+    if seqlens_k is None:
+        return wide.sum(1, keepdim=True) / max(1, k.shape[1])
+    counts = seqlens_k.clamp(0, k.shape[1])[:, None, None, None]
+    is_key = torch.arange(k.shape[1], device=k.device)[:, None, None] < counts
+    # Rows past a length may hold anything, NaN too.
+    mean: Tensor = torch.where(is_key, wide, 0.0).sum(1, keepdim=True) / counts.clamp(min=1)
+    return mean
+
+
+def _products_with(q: Tensor, mean: Tensor) -> Tensor:
+    """Return q . mean of each head's mean key, (B, Hq, Sq) float32."""
+    grouped = q.float().unflatten(2, (mean.shape[2], -1))
+    products: Tensor = (grouped * mean[:, :, :, None]).sum(-1).flatten(2).transpose(1, 2)
+    return products
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

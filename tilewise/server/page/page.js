@@ -14,6 +14,14 @@ class Pool {
     this.counts = new Int32Array(numBlocks);
     this.known = new Uint8Array(numBlocks);
     this.out = new Uint8Array(numBlocks); // what it held last lies in main memory
+    this.parent = new Int32Array(numBlocks).fill(-1); // the block before it in its prefix
+    this.idleSince = new Float64Array(numBlocks); // counts up: the lowest is evicted next
+    this.level = new Uint8Array(numBlocks); // of that order, 0 is evicted first
+    this.clock = 0;
+    this.isOrderNew = this.isTreeNew = true;
+    this.budget = 0; // tokens of a step; 0 where nobody told it, as in a recorded trace
+    this.largest = 0; // of the steps so far
+    this.step = null; // the last one: {prompt, decode, sequences}
     this.holders = new Array(numBlocks); // ids of the sequences whose tables have it
     this.tables = new Map();
     this.sampleOf = new Map(); // seq_id -> {name, index}
@@ -29,7 +37,12 @@ class Pool {
     for (const request of picture.requests) this.arrived(request, request.time);
     for (const [block, owners] of picture.counts) this.counts[block] = owners;
     this.used = picture.counts.length;
-    for (const block of picture.known) this.known[block] = 1;
+    picture.known.forEach((block, i) => {
+      this.known[block] = 1;
+      this.parent[block] = picture.parents?.[i] ?? -1;
+    });
+    for (const block of picture.order ?? []) this.idleSince[block] = ++this.clock;
+    this.budget = picture.budget ?? 0;
     for (const table of picture.tables) {
       this.sampleOf.set(table.seq_id, { name: table.request_id, index: table.index });
       this.put(table.seq_id, 0, table.blocks);
@@ -68,6 +81,9 @@ class Pool {
     this.counts = longer(this.counts, Int32Array);
     this.known = longer(this.known, Uint8Array);
     this.out = longer(this.out, Uint8Array);
+    this.level = longer(this.level, Uint8Array);
+    this.idleSince = longer(this.idleSince, Float64Array);
+    this.parent = longer(this.parent, Int32Array);
     this.holders.length = this.numBlocks = block + 1;
     this.isWhole = true;
   }
@@ -83,11 +99,138 @@ class Pool {
   }
 
   free(blocks) {
-    for (const block of blocks) {
+    for (let i = blocks.length - 1; i >= 0; i--) { // the last of a prefix is evicted first
+      const block = blocks[i];
       this.grow(block);
-      if (this.counts[block] > 0 && --this.counts[block] === 0) this.used--;
+      if (this.counts[block] > 0 && --this.counts[block] === 0) {
+        this.used--;
+        this.idleSince[block] = ++this.clock;
+        this.isOrderNew = true;
+      }
       this.dirty.add(block);
     }
+  }
+
+  // Blocks of a table that can be found: each follows the one before it in the table.
+  follow(seq, place, count) {
+    const table = this.tables.get(seq) ?? [];
+    for (let i = place; i < place + count; i++) this.parent[table[i]] = i ? table[i - 1] : -1;
+    this.isTreeNew = true;
+  }
+
+  // Whoever is free and can be found, the next to be evicted first. Of 100,000 blocks it must not
+  // take a frame: numbers in typed arrays sort several times as fast as objects do.
+  evictionOrder() {
+    const all = this.numBlocks, keys = new Float64Array(all);
+    let count = 0;
+    for (let block = 0; block < all; block++) {
+      if (this.known[block] && !this.counts[block]) keys[count++] = this.idleSince[block] * all + block;
+    }
+    const order = new Int32Array(count);
+    keys.subarray(0, count).sort().forEach((key, i) => { order[i] = key % all; });
+    return order;
+  }
+
+  // How many of them are before a block, itself included, and how many there are.
+  evictionPlace(block) {
+    let before = 0, count = 0;
+    for (let other = 0; other < this.numBlocks; other++) {
+      if (!this.known[other] || this.counts[other]) continue;
+      count++;
+      if (this.idleSince[other] <= this.idleSince[block]) before++;
+    }
+    return [before, count];
+  }
+
+  // Gives each of them its step of the gradient; those that change are drawn again.
+  grade() {
+    this.isOrderNew = false;
+    const give = (block, level) => {
+      if (this.level[block] === level) return;
+      this.level[block] = level;
+      this.dirty.add(block);
+    };
+    if (this.numBlocks <= SORTED) {
+      const order = this.evictionOrder();
+      order.forEach((block, i) => give(block, Math.floor(LEVELS * i / order.length)));
+      return;
+    }
+    // To sort would take several frames: of many blocks a step is a span of the count instead.
+    let low = Infinity, high = -Infinity;
+    const isIdle = (block) => this.known[block] && !this.counts[block];
+    for (let block = 0; block < this.numBlocks; block++) {
+      if (!isIdle(block)) continue;
+      low = Math.min(low, this.idleSince[block]);
+      high = Math.max(high, this.idleSince[block]);
+    }
+    for (let block = 0; block < this.numBlocks; block++) {
+      if (isIdle(block)) give(block, Math.floor(LEVELS * (this.idleSince[block] - low) / (high - low + 1)));
+    }
+  }
+
+  // The trees as rows of cells: {block, depth, row, up}, `up` the row that a branch leaves. The
+  // largest come first, and only so many rows are made; the counts are of all.
+  grove(mostRows) {
+    this.isTreeNew = false;
+    const all = this.numBlocks, { known, parent } = this;
+    const first = new Int32Array(all).fill(-1), next = new Int32Array(all).fill(-1); // children
+    const missing = new Int32Array(all); // children whose sizes are not known yet
+    const sizes = new Int32Array(all), heights = new Int32Array(all);
+    const isRoot = (block) => parent[block] < 0 || !known[parent[block]];
+    let count = 0, trees = 0, rows = 0, longest = 0;
+    for (let block = 0; block < all; block++) {
+      if (!known[block]) continue;
+      count++;
+      if (isRoot(block)) trees++;
+      else {
+        next[block] = first[parent[block]];
+        first[parent[block]] = block;
+        missing[parent[block]]++;
+      }
+    }
+    const ready = new Int32Array(count); // blocks after all of their children
+    let end = 0;
+    for (let block = 0; block < all; block++) {
+      if (known[block] && first[block] < 0) ready[end++] = block;
+    }
+    rows = end; // each row ends with a leaf
+    const keys = new Float64Array(trees);
+    for (let i = 0, found = 0; i < end; i++) {
+      const block = ready[i];
+      sizes[block]++;
+      heights[block]++;
+      if (isRoot(block)) {
+        longest = Math.max(longest, heights[block]);
+        keys[found++] = -sizes[block] * all + block; // the larger first, then by number
+        continue;
+      }
+      const up = parent[block];
+      sizes[up] += sizes[block];
+      heights[up] = Math.max(heights[up], heights[block]);
+      if (--missing[up] === 0) ready[end++] = up;
+    }
+    keys.sort();
+    const cells = [];
+    let row = 0;
+    for (let i = 0; i < trees && row < mostRows; i++) {
+      const root = ((keys[i] % all) + all) % all;
+      const stack = [{ block: root, depth: 0, up: -1 }];
+      while (stack.length && row < mostRows) {
+        let { block, depth, up } = stack.pop();
+        for (; block >= 0; up = -1) {
+          cells.push({ block, depth: depth++, row, up });
+          const children = [];
+          for (let child = first[block]; child >= 0; child = next[child]) children.push(child);
+          children.sort((a, b) => sizes[b] - sizes[a] || a - b);
+          for (let c = children.length - 1; c > 0; c--) {
+            stack.push({ block: children[c], depth, up: row });
+          }
+          block = children[0] ?? -1;
+        }
+        row++;
+      }
+    }
+    return { cells, rows, longest, count, trees };
   }
 
   hold(block, seq) {
@@ -130,6 +273,7 @@ class Pool {
       this.known[block] = value;
       this.dirty.add(block);
     }
+    this.isOrderNew = this.isTreeNew = true;
   }
 
   forgetEnded() {
@@ -156,16 +300,18 @@ class Pool {
 
   copy() {
     const made = Object.assign(new Pool(), this);
-    for (const name of ["counts", "known", "out"]) made[name] = this[name].slice();
+    for (const name of ["counts", "known", "out", "parent", "idleSince", "level"]) made[name] = this[name].slice();
     made.holders = this.holders.map((list) => list && list.slice());
     made.tables = new Map([...this.tables].map(([seq, table]) => [seq, table.slice()]));
     for (const name of ["sampleOf", "waiting", "requests"]) made[name] = new Map(this[name]);
     made.dirty = new Set();
-    made.isWhole = true;
+    made.isWhole = made.isOrderNew = made.isTreeNew = true;
     return made;
   }
 }
 
+const LEVELS = 12; // of the gradient
+const SORTED = 20_000; // blocks that are sorted in a few milliseconds
 const [SHARED, PENDING, CACHED, SWAPPED, FREE] = [1, 2, 3, 4, 5]; // names of requests are strings
 
 const HANDLERS = {
@@ -181,7 +327,9 @@ const HANDLERS = {
     p.drop(e.seq_id);
     p.put(e.seq_id, 0, e.blocks);
     p.own(e.blocks);
-    p.mark(e.blocks.slice(0, e.num_found), 1); // those that came back from main memory, too
+    // Those that came back from main memory, too; a window may have passed some.
+    p.mark(e.blocks.slice(0, e.num_found).filter((block) => block >= 0), 1);
+    p.follow(e.seq_id, 0, e.num_found);
   },
   fork: (p, e) => {
     const table = p.tables.get(e.seq_id) ?? [];
@@ -198,6 +346,8 @@ const HANDLERS = {
     p.put(e.seq_id, e.place, [e.block]);
     p.own([e.block]);
   },
+  // A window has passed its first blocks.
+  pass: (p, e) => p.put(e.seq_id, 0, Array(e.num_passed).fill(-1)),
   hit: (p, e) => {
     p.put(e.seq_id, e.place, e.blocks);
     p.own(e.blocks);
@@ -206,13 +356,20 @@ const HANDLERS = {
     p.own(e.kept.filter((block, i) => block !== e.blocks[i]));
     p.put(e.seq_id, e.place, e.kept);
     p.mark(e.kept, 1);
+    p.follow(e.seq_id, e.place, e.kept.length);
   },
   free: (p, e) => p.free(e.blocks),
   evict: (p, e) => p.mark([e.block], 0),
   forget: (p, e) => p.mark(e.blocks, 0),
   reset: (p) => {
     p.known.fill(0);
-    p.isWhole = true;
+    p.isWhole = p.isOrderNew = p.isTreeNew = true;
+  },
+  schedule: (p, e) => {
+    let prompt = 0;
+    for (let i = 1; i < e.prompts.length; i += 2) prompt += e.prompts[i];
+    p.step = { prompt, decode: e.num_tokens - prompt, sequences: e.num_sequences };
+    p.largest = Math.max(p.largest, e.num_tokens);
   },
   swap_out: (p, e) => {
     for (const block of e.blocks) {
@@ -297,8 +454,56 @@ async function* messages(body) {
   }
 }
 
+// ---- tokens of an answer, and the text that they make
+
+// A token may hold a part of a character, and text comes later than its tokens where it may yet be
+// a stop string: a token is shown when the text that was told has it.
+class Shown {
+  constructor() {
+    this.text = ""; // that was told
+    this.length = 0; // of what is shown
+    this.waiting = [];
+    this.decoder = new TextDecoder();
+  }
+
+  // Takes the text and the tokens of one event; returns [text, token] of those to be shown now.
+  take(text, tokens) {
+    this.text += text;
+    for (const token of tokens) {
+      const piece = this.decoder.decode(bytesOf(token.text), { stream: true });
+      this.waiting.push({ piece, token });
+    }
+    const found = [];
+    while (this.waiting.length) {
+      const { piece, token } = this.waiting[0];
+      if (!this.text.startsWith(piece, this.length)) {
+        if (this.text.length >= this.length + piece.length) this.waiting.shift(); // has no text
+        else break;
+      } else {
+        this.waiting.shift();
+        this.length += piece.length;
+        if (piece) found.push([piece, token]);
+      }
+    }
+    return found;
+  }
+
+  // The rest of the text, when the answer has ended: tokens that were cut by a stop string.
+  rest() {
+    const rest = this.text.slice(this.length);
+    this.length = this.text.length;
+    this.waiting = [];
+    return rest;
+  }
+}
+
+function bytesOf(text) {
+  if (!text.startsWith("bytes:")) return new TextEncoder().encode(text);
+  return Uint8Array.from(text.slice(6).split("\\x").slice(1), (hex) => parseInt(hex, 16));
+}
+
 if (typeof document === "undefined") { // a test without a browser
-  module.exports = { Pool, Rates, messages, SHARED, PENDING, CACHED, SWAPPED, FREE };
+  module.exports = { Pool, Rates, messages, Shown, SHARED, PENDING, CACHED, SWAPPED, FREE };
   return;
 }
 
@@ -337,6 +542,8 @@ const now = () => film ? film.time : clock.time + (performance.now() - clock.at)
 
 const canvas = $("map");
 const pen = canvas.getContext("2d", { alpha: false });
+const over = $("over");
+const glass = over.getContext("2d"); // what happens just now, above the map
 let grid = { cell: 8, columns: 1, gap: 1 };
 let colours = {};
 let isDark = null; // what the colours are for
@@ -348,11 +555,24 @@ function theme() {
   colours = {
     ground: of("card"), text: of("text"), accent: of("accent"),
     [SHARED]: of("shared"), [PENDING]: of("pending"), [CACHED]: of("cached"),
-    [SWAPPED]: of("swapped"), [FREE]: of("free"),
+    [SWAPPED]: of("swapped"), [FREE]: of("free"), quiet: of("quiet"), bad: of("bad"),
+    levels: Array.from({ length: LEVELS }, (_, i) => mix(of("soon"), of("late"), i / (LEVELS - 1))),
   };
+  pool.isTreeNew = true;
   ownColours.clear();
   pool.isWhole = true;
 }
+
+function mix(from, to, share) {
+  const part = (colour, i) => parseInt(colour.slice(1 + 2 * i, 3 + 2 * i), 16);
+  const parts = [0, 1, 2].map((i) => Math.round(part(from, i) + share * (part(to, i) - part(from, i))));
+  return `rgb(${parts.join(" ")})`;
+}
+
+const colourOfBlock = (block) => {
+  const state = pool.stateOf(block);
+  return state === CACHED ? colours.levels[pool.level[block]] : colourOf(state);
+};
 
 const ownColours = new Map();
 function colourOf(state) {
@@ -379,6 +599,10 @@ function layout() {
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(rows * cell * ratio);
   canvas.style.height = rows * cell + "px";
+  over.width = canvas.width;
+  over.height = canvas.height;
+  over.style.height = canvas.style.height;
+  glass.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pool.isWhole = true;
 }
@@ -403,7 +627,7 @@ function draw() {
   if (pool.isWhole || blocks.size) {
     const byColour = new Map();
     for (const block of blocks) {
-      const colour = colourOf(pool.stateOf(block));
+      const colour = colourOfBlock(block);
       const list = byColour.get(colour);
       if (list) list.push(block);
       else byColour.set(colour, [block]);
@@ -463,11 +687,187 @@ function drawChoice() {
   pen.strokeRect(x, y, grid.cell - grid.gap, grid.cell - grid.gap);
 }
 
+// ---- what happens just now: copies as arrows, forks and evictions as frames
+
+const SHOWN_MS = { copy: 1200, fork: 1200, evict: 500 };
+const MOST_EFFECTS = 300;
+const stays = matchMedia("(prefers-reduced-motion: reduce)");
+let effects = [];
+let isGlassClean = true;
+const happened = []; // lines, the newest first
+
+function tell(kind, text) {
+  const last = happened[0];
+  if (last && last.kind === kind && last.text === text) last.count++;
+  else happened.unshift({ kind, text, count: 1 });
+  happened.length = Math.min(happened.length, 3);
+}
+
+const sampleName = (seq) => {
+  const sample = pool.sampleOf.get(seq);
+  return sample ? `${short(sample.name)} sample ${sample.index}` : "a sequence";
+};
+
+// Looks at an event before the pool takes it.
+function notice(e) {
+  const until = performance.now();
+  const add = (kind, blocks, from = -1) => {
+    if (document.hidden || effects.length > MOST_EFFECTS) return;
+    for (const block of blocks) effects.push({ kind, block, from, until: until + SHOWN_MS[kind] });
+  };
+  if (e.kind === "copy") {
+    add("copy", [e.block], e.source);
+    tell("copy", `${sampleName(e.seq_id)} writes: block ${e.source} is copied to ${e.block}`);
+  } else if (e.kind === "fork") {
+    const table = pool.tables.get(e.seq_id) ?? [];
+    add("fork", table.slice(-64));
+    tell("fork", `${sampleName(e.seq_id)} forks: sample ${e.index} shares its ${many(table.length, "block")}`);
+  } else if (e.kind === "evict") {
+    add("evict", [e.block]);
+    tell("evict", "blocks of the prefix cache are given away");
+  } else if (e.kind === "preempt") {
+    tell("preempt", `${sampleName(e.seq_id)} loses its blocks`);
+  } else if (e.kind === "swap_out" || e.kind === "swap_in") {
+    const way = e.kind === "swap_out" ? "to" : "back from";
+    tell(e.kind, `${many(e.blocks.length, "block")} ${way} main memory`);
+  }
+}
+
+function drawGlass(at) {
+  if (!effects.length && isGlassClean) return;
+  glass.clearRect(0, 0, over.width, over.height);
+  effects = effects.filter((effect) => effect.until > at);
+  isGlassClean = !effects.length;
+  const size = grid.cell - grid.gap;
+  for (const { kind, block, from, until } of effects) {
+    const left = (until - at) / SHOWN_MS[kind];
+    const [x, y] = cellOf(block);
+    glass.globalAlpha = stays.matches ? 0.9 : Math.min(1, 2 * left);
+    glass.strokeStyle = kind === "evict" ? colours.bad : kind === "fork" ? colours.text : colours.accent;
+    glass.lineWidth = 2;
+    glass.strokeRect(x - 1, y - 1, size + 2, size + 2);
+    if (kind !== "copy" || from < 0) continue;
+    const [fromX, fromY] = cellOf(from).map((v) => v + size / 2);
+    const along = stays.matches ? 1 : Math.min(1, 3 * (1 - left));
+    const toX = fromX + along * (x + size / 2 - fromX), toY = fromY + along * (y + size / 2 - fromY);
+    const angle = Math.atan2(toY - fromY, toX - fromX);
+    glass.beginPath();
+    glass.moveTo(fromX, fromY);
+    glass.lineTo(toX, toY);
+    for (const side of [2.6, -2.6]) {
+      glass.moveTo(toX, toY);
+      glass.lineTo(toX + 7 * Math.cos(angle + side), toY + 7 * Math.sin(angle + side));
+    }
+    glass.stroke();
+  }
+  glass.globalAlpha = 1;
+}
+
+// ---- prefix trees
+
+const trees = $("trees");
+const brush = trees.getContext("2d", { alpha: false });
+const [TREE_STEP, TREE_CELL, MOST_ROWS, MOST_WIDE] = [13, 11, 240, 1200];
+let grove = { cells: [] };
+let treeAt = new Map(); // "row depth" -> block
+let placeOf = new Map(); // block -> its cell
+let treesDrawn = -1e9;
+
+function drawTrees(at) {
+  if (at - treesDrawn < (pool.numBlocks > SORTED ? 1000 : 400)) return;
+  if (pool.isOrderNew) pool.grade();
+  const isNew = pool.isTreeNew;
+  if (!isNew && at - treesDrawn < 1000) return; // colours change more slowly
+  treesDrawn = at;
+  if (isNew) {
+    grove = pool.grove(MOST_ROWS);
+    treeAt = new Map();
+    placeOf = new Map();
+    for (const cell of grove.cells) {
+      treeAt.set(cell.row + " " + cell.depth, cell.block);
+      placeOf.set(cell.block, cell);
+    }
+    const ratio = Math.min(2, devicePixelRatio || 1);
+    const width = Math.max(1, Math.min(grove.longest, MOST_WIDE)) * TREE_STEP + 8;
+    const height = Math.max(1, Math.min(grove.rows, MOST_ROWS)) * TREE_STEP + 8;
+    trees.width = width * ratio;
+    trees.height = height * ratio;
+    trees.style.width = width + "px";
+    trees.style.height = height + "px";
+    brush.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const hidden = grove.rows > MOST_ROWS ? `; ${grove.rows - MOST_ROWS} branches are not shown` : "";
+    $("trees-told").textContent = grove.count
+      ? `${many(grove.trees, "tree")}, ${many(grove.count, "block")}, the longest ${grove.longest}${hidden}`
+      : "nothing is cached yet";
+  }
+  brush.fillStyle = colours.ground;
+  brush.fillRect(0, 0, trees.width, trees.height);
+  brush.strokeStyle = colours.quiet;
+  brush.lineWidth = 1;
+  brush.beginPath();
+  for (const { depth, row, up } of grove.cells) {
+    if (up < 0) continue;
+    const x = (depth - 1) * TREE_STEP + 4 + TREE_CELL / 2;
+    brush.moveTo(x, up * TREE_STEP + 4 + TREE_CELL);
+    brush.lineTo(x, row * TREE_STEP + 4 + TREE_CELL / 2);
+    brush.lineTo(depth * TREE_STEP + 4, row * TREE_STEP + 4 + TREE_CELL / 2);
+  }
+  brush.stroke();
+  for (const { block, depth, row } of grove.cells) {
+    if (depth >= MOST_WIDE) continue;
+    const x = depth * TREE_STEP + 4, y = row * TREE_STEP + 4;
+    brush.fillStyle = colourOfBlock(block);
+    brush.fillRect(x, y, TREE_CELL, TREE_CELL);
+    if (block === chosen) {
+      brush.strokeStyle = colours.accent;
+      brush.lineWidth = 2;
+      brush.strokeRect(x, y, TREE_CELL, TREE_CELL);
+    }
+  }
+}
+
+const drawTreesSoon = () => { treesDrawn = -1e9; };
+
+trees.addEventListener("click", (event) => {
+  const box = trees.getBoundingClientRect();
+  const place = (from) => Math.floor((from - 4) / TREE_STEP);
+  const block = treeAt.get(place(event.clientY - box.top) + " " + place(event.clientX - box.left));
+  if (block !== undefined) choose(block);
+});
+trees.addEventListener("keydown", (event) => {
+  const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+  if (!step || !grove.cells.length) return;
+  event.preventDefault();
+  const from = placeOf.get(chosen);
+  if (!from) return choose(grove.cells[0].block);
+  const [rows, columns] = step;
+  let block = treeAt.get(from.row + rows + " " + (from.depth + columns));
+  if (rows && block === undefined) { // the nearest cell of that row, at its end or its beginning
+    const row = grove.cells.filter((cell) => cell.row === from.row + rows);
+    const far = (cell) => Math.abs(cell.depth - from.depth);
+    block = row.sort((a, b) => far(a) - far(b))[0]?.block;
+  } else if (columns < 0 && block === undefined) block = pool.parent[chosen]; // where it branches
+  if (block === undefined || block < 0) return;
+  choose(block);
+  const cell = placeOf.get(block);
+  if (!cell) return;
+  const grown = $("grove");
+  const into = (at, size) => Math.max(0, at - size / 2);
+  if (cell.row * TREE_STEP < grown.scrollTop || (cell.row + 2) * TREE_STEP > grown.scrollTop + grown.clientHeight) {
+    grown.scrollTop = into(cell.row * TREE_STEP, grown.clientHeight);
+  }
+  if (cell.depth * TREE_STEP < grown.scrollLeft || (cell.depth + 2) * TREE_STEP > grown.scrollLeft + grown.clientWidth) {
+    grown.scrollLeft = into(cell.depth * TREE_STEP, grown.clientWidth);
+  }
+});
+
 function choose(block) {
   if (!pool.numBlocks) return;
   chosen = Math.max(0, Math.min(pool.numBlocks - 1, block));
   chosenRequest = null;
+  drawTreesSoon();
   detail();
+  readTokens();
 }
 
 canvas.addEventListener("click", (event) => {
@@ -495,6 +895,7 @@ const MARKS = {
   [FREE]: "free",
 };
 let detailText = "";
+const many = (count, name) => `${count.toLocaleString("en")} ${name}${count === 1 ? "" : "s"}`;
 
 function detail() {
   const box = $("detail");
@@ -517,6 +918,18 @@ function detail() {
     const sharers = holders.length > 1 ? `, ${holders.length} sharers` : "";
     title = `Block ${chosen}: ${MARKS[state] ?? "in use" + sharers}`;
     if (holders.length && pool.known[chosen]) title += "; the prefix cache finds it";
+    if (state === CACHED) {
+      const [place, count] = pool.evictionPlace(chosen);
+      title += `; number ${place} of ${count} to be evicted`;
+    }
+    if (pool.known[chosen]) {
+      const path = [];
+      for (let b = pool.parent[chosen]; b >= 0 && path.length < 1e5; b = pool.parent[b]) path.push(b);
+      if (path.length) lines.push(`follows ${many(path.length, "block")} of its prefix, the last ${path[0]}`);
+    }
+    if (tokensOf.block === chosen && tokensOf.text !== null && holders.length) {
+      lines.push({ label: "its tokens: ", code: tokensOf.text });
+    }
     for (const seq of holders.slice(0, 12)) {
       const sample = pool.sampleOf.get(seq);
       const table = pool.tables.get(seq) ?? [];
@@ -527,12 +940,45 @@ function detail() {
     }
     if (holders.length > 12) lines.push(`and ${holders.length - 12} more`);
   } else return;
-  const text = [title, ...lines].join("\n");
+  const text = [title, ...lines.map((line) => line.code ?? line)].join("\n");
   if (text === detailText) return; // else a screen reader says it again and again
   detailText = text;
   const list = make("ul");
-  for (const line of lines) list.append(make("li", line));
+  for (const line of lines) {
+    const item = make("li", line.label ?? line);
+    if (line.code !== undefined) item.append(make("code", line.code));
+    list.append(item);
+  }
   box.replaceChildren(make("strong", title), list);
+}
+
+// The tokens of the chosen block, where the server tells them.
+let tokensOf = { block: -1, text: null };
+
+async function readTokens() {
+  const block = chosen, seq = (pool.holders[block] ?? [])[0];
+  const sample = pool.sampleOf.get(seq);
+  if (film || !sample) return;
+  const first = (pool.tables.get(seq) ?? []).indexOf(block) * pool.blockSize;
+  const query = `?sample=${sample.index}&first=${first}&last=${first + pool.blockSize}`;
+  const prompts = await explained(sample.name, query).catch(() => null);
+  const one = prompts?.find((p) => p.request_id === sample.name);
+  if (block !== chosen) return;
+  if (one?.tokens?.length) {
+    const decoder = new TextDecoder();
+    const parts = one.tokens.map((token) => decoder.decode(bytesOf(token), { stream: true }));
+    tokensOf = { block, text: JSON.stringify(parts.join("")) };
+  } else tokensOf = { block, text: one && one.tokens === null ? "not told" : null };
+  detail();
+}
+
+// What the server says of a request: of several prompts they are one job, whose parts end in -1 ...
+async function explained(name, query = "") {
+  for (const job of new Set([name, name.replace(/-\d+$/, "")])) {
+    const answer = await ask("/v1/explain/" + encodeURIComponent(job) + query);
+    if (answer.ok) return (await answer.json()).prompts;
+  }
+  return null;
 }
 
 function about(name) {
@@ -585,9 +1031,26 @@ function tiles() {
   const percent = count ? (100 * pool.used / count).toFixed(0) : 0;
   $("usage").textContent = `${pool.used.toLocaleString("en")} of ${count.toLocaleString("en")} ` +
     `in use (${percent} %), ${pool.blockSize} tokens each`;
+  const { step, budget, largest } = pool;
+  if (step) {
+    const of = budget ? ` of ${budget.toLocaleString("en")}` : `, the largest had ${largest}`;
+    $("step-told").textContent = `last step: ${step.prompt} prompt + ${step.decode} decode tokens${of}`;
+    const whole = Math.max(1, budget || largest, step.prompt + step.decode);
+    $("step-prompt").style.width = 100 * step.prompt / whole + "%";
+    $("step-decode").style.width = 100 * step.decode / whole + "%";
+  }
+  const lines = happened.map(({ kind, text, count }) => {
+    const item = make("li");
+    item.append(make("b", KINDS[kind]), ` ${text}${count > 1 ? ` (${count} times)` : ""}`);
+    return item;
+  });
+  $("happened").replaceChildren(...lines);
   canvas.setAttribute("aria-label", "Map of the cache blocks: " + $("usage").textContent);
 }
 
+const KINDS = {
+  copy: "Copy", fork: "Fork", evict: "Eviction", preempt: "Preemption", swap_out: "Swap", swap_in: "Swap",
+};
 const MOST_LISTED = 60;
 
 function lists() {
@@ -667,13 +1130,7 @@ async function explainSome() {
     for (const item of [...$(id).children].slice(0, 8)) names.add(item.dataset.name);
   }
   const explain = async (name) => {
-    // A request of several prompts is one job, whose parts end in -1, -2 ...
-    for (const job of new Set([name, name.replace(/-\d+$/, "")])) {
-      const answer = await ask("/v1/explain/" + encodeURIComponent(job));
-      if (!answer.ok) continue;
-      for (const one of (await answer.json()).prompts) told.set(one.request_id, one);
-      return;
-    }
+    for (const one of await explained(name) ?? []) told.set(one.request_id, one);
   };
   if (!document.hidden) await Promise.all([...names].filter(Boolean).map(explain));
 }
@@ -770,6 +1227,7 @@ function receive(kind, data) {
     return;
   }
   for (const event of data) {
+    if (!film) notice(event);
     livePool.take(event);
     liveRates.take(event);
   }
@@ -804,6 +1262,7 @@ async function openFile(file) {
   film.every = Math.max(500, Math.ceil(events.length / SHOTS));
   pool = new Pool();
   rates = new Rates();
+  happened.length = 0;
   chosen = -1;
   chosenRequest = null;
   $("detail").textContent = detailText = "Choose a block to see whose it is.";
@@ -853,7 +1312,9 @@ function advance(at) {
   film.playTime += (at - film.shownAt) / 1000 * Number($("speed").value);
   film.shownAt = at;
   let place = film.place;
-  while (place < film.events.length && film.events[place].time <= film.playTime) place++;
+  while (place < film.events.length && film.events[place].time <= film.playTime) {
+    notice(film.events[place++]);
+  }
   if (place > film.place) seek(place);
   if (place >= film.events.length) play(false);
 }
@@ -871,7 +1332,8 @@ $("play").addEventListener("click", () => play(!film.isPlaying));
 $("live").addEventListener("click", () => {
   film = null;
   [pool, rates] = [livePool, liveRates];
-  pool.isWhole = true;
+  pool.isWhole = pool.isTreeNew = true;
+  happened.length = 0;
   $("film").hidden = true;
   say(isFollowing ? "live" : "connecting");
 });
@@ -892,6 +1354,8 @@ $("ask").addEventListener("submit", async (event) => {
     box.append(make("small", `sample ${i + 1}`), make("span"));
     return box;
   });
+  const shown = boxes.map(() => new Shown());
+  const wants = $("probabilities").checked;
   $("samples").replaceChildren(...boxes);
   const begun = performance.now();
   let first = null, tokens = 0;
@@ -903,7 +1367,7 @@ $("ask").addEventListener("submit", async (event) => {
       body: JSON.stringify({
         prompt: $("prompt").value, n: count, max_tokens: Number($("max").value),
         temperature: Number($("temperature").value), stream: true,
-        stream_options: { include_usage: true },
+        stream_options: { include_usage: true }, ...(wants ? { logprobs: 5 } : {}),
       }),
     });
     if (!answer.ok) throw new Error(await problem(answer));
@@ -914,7 +1378,14 @@ $("ask").addEventListener("submit", async (event) => {
       first ??= performance.now() - begun;
       for (const choice of chunk.choices) {
         const [label, text] = boxes[choice.index].children;
-        text.append(choice.text);
+        if (choice.logprobs) {
+          const { tokens: texts, token_logprobs: own, top_logprobs: top } = choice.logprobs;
+          const told = texts.map((one, i) => ({ text: one, own: own[i], top: top?.[i] ?? {} }));
+          for (const [piece, token] of shown[choice.index].take(choice.text, told)) {
+            text.append(tokenOf(piece, token));
+          }
+          if (choice.finish_reason) text.append(shown[choice.index].rest());
+        } else text.append(choice.text);
         if (choice.finish_reason) label.textContent += ` · ${choice.finish_reason}`;
       }
       if (chunk.usage) tokens = chunk.usage.completion_tokens;
@@ -931,6 +1402,59 @@ $("ask").addEventListener("submit", async (event) => {
 });
 $("stop").addEventListener("click", () => running?.abort());
 
+const percent = (logprob) => {
+  const share = 100 * Math.exp(logprob);
+  return share >= 10 ? share.toFixed(0) + " %" : share >= 0.1 ? share.toFixed(1) + " %" : "< 0.1 %";
+};
+
+const asTold = new WeakMap(); // element -> its token
+
+function tokenOf(piece, token) {
+  const span = make("span", piece);
+  span.className = "token";
+  span.tabIndex = 0;
+  // The less likely it was, the stronger its ground.
+  const doubt = Math.min(0.55, 0.09 * -token.own);
+  if (doubt > 0.02) span.style.background = `rgb(214 120 40 / ${doubt.toFixed(2)})`;
+  span.setAttribute("aria-label", `${piece}, ${percent(token.own)}`);
+  asTold.set(span, token);
+  return span;
+}
+
+function hint(span) {
+  const token = span && asTold.get(span);
+  $("hint").hidden = !token;
+  if (!token) return;
+  const table = make("table");
+  const seen = new Set();
+  const add = (text, logprob, isOwn) => {
+    if (seen.has(text)) return;
+    seen.add(text);
+    const row = make("tr"), first = make("td"), name = make("code", JSON.stringify(text));
+    first.append(name);
+    if (isOwn) name.style.fontWeight = 700;
+    row.append(first, make("td", percent(logprob)));
+    table.append(row);
+  };
+  const all = Object.entries(token.top).map(([text, logprob]) => [text, logprob, text === token.text]);
+  if (!(token.text in token.top)) all.push([token.text, token.own, true]);
+  for (const one of all.sort((a, b) => b[1] - a[1])) add(...one);
+  $("hint").replaceChildren(table);
+  const box = span.getClientRects()[0], size = $("hint").getBoundingClientRect();
+  const below = box.bottom + 6 + size.height < innerHeight;
+  $("hint").style.left = Math.max(4, Math.min(box.left, innerWidth - size.width - 4)) + "px";
+  $("hint").style.top = (below ? box.bottom + 6 : box.top - size.height - 6) + "px";
+}
+
+for (const [kind, of] of [["pointerover", (e) => e.target], ["focusin", (e) => e.target],
+  ["pointerleave", () => null], ["focusout", () => null]]) {
+  $("samples").addEventListener(kind, (event) => hint(of(event)?.closest?.(".token")));
+}
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape") hint(null);
+});
+addEventListener("scroll", () => hint(null), { passive: true });
+
 // ---- begin
 
 if (sessionStorage.getItem(KEY)) $("leave").hidden = false;
@@ -942,7 +1466,9 @@ new ResizeObserver(() => { grid.blocks = -1; }).observe($("frame"));
 theme();
 function frame(at) {
   if (film?.isPlaying) advance(at);
+  drawTrees(at);
   draw();
+  drawGlass(at);
   requestAnimationFrame(frame);
 }
 requestAnimationFrame(frame);

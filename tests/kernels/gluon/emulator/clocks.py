@@ -8,7 +8,8 @@ and neither of which is known to the other's actor race, whichever came first th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,17 @@ import numpy as np
 from tests.kernels.gluon.emulator.errors import Race
 
 UNFINISHED = 1 << 62
+_judging = [True]
+
+
+@contextlib.contextmanager
+def unjudged() -> Iterator[None]:
+    """Let races pass inside the block, so that what a wrong kernel did can be recorded."""
+    _judging.append(False)
+    try:
+        yield
+    finally:
+        _judging.pop()
 
 
 class Clock(dict[Hashable, int]):
@@ -67,7 +79,7 @@ class History:
         """
         by_engine = lane is not None
         clock = actor.clock
-        for old in self._accesses.values():
+        for old in self._accesses.values() if _judging[-1] else ():
             if not (writes or old.writes):
                 continue
             known = clock.knows(old.lane, old.epoch)
@@ -130,7 +142,7 @@ class Boxes:
         self._check(actor, place, False, f"{actor.name} loads from")
 
     def _check(self, actor: Any, place: tuple[slice, ...], adds: bool, who: str) -> None:
-        for old in self._boxes.values():
+        for old in self._boxes.values() if _judging[-1] else ():
             if (old.adds and adds) or actor.clock.knows(old.lane, old.epoch):
                 continue
             if meet(old.place, place):

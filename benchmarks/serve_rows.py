@@ -1,0 +1,379 @@
+"""The CPU rows of the server's table, in one run, into one JSON.
+
+    python benchmarks/serve_rows.py --json docs/benchmarks/serve_cpu.json      about 12 minutes
+    python benchmarks/serve_rows.py --quick                                    whether it runs
+
+throughput   streams of the packaged model against the engine called directly, taken in turn
+cpu          processor time of the server's event loop for a streamed token
+weights      tokens of two keys of weights 1 and 3 whose queues are both full
+flood        first tokens of a key that asks once a second, alone and beside one that floods
+leaves       steps until the blocks of a client that has left are free
+page         throughput with the page's stream of events open, and without
+
+Nothing else may run meanwhile: the load averages before and after are in the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import tilewise
+from tilewise.server.keys import hash_of
+
+WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "dog", "cat", "liked", "to")
+KEYS = {"alice": 1, "bob": 3, "root": 1}
+
+
+@dataclass
+class Stream:
+    """What one request saw; seconds of time.perf_counter."""
+
+    begun: float
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+def body(seed: int, tokens: int, words: int = 24, **more: Any) -> dict[str, Any]:
+    """Return a request whose prompt is drawn by its seed."""
+    draw = random.Random(seed)
+    prompt = " ".join(draw.choice(WORDS) for _ in range(words))
+    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": seed, **more}
+
+
+async def ask(port: int, asked: dict[str, Any], key: str, events: int | None = None) -> Stream:
+    """Stream one request; after so many events, if they are given, leave."""
+    content = json.dumps({**asked, "stream": True, "stream_options": {"include_usage": True}})
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Authorization: Bearer key-of-{key}\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    found = Stream(time.perf_counter())
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    writer.write((head + content).encode())
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise RuntimeError(f"a request must be answered, got {status.decode().strip()}")
+    while line := await reader.readline():
+        if b'"choices":[{' in line:
+            found.times.append(time.perf_counter())
+            if len(found.times) == events:
+                break
+        elif b'"completion_tokens"' in line:
+            found.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+    writer.close()
+    return found
+
+
+async def all_of(port: int, bodies: list[dict[str, Any]], key: str = "root") -> list[Stream]:
+    """Stream all requests at once."""
+    return list(await asyncio.gather(*(ask(port, one, key) for one in bodies)))
+
+
+class Server:
+    """`tilewise serve` in a process of its own, with three keys."""
+
+    def __init__(self, seats: int, *more: str) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        keys = Path(self.folder.name) / "keys.toml"
+        keys.write_text(
+            "".join(
+                f'[keys.{name}]\nhash = "{hash_of(f"key-of-{name}")}"\nweight = {weight}.0\n'
+                f"admin = {str(name == 'root').lower()}\n"
+                for name, weight in KEYS.items()
+            )
+        )
+        command = [sys.executable, "-m", "tilewise", "serve", "--port", "0", "--log-level", "error",
+                   "--keys-file", str(keys), "--max-num-seqs", str(seats), *more]  # fmt: skip
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if match := re.search(r" at http://127\.0\.0\.1:(\d+)", line):
+                self.port = int(match.group(1))
+                return
+        raise RuntimeError("the server must start, and did not")
+
+    def get(self, path: str) -> Any:
+        """Return what an administrator is told."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", headers={"Authorization": "Bearer key-of-root"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time of its main thread, which runs its event loop."""
+        pid = self.process.pid
+        text = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
+        return int(text.split()[0]) / 1e9
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.terminate()
+        self.process.wait(60)
+        self.folder.cleanup()
+
+
+@contextmanager
+def server(seats: int, *more: str) -> Iterator[Server]:
+    """Run a server for a block."""
+    made = Server(seats, *more)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def throughput(quick: bool, repeats: int) -> list[dict[str, Any]]:
+    """Measure the engine directly and through HTTP in turn, for each number of streams."""
+    from tilewise.engine.llm import LLM
+    from tilewise.engine.request import SamplingParams
+
+    rows = []
+    for streams in (1, 4) if quick else (1, 16, 64, 256):
+        tokens = 16 if quick else 400 if streams == 1 else 200 if streams == 16 else 128
+        bodies = [body(i, tokens) for i in range(streams)]
+        prompts = [one["prompt"] for one in bodies]
+        params = [
+            SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i) for i in range(streams)
+        ]
+        llm = LLM("story", max_num_seqs=streams)
+        direct, http, cpu, cpu_batched = [], [], [], []
+        with server(streams) as running:
+            for turn in range(repeats + 1):  # the first one warms both up
+                begun = time.perf_counter()
+                llm.generate(prompts, params)
+                direct.append(streams * tokens / (time.perf_counter() - begun))
+                before, begun = running.cpu_seconds(), time.perf_counter()
+                asyncio.run(all_of(running.port, bodies))
+                http.append(streams * tokens / (time.perf_counter() - begun))
+                cpu.append(1e3 * (running.cpu_seconds() - before) / (streams * tokens))
+                if streams >= 64 and turn:  # few connections, each with many samples of a step
+                    few = [body(i, tokens, n=32) for i in range(streams // 32)]
+                    before = running.cpu_seconds()
+                    asyncio.run(all_of(running.port, few))
+                    spent = running.cpu_seconds() - before
+                    cpu_batched.append(1e3 * spent / (streams * tokens))
+        llm.close()
+        row = {
+            "streams": streams,
+            "tokens_each": tokens,
+            "direct_tokens_per_second": direct[1:],
+            "http_tokens_per_second": http[1:],
+            "ratio": median(http[1:]) / median(direct[1:]),
+            "event_loop_ms_per_token": cpu[1:],
+            "event_loop_ms_per_token_32_samples_a_connection": cpu_batched,
+        }
+        print(f"{streams} streams: {row['ratio']:.3f} of the engine called directly, "
+              f"{median(cpu[1:]):.4f} ms a token", flush=True)  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def weights(quick: bool) -> dict[str, Any]:
+    """Keep the queues of two keys full and count their tokens."""
+    seats, tokens, seconds = (4, 8, 4.0) if quick else (16, 32, 45.0)
+
+    async def keep_full(port: int) -> dict[str, int]:
+        end = time.perf_counter() + seconds
+        numbers = iter(range(10**9))
+
+        async def user(key: str) -> int:
+            made = 0
+            while time.perf_counter() < end:
+                made += (await ask(port, body(next(numbers), tokens), key)).tokens
+            return made
+
+        users = [(key, user(key)) for key in ("alice", "bob") for _ in range(4 * seats)]
+        made = await asyncio.gather(*(one for _, one in users))
+        found = {"alice": 0, "bob": 0}
+        for (key, _), count in zip(users, made, strict=True):
+            found[key] += count
+        return found
+
+    with server(seats, "--scheduling-policy", "fair") as running:
+        found = asyncio.run(keep_full(running.port))
+    share = found["bob"] / found["alice"]
+    print(f"weights 1 and 3: tokens 1 : {share:.3f}", flush=True)
+    return {"tokens": found, "ratio": share, "asked": 3.0}
+
+
+def flood(quick: bool) -> dict[str, Any]:
+    """Measure first tokens of a key that asks once a second, alone and beside a flood."""
+    count, size = (3, 8) if quick else (60, 64)
+
+    async def seldom(port: int) -> list[float]:
+        async def one(i: int) -> float:
+            await asyncio.sleep(i)
+            found = await ask(port, body(1000 + i, 8), "alice")
+            return 1e3 * (found.times[0] - found.begun)
+
+        return list(await asyncio.gather(*map(one, range(count))))
+
+    async def beside(port: int) -> list[float]:
+        async def again(i: int) -> None:
+            while True:
+                await ask(port, body(i, 64), "bob")
+
+        users = [asyncio.create_task(again(i)) for i in range(size)]
+        await asyncio.sleep(2)
+        found = await seldom(port)
+        for user in users:
+            user.cancel()
+        await asyncio.gather(*users, return_exceptions=True)
+        return found
+
+    # Seats for everybody: what is asked is whether a flood delays others, not whether it can
+    # take all seats, which bounds of the queue and max_requests of a key decide.
+    with server(2 * size, "--scheduling-policy", "fair") as running:
+        asyncio.run(all_of(running.port, [body(i, 8) for i in range(size)]))
+        alone = asyncio.run(seldom(running.port))
+        with_flood = asyncio.run(beside(running.port))
+
+    def p99(values: list[float]) -> float:
+        return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)]
+
+    ratio = p99(with_flood) / p99(alone)
+    print(f"flood: p99 of first tokens {p99(alone):.1f} ms alone, {p99(with_flood):.1f} ms beside "
+          f"it, {ratio:.2f} times", flush=True)  # fmt: skip
+    return {"alone_ms": alone, "beside_ms": with_flood, "p99_ratio": ratio, "flood": size}
+
+
+def leaves(quick: bool) -> dict[str, Any]:
+    """Count the steps between a client's leaving and the end of its request."""
+    count, others = (3, 3) if quick else (40, 15)
+
+    async def leave(port: int, running: Server) -> list[int]:
+        async def again(i: int) -> None:
+            while True:
+                await ask(port, body(i, 300), "bob")
+
+        users = [asyncio.create_task(again(i)) for i in range(others)]
+        await asyncio.sleep(1)
+        found = []
+        for i in range(count):
+            asked = body(5000 + i, 900, request_id=f"leaves-{i}")
+            await ask(port, asked, "alice", events=10)
+            left = time.perf_counter()  # of the machine's clock, as the trace's times are
+            await asyncio.sleep(0.5)
+            trace = await asyncio.to_thread(_trace, running)
+            ends = [e for e in trace if e["kind"] == "finish"
+                    and e["request_id"] == f"cmpl-leaves-{i}"]  # fmt: skip
+            if not ends:
+                raise RuntimeError("the request of a client that has left must end within 0.5 s")
+            found.append(
+                sum(e["kind"] == "schedule" and left < e["time"] < ends[0]["time"] for e in trace)
+            )
+        for user in users:
+            user.cancel()
+        await asyncio.gather(*users, return_exceptions=True)
+        return found
+
+    with server(2 * others) as running:
+        steps = asyncio.run(leave(running.port, running))
+    print(f"a client leaves: its blocks are free within {max(steps)} steps", flush=True)
+    return {"steps": steps, "most": max(steps)}
+
+
+def _trace(running: Server) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    since = 0
+    while True:
+        told = running.get(f"/v1/trace?since={since}&limit=10000")
+        events += told["data"]
+        if len(told["data"]) < 10000:
+            return events
+        since = told["next"]
+
+
+def page(quick: bool, repeats: int) -> dict[str, Any]:
+    """Measure throughput with the page's stream open and without, in turn."""
+    streams, tokens = (4, 16) if quick else (64, 256)
+    bodies = [body(i, tokens) for i in range(streams)]
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    with server(streams) as running:
+        asyncio.run(all_of(running.port, bodies))
+        for _ in range(repeats):
+            for is_open in (False, True):
+                stop = threading.Event()
+                viewer = threading.Thread(target=_view, args=(running, stop), daemon=True)
+                if is_open:
+                    viewer.start()
+                    time.sleep(0.5)
+                begun = time.perf_counter()
+                asyncio.run(all_of(running.port, bodies))
+                rates[is_open].append(streams * tokens / (time.perf_counter() - begun))
+                stop.set()
+                if is_open:
+                    viewer.join(15)
+    cost = 1 - median(rates[True]) / median(rates[False])
+    print(f"the page open costs {100 * cost:.2f} % of the throughput", flush=True)
+    return {"closed": rates[False], "open": rates[True], "cost": cost}
+
+
+def _view(running: Server, stop: threading.Event) -> None:
+    """Ask what the page asks: its events, and metrics every two seconds."""
+    headers = {"Authorization": "Bearer key-of-root"}
+    url = f"http://127.0.0.1:{running.port}/v1/events"
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+        asked = 0.0
+        while not stop.is_set() and answer.readline():
+            if time.perf_counter() - asked > 2:
+                asked = time.perf_counter()
+                metrics = url.replace("/v1/events", "/metrics")
+                urllib.request.urlopen(urllib.request.Request(metrics, headers=headers)).read()
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="small numbers that say nothing")
+    parser.add_argument("--repeats", type=int, default=5)
+    rows = ("throughput", "weights", "flood", "leaves", "page")
+    parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
+    options = parser.parse_args()
+    repeats = 1 if options.quick else options.repeats
+    found: dict[str, Any] = {
+        "versions": {"tilewise": tilewise.__version__, "torch": torch.__version__,
+                     "python": platform.python_version()},
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": next((line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().split("\n")
+                     if line.startswith("model name")), platform.machine()),
+        "date": time.strftime("%Y-%m-%d"),
+        "load_before": os.getloadavg(),
+    }  # fmt: skip
+    if "throughput" in options.rows:
+        found["throughput"] = throughput(options.quick, repeats)
+    for name, measure in (("weights", weights), ("flood", flood), ("leaves", leaves)):
+        if name in options.rows:
+            found[name] = measure(options.quick)
+    if "page" in options.rows:
+        found["page"] = page(options.quick, repeats)
+    found["load_after"] = os.getloadavg()
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""`tilewise bench context`: rows beside one device, and none for a wrong result."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tilewise.bench import context
+
+
+def test_rows_of_two_processes(capsys):
+    arguments = ["--device", "cpu", "--tokens", "32", "--heads", "4", "2", "--head-dim", "16",
+                 "--dtype", "float32", "--repeats", "1"]  # fmt: skip
+    assert context.main(arguments) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["method"] for row in document["rows"]] == ["ring", "ulysses", "torch"]
+    for row in document["rows"]:
+        assert "error" not in row
+        assert row["forward ms"] > 0
+        assert row["x one device"] > 0
+
+
+def test_a_wrong_result_has_no_numbers():
+    right = tuple(torch.ones(1, 4, 2, 8) for _ in range(4))
+    assert context._difference(right, right) is None
+    wrong = (*right[:2], 1.1 * right[2], right[3])
+    assert "dk must equal one device's" in context._difference(wrong, right)
+    lost = (right[0] * torch.nan, *right[1:])
+    assert "o must equal" in context._difference(lost, right)
+
+
+def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        context.main(["--device", "cuda", "--ranks", "2"])
+    assert "--ranks must be at most the GPUs, got 2" in capsys.readouterr().err

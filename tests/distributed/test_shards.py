@@ -1,0 +1,128 @@
+"""A model in shards is the model: logits, the parts that are read, the rules of what divides."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.distributed.thread_group import on_ranks
+from tests.models.tiny import make_hf, save_hf
+from tilewise.distributed.shard_group import ShardGroup
+from tilewise.distributed.shards import head_of, load_shard, shard_config, vocabulary_rows
+from tilewise.errors import CheckpointError
+from tilewise.models import load_model
+from tilewise.models.config import read_config
+
+IDS = torch.tensor([[5, 17, 3, 88, 41, 9, 60, 22, 71, 13, 2, 100, 0]])
+
+
+@torch.inference_mode()
+def _logits(model):
+    return model.compute_logits(model(IDS)[0])
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        ("llama", 2),  # a key head for each rank
+        ("llama_mha_tied", 2),  # an embedding that is the head
+        ("llama_mqa_biases", 2),  # one key head for both, biases of all projections
+        ("qwen2_bias_tied", 2),
+        ("qwen3_norm_wide_heads", 2),  # norms of heads, which all ranks have
+        ("gpt2", 2),  # q, k and v in one transposed tensor
+        ("gpt2_untied", 4),
+    ],
+)
+def test_shards_give_the_logits_of_the_whole(case, size, tmp_path):
+    path = save_hf(make_hf(case), tmp_path)
+    want = _logits(load_model(path, dtype="float64"))
+    for got in on_ranks(size, lambda group: _logits(load_shard(path, group, dtype="float64"))):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_shards_give_the_logits_of_the_whole(tmp_path):
+    path = save_hf(make_hf("llama_mqa_biases"), tmp_path)
+    want = _logits(load_model(path, dtype="float32"))
+    for got in on_ranks(2, lambda group: _logits(load_shard(path, group))):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_one_shard_is_the_whole(tmp_path):
+    path = save_hf(make_hf("llama"), tmp_path)
+    group = ShardGroup(0, 1, torch.device("cpu"))
+    got = _logits(load_shard(path, group, dtype="float64"))
+    torch.testing.assert_close(got, _logits(load_model(path, dtype="float64")))
+
+
+def test_more_ranks_than_rows_of_the_vocabulary(tmp_path):
+    # 101 tokens in steps of 64: the third and fourth rank have none.
+    path = save_hf(make_hf("gpt2"), tmp_path)
+    assert [vocabulary_rows(101, rank, 4) for rank in range(4)] == [
+        (0, 64), (64, 101), (101, 101), (101, 101),
+    ]  # fmt: skip
+    want = _logits(load_model(path, dtype="float64"))
+    for got in on_ranks(4, lambda group: _logits(load_shard(path, group, dtype="float64"))):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_most_likely_token_needs_two_numbers_of_each_rank(tmp_path):
+    path = save_hf(make_hf("llama"), tmp_path)
+    rows = torch.zeros(5, 101)
+    rows[0, 99] = 3.0  # of the second rank
+    rows[1, 7] = rows[1, 80] = 2.0  # equal: the first
+    rows[2, 70] = float("nan")
+    rows[3, 3] = float("inf")
+    rows[4] = -1.0
+
+    def work(group):
+        head = head_of(load_shard(path, group))
+        return head.most_likely(rows[:, head.first : head.end])
+
+    for values, tokens in on_ranks(2, work):
+        assert tokens[[0, 1, 4]].tolist() == [99, 7, 0]
+        assert values.isfinite().tolist() == [True, True, False, False, True]
+
+
+def test_a_shard_reads_and_holds_its_part_only(tmp_path):
+    path = save_hf(make_hf("llama"), tmp_path)
+    whole = load_model(path)
+    shards = on_ranks(2, lambda group: load_shard(path, group, dtype="float64"))
+    for name in ("attention.qkv_proj", "mlp.gate_up_proj"):
+        weight = whole.get_submodule(f"layers.0.{name}").weight
+        for shard in shards:
+            part = shard.get_submodule(f"layers.0.{name}").weight
+            assert part.shape == (weight.shape[0] // 2, weight.shape[1])
+    config = shard_config(whole.config, 2)
+    assert (config.num_q_heads, config.num_kv_heads, config.intermediate_size) == (3, 1, 40)
+
+
+def test_a_tensor_of_another_shape_is_refused_though_a_part_would_fit(tmp_path):
+    path = save_hf(make_hf("llama"), tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["intermediate_size"] = 64
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"must have shape \(64, 48\), got \(80, 48\)"):
+        load_shard(path, ShardGroup(1, 2, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "message"),
+    [
+        ("llama", 4, "num_q_heads 6, got 4"),
+        ("llama", 3, "intermediate_size 80, got 3"),
+        ("gpt2", 3, "num_q_heads 4, got 3"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused(case, size, message, tmp_path):
+    config = read_config(save_hf(make_hf(case), tmp_path))
+    with pytest.raises(ValueError, match=message):
+        shard_config(config, size)
+
+
+def test_key_heads_that_neither_divide_nor_are_divided_are_refused(tmp_path):
+    config = read_config(save_hf(make_hf("llama_mha_tied"), tmp_path))
+    with pytest.raises(ValueError, match="num_kv_heads 6, or be a multiple of it, got 4"):
+        shard_config(type(config)(**{n: getattr(config, n) for n in config.__slots__} | {
+            "num_q_heads": 12, "intermediate_size": 80}), 4)  # fmt: skip

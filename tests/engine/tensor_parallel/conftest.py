@@ -1,0 +1,86 @@
+"""A small checkpoint that four ranks can share, and an LLM of each size for all tests of a run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.engine.checkpoint import VOCAB, write_tokenizer
+from tests.models.tiny import save_hf
+from tilewise.engine.llm import LLM
+from tilewise.errors import EngineClosedError
+
+# Few tokens a step and few blocks: prompts come in chunks, and sequences lose their blocks.
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 4,
+    "num_blocks": 40,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 24,
+    "max_model_len": 128,
+    "swap_space_gib": 0.001,
+}
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def assert_nothing_stays(workers) -> None:
+    assert not workers._folder.exists()
+    assert not any(map(exists, workers.pids))
+    assert all(member.line.fileno() == -1 for member in workers._members)
+
+
+def write_model(path, head_dim: int = 8):
+    """Save a random model of eight query heads and two key heads, with a tokenizer."""
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB, hidden_size=8 * head_dim, intermediate_size=16 * head_dim,
+            num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=head_dim,
+            attention_bias=True, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+        )
+    ).eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    save_hf(model, path)
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("parallel"))
+
+
+@pytest.fixture(scope="session")
+def llms(checkpoint):
+    """LLMs by their size, started when they are first asked for."""
+    made: dict[int, LLM] = {}
+
+    def of(size: int) -> LLM:
+        if size not in made:
+            made[size] = LLM(checkpoint, tensor_parallel_size=size, **SETTINGS)
+        return made[size]
+
+    yield of
+    for size, llm in made.items():
+        assert llm.close()
+        with pytest.raises(EngineClosedError):
+            llm.generate({"prompt_token_ids": [1]})
+        if size > 1:
+            assert_nothing_stays(llm.engine.runner.workers)

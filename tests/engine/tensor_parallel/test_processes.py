@@ -1,0 +1,106 @@
+"""What the parent makes of its workers' answers, and of their silence; workers without a model."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.engine.tensor_parallel.conftest import assert_nothing_stays
+from tilewise.engine.tensor_parallel import processes
+from tilewise.engine.tensor_parallel.processes import Workers
+from tilewise.errors import WorkerLostError
+
+
+@pytest.fixture
+def start(monkeypatch):
+    monkeypatch.setattr(processes, "WORKER", "tests.engine.tensor_parallel.fake_worker")
+    monkeypatch.setattr(processes, "AGREEMENT_S", 0.5)
+    made = []
+
+    def new(size=3, **settings):
+        made.append(Workers(size, settings))
+        return made[-1]
+
+    yield new
+    for workers in made:
+        workers.close()
+        assert_nothing_stays(workers)
+
+
+def _ask(workers, number, *does):
+    workers.submit(number, list(does))
+    return workers.answer(number)
+
+
+def test_the_first_rank_answers_when_all_have_done_the_step(start):
+    workers = start()
+    assert workers.words() == [0, 1, 2]
+    assert _ask(workers, 1, "done", "done", "done") == ["done", 1, [[0]], 0]
+    workers.submit(2, ["done"] * 3)
+    workers.submit(3, ["done"] * 3)  # a step ahead
+    assert workers.answer(2)[1] == 2
+    assert workers.answer(3)[1] == 3
+
+
+def test_what_all_fail_with_is_the_steps_error_and_they_go_on(start):
+    workers = start()
+    workers.words()
+    with pytest.raises(MemoryError, match="too large"):
+        _ask(workers, 1, "fail", "fail", "fail")
+    assert workers.error is None
+    assert _ask(workers, 2, "done", "done", "done")[0] == "done"
+
+
+@pytest.mark.parametrize("others", ["done", "wait"])
+def test_one_that_fails_alone_is_lost_with_all(start, others):
+    workers, told = start(), []
+    workers.on_lost = told.append
+    workers.words()
+    with pytest.raises(WorkerLostError, match="worker 1 of 3 failed in a step: too large"):
+        _ask(workers, 1, others, "fail", others)
+    assert [str(error) for error in told] == [str(workers.error)]
+    with pytest.raises(WorkerLostError, match="worker 1 of 3 failed"):
+        workers.submit(2, ["done"] * 3)
+
+
+def test_one_that_ends_is_named_with_its_last_words(start):
+    workers = start()
+    workers.words()
+    with pytest.raises(WorkerLostError, match="worker 2 of 3 ended with exit code 3: a last word"):
+        _ask(workers, 1, "done", "wait", "exit")
+
+
+def test_one_that_is_silent_is_named(start, monkeypatch):
+    workers = start()
+    workers.words()
+    monkeypatch.setattr(processes, "SILENCE_S", 2.0)
+    started = time.monotonic()
+    with pytest.raises(WorkerLostError, match="worker 1 of 3 must say every second that it lives"):
+        _ask(workers, 1, "done", "silence", "done")
+    assert time.monotonic() - started < 10
+
+
+def test_a_step_in_which_nothing_moves_ends_all(start, monkeypatch):
+    workers = start()
+    workers.words()
+    monkeypatch.setattr(processes, "STANDSTILL_S", 1.0)
+    time.sleep(1.5)  # without a step nothing need move
+    assert workers.error is None
+    with pytest.raises(WorkerLostError, match="must go on with a step, got none that moved"):
+        _ask(workers, 1, "wait", "wait", "wait")
+
+
+def test_one_that_refuses_its_settings_ends_all(start):
+    workers = start(refuses=1)
+    with pytest.raises(ValueError, match="a setting must be another"):
+        workers.words()
+
+
+def test_a_closed_parent_says_so(start):
+    workers = start(1)
+    workers.words()
+    workers.close()
+    workers.close()
+    with pytest.raises(WorkerLostError, match="the workers have been ended"):
+        workers.submit(1, ["done"])

@@ -1,0 +1,163 @@
+"""Mistakes of scheduler, tables, swap space, beams and drafts, planted one by one: each shows.
+
+The tables of mistakes stand beside the stories that find them; here they are one. A mistake is
+caught when a random schedule breaks an invariant, reads a wrong key, or ends with other tokens than
+the request alone. `make mutants` runs this beside the mistakes of host code and of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.engine import (
+    test_beam_tiers,
+    test_beams,
+    test_scheduler_simulation,
+    test_speculative,
+    test_tier_simulation,
+)
+from tests.engine.test_beams import BeamStory
+from tests.engine.test_scheduler_simulation import Story
+from tests.engine.test_speculative import DraftStory, TreeStory
+from tilewise.engine import withdrawal
+
+CAUGHT = (AssertionError, ValueError, LookupError, RuntimeError, StopIteration)
+MOST_SEEDS = 2000  # the rarest shows after some 300
+
+
+class Planted(NamedTuple):
+    """What takes the place of `name` in `owner`, and who is to notice."""
+
+    owner: Any
+    name: str
+    mistake: Any
+    play: Callable[[int], None]
+
+
+def story(seed: int) -> None:
+    played = Story(seed, overlap=seed % 2 == 1, fails=seed % 4 == 3)
+    played.play()
+    played.judge()
+
+
+def damaged_story(seed: int) -> None:
+    Story(seed, damages=True).play()
+
+
+def tier_story(seed: int) -> None:
+    test_tier_simulation.play(seed).retry_failed()
+
+
+def beam_story(seed: int) -> None:
+    played = BeamStory(seed, overlap=seed % 2 == 0)
+    played.play()
+    played.judge()
+
+
+def draft_story(seed: int) -> None:
+    played = DraftStory(seed, overlap=seed % 2 == 0)
+    played.play()
+    played.judge()
+
+
+def tree_story(seed: int) -> None:
+    played = TreeStory(seed, overlap=seed % 2 == 0)
+    played.play()
+    played.judge()
+
+
+WITHDRAW = withdrawal.withdraw
+
+
+def withdraw_without_the_copies(scheduler):
+    """The copies of a step that never ran are taken for made."""
+    for step in scheduler._steps:
+        object.__setattr__(step.batch, "block_copies", ())
+    WITHDRAW(scheduler)
+
+
+def withdraw_and_keep_what_was_scheduled(scheduler):
+    scheduled = {s: s.num_scheduled_tokens for s in scheduler.roster.running if not s.num_pending}
+    WITHDRAW(scheduler)
+    for seq, count in scheduled.items():
+        if seq.block_ids and not seq.num_preemptions:
+            seq.num_computed_tokens = seq.num_scheduled_tokens = min(count, seq.num_tokens - 1)
+
+
+def withdraw_and_still_wait_for_tokens(scheduler):
+    pending = {s: s.num_pending for s in scheduler.roster.running}
+    WITHDRAW(scheduler)
+    for seq, count in pending.items():
+        seq.num_pending = count if seq.block_ids else 0
+
+
+def withdraw_and_trust_what_was_to_move(scheduler):
+    revoke = scheduler.preemption.revoke
+    scheduler.preemption.revoke = lambda batch, later: None
+    try:
+        WITHDRAW(scheduler)
+    finally:
+        scheduler.preemption.revoke = revoke
+
+
+WITHDRAWN = {
+    "a withdrawn step's copies are trusted": withdraw_without_the_copies,
+    "a withdrawn step's tokens are computed": withdraw_and_keep_what_was_scheduled,
+    "a withdrawn step's tokens are waited for": withdraw_and_still_wait_for_tokens,
+    "a withdrawn step's transfers are trusted": withdraw_and_trust_what_was_to_move,
+}
+
+
+def failing_tier_story(seed: int) -> None:
+    played = test_tier_simulation.TierStory(seed, overlap=seed % 2 == 1, fails=True)
+    played.play()
+    played.judge()
+
+
+def _all() -> dict[str, Planted]:
+    found = {
+        name: Planted(*where, player)
+        for table, player in (
+            (test_scheduler_simulation.MISTAKES, story),
+            (test_scheduler_simulation.DAMAGE_MISTAKES, damaged_story),
+            (test_tier_simulation.MISTAKES, tier_story),
+        )
+        for name, where in table.items()
+    }
+    listed = (
+        ("beams", test_beams.MISTAKES, beam_story),
+        ("beams beside tiers", test_beam_tiers.MISTAKES, test_beam_tiers.play),
+        ("drafts", test_speculative.MISTAKES, draft_story),
+        ("trees", test_speculative.TREE_MISTAKES, tree_story),
+    )
+    for subject, table, player in listed:
+        for owner, name, mistake in table:
+            says = mistake.__name__.replace("_", " ")
+            found[f"{subject}: {says}"] = Planted(owner, name, mistake, player)
+    for says, mistake in WITHDRAWN.items():
+        where = test_scheduler_simulation, "withdraw"
+        found[says] = Planted(*where, mistake, failing_tier_story)
+    return found
+
+
+MISTAKES = _all()
+
+
+def test_there_are_at_least_forty():
+    assert len(MISTAKES) >= 40
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_shows(monkeypatch, name: str):
+    planted = MISTAKES[name]
+    monkeypatch.setattr(planted.owner, planted.name, planted.mistake)
+
+    def play_many():
+        for seed in range(MOST_SEEDS):
+            planted.play(seed)
+
+    with pytest.raises(CAUGHT):
+        play_many()

@@ -1,0 +1,331 @@
+"""The page in Chromium: what is seen in the map is what the engine did, by mouse and by keyboard.
+
+Needs playwright (the extra `clients`) and a Chromium in PATH; not one of playwright's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+
+import pytest
+
+from tests.server.serving import serving, wait_for
+from tests.server.test_page import KEYS, ask, state_of
+from tilewise.engine.async_llm import AsyncLLM
+from tilewise.engine.llm import LLM
+from tilewise.engine.replay import Pool
+from tilewise.server.live import live_router
+from tilewise.server.routes import admin_router
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+NUM_BLOCKS = 24
+
+
+def routers(service):
+    return [admin_router(service), live_router(service)]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync = pytest.importorskip("playwright.sync_api", reason="pip install 'tilewise[clients]'")
+    if CHROMIUM is None:
+        pytest.skip("needs chromium in PATH")
+    with sync.sync_playwright() as playwright:
+        made = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def llm():
+    # Few blocks, so that sequences are preempted and cached blocks evicted.
+    made = LLM("story", device="cpu", num_blocks=NUM_BLOCKS, max_num_seqs=6, swap_space_gib=0.01)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def running(llm):
+    with serving(AsyncLLM(llm), loop=llm.loop, routers=routers) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser, running):
+    made = browser.new_page(viewport={"width": 1100, "height": 800})
+    problems = []
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.on("console", lambda line: problems.append(line.text) if is_wrong(line) else None)
+    made.goto(running.url)
+    until(made, "document.getElementById('status').textContent === 'live'")
+    yield made
+    made.close()
+    assert not problems
+
+
+def is_wrong(line):
+    # A request may have ended when the page asks why it waits: that is 404.
+    return line.type == "error" and "404" not in line.text
+
+
+def until(page, condition):
+    """Wait for a condition; wait_for_function would eval(), which the page's policy forbids."""
+    wait_for(lambda: page.wait_for_timeout(20) or page.evaluate(condition))
+
+
+def load(running, llm, count=7):
+    """Send requests that fork, share, preempt one another and evict; return their threads."""
+    prompts = [f"Once upon a time there was a {'very ' * (i % 4)}little dog." for i in range(count)]
+    threads = [
+        threading.Thread(target=ask, args=(running, p), kwargs={"n": 1 + i % 3, "seed": i})
+        for i, p in enumerate(prompts)
+    ]
+    llm.loop.pause()
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(running.bridge.jobs) == count)
+    llm.loop.resume()
+    return threads
+
+
+def told_of(page):
+    """Walk over the map by keyboard and return what is told of each block: holders, or None."""
+    page.focus("#map")
+    page.keyboard.press("Home")
+    told = []
+    for block in range(NUM_BLOCKS):
+        if block:
+            page.keyboard.press("ArrowRight")
+        text = page.inner_text("#detail strong")
+        number, what = re.match(r"Block (\d+): (.*)", text, re.DOTALL).groups()
+        assert int(number) == block, "one cell a key"
+        sharers = re.search(r"(\d+) sharers", what)
+        if what.startswith("in use"):
+            told.append(int(sharers[1]) if sharers else 1)
+        else:
+            assert what.startswith(("free", "held by a step")), what
+            told.append(0)
+    return told
+
+
+def holders(tables):
+    counts = [0] * NUM_BLOCKS
+    for table in tables.values():
+        for block in table:
+            counts[block] += 1
+    return counts
+
+
+def pause_when_shared(llm):
+    """Stop the engine when blocks are shared; return its state then."""
+    for _ in range(200):
+        llm.loop.pause()
+        state = llm.loop.call(lambda: state_of(llm))
+        if max(holders(state["tables"])) > 1:
+            return state
+        llm.loop.resume()
+        time.sleep(0.01)
+    raise AssertionError("nothing came to be shared")
+
+
+def test_the_live_map_shows_the_tables_of_the_engine(page, running, llm):
+    threads = load(running, llm)
+    state = pause_when_shared(llm)
+    try:
+        wanted = holders(state["tables"])
+        page.wait_for_timeout(400)  # two messages
+        assert told_of(page) == wanted
+        usage = page.inner_text("#usage")
+        assert str(sum(count > 0 for count in state["counts"])) in usage
+        assert page.inner_text("#n-running") != "0"
+    finally:
+        llm.loop.resume()
+        for thread in threads:
+            thread.join(60)
+    wait_for(lambda: not running.bridge.jobs)
+    page.wait_for_timeout(400)
+    assert set(told_of(page)) == {0}
+
+
+def test_forks_copies_preemptions_and_evictions_are_seen_when_they_happen(
+    page, running, llm, tmp_path
+):
+    since = llm.loop.call(lambda: llm.engine.scheduler.trace.num_noted)
+    wait_for(lambda: not llm.engine.has_unfinished())
+    picture = llm.loop.call(llm.engine.picture)
+    for thread in load(running, llm):
+        thread.join(60)
+    events = llm.engine.trace(since)
+    kinds = [event["kind"] for event in events]
+    assert {"fork", "copy", "preempt", "evict"} <= set(kinds)
+    # A film begins with its pool.
+    opening = {
+        "kind": "pool", "number": -1, "time": events[0]["time"], "num_blocks": NUM_BLOCKS,
+        "block_size": picture.get("block_size", 16),
+    }  # fmt: skip
+    film = [opening, *events]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in film))
+    page.set_input_files("#file", str(path))
+    page.wait_for_selector("#film:not([hidden])")
+    for kind in ("fork", "copy", "preempt", "evict"):
+        place = next(i for i, event in enumerate(film) if event["kind"] == kind)
+        for at in (place, place + 1):  # before it, and after it
+            page.evaluate(
+                "at => { const bar = document.getElementById('scrub'); bar.value = at;"
+                " bar.dispatchEvent(new Event('input')); }",
+                at,
+            )
+            pool = Pool()
+            for event in film[:at]:
+                pool.take(event)
+            assert told_of(page) == holders({k: v for k, v in pool.tables.items() if v}), (kind, at)
+    page.click("#live")
+    page.wait_for_selector("#film", state="hidden")
+
+
+def test_cells_are_coloured_by_what_they_are(page, running, llm):
+    """A click tells the block; its colour is that of its state, and states differ."""
+    threads = load(running, llm)
+    pause_when_shared(llm)
+    try:
+        page.wait_for_timeout(400)
+        box = page.locator("#map").bounding_box()
+        ratio = page.evaluate("document.getElementById('map').width") / box["width"]
+        found = {}
+        step = 4
+        for x in range(2, int(box["width"]) - 2, step):
+            page.mouse.click(box["x"] + x, box["y"] + 3)
+            text = page.inner_text("#detail")
+            number = re.match(r"Block (\d+): ([^\n]*)", text)
+            if number is None or int(number[1]) in found:
+                if number is not None and int(number[1]) == NUM_BLOCKS - 1:
+                    break
+                continue
+            pixel = page.evaluate(
+                "([x, y]) => [...document.getElementById('map').getContext('2d')"
+                ".getImageData(x, y, 1, 1).data].slice(0, 3)",
+                [round((x + 1) * ratio), round(5 * ratio)],
+            )
+            found[int(number[1])] = (number[2], tuple(pixel))
+            if len(found) >= NUM_BLOCKS:
+                break
+    finally:
+        llm.loop.resume()
+        for thread in threads:
+            thread.join(60)
+    assert len(found) > NUM_BLOCKS // 2
+    held = {colour for what, colour in found.values() if what.startswith("in use")}
+    free = {colour for what, colour in found.values() if what.startswith("free")}
+    assert held
+    assert not held & free
+
+
+# Text and its ground, for every element that has text of its own and is seen.
+CONTRAST = """
+() => {
+  const parse = (c) => (c.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const c = parse(getComputedStyle(e).backgroundColor);
+      if (c.length === 3 || c[3] === 1) return c;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const e of document.querySelectorAll("body *")) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    const style = getComputedStyle(e), box = e.getBoundingClientRect();
+    if (!own || style.visibility === "hidden" || box.width < 2 || box.height < 2) continue;
+    if (e.closest("script, style, [disabled], [aria-hidden=true], .unseen, .skip")) continue;
+    const [a, b] = [light(parse(style.color)), light(ground(e))].sort((x, y) => y - x);
+    const size = parseFloat(style.fontSize), bold = Number(style.fontWeight) >= 700;
+    const wanted = size >= 24 || (bold && size >= 18.66) ? 3 : 4.5;
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < wanted) found.push(`${e.tagName} ${e.textContent.trim().slice(0, 30)}: ` +
+      ratio.toFixed(2));
+  }
+  return found;
+}
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1100, 380])
+def test_text_stands_out_and_nothing_is_cut_off(page, running, scheme, width):
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.wait_for_timeout(100)
+    assert page.evaluate(CONTRAST) == []
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= width, "no part is wider than the screen"
+    is_dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", is_dark)[:3])) < 300) == (scheme == "dark")
+
+
+def test_everything_is_reached_and_done_by_keyboard(page, running):
+    page.evaluate("document.activeElement.blur()")
+    seen = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        name = page.evaluate(
+            "document.activeElement.id || document.activeElement.className || 'body'"
+        )
+        if seen and name == seen[0]:
+            break
+        seen.append(name)
+        if name not in ("body", "file", "skip"):
+            outline = page.evaluate(
+                "(e => getComputedStyle(e).outlineStyle)(document.activeElement)"
+            )
+            assert outline != "none", f"{name} must show that it has the focus"
+    assert seen[0] == "skip", "the first key leads past the map"
+    assert [
+        name for name in seen if name in ("map", "prompt", "n", "max", "temperature", "send")
+    ] == ["map", "prompt", "n", "max", "temperature", "send"]
+    page.focus("#prompt")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("The dragon")
+    page.focus("#max")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("12")
+    page.focus("#send")
+    page.keyboard.press("Enter")
+    until(
+        page,
+        "document.querySelectorAll('#samples .sample').length === 2 && "
+        "!document.getElementById('send').disabled",
+    )
+    texts = page.locator("#samples .sample").all_inner_texts()
+    assert all(len(text) > 10 for text in texts)
+
+
+def test_a_key_is_asked_for_and_kept_in_this_tab_alone(browser, llm):
+    with serving(AsyncLLM(llm), loop=llm.loop, routers=routers, keys=KEYS) as locked:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(locked.url)
+        page.fill("input[type=password]", "key-of-nobody")
+        page.keyboard.press("Enter")
+        until(page, "document.getElementById('told').textContent.length > 5")
+        page.fill("input[type=password]", "key-of-root")
+        page.keyboard.press("Enter")
+        until(page, "document.getElementById('status')?.textContent === 'live'")
+        assert "key" not in page.url
+        assert page.evaluate("document.cookie + JSON.stringify(localStorage)") == "{}"
+        page.click("#leave")
+        page.wait_for_selector("input[type=password]")
+        assert page.evaluate("sessionStorage.length") == 0
+        other = context.new_page()
+        other.goto(locked.url)
+        assert other.locator("input[type=password]").count() == 1
+        context.close()

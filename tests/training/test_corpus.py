@@ -1,0 +1,84 @@
+"""Text becomes ids once, with its documents' boundaries."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tilewise.training.corpus import END, Corpus, load_tokenizer, prepare, train_tokenizer
+
+TALES = ("The fox ran home.", "A hen sat on the hill and slept.", "Two frogs sang.")
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.txt").write_text(f"{TALES[0]}\n{END}\n{TALES[1]}\n{END}\n \n")
+    (folder / "more" / "b.txt").write_text(TALES[2])
+    return folder
+
+
+def test_documents_begin_with_the_end_token_and_decode_to_the_text(text, tmp_path):
+    corpus = prepare(text, tmp_path / "data", words=300)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "data" / "tokenizer.json"))
+    end = corpus.special[END]
+    assert len(corpus) == 3
+    assert corpus.words == tokenizer.get_vocab_size()
+    for tale, first, last in zip(TALES, corpus.starts, corpus.starts[1:], strict=False):
+        assert corpus.tokens[first] == end
+        assert tokenizer.decode(corpus.tokens[first + 1 : last].tolist()) == tale
+    assert corpus.tokens[corpus.starts[-1]] == end
+    assert tokenizer.encode(TALES[0]).ids == corpus.tokens[: corpus.starts[1]].tolist()
+
+
+def test_a_second_call_reads_what_the_first_wrote(text, tmp_path):
+    first = prepare(text, tmp_path / "data", words=300)
+    (text / "a.txt").unlink()
+    again = prepare(text, tmp_path / "data", words=300)
+    assert np.array_equal(first.tokens, again.tokens)
+    assert np.array_equal(first.starts, again.starts)
+
+
+def test_a_masked_models_texts_are_cut_between_their_special_tokens(text, tmp_path):
+    corpus = prepare(text, tmp_path / "data", words=300, longest=8)
+    lengths = np.diff(corpus.starts)
+    assert lengths.max() == 8
+    for first, last in zip(corpus.starts, corpus.starts[1:], strict=False):
+        assert corpus.tokens[first] == corpus.special["[CLS]"]
+        assert corpus.tokens[last - 1] == corpus.special["[SEP]"]
+
+
+def test_gpt2s_two_files_make_a_tokenizer(tmp_path):
+    trained = train_tokenizer(TALES, 300)
+    model = json.loads(trained.to_str())["model"]
+    (tmp_path / "encoder.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "vocab.bpe").write_text(f"#version: 0.2\n{merges}\n")
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode(TALES[1]).ids == trained.encode(TALES[1]).ids
+
+
+def test_every_share_of_documents_is_held_out():
+    corpus = Corpus.of_ids([[1]] * 20, 2, 0)
+    trained, held_out = corpus.split(0.1)
+    assert held_out.tolist() == [5, 15]
+    assert sorted([*trained, *held_out]) == list(range(20))
+    assert len(corpus.split(0.0)[1]) == 0
+    assert len(Corpus.of_ids([[1]], 2, 0).split(0.1)[1]) == 0
+
+
+def test_no_text_and_no_tokenizer_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="text must hold documents in .txt files, got none in"):
+        prepare(tmp_path, tmp_path / "data")
+    with pytest.raises(ValueError, match="tokenizer must be tokenizer.json, or a folder"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_the_special_tokens_is_refused(text, tmp_path):
+    train_tokenizer(TALES, 300).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"tokenizer must have the token \[PAD\], got none"):
+        prepare(text, tmp_path / "data", tokenizer=tmp_path, longest=8)

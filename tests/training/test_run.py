@@ -1,0 +1,127 @@
+"""A run that is interrupted ends with the bits of one that is not; its files say what it did."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.small import WORDS, make_corpus, make_decoder, make_packer
+from tilewise.training.run import Plan, draw, read_log, run
+from tilewise.training.trainer import Settings, Trainer
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train_bert  # noqa: E402
+import train_gpt2  # noqa: E402
+
+
+def train(out: Path, *, stop_after: int | None = None, **settings) -> list[dict]:
+    """Six steps of two batches each; return the log."""
+    options = {"steps": 6, "compile": "", "warm_up": 2, "lr": 3e-3} | settings
+    trainer = Trainer(make_decoder(), Settings(**options), words=WORDS)
+    plan = Plan(accumulate=2, log_every=1, evaluate_every=2, save_every=3,
+                evaluation_batches=2, stop_after=stop_after)  # fmt: skip
+    held_out = make_packer(make_corpus(seed=1), tokens=128)
+    return run(trainer, make_packer(tokens=128), out, plan, held_out=held_out)
+
+
+def test_three_steps_and_three_more_are_six(tmp_path):
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "parts", stop_after=3)
+    parts = train(tmp_path / "parts")
+    states = [
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("whole", "parts")
+    ]
+    assert states[0]["steps"] == states[1]["steps"] == 6
+    assert states[0]["place"] == states[1]["place"]
+    for name, tensor in states[0]["model"].items():
+        assert torch.equal(tensor, states[1]["model"][name])
+    for one, other in zip(*(s["optimizer"]["state"].values() for s in states), strict=True):
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name])
+    for kind in ("train", "held_out"):
+        losses = [
+            {r["step"]: r["loss"] for r in log if r["kind"] == kind} for log in (whole, parts)
+        ]
+        for step in losses[0].keys() & losses[1].keys():
+            assert losses[0][step] == losses[1][step]
+    assert [r["step"] for r in parts if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert parts == read_log(tmp_path / "parts" / "log.jsonl")
+    assert (tmp_path / "parts" / "loss.png").stat().st_size > 1000
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
+    train(tmp_path, stop_after=3)
+    with pytest.raises(ValueError, match=r"lr must be 0\.003 as in the checkpoint .* got 0\.1"):
+        train(tmp_path, lr=0.1)
+
+
+def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert draw([{"kind": "train", "step": 1, "loss": 2.0}], tmp_path / "loss.png") is None
+    assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    tales = (f"The {a} fox gave the {b} hen a {c}." * 3 for a in ("old", "small", "red")
+             for b in ("blue", "warm") for c in ("cake", "stone", "lamp"))  # fmt: skip
+    (folder / "tales.txt").write_text("\n<|endoftext|>\n".join(tales))
+    return folder
+
+
+SMALL = ["--vocab", "300", "--context", "64", "--tokens", "256", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("layout", ["gpt2", "llama"])
+def test_the_script_trains_resumes_and_writes_what_the_engine_serves(text, tmp_path, layout):
+    import transformers
+
+    from tilewise import LLM, SamplingParams
+
+    out = tmp_path / "out"
+    options = ["--text", str(text), "--out", str(out), "--shape", f"{layout}-tiny", *SMALL,
+               "--steps", "4", "--held-out", "0.1", "--log-every", "1"]  # fmt: skip
+    train_gpt2.main([*options, "--stop-after", "2"])
+    assert not (out / "model.safetensors").exists()
+    train_gpt2.main(options)
+    steps = [r["step"] for r in read_log(out / "log.jsonl") if r["kind"] == "train"]
+    assert steps == [1, 2, 3, 4]
+    words = json.loads((out / "config.json").read_text())["vocab_size"]
+    assert words == json.loads((out / "data" / "corpus.json").read_text())["words"]
+    (answer,) = LLM(str(out)).generate(["The old"], SamplingParams(max_tokens=5, temperature=0.0))
+    assert 1 <= len(answer.outputs[0].token_ids) <= 5
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokens = transformers.AutoTokenizer.from_pretrained(out)("The old fox")["input_ids"]
+    assert tokens[0] == json.loads((out / "config.json").read_text())["bos_token_id"]
+    assert theirs(torch.tensor([tokens])).logits.shape == (1, len(tokens), words)
+
+
+def test_the_bert_script_writes_a_model_of_transformers(text, tmp_path):
+    import transformers
+
+    out = tmp_path / "out"
+    options = ["--text", str(text), "--out", str(out), "--shape", "bert-tiny", *SMALL,
+               "--steps", "4", "--held-out", "0.1"]  # fmt: skip
+    train_bert.main([*options, "--stop-after", "2"])
+    train_bert.main(options)
+    theirs, info = transformers.AutoModelForMaskedLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("The old [MASK] gave", return_tensors="pt")["input_ids"]
+    assert (ids == tokenizer.mask_token_id).sum() == 1
+    weights = load_file(out / "model.safetensors")
+    state = torch.load(out / "checkpoint.pt", weights_only=True)["model"]
+    embedding = weights["bert.embeddings.word_embeddings.weight"]
+    assert torch.equal(embedding, state["embed_tokens.weight"][: len(embedding)])
+    assert theirs(ids).logits.shape[-1] == len(embedding)

@@ -1,0 +1,249 @@
+"""`tilewise bench context`: attention over a sequence that ranks share, beside one device.
+
+Each rank holds the same number of tokens. "x one device" is the time of the whole on one device,
+over the ranks' time and their number: 1 would be a perfect split. A result that differs from the
+one device's is not timed. torch's own context_parallel gets as many key heads as query heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewise
+from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.roofline import device_name
+from tilewise.distributed import ring_attention, shard_sequence, ulysses_attention
+from tilewise.distributed.environment import worker_environment
+from tilewise.ops import attention
+
+Row = dict[str, Any]
+Results = tuple[Tensor, Tensor, Tensor, Tensor]  # o, dq, dk, dv
+
+METHODS = ("ring", "ulysses", "torch")
+COLUMNS = ["ranks", "tokens a rank", "method", "forward ms", "backward ms", "x one device",
+           "backward x", "TFLOP/s a rank", "GiB a rank", "error"]  # fmt: skip
+# Of the root mean square: two results in 16 bits.
+LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def _time(
+    prepare: Callable[[], Any], call: Callable[[Any], object], device: torch.device, repeats: int
+) -> float:
+    """Return the median seconds of a call, of what is prepared untimed, on the slowest rank."""
+    call(prepare())
+    seconds = []
+    for _ in range(repeats):
+        given = prepare()
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        call(given)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _measured(
+    attend: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor, repeats: int
+) -> tuple[Row, Results]:
+    """Time a method forward and backward, and return what it gave."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    device = do.device
+
+    o = attend(*leaves)
+    dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    results = o.detach(), dq, dk, dv
+    del o
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    forward = _time(lambda: None, lambda _: attend(*leaves), device, repeats)
+    backward = _time(
+        lambda: attend(*leaves), lambda o: torch.autograd.grad(o, leaves, do), device, repeats
+    )
+    row: Row = {"forward s": forward, "backward s": backward}
+    if device.type == "cuda":
+        row["GiB a rank"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return row, results
+
+
+def _torch_ring(stack: ExitStack, whole: Sequence[Tensor]) -> tuple[Any, list[Tensor], Tensor]:
+    """Enter torch's context_parallel; return its attention, and what a rank gives it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v, do = whole
+    group = q.shape[2] // k.shape[2]
+    many = (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), do)
+    buffers = [t.transpose(1, 2).contiguous() for t in many]
+    mesh = init_device_mesh(q.device.type, (dist.get_world_size(),))
+    if q.device.type == "cuda":
+        stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+    else:
+        from tilewise.integrations.torch_flash import register
+
+        stack.enter_context(register(("cpu",)))  # torch's own operator of a CPU has no ring
+    stack.enter_context(
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4,
+                         no_restore_buffers=set(buffers))
+    )  # fmt: skip
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attend, buffers[:3], buffers[3]
+
+
+def _results(tensors: Iterable[Tensor]) -> Results:
+    o, dq, dk, dv = tensors
+    return o, dq, dk, dv
+
+
+def _difference(results: Results, wanted: Results) -> str | None:
+    for name, got, want in zip(("o", "dq", "dk", "dv"), results, wanted, strict=True):
+        off = (got.float() - want.float()).square().mean().sqrt()
+        share = float(off / want.float().square().mean().sqrt())
+        if not share <= LIMIT[want.dtype]:
+            return f"{name} must equal one device's, got {share:.1e} of it off"
+    return None
+
+
+def _work(rank: int, options: argparse.Namespace, folder: str) -> None:
+    """Measure on one rank; the first writes the rows."""
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/meet",
+        rank=rank, world_size=options.ranks,
+        device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+    dtype = getattr(torch, options.dtype)
+    rows: list[Row] = []
+    for tokens in options.tokens:
+        for method in options.methods:
+            row = {"ranks": options.ranks, "tokens a rank": tokens, "method": method}
+            rows.append(row | _row(method, tokens, device, dtype, options))
+            if rank == 0:
+                say(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _row(
+    method: str, tokens: int, device: torch.device, dtype: torch.dtype, options: argparse.Namespace
+) -> Row:
+    heads, kv_heads = options.heads
+    dim, size, rank = options.head_dim, options.ranks, dist.get_rank()
+    total = tokens * size
+    generator = torch.Generator(device).manual_seed(0)
+    whole = [
+        torch.randn(1, total, count, dim, generator=generator, device=device).to(dtype)
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
+    parts = [shard_sequence(t, rank, size) for t in whole]
+    wanted: Results | None = None
+    one: Row = {}
+    if total <= options.most_on_one:
+        one, results = _measured(
+            lambda q, k, v: attention(q, k, v, causal=True), whole[:3], whole[3], options.repeats
+        )
+        wanted = _results(shard_sequence(t, rank, size) for t in results)
+        del results
+    with ExitStack() as stack:
+        if method == "torch":
+            attend, inputs, do = _torch_ring(stack, whole)
+        else:
+            function: Any = ring_attention if method == "ring" else ulysses_attention
+            inputs, do = parts[:3], parts[3]
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                o: Tensor = function(q, k, v, causal=True)
+                return o
+
+        del whole, parts
+        row, found = _measured(attend, inputs, do, options.repeats)
+    flops = 2 * total * total * heads * dim / size
+    row |= {"forward ms": 1e3 * row["forward s"], "backward ms": 1e3 * row["backward s"]}
+    row["TFLOP/s a rank"] = flops / row["forward s"] / 1e12
+    if wanted is None:
+        return row  # too large for one device: nothing to compare with
+    if method == "torch":
+        o, dq, dk, dv = (t.transpose(1, 2) for t in found)
+        dk, dv = (t.unflatten(2, (kv_heads, -1)).sum(3) for t in (dk, dv))
+        found = (o, dq, dk, dv)
+    wrong = _difference(found, wanted)
+    if wrong is not None:
+        return {"error": wrong}
+    row["x one device"] = one["forward s"] / (size * row["forward s"])
+    row["backward x"] = one["backward s"] / (size * row["backward s"])
+    return row
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = argparse.ArgumentParser(prog="tilewise bench context", description=__doc__)
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="processes, each with a GPU of its own (2)")
+    add("--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    add("--tokens", type=int, nargs="+", default=[8192], help="of each rank (8192)")
+    add("--heads", type=int, nargs=2, default=[64, 8], metavar=("Q", "KV"), help="(64 8)")
+    add("--head-dim", type=int, default=128)
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--repeats", type=int, default=5)
+    add(
+        "--most-on-one", type=int, default=1 << 19,
+        help="tokens up to which one device computes the whole beside it (524288)",
+    )  # fmt: skip
+    add("--json", metavar="FILE", default=None)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    command = parser()
+    options = command.parse_args(argv)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
+        command.error(f"--ranks must be at most the GPUs, got {options.ranks}")
+    os.environ.update(worker_environment())
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(  # type: ignore[attr-defined, no-untyped-call]
+            _work, (options, folder), nprocs=options.ranks
+        )
+        rows = json.loads(Path(folder, "rows.json").read_text())
+    document = {
+        "version": tilewise.__version__, "device": device_name(options.device),
+        "torch": torch.__version__, "dtype": options.dtype, "heads": options.heads,
+        "head dim": options.head_dim, "rows": rows,
+    }  # fmt: skip
+    print(f"{document['device']}, torch {torch.__version__}, {options.dtype}, causal")
+    print(format_table(rows, [c for c in COLUMNS if any(c in row for row in rows)]))
+    emit(document, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Training steps to measure: transformers' own models, and ours."""

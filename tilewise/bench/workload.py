@@ -1,0 +1,177 @@
+"""What `tilewise bench serve` sends, and when: drawn prompts, traces, conversations.
+
+Arrivals are a Poisson process, a gamma process of another burstiness, bursts, those of a trace, or
+none: a closed loop then sends the next request when one ends.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewise.bench.trace import TraceRequest
+
+__all__ = ["Asked", "arriving", "conversations", "drawn_prompts", "of_trace", "with_keys"]
+
+WORDS = (
+    "once", "upon", "a", "time", "there", "was", "little", "girl", "boy", "dog", "cat", "frog",
+    "liked", "to", "play", "in", "the", "park", "with", "her", "friend", "and", "one", "day",
+    "they", "found", "big", "red", "ball", "under", "old", "tree", "near", "river", "who",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request to send.
+
+    Attributes:
+        body: of /v1/completions, without what a stream needs.
+        seconds: when, counted from the begin; None is as soon as there is a seat.
+        key: of the API.
+        follows: place of the request whose prompt and answer its own prompt goes on with; it is
+            sent when that has ended.
+        think_s: seconds between that end and this request.
+    """
+
+    body: dict[str, Any]
+    seconds: float | None = None
+    key: str = ""
+    follows: int | None = None
+    think_s: float = 0.0
+
+
+def drawn_prompts(
+    count: int, *, words: int, shared_words: int, max_tokens: int, temperature: float, seed: int = 0
+) -> list[Asked]:
+    """Draw prompts of so many words, all of which begin with the same `shared_words`."""
+    draw = random.Random(seed)
+    shared = _words(draw, shared_words)
+    return [
+        Asked(_body(" ".join([*shared, *_words(draw, words)]), max_tokens, temperature, number))
+        for number in range(count)
+    ]
+
+
+def conversations(
+    count: int,
+    turns: int,
+    *,
+    words: int,
+    shared_words: int,
+    max_tokens: int,
+    temperature: float,
+    think_s: float,
+    seed: int = 0,
+) -> list[Asked]:
+    """Draw conversations: each turn's prompt is all that was said before and `words` new ones.
+
+    Args:
+        count: conversations, all of which begin with the same `shared_words`.
+        turns: of each.
+        think_s: mean seconds between an answer and the next turn, exponentially distributed.
+
+    Returns:
+        The first turns of all, then the second ones, and so on.
+    """
+    draw = random.Random(seed)
+    shared = _words(draw, shared_words)
+    asked: list[Asked] = []
+    for turn in range(turns):
+        for number in range(count):
+            new = _words(draw, words)
+            text = " ".join([*shared, *new] if turn == 0 else ["", *new])
+            body = _body(text, max_tokens, temperature, turn * count + number)
+            if turn == 0:
+                asked.append(Asked(body))
+                continue
+            think = draw.expovariate(1 / think_s) if think_s > 0 else 0.0
+            asked.append(Asked(body, follows=(turn - 1) * count + number, think_s=think))
+    return asked
+
+
+def of_trace(
+    requests: Sequence[TraceRequest],
+    ids_of: Callable[[TraceRequest, int], list[int]],
+    *,
+    temperature: float,
+    speed: float = 1.0,
+) -> list[Asked]:
+    """Return the requests of a trace as it has them, prompts as token ids.
+
+    Args:
+        ids_of: token ids of a prompt, from a request and its number.
+        speed: how many of the trace's seconds go by in one.
+    """
+    asked = []
+    for number, request in enumerate(requests):
+        body = _body(ids_of(request, number), request.output, temperature, number)
+        more: dict[str, Any] = {
+            "n": request.n if request.n > 1 else None, "priority": request.priority or None,
+            "cache_salt": request.salt or None, "user": request.user or None,
+        }  # fmt: skip
+        body |= {name: value for name, value in more.items() if value is not None}
+        asked.append(Asked(body, request.seconds / speed))
+    return asked
+
+
+def arriving(
+    asked: Sequence[Asked], rate: float, *, burstiness: float = 1.0, burst: int = 1, seed: int = 0
+) -> list[Asked]:
+    """Return the same requests with arrivals of `rate` a second.
+
+    Args:
+        burstiness: shape of the gamma distribution of intervals; 1 is a Poisson process, less is
+            burstier.
+        burst: requests that come at once; intervals are so many times longer.
+        seed: of the intervals.
+
+    Raises:
+        ValueError: one of these is not above 0.
+    """
+    for name, value in (("rate", rate), ("burstiness", burstiness), ("burst", burst)):
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be finite and above 0, got {value}")
+    draw, when, found = random.Random(seed), 0.0, []
+    place = 0
+    for one in asked:
+        if one.follows is not None:
+            found.append(replace(one, seconds=None))
+            continue
+        if place and place % burst == 0:
+            when += draw.gammavariate(burstiness, burst / (rate * burstiness))
+        place += 1
+        found.append(replace(one, seconds=when))
+    return found
+
+
+def with_keys(asked: Sequence[Asked], keys: Sequence[str]) -> list[Asked]:
+    """Give requests keys: those of a user the same one, those of nobody in turn.
+
+    A turn has the key of its conversation.
+    """
+    users = sorted({str(one.body["user"]) for one in asked if "user" in one.body})
+    found: list[Asked] = []
+    for number, one in enumerate(asked):
+        if one.follows is not None:
+            key = found[one.follows].key
+        elif "user" in one.body:
+            key = keys[users.index(str(one.body["user"])) % len(keys)]
+        else:
+            key = keys[number % len(keys)]
+        found.append(replace(one, key=key))
+    return found
+
+
+def _words(draw: random.Random, count: int) -> list[str]:
+    return [draw.choice(WORDS) for _ in range(count)]
+
+
+def _body(
+    prompt: str | list[int], max_tokens: int, temperature: float, seed: int
+) -> dict[str, Any]:
+    return {
+        "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
+        "ignore_eos": True,
+    }  # fmt: skip

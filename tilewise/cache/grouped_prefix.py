@@ -1,0 +1,273 @@
+"""Find the blocks that hold the beginning of a prompt where layers keep different tokens. No torch.
+
+Each group of layers has its own pool. What a block holds is the same in all of them, so contents
+are one tree: a node is the tokens of a block after those of its parent, and lists the block that
+holds it in each group, or none. Nodes are found by comparing whole keys, so a hit is exact.
+
+A window group lets go of blocks from the front of a sequence, so that a parent's block may be gone
+while its child's is read. Blocks therefore do not name each other as in `PrefixCache`; a node lives
+as long as it has a child, a block in some group, or a sequence that goes on behind it.
+
+A hit of h blocks is one that every group has: all h of them where there is no window, and with a
+window those that the query at position h * block_size sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from tilewise.cache.allocator import BlockAllocator
+from tilewise.cache.prefix import PrefixCache
+
+__all__ = ["GroupedPrefix", "PrefixNode", "first_block"]
+
+
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """Return the first block that a query at `position` sees, or could: 0 without a window."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+class PrefixNode:
+    """A block's content; made by GroupedPrefix only.
+
+    Attributes:
+        parent: what comes before; None for a root.
+        tokens: of this block, packed; of a root nothing.
+        salt: of the root.
+        number: of this node alone.
+        blocks: of each group the block that holds it, -1 for none.
+        num_users: sequences whose last known block it is.
+        is_forgotten: nobody finds it any more, nor what follows it.
+    """
+
+    __slots__ = (
+        "blocks", "children", "is_forgotten", "num_users", "number", "parent", "salt", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, parent: PrefixNode | None, salt: str, tokens: bytes, number: int, num_groups: int
+    ) -> None:
+        self.parent, self.salt, self.tokens, self.number = parent, salt, tokens, number
+        self.blocks = [-1] * num_groups
+        self.children: dict[bytes, PrefixNode] = {}
+        self.num_users = 0
+        self.is_forgotten = False
+
+
+class GroupedPrefix:
+    """Remember which blocks hold which tokens after which prefix, in several pools.
+
+    Args:
+        allocators: of the groups; their on_evict hooks are taken.
+        windows: of the groups, None for all keys.
+        block_size: tokens per block; only full blocks are remembered.
+
+    Attributes:
+        num_query_tokens: tokens of all admitted sequences, see count().
+        num_hit_tokens: how many of them were found here.
+        version: changes whenever a hit may.
+    """
+
+    def __init__(
+        self, allocators: Sequence[BlockAllocator], windows: Sequence[int | None], block_size: int
+    ) -> None:
+        self.allocators, self.windows, self.block_size = list(allocators), list(windows), block_size
+        self.num_query_tokens = self.num_hit_tokens = 0
+        self.version = 0
+        self._num_nodes = 0
+        self._roots: dict[str, PrefixNode] = {}
+        self._node_at: list[dict[int, PrefixNode]] = [{} for _ in self.allocators]
+        for group, allocator in enumerate(self.allocators):
+            allocator.on_evict = partial(self._evict, group)
+
+    def find(
+        self, token_ids: Sequence[int], salt: str = "", after: PrefixNode | None = None,
+        num_known: int = 0,
+    ) -> list[PrefixNode]:  # fmt: skip
+        """Return the nodes of the longest hit, which covers at most len(token_ids) - 1 tokens.
+
+        Args:
+            token_ids: a prompt, with what was generated after it if it resumes.
+            salt: namespace; only what was registered under an equal salt is found.
+            after: the node of the last block that the sequence has already, in every group as far
+                as its next query sees.
+            num_known: blocks up to there; they are not in the result.
+        """
+        size = self.block_size
+        node = self._roots.get(salt) if after is None else after
+        if node is None or node.is_forgotten:
+            return []
+        found: list[PrefixNode] = []
+        runs = [num_known] * len(self.windows)  # blocks in a row, up to the last one
+        num_hit = 0
+        for i in range(num_known, (len(token_ids) - 1) // size):
+            node = node.children.get(PrefixCache.pack(token_ids[i * size : (i + 1) * size]))
+            if node is None:
+                break
+            found.append(node)
+            is_hit = True
+            for group, window in enumerate(self.windows):
+                runs[group] = runs[group] + 1 if node.blocks[group] >= 0 else 0
+                first = first_block((i + 1) * size, window, size)
+                is_hit &= runs[group] >= i + 1 - first
+            if is_hit:
+                num_hit = len(found)
+        return found[:num_hit]
+
+    def child(self, parent: PrefixNode | None, salt: str, tokens: Sequence[int]) -> PrefixNode:
+        """Return the node of a block after its parent, made if need be; then call hold() or put().
+
+        Args:
+            parent: None for the first block of a prompt.
+            salt: of the prompt.
+            tokens: block_size of them.
+        """
+        if parent is None:
+            parent = self._roots.get(salt)
+            if parent is None:
+                parent = self._roots[salt] = self._new(None, salt, b"")
+        key = PrefixCache.pack(tokens)
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = self._new(parent, salt, key)
+        return node
+
+    def put(self, node: PrefixNode, group: int, block: int) -> int:
+        """Say that a used block holds what a node says; return the block that stands for it.
+
+        That is an older one of equal content where there is one: the caller shares it, releases
+        its own and uses the older in its place.
+        """
+        kept = node.blocks[group]
+        if kept >= 0:
+            return kept
+        node.blocks[group] = block
+        self._node_at[group][block] = node
+        self.allocators[group].mark_cached(block)
+        self.version += 1
+        return block
+
+    def hold(self, node: PrefixNode) -> None:
+        """Count a sequence that goes on behind a node."""
+        node.num_users += 1
+
+    def drop(self, node: PrefixNode | None) -> None:
+        """Count it no more."""
+        if node is not None:
+            node.num_users -= 1
+            self._prune(node)
+
+    def forget(self, token_ids: Sequence[int], salt: str) -> list[set[int]]:
+        """Make all unfindable that begins with the first block of these tokens, whoever owns it.
+
+        Returns:
+            The blocks of each group.
+        """
+        forgotten: list[set[int]] = [set() for _ in self.allocators]
+        root = self._roots.get(salt)
+        first = None
+        if root is not None:
+            first = root.children.pop(PrefixCache.pack(token_ids[: self.block_size]), None)
+        if root is None or first is None:
+            return forgotten
+        self.version += 1
+        nodes = [first]
+        for node in nodes:  # it grows meanwhile
+            nodes += node.children.values()
+        for node in nodes:
+            node.is_forgotten = True
+            node.children = {}
+            for group, block in enumerate(node.blocks):
+                if block >= 0:
+                    self._take_off(node, group)
+                    self.allocators[group].unmark_cached(block)
+                    forgotten[group].add(block)
+        self._prune(root)
+        return forgotten
+
+    def parent_of(self, block: int) -> int:
+        """Return the first group's block before a known one of it; -1 where there is none."""
+        parent = self._node_at[0][block].parent
+        return -1 if parent is None else parent.blocks[0]
+
+    def count(self, num_query_tokens: int, num_hit_tokens: int) -> None:
+        """Add one admitted sequence to the statistics."""
+        self.num_query_tokens += num_query_tokens
+        self.num_hit_tokens += num_hit_tokens
+
+    def reset(self) -> None:
+        """Forget everything; no sequence holds blocks."""
+        for group, blocks in enumerate(self._node_at):
+            for block in blocks:
+                self.allocators[group].unmark_cached(block)
+            blocks.clear()
+        self._roots.clear()
+        self.version += 1
+
+    def holds(self, node: PrefixNode, depth: int, token_ids: Sequence[int], salt: str) -> bool:
+        """Whether a node is that of the first `depth` blocks of these tokens, and findable."""
+        size = self.block_size
+        at: PrefixNode = node
+        for i in range(depth, 0, -1):
+            tokens = PrefixCache.pack(token_ids[(i - 1) * size : i * size])
+            if at.tokens != tokens or at.parent is None or at.parent.children.get(tokens) is not at:
+                return False
+            at = at.parent
+        return self._roots.get(salt) is at
+
+    def check_integrity(self, users: Sequence[PrefixNode]) -> None:
+        """Verify that nodes, blocks and sequences agree.
+
+        Args:
+            users: the node of every sequence that has one.
+
+        Raises:
+            AssertionError: names the invariant that is broken.
+        """
+        nodes = list(self._roots.values())
+        for node in nodes:
+            nodes += node.children.values()
+        held = [id(node) for node in users]
+        at: list[dict[int, PrefixNode]] = [
+            {node.blocks[g]: node for node in nodes if node.blocks[g] >= 0}
+            for g in range(len(self.allocators))
+        ]
+        cached = [{b for b in range(a.num_blocks) if a.is_cached(b)} for a in self.allocators]
+        needed = [n.children or n.num_users or max(n.blocks) >= 0 for n in nodes]
+        rules = [
+            (at == self._node_at, "a block holds one content, by which it is found"),
+            (cached == [set(blocks) for blocks in at], "the pools keep exactly the known blocks"),
+            (all(n.num_users == held.count(id(n)) for n in nodes), "users of a node are counted"),
+            (all(needed), "no content is kept for nothing"),
+            (not any(n.is_forgotten for n in nodes), "what is forgotten is not found"),
+        ]
+        for holds, rule in rules:
+            if not holds:
+                raise AssertionError(f"broken invariant: {rule}")
+
+    def _new(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> PrefixNode:
+        self._num_nodes += 1
+        return PrefixNode(parent, salt, tokens, self._num_nodes, len(self.allocators))
+
+    def _evict(self, group: int, block: int) -> None:
+        node = self._node_at[group][block]
+        self._take_off(node, group)
+        self._prune(node)
+
+    def _take_off(self, node: PrefixNode, group: int) -> None:
+        del self._node_at[group][node.blocks[group]]
+        node.blocks[group] = -1
+        self.version += 1
+
+    def _prune(self, node: PrefixNode) -> None:
+        """Drop a node that nothing needs, and those before it that only it needed."""
+        while not (node.children or node.num_users or max(node.blocks) >= 0):
+            self.version += 1
+            if node.parent is None:
+                if self._roots.get(node.salt) is node:
+                    del self._roots[node.salt]
+                return
+            if node.parent.children.get(node.tokens) is node:
+                del node.parent.children[node.tokens]
+            node = node.parent

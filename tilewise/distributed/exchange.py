@@ -1,0 +1,149 @@
+"""What ranks that share a sequence send one another: agreement, rings, all-to-all."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Exchange", "Pending", "agree", "all_to_all", "rank_and_size"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this process's rank in a group, and the ranks of that.
+
+    Raises:
+        ValueError: there is no group, or this process is not in it.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "group must be a process group, or torch.distributed be initialised, got None"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group must have this process, got one without it")
+    return rank, dist.get_world_size(group)
+
+
+def agree(
+    group: dist.ProcessGroup | None,
+    tensors: dict[str, Tensor],
+    options: Sequence[object],
+    problem: str | None,
+) -> None:
+    """Raise ValueError on every rank if one has other shapes or options, or a problem of its own.
+
+    Every rank calls it, whatever it has found wrong: else the others wait for ever.
+
+    Args:
+        group: the ranks.
+        tensors: by name.
+        options: plain values.
+        problem: what this rank refuses, or None.
+    """
+    rank, size = rank_and_size(group)
+    if size == 1:
+        if problem is not None:
+            raise ValueError(problem)
+        return
+    own: list[int] = [problem is not None, zlib.crc32(repr(tuple(options)).encode())]
+    for tensor in tensors.values():
+        dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
+        own += [dtype, tensor.dim(), *(*tensor.shape, 0, 0, 0, 0)[:4]]
+    device = next(iter(tensors.values())).device
+    mine = torch.tensor(own, dtype=torch.int64).to(device)
+    rows = mine.new_empty((size, len(own)))
+    dist.all_gather(list(rows.unbind(0)), mine, group=group)
+    told = rows.tolist()
+    if problem is not None:
+        raise ValueError(problem)
+    refusing = [other for other, row in enumerate(told) if row[0]]
+    if refusing:
+        raise ValueError(f"arguments must be right on every rank, got them refused on {refusing}")
+    for place, name in enumerate(tensors):
+        kinds = [_kind(row[2 + 6 * place : 8 + 6 * place]) for row in told]
+        if len(set(kinds)) > 1:
+            listed = ", ".join(f"{kind} on rank {i}" for i, kind in enumerate(kinds))
+            raise ValueError(f"{name} must be of one shape and dtype on all ranks, got {listed}")
+    if len({row[1] for row in told}) > 1:
+        other = next(i for i, row in enumerate(told) if row[1] != told[rank][1])
+        raise ValueError(
+            "method, causal, window, softmax_scale, layout and cu_seqlens must be the same on all "
+            "ranks, "
+            f"got others on rank {other} than on rank {rank}"
+        )
+
+
+def _kind(row: Sequence[int]) -> str:
+    dtype = str(_DTYPES[row[0]]).removeprefix("torch.") if row[0] >= 0 else "another dtype"
+    return f"{tuple(row[2 : 2 + row[1]])} {dtype}"
+
+
+class Pending:
+    """Tensors on their way."""
+
+    def __init__(self, tensors: list[Tensor], works: list[Any], sent: list[Tensor]) -> None:
+        self._tensors, self._works, self._sent = tensors, works, sent
+
+    def wait(self) -> list[Tensor]:
+        """Return what has come, when it has, and what was sent may be changed again."""
+        for work in self._works:
+            work.wait()
+        self._sent = []
+        return self._tensors
+
+
+class Exchange:
+    """Sends tensors around a ring while something else is computed.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank, self.size = rank_and_size(group)
+
+    def shift(self, tensors: Sequence[Tensor], distance: int = 1) -> Pending:
+        """Send to the rank `distance` further on, and receive the same shapes from behind."""
+        if distance % self.size == 0:
+            return Pending(list(tensors), [], [])
+        to, source = (self._global((self.rank + d) % self.size) for d in (distance, -distance))
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = [torch.empty_like(tensor) for tensor in sent]
+        ops = []
+        for tensor, room in zip(sent, received, strict=True):
+            ops.append(dist.P2POp(dist.isend, tensor, to, self.group))
+            ops.append(dist.P2POp(dist.irecv, room, source, self.group))
+        return Pending(received, dist.batch_isend_irecv(ops), sent)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Parts [i] of dim 0 go to rank i; the inverse is the same again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        dist.all_to_all_single(y, x, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(grads[0], ctx.group), None
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return (N, ...) of which part i is what rank i had for this rank; differentiable."""
+    y: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
+    return y

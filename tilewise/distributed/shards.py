@@ -1,0 +1,307 @@
+"""One model as N shards: which heads, columns and rows a rank has, and how it reads only these.
+
+q, k, v, gate and up   rows of the weight: a rank's heads, a rank's part of the intermediate size
+o and down             columns of the weight; what the ranks give is summed (`RowParallel`)
+embedding and head     rows: a rank's part of the vocabulary
+all else               whole on every rank
+
+A shard is a decoder of the same class with fewer heads and a smaller intermediate size. Where there
+are more ranks than key heads, ranks that follow one another hold the same one.
+Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewise.distributed.shard_group import ShardGroup
+from tilewise.models.config import ModelConfig, read_config
+from tilewise.models.decoder import Decoder
+from tilewise.models.registry import empty_model
+from tilewise.models.weights import Part, Weight, load_weights
+from tilewise.nn.layers import project
+
+__all__ = [
+    "RowParallel",
+    "VocabularyEmbedding",
+    "VocabularyHead",
+    "check_shards",
+    "head_of",
+    "load_shard",
+    "shard_config",
+]
+
+# Rows of the vocabulary come in this many, so that a rank's part is aligned for matrix products.
+VOCABULARY_STEP = 64
+
+
+def check_shards(config: ModelConfig, num_shards: int) -> None:
+    """Refuse a number of shards that does not divide a model.
+
+    Raises:
+        ValueError: it divides the heads or the intermediate size not, or neither divides nor is a
+            multiple of the key heads.
+    """
+    rule = "tensor_parallel_size must divide the model's"
+    for what in ("num_q_heads", "intermediate_size"):
+        value = getattr(config, what)
+        if value % num_shards:
+            raise ValueError(f"{rule} {what} {value}, got {num_shards}")
+    heads = config.num_kv_heads
+    if heads % num_shards and num_shards % heads:
+        raise ValueError(f"{rule} num_kv_heads {heads}, or be a multiple of it, got {num_shards}")
+
+
+def shard_config(config: ModelConfig, num_shards: int) -> ModelConfig:
+    """Return the configuration of one shard; that of all of them is the same.
+
+    Its vocab_size is the rows of one rank, padded: see `vocabulary_rows`.
+
+    Raises:
+        ValueError: see `check_shards`.
+    """
+    check_shards(config, num_shards)
+    return replace(
+        config,
+        num_q_heads=config.num_q_heads // num_shards,
+        num_kv_heads=max(config.num_kv_heads // num_shards, 1),
+        intermediate_size=config.intermediate_size // num_shards,
+        vocab_size=_padded_rows(config.vocab_size, num_shards),
+    )
+
+
+def _padded_rows(vocab_size: int, num_shards: int) -> int:
+    return -(-vocab_size // (num_shards * VOCABULARY_STEP)) * VOCABULARY_STEP
+
+
+def vocabulary_rows(vocab_size: int, rank: int, num_shards: int) -> tuple[int, int]:
+    """Return the first and the last (not included) token of a rank; the last ranks have fewer."""
+    size = _padded_rows(vocab_size, num_shards)
+    return min(rank * size, vocab_size), min((rank + 1) * size, vocab_size)
+
+
+def load_shard(
+    path: str | Path,
+    group: ShardGroup,
+    *,
+    dtype: str | torch.dtype = "auto",
+    random_weights: bool = False,
+    is_int8: bool = False,
+) -> Decoder:
+    """Read one rank's shard of a checkpoint, packed for inference and joined to the other ranks.
+
+    Of each tensor only the rank's part is read. All ranks call it.
+
+    Args:
+        path: as `load_model` takes it.
+        group: the ranks.
+        dtype: as `load_model` takes it.
+        random_weights: draw them, on each rank others; config.json is then enough.
+        is_int8: see `Decoder.pack_for_inference`.
+
+    Raises:
+        CheckpointError: the directory is incomplete or wrong.
+        ValueError: see `check_shards`.
+    """
+    config = read_config(path)
+    model = empty_model(shard_config(config, group.size), dtype, group.device)
+    if random_weights:
+        generator = torch.Generator(group.device).manual_seed(group.rank)
+        model.init_weights(generator=generator)
+    else:
+        _clear_padding(model)
+        load_weights(model, path, part=_Cut(config, group.rank, group.size))
+    if group.rank > 0:
+        _clear_biases(model)
+    model = model.eval()
+    model.pack_for_inference(is_int8=is_int8)
+    _join(model, config, group)
+    return model
+
+
+@torch.no_grad()
+def _clear_padding(model: Decoder) -> None:
+    """Set the rows of the vocabulary, not all of which the checkpoint fills."""
+    for table in (model.embed_tokens, model.lm_head):
+        if isinstance(table, nn.Embedding | nn.Linear):
+            table.weight.zero_()
+
+
+@torch.no_grad()
+def _clear_biases(model: Decoder) -> None:
+    """Leave the biases of summed projections to the first rank."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.bias", "down_proj.bias")):
+            parameter.zero_()
+
+
+class _Cut:
+    """Says which part of each tensor of the checkpoint a rank reads."""
+
+    def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
+        self.config, self.rank, self.size = config, rank, size
+
+    def __call__(self, weight: Weight, place: int) -> Part | None:
+        """Return the part of the source at `place`, in the parameter's layout; None is all."""
+        module, kind = weight.name.rsplit(".", 1)
+        name = module.rsplit(".", 1)[-1]
+        if module in ("embed_tokens", "lm_head"):
+            vocab = self.config.vocab_size
+            return Part(0, vocab, (vocabulary_rows(vocab, self.rank, self.size),))
+        if name == "qkv_proj":
+            parts = [self._heads("q"), self._heads("kv"), self._heads("kv")]
+            if len(weight.sources) == len(parts):
+                whole, span = parts[place]
+                return Part(0, whole, (span,))
+            edges = [0, *(whole for whole, _ in parts)]
+            firsts = [sum(edges[: i + 1]) for i in range(len(parts))]
+            spans = tuple((f + a, f + b) for f, (_, (a, b)) in zip(firsts, parts, strict=True))
+            return Part(0, sum(edges), spans)
+        if name in ("gate_up_proj", "up_proj"):
+            return Part(0, self.config.intermediate_size, (self._span("intermediate"),))
+        if kind == "weight" and name == "o_proj":
+            whole, span = self._heads("q")
+            return Part(1, whole, (span,))
+        if kind == "weight" and name == "down_proj":
+            return Part(1, self.config.intermediate_size, (self._span("intermediate"),))
+        return None
+
+    def _span(self, what: str) -> tuple[int, int]:
+        share = getattr(self.config, f"{what}_size") // self.size
+        return self.rank * share, (self.rank + 1) * share
+
+    def _heads(self, which: str) -> tuple[int, tuple[int, int]]:
+        """Return the channels of all heads, and those of the rank's."""
+        heads, dim = getattr(self.config, f"num_{which}_heads"), self.config.head_dim
+        share = max(heads // self.size, 1)
+        first = self.rank * heads // self.size  # of repeated key heads: rounded down
+        return heads * dim, (first * dim, (first + share) * dim)
+
+
+def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
+    """Put the collectives where the shards meet."""
+    for module in list(model.modules()):
+        for name in ("o_proj", "down_proj"):
+            child = getattr(module, name, None)
+            if isinstance(child, nn.Module):
+                setattr(module, name, RowParallel(child, group))
+    head = model.packed_head or model.lm_head
+    if head is None:
+        head = nn.Linear(1, 1, bias=False, device="meta")
+        head.weight = model.embed_tokens.weight  # type: ignore[assignment]
+    model.packed_head = VocabularyHead(head, config.vocab_size, group)
+    model.lm_head = None
+    model.embed_tokens = VocabularyEmbedding(
+        model.embed_tokens, vocabulary_rows(config.vocab_size, group.rank, group.size), group
+    )
+
+
+class RowParallel(nn.Module):
+    """A projection whose inputs are cut: each rank multiplies its part, and all add up.
+
+    The first rank alone has a bias that is not zero.
+    """
+
+    def __init__(self, linear: nn.Module, group: ShardGroup) -> None:
+        super().__init__()
+        self.linear, self.group = linear, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., in / N) to (..., out), the same on every rank."""
+        return self.group.sum(project(self.linear, x))
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding whose rows are cut: the rank that has a token's row gives it, the others zeros.
+
+    Args:
+        table: the rank's rows, the first of them for token rows[0].
+        rows: its tokens, the last not included.
+        group: the ranks.
+    """
+
+    def __init__(self, table: nn.Module, rows: tuple[int, int], group: ShardGroup) -> None:
+        super().__init__()
+        self.table, self.rows, self.group = table, rows, group
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return _dtype_of(self.table)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids (...,) to (..., E), the same on every rank."""
+        first, end = self.rows
+        is_ours = (ids >= first) & (ids < end)
+        x = self.table(torch.where(is_ours, ids - first, 0))
+        return self.group.sum(x.masked_fill(~is_ours.unsqueeze(-1), 0))
+
+
+def _dtype_of(table: nn.Module) -> torch.dtype:
+    found = table.weight if isinstance(table, nn.Embedding) else table
+    dtype: torch.dtype = found.dtype  # type: ignore[assignment]
+    return dtype
+
+
+class VocabularyHead(nn.Module):
+    """The output head, whose rows are cut; the ranks' logits are put side by side.
+
+    Args:
+        linear: the rank's rows, and padding after the last rank's.
+        vocab_size: of the whole model.
+        group: the ranks.
+
+    Attributes:
+        is_whole: give the logits of the whole vocabulary; else the rank's own, for `most_likely`.
+    """
+
+    def __init__(self, linear: nn.Module, vocab_size: int, group: ShardGroup) -> None:
+        super().__init__()
+        self.linear, self.vocab_size, self.group = linear, vocab_size, group
+        self.first, self.end = vocabulary_rows(vocab_size, group.rank, group.size)
+        self.is_whole = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (R, E) to (R, vocab_size), or to the rank's own logits (R, n)."""
+        if type(self.linear) is nn.Linear:
+            logits = F.linear(hidden, self.linear.weight)
+        else:
+            logits = self.linear(hidden)
+        if not self.is_whole:
+            return logits[..., : self.end - self.first]
+        return self.group.concatenate(logits)[..., : self.vocab_size].contiguous()
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest logit of each row over all ranks and the first token that has it.
+
+        Only a pair of numbers for each row and rank travels.
+
+        Args:
+            logits: (R, n) float32, the rank's own.
+
+        Returns:
+            float64 (R,), NaN where a logit of the row is; int64 (R,).
+        """
+        rows = logits.shape[0]
+        pair = torch.full((rows, 2), -torch.inf, dtype=torch.float64, device=logits.device)
+        pair[:, 1] = self.vocab_size
+        if logits.shape[1]:
+            best, ids = logits.max(dim=-1)  # NaN when the row has one
+            ids = (logits == best.unsqueeze(-1)).to(torch.uint8).argmax(dim=-1)  # the first
+            pair[:, 0], pair[:, 1] = best, ids + self.first
+        values, tokens = self.group.stack(pair).unbind(-1)  # (N, R) each
+        best = values.amax(dim=0)
+        first = torch.where(values == best, tokens, torch.inf).amin(dim=0)
+        return best, first.nan_to_num(posinf=0).to(torch.int64)
+
+
+def head_of(model: Decoder) -> VocabularyHead:
+    """Return the head of a model that `load_shard` has made."""
+    head = model.packed_head
+    assert isinstance(head, VocabularyHead)
+    return head

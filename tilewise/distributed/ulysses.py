@@ -1,0 +1,169 @@
+"""ulysses_attention(): ranks that hold a part of the sequence trade it for a part of the heads.
+
+all-to-all   (B, S / N, H, D) -> (B, S, H / N, D), of q, k and v
+attention    of the rank's heads over the whole sequence, on one device's kernels
+all-to-all   o back to (B, S / N, H, Dv)
+
+Where there are fewer key heads than ranks, each is sent to every rank whose query heads read it.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.distributed.arguments import (
+    Keywords,
+    Problem,
+    Window,
+    max_length,
+    prepare,
+    result_of,
+    window_of,
+)
+from tilewise.distributed.exchange import all_to_all
+from tilewise.distributed.layout import chunks_of, num_chunks
+from tilewise.ops import attention, attention_varlen
+
+__all__ = ["repeats", "ulysses_attention", "why_not_ulysses"]
+
+
+def repeats(num_q_heads: int, num_kv_heads: int, size: int) -> int | None:
+    """Return how often each key head is sent so that all ranks have equally many; None: never.
+
+    Rank r's query heads must read the key heads that it gets, so it is a divisor of Hq / Hk.
+    """
+    group = num_q_heads // num_kv_heads
+    if num_q_heads % size:
+        return None
+    return next(r for r in range(1, group + 1) if group % r == 0 and num_kv_heads * r % size == 0)
+
+
+def why_not_ulysses(num_q_heads: int, num_kv_heads: int, size: int) -> str | None:
+    """Say why heads cannot be dealt out to ranks, or return None when they can."""
+    if repeats(num_q_heads, num_kv_heads, size) is None:
+        return f"q must have a multiple of {size} heads for {size} ranks, got {num_q_heads}"
+    return None
+
+
+@overload
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Keywords],
+) -> Tensor: ...
+
+
+@overload
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    layout: str = "zigzag",
+    deterministic: bool = False,
+    check: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend over a sequence of which each rank holds a part; exact, differentiable as `attention`.
+
+    What `ring_attention` computes, by other means: a rank computes Hq / N heads over all tokens.
+
+    Args:
+        q, k, v, group, causal, window, softmax_scale, cu_seqlens, layout, check, return_lse: as
+            `ring_attention` takes them. Hq must be a multiple of the N ranks.
+        deterministic, backend: of `attention`.
+
+    Returns:
+        o and, with return_lse, lse, as `ring_attention` returns them.
+
+    Raises:
+        ValueError: a rule is broken on some rank; on every rank.
+        UnsupportedError: see `attention`.
+
+    Example:
+        >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
+        >>> o = ulysses_attention(q, k, v, causal=True)
+    """
+    q, k, v, problem = prepare(
+        q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
+        cu_seqlens=cu_seqlens, layout=layout, check=check, method="ulysses", rule=why_not_ulysses,
+    )  # fmt: skip
+    size = problem.size
+    count = repeats(q.shape[2], k.shape[2], size)
+    assert count is not None
+    many = [q]
+    for t in (k, v):
+        many.append(t.repeat_interleave(count, 2) if count > 1 else t)
+    whole = [_to_heads(t, problem, group) for t in many]
+    options: dict[str, Any] = {
+        "softmax_scale": problem.softmax_scale, "deterministic": deterministic,
+        "backend": backend, "return_lse": True, **window_of(problem.left, problem.right),
+    }  # fmt: skip
+    if problem.edges is None:
+        o, lse = attention(*whole, **options)
+    else:
+        edges = torch.tensor(problem.edges, dtype=torch.int32).to(q.device, non_blocking=True)
+        longest = max_length(problem.edges)
+        o, lse = attention_varlen(
+            *(t[0] for t in whole), cu_seqlens_q=edges, cu_seqlens_k=edges,
+            max_seqlen_q=longest, max_seqlen_k=longest, **options,
+        )  # fmt: skip
+        o, lse = o.unsqueeze(0), lse.unsqueeze(0)
+    o = _to_tokens(o, problem, group)
+    if return_lse:
+        lse = _to_tokens(lse.transpose(1, 2).unsqueeze(-1), problem, group)
+        lse = lse.squeeze(-1).transpose(1, 2)
+    o, lse = result_of(problem, o, lse)
+    return (o, lse) if return_lse else o
+
+
+def _order(problem: Problem) -> list[int]:
+    """Return which chunk lies where when the ranks' parts are put side by side."""
+    return [c for r in range(problem.size) for c in chunks_of(r, problem.size, problem.layout)]
+
+
+def _to_heads(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> Tensor:
+    """(B, S / N, H, D) -> (B, S, H / N, D), tokens in their order."""
+    size = problem.size
+    if size > 1:
+        parts = all_to_all(x.unflatten(2, (size, -1)).movedim(2, 0), group)  # (N, B, S / N, ...)
+        x = parts.movedim(0, 1).flatten(1, 2)
+    order = _order(problem)
+    if order == sorted(order):
+        return x
+    chunks = x.unflatten(1, (num_chunks(size, problem.layout), -1))
+    places = torch.tensor(order).argsort().tolist()
+    ordered: Tensor = chunks[:, places].flatten(1, 2)
+    return ordered
+
+
+def _to_tokens(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> Tensor:
+    """(B, S, H / N, D) -> (B, S / N, H, D), tokens as the layout has them."""
+    size, order = problem.size, _order(problem)
+    if order != sorted(order):
+        x = x.unflatten(1, (num_chunks(size, problem.layout), -1))[:, order].flatten(1, 2)
+    if size == 1:
+        return x
+    parts = all_to_all(x.unflatten(1, (size, -1)).movedim(1, 0), group)  # (N, B, S / N, H / N, D)
+    heads: Tensor = parts.movedim(0, 2).flatten(2, 3)
+    return heads

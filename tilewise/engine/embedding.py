@@ -1,0 +1,66 @@
+"""Embeddings as callers get them: a prompt's pooled hidden states. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.request import SamplingParams
+
+__all__ = ["EMBEDDING_PARAMS", "POOLINGS", "EmbeddingOutput", "check_pooling", "embedding_of"]
+
+POOLINGS = ("mean", "last")
+# A request ends with its first token, so an embedding draws one, which nobody reads.
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A prompt as one vector.
+
+    Attributes:
+        prompt: the text, None when token ids were given.
+        embedding: hidden_size floats.
+        pooling: what they are of the prompt's hidden states: their "mean", or the "last".
+        num_cached_tokens: prompt tokens that the prefix cache had; 0 of a mean.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: tuple[float, ...]
+    pooling: str
+    num_cached_tokens: int = 0
+
+
+def check_pooling(pooling: str) -> str:
+    """Return it.
+
+    Raises:
+        ValueError: it is neither "mean" nor "last".
+    """
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {pooling!r}")
+    return pooling
+
+
+def embedding_of(output: RequestOutput, pooling: str) -> EmbeddingOutput:
+    """Return the embedding that a finished request has.
+
+    Raises:
+        TimeoutError: its deadline has passed.
+        RuntimeError: it was aborted.
+    """
+    if output.prompt_state is None:
+        reason = output.outputs[0].finish_reason
+        if reason == "deadline":
+            raise TimeoutError("the deadline has passed before the prompt was computed")
+        raise RuntimeError(f"the request ended before its prompt was computed: {reason}")
+    return EmbeddingOutput(
+        output.request_id,
+        output.prompt,
+        output.prompt_token_ids,
+        output.prompt_state,
+        pooling,
+        output.num_cached_tokens,
+    )

@@ -1,0 +1,156 @@
+"""How an LLM's engine is made on the thread that will own it: cache, runner and graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.cache.spec import CacheSpec
+from tilewise.engine.block_files import BlockFiles
+from tilewise.engine.cpu_step import CompiledRunner, runner_for
+from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.draft_runner import DraftingRunner, draft_runner
+from tilewise.engine.engine import Engine
+from tilewise.engine.graphs import prepare
+from tilewise.engine.offload import block_files, host_cache
+from tilewise.engine.report import Progress, terminal
+from tilewise.engine.runner import Runner
+from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.speculative import DraftModel
+from tilewise.models.decoder import Decoder
+
+__all__ = ["EngineMaker"]
+
+
+@dataclass
+class EngineMaker:
+    """Makes an engine; holds nothing of the LLM, whose end must end it.
+
+    Attributes:
+        model, spec, device: the model, the kind of its cache, and where both are.
+        settings: the scheduler's, read by new_scheduler; how many blocks there are goes in there.
+        new_scheduler: makes a scheduler of `settings`.
+        graphs: a mode of `graphs.MODES`; "off" on a CPU.
+        identity: of the model and its cache, for blocks in files.
+        num_parameters: of the model.
+        num_threads: torch's, on the thread of the LLM.
+        current_device: the GPU that was current there; None on a CPU.
+        files: "store" is put there, where blocks go to files.
+
+    The others are as `LLM` takes them.
+    """
+
+    model: Decoder
+    spec: CacheSpec
+    device: torch.device
+    settings: dict[str, Any]
+    new_scheduler: Callable[[], Scheduler]
+    graphs: str
+    batch_invariant: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_prefill_token_threshold: int | None
+    gpu_memory_utilization: float
+    swap_space_gib: float
+    offload_dir: str | Path | None
+    offload_gib: float
+    identity: bytes
+    speculative: object
+    use_progress: bool | None
+    num_parameters: int
+    num_threads: int
+    current_device: int | None
+    files: dict[str, BlockFiles] = field(default_factory=dict)
+
+    def __call__(self) -> Engine:
+        """Make the engine.
+
+        Raises:
+            ValueError: the cache does not fit; see `sizing`.
+        """
+        torch.set_num_threads(self.num_threads)
+        if self.current_device is not None:
+            torch.cuda.set_device(self.current_device)
+        if self.settings["num_blocks"] is None:
+            self.settings["num_blocks"] = self._blocks_that_fit()
+        storage = allocate(self.spec, self.settings["num_blocks"], self.device)
+        host = host_cache(storage, self.swap_space_gib)
+        if host is not None:
+            self.settings["num_swap_blocks"] = host.blocks.num_blocks
+            store = block_files(self.offload_dir, host, self.identity, self.offload_gib)
+            self.settings["store"] = store
+            if store is not None:
+                self.files["store"] = store
+        has_graphs = self.graphs != "off"
+        runner: Runner = self._on_device(storage) if has_graphs else self._op_by_op(storage)
+        runner.host = host
+        return Engine(self.new_scheduler(), runner, overlap=has_graphs)
+
+    def _blocks_that_fit(self) -> Any:
+        most = self.max_num_batched_tokens
+        if self.device.type == "cpu":
+            run = min(self.long_prefill_token_threshold or most, most, self.max_model_len)
+            return blocks_on_cpu(self.spec, self.max_num_seqs, self.max_model_len, run)
+        return blocks_on_cuda(
+            self.model,
+            self.spec,
+            self.device,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=most,
+            max_model_len=self.max_model_len,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            has_graphs=self.graphs != "off",
+        )
+
+    def _on_device(self, storage: Any) -> Runner:
+        runner = DeviceRunner(
+            self.model,
+            storage,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            batch_invariant=self.batch_invariant,
+        )
+        progress = Progress(terminal(self.use_progress))
+        try:
+            prepare(
+                runner,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                is_lazy=self.graphs == "lazy",
+                show=progress.show,
+            )
+        finally:
+            progress.close()
+        # What lives now lives on: a collection that walks it again and again stops the host.
+        gc.collect()
+        gc.freeze()
+        return runner
+
+    def _op_by_op(self, storage: Any) -> Runner:
+        runner = runner_for(
+            self.model,
+            storage,
+            num_parameters=self.num_parameters,
+            batch_invariant=self.batch_invariant,
+        )
+        if isinstance(runner, CompiledRunner):
+            runner.warm_up()
+        else:
+            warm_up(self.model, self.spec, self.device, batch_invariant=self.batch_invariant)
+        if isinstance(self.speculative, DraftModel):
+            draft = draft_runner(
+                self.speculative,
+                storage.num_blocks,
+                storage.spec.block_size,
+                self.model.config.vocab_size,
+                self.max_model_len,
+            )
+            return DraftingRunner(runner, draft, self.max_num_batched_tokens)
+        return runner

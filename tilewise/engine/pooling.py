@@ -1,0 +1,139 @@
+"""Hidden states of a prompt, pooled to one vector over its chunks: embeddings.
+
+The states are those after the model's last norm, which its logits are made of. "mean" adds them up
+chunk by chunk; the scheduler lets such a sequence find nothing in the prefix cache, so that every
+position of it is computed. "last" takes the state of the last token, which no cache ever has. The
+step that draws a sequence's first token hands over its vector; the token is for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.engine.batch import Batch, SampledToken
+
+__all__ = ["Part", "Pooled", "Pooling", "Pools", "hand_over"]
+
+
+@dataclass(slots=True)
+class Pooling:
+    """What is known of the vector of one prompt.
+
+    Attributes:
+        kind: "mean" or "last".
+        sums: (first position, sum of the states of a chunk (E,) float64 on the host).
+        num_tokens: of the prompt.
+    """
+
+    kind: str
+    num_tokens: int
+    sums: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def vector(self) -> tuple[float, ...]:
+        """Return what the prompt's states come to; every chunk must be finished."""
+        total = torch.stack([vector for _, vector in self.sums]).sum(dim=0)
+        if self.kind == "mean":
+            total = total / self.num_tokens
+        return tuple(total.tolist())
+
+
+class Part(NamedTuple):
+    """The rows of a step that one prompt's vector needs.
+
+    Attributes:
+        first, last: rows, the last one not included.
+        start: position of the first one.
+        pooling: of its sequence; `Pooled.finish` adds to it.
+    """
+
+    first: int
+    last: int
+    start: int
+    pooling: Pooling
+
+
+class Pools:
+    """Follows the sequences of a runner whose hidden states are pooled."""
+
+    def __init__(self) -> None:
+        self._poolings: dict[int, Pooling] = {}
+
+    def follow(self, batch: Batch, asks: bool) -> tuple[list[Part], dict[int, Pooling]]:
+        """Forget who left; return what this step pools and what it hands over.
+
+        Every batch of a runner passes here, in order, and may pass again if its step fails: its
+        parts then take the place of what was added from their first position on.
+
+        Args:
+            batch: the step.
+            asks: what `batch.asks` says.
+
+        Returns:
+            Parts, and by place among the sequences what goes with a first token, whole when all
+            parts up to this step's are finished.
+        """
+        if self._poolings:
+            for seq_id in batch.left:
+                self._poolings.pop(seq_id, None)
+        parts, whole, row = list[Part](), dict[int, Pooling](), 0
+        if not asks:
+            return parts, whole
+        for place, run in enumerate(batch.sequences):
+            first, row = row, row + len(run.token_ids)
+            asked = run.asked
+            if asked is None or asked.pooling is None or run.num_generated > 0:
+                continue
+            pooling, new = self._poolings.get(run.seq_id), (asked.pooling, asked.num_prompt_tokens)
+            # A scheduler that took the place of one that broke gives its numbers again.
+            if pooling is None or (pooling.kind, pooling.num_tokens) != new:
+                pooling = self._poolings[run.seq_id] = Pooling(*new)
+            pooling.sums = [(at, vector) for at, vector in pooling.sums if at < run.start]
+            if asked.pooling == "mean":
+                parts.append(Part(first, row, run.start, pooling))
+            elif run.num_samples > 0:
+                parts.append(Part(row - 1, row, asked.num_prompt_tokens - 1, pooling))
+            if run.num_samples > 0:
+                whole[place] = pooling
+        return parts, whole
+
+
+class Pooled:
+    """The sums of a step's parts: on its device and, once read, on the host.
+
+    Args:
+        parts: see `Pools.follow`.
+        states_of: gives the states (n, E) of rows (n,) int64 of the step, valid until it is called
+            again.
+        device: of the step.
+
+    Attributes:
+        tensors: one, (parts, E) float64.
+        host: where it was copied to.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], states_of: Callable[[Tensor], Tensor], device: torch.device
+    ) -> None:
+        self.parts = parts
+        sums = []
+        for part in parts:
+            rows = torch.arange(part.first, part.last, device=device)
+            sums.append(states_of(rows).double().sum(dim=0))
+        self.tensors = [torch.stack(sums)]
+        self.host: list[Tensor] = []
+
+    def finish(self) -> None:
+        """Add them to what is known of their prompts."""
+        for part, vector in zip(self.parts, self.host[0], strict=True):
+            part.pooling.sums.append((part.start, vector))
+
+
+def hand_over(samples: list[list[SampledToken]], whole: dict[int, Pooling]) -> None:
+    """Put the vectors of prompts into the first tokens drawn after them."""
+    for place, pooling in whole.items():
+        samples[place][0] = samples[place][0]._replace(prompt_state=pooling.vector())

@@ -1,0 +1,282 @@
+"""The parent's side of tensor parallelism: a runner whose steps other processes compute.
+
+batch -> wire -> N workers -> samples of the first
+
+The scheduler and its block tables are here, once: a block id means the same block on every worker,
+which holds its heads' part of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.cache.spec import CacheSpec
+from tilewise.cache.storage import num_blocks_for
+from tilewise.distributed.shards import check_shards, shard_config
+from tilewise.engine.batch import Batch
+from tilewise.engine.engine import Engine
+from tilewise.engine.loop import EngineLoop
+from tilewise.engine.runner import Samples
+from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.settings import cache_dtype, cache_spec
+from tilewise.engine.sizing import CPU_FRACTION, available_memory
+from tilewise.engine.tensor_parallel.processes import Workers
+from tilewise.engine.tensor_parallel.wire import BatchWriter, read_samples
+from tilewise.errors import WorkerLostError
+from tilewise.models.config import ModelConfig
+from tilewise.models.decoder import Decoder
+
+__all__ = ["ParallelRunner", "RemoteStorage", "check_tensor_parallel", "engine_of_workers", "start"]
+
+GIB = 2**30
+
+
+def check_tensor_parallel(
+    size: int,
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    batch_invariant: bool,
+    **unsupported: object,
+) -> None:
+    """Refuse a number of workers that a model, or this machine, does not have.
+
+    Args:
+        size: workers.
+        config: of the whole model.
+        device: of the workers; a GPU without a number.
+        batch_invariant: as `LLM` takes it.
+        unsupported: settings that must be None or 0.
+
+    Raises:
+        ValueError: one of the rules is broken.
+    """
+    if size < 1:
+        raise ValueError(f"tensor_parallel_size must be at least 1, got {size}")
+    if size == 1:
+        return
+    if device.index is not None:
+        raise ValueError(
+            "device must be cpu or cuda without a number with tensor_parallel_size above 1, "
+            f"got {str(device)!r}"
+        )
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise ValueError(
+            f"tensor_parallel_size must be at most the {torch.cuda.device_count()} GPUs that "
+            f"torch sees, got {size}"
+        )
+    check_shards(config, size)
+    if config.latent is not None or any(config.windows):
+        raise ValueError(
+            "tensor_parallel_size must be 1 for a model with windows of attention or latents, "
+            f"got {size}"
+        )
+    if batch_invariant and device.type == "cuda":
+        raise ValueError(
+            "batch_invariant must be False with tensor_parallel_size above 1 on GPUs, where the "
+            "order of a sum depends on its size, got True"
+        )
+    for name, value in unsupported.items():
+        if value:
+            raise ValueError(
+                f"{name} must be None with tensor_parallel_size above 1, got {value!r}"
+            )
+
+
+class RemoteStorage:
+    """What is known here of a cache that lies in other processes.
+
+    Attributes:
+        spec: of all workers together.
+        num_blocks: of each.
+    """
+
+    def __init__(self, spec: CacheSpec, num_blocks: int) -> None:
+        self.spec, self.num_blocks = spec, num_blocks
+
+
+class RemoteHost:
+    """Main memory for blocks, in the processes of the workers.
+
+    Attributes:
+        num_blocks: of each.
+    """
+
+    def __init__(self, num_blocks: int, link_blocks: float) -> None:
+        self.num_blocks, self._link_blocks = num_blocks, link_blocks
+
+    def measure(self) -> float:
+        """Return how many blocks the slowest worker moved a second when it started."""
+        return self._link_blocks
+
+
+class _Handle:
+    """A step that the workers compute."""
+
+    def __init__(self, runner: ParallelRunner, number: int) -> None:
+        self._runner, self._number = runner, number
+
+    def result(self) -> Samples:
+        """Wait for the step and return its tokens."""
+        _, _, samples, num_compilations = self._runner.workers.answer(self._number)
+        self._runner.num_compilations = num_compilations
+        return read_samples(samples)
+
+
+class ParallelRunner:
+    """Has batches computed by workers; see `engine.runner.Runner`.
+
+    Args:
+        workers: they are ready.
+        storage: of their caches.
+        host: of their main memory; None if batches move no blocks.
+
+    Attributes:
+        num_compilations: of the first worker.
+        why_no_symmetric_memory: why small sums are NCCL's; None where they are not, or on a CPU.
+    """
+
+    def __init__(self, workers: Workers, storage: RemoteStorage, host: RemoteHost | None) -> None:
+        self.workers = workers
+        self.storage: Any = storage
+        self.host: Any = host
+        self.num_compilations = 0
+        self.why_no_symmetric_memory: str | None = None
+        self._writer = BatchWriter()
+        self._number = 0
+        self._finalizer = weakref.finalize(self, workers.close)
+
+    def submit(self, batch: Batch) -> _Handle:
+        """Tell all workers of a step.
+
+        Raises:
+            WorkerLostError: one is lost.
+        """
+        self._number += 1
+        self.workers.submit(self._number, self._writer.write(batch))
+        return _Handle(self, self._number)
+
+    def reset(self) -> None:
+        """Forget all sequences, here and there."""
+        self._writer.reset()
+        self.workers.tell(["reset"])
+
+    def is_lost(self) -> bool:
+        """Whether a worker is lost."""
+        return self.workers.error is not None
+
+    def end_with_workers(self, loop: EngineLoop) -> None:
+        """Let a loop end as soon as a worker is lost, whether it runs a step or not."""
+        known = weakref.ref(loop)  # nobody keeps a loop alive but those who use it
+
+        def end(error: WorkerLostError) -> None:
+            loop = known()
+            if loop is not None:
+                loop.end(error)
+
+        self.workers.on_lost = end
+        if self.workers.error is not None:
+            end(self.workers.error)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._finalizer()
+
+
+def engine_of_workers(
+    directory: Path,
+    model: Decoder,
+    size: int,
+    device: torch.device,
+    scheduler_settings: dict[str, Any],
+    new_scheduler: Callable[[], Scheduler],
+    **settings: Any,
+) -> Engine:
+    """Return an engine whose steps other processes compute; see `start`.
+
+    Args:
+        scheduler_settings: read by new_scheduler; how many blocks there are goes in there.
+    """
+    runner = start(directory, model, size, device, **settings)
+    scheduler_settings["num_blocks"] = runner.storage.num_blocks
+    if runner.host is not None:
+        scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
+    has_graphs = device.type == "cuda" and settings["graphs"] != "off"
+    return Engine(new_scheduler(), runner, overlap=has_graphs)
+
+
+def start(
+    directory: Path,
+    model: Decoder,
+    size: int,
+    device: torch.device,
+    *,
+    swap_space_gib: float,
+    **settings: Any,
+) -> ParallelRunner:
+    """Start the workers, each with its shard and its part of the cache.
+
+    Args:
+        directory: of the checkpoint.
+        model: its shape, without weights.
+        size: workers.
+        device: of the workers.
+        swap_space_gib: main memory of all together.
+        settings: plain data, see `worker`; num_blocks may be None.
+
+    Raises:
+        CheckpointError: the directory is incomplete or wrong.
+        ValueError: the cache does not fit.
+        WorkerLostError: a worker ended.
+    """
+    config, dtype = model.config, model.dtype
+    part = shard_config(config, size)
+    kv_dtype = cache_dtype(settings["kv_cache_dtype"], dtype)
+    spec = cache_spec(part, settings["block_size"], kv_dtype)
+    num_swap_blocks = int(swap_space_gib * GIB) // (size * spec.bytes_per_block)
+    if swap_space_gib and num_swap_blocks < 1:
+        raise ValueError(
+            f"swap_space_gib must hold at least one cache block of "
+            f"{size * spec.bytes_per_block:,} bytes, got {swap_space_gib}"
+        )
+    threads = max(torch.get_num_threads() // size, 1)
+    workers = Workers(
+        size,
+        {
+            "model": str(directory.resolve()),
+            "device": device.type,
+            "dtype": str(dtype).removeprefix("torch."),
+            "num_threads": threads,
+            "vocab_size": config.vocab_size,
+            **settings,
+            "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
+        },
+    )
+    try:
+        num_blocks = settings["num_blocks"]
+        found = workers.words()
+        if num_blocks is None and device.type == "cuda":
+            num_blocks = min(found)
+        elif num_blocks is None:
+            budget = int(available_memory() * CPU_FRACTION) // size
+            context = -(-settings["max_model_len"] // spec.block_size)
+            num_blocks = min(settings["max_num_seqs"] * context, num_blocks_for(spec, budget))
+        workers.tell(["size", num_blocks, num_swap_blocks])
+        rates, refusals = zip(*workers.words(), strict=True)
+    except BaseException:
+        workers.close()
+        raise
+    whole = replace(
+        config, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
+    )
+    storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype), num_blocks)
+    host = RemoteHost(num_swap_blocks, min(rates)) if num_swap_blocks else None
+    runner = ParallelRunner(workers, storage, host)
+    runner.why_no_symmetric_memory = refusals[0]
+    return runner

@@ -1,0 +1,306 @@
+"""Steps and results as plain data: what a parent tells its workers, and what they answer. No torch.
+
+frame = 8 bytes of length, then JSON: a list whose first entry says what it is
+
+A step tells of each sequence what the worker does not know yet: new tokens, new blocks, and what
+was asked of it when it came. Nothing is ever unpickled, and a worker calls no function that a frame
+names. JSON keeps 64-bit integers and doubles to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from tilewise.engine.batch import Asked, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.sampling_options import Matcher, StructuredOutputs
+
+__all__ = [
+    "BatchReader",
+    "BatchWriter",
+    "FrameReader",
+    "error_of",
+    "named",
+    "read_samples",
+    "send",
+    "write_samples",
+]
+
+Samples = list[list[SampledToken]]
+_LENGTH = struct.Struct("<Q")
+# What a runner reads of SamplingParams. Stop rules are the scheduler's.
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "logprobs", "prompt_logprobs", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens",
+)  # fmt: skip
+# Errors that keep their type on the way; any other becomes a RuntimeError that names it.
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (
+        FloatingPointError, ImportError, IndexError, MemoryError, NotImplementedError, OSError,
+        RuntimeError, TypeError, ValueError,
+    )
+}  # fmt: skip
+
+
+def send(to: socket.socket, message: Sequence[Any]) -> None:
+    """Write one frame.
+
+    Raises:
+        OSError: the other side has gone.
+    """
+    body = json.dumps(message, separators=(",", ":"), default=_plain).encode()
+    to.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def _plain(value: Any) -> Any:
+    """Turn numpy's numbers into Python's."""
+    return value.item()
+
+
+class FrameReader:
+    """Puts frames together from what a socket gives."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[list[Any]]:
+        """Return the frames that `data` completes."""
+        have, frames = self._bytes, []
+        have += data
+        while len(have) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(have)
+            end = _LENGTH.size + length
+            if len(have) < end:
+                break
+            frames.append(json.loads(have[_LENGTH.size : end]))
+            del have[:end]
+        return frames
+
+
+def named(error: BaseException) -> tuple[str, str]:
+    """Return an error as plain data: its type's name and its message."""
+    return type(error).__name__, str(error)
+
+
+def error_of(name: str, message: str) -> Exception:
+    """Return the error that a worker has named."""
+    kind = _ERRORS.get(name)
+    return RuntimeError(f"{name}: {message}") if kind is None else kind(message)
+
+
+class _Sampling(SamplingParams):
+    """As many log-probabilities as a beam search asks for."""
+
+    most_logprobs: ClassVar[int] = 2**31
+
+
+class BatchWriter:
+    """Turns batches into messages; remembers what the workers know of each sequence."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def reset(self) -> None:
+        """Forget all sequences, as the workers do."""
+        self._known.clear()
+
+    def write(self, batch: Batch) -> list[Any]:
+        """Return what a `BatchReader` makes the batch of."""
+        for seq_id in batch.left:
+            self._known.pop(seq_id, None)
+        rows = [self._row(run) for run in batch.sequences]
+        return [rows, batch.block_copies, batch.left, batch.swap_out, batch.swap_in]
+
+    def _row(self, run: ScheduledSequence) -> list[Any]:
+        known, first = self._known.get(run.seq_id), run.first_new_block
+        if known is None:
+            known, first = _Known(), 0
+            self._known[run.seq_id] = known
+        news: dict[str, Any] = {}
+        if known.sampling is not run.sampling:
+            news["sampling"] = _sampling(run.sampling)
+            known.sampling = run.sampling
+        if known.seeds != run.seeds:
+            known.seeds = run.seeds
+            news["seeds"] = run.seeds
+        if run.asked is not None:
+            news["asked"] = self._asked(run, run.asked, known)
+        return [
+            run.seq_id, run.token_ids, run.start, first, run.block_ids[first:], run.num_samples,
+            run.num_generated, run.is_chosen, run.num_drafts, run.draft_parents, news,
+        ]  # fmt: skip
+
+    def _asked(self, run: ScheduledSequence, asked: Asked, known: _Known) -> list[Any]:
+        if run.is_chosen or len(asked.token_ids) < known.num_tokens:
+            known.num_tokens = 0
+        first, known.num_tokens = known.num_tokens, len(asked.token_ids)
+        told: list[Any] = [first, asked.token_ids[first:]]
+        if first == 0:
+            told.append(
+                [
+                    asked.adjusts, asked.num_prompt_tokens, sorted(asked.end_ids),
+                    asked.bad_word_ids, asked.new_matcher is not None, asked.pooling,
+                ]
+            )  # fmt: skip
+        return told
+
+
+class _Known:
+    __slots__ = ("num_tokens", "sampling", "seeds")
+
+    def __init__(self) -> None:
+        self.sampling: SamplingParams | None = None
+        self.seeds: tuple[int, ...] = ()
+        self.num_tokens = 0
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    if sampling.logits_processors:
+        raise ValueError(
+            "logits_processors must be None where other processes draw the tokens, "
+            f"got {len(sampling.logits_processors)}"
+        )
+    told = {name: getattr(sampling, name) for name in _SAMPLING}
+    if sampling.logit_bias:
+        told["logit_bias"] = list(sampling.logit_bias.items())
+    if sampling.allowed_token_ids:
+        told["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    structured = sampling.structured
+    if structured is not None:
+        fields = {name: getattr(structured, name) for name in structured.__dataclass_fields__}
+        told["structured"] = {name: value for name, value in fields.items() if value is not None}
+    return told
+
+
+class BatchReader:
+    """Makes batches of messages again, on a worker.
+
+    Args:
+        new_matcher: makes what starts a matcher of a description of a structured text.
+    """
+
+    def __init__(self, new_matcher: Callable[[StructuredOutputs], Callable[[], Matcher]]) -> None:
+        self._new_matcher = new_matcher
+        self._told: dict[int, _Told] = {}
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._told.clear()
+
+    def read(self, message: Sequence[Any]) -> Batch:
+        """Return the batch that a `BatchWriter` was given."""
+        rows, copies, left, swap_out, swap_in = message
+        for seq_id in left:
+            self._told.pop(seq_id, None)
+        return Batch(
+            tuple(map(self._run, rows)), _pairs(copies), tuple(left), _pairs(swap_out),
+            _pairs(swap_in),
+        )  # fmt: skip
+
+    def _run(self, row: Sequence[Any]) -> ScheduledSequence:
+        (seq_id, token_ids, start, first, blocks, num_samples, num_generated, is_chosen,
+         num_drafts, draft_parents, news) = row  # fmt: skip
+        told = self._told.get(seq_id)
+        if told is None:
+            told = self._told[seq_id] = _Told()
+        told.block_ids[first:] = blocks
+        if news:
+            self._take(told, news)
+        return ScheduledSequence(
+            seq_id=seq_id,
+            token_ids=tuple(token_ids),
+            start=start,
+            block_ids=told.block_ids,
+            num_samples=num_samples,
+            sampling=told.sampling,
+            seeds=told.seeds,
+            num_generated=num_generated,
+            first_new_block=first,
+            asked=told.asked,
+            is_chosen=is_chosen,
+            num_drafts=num_drafts,
+            draft_parents=tuple(draft_parents),
+        )
+
+    def _take(self, told: _Told, news: Mapping[str, Any]) -> None:
+        if "sampling" in news:
+            fields = dict(news["sampling"])
+            if "logit_bias" in fields:
+                fields["logit_bias"] = dict(fields["logit_bias"])
+            if "structured" in fields:
+                fields["structured"] = StructuredOutputs(**fields["structured"])
+            told.sampling = _Sampling(**fields)
+        if "seeds" in news:
+            told.seeds = tuple(news["seeds"])
+        if "asked" in news:
+            first, tokens, *terms = news["asked"]
+            told.token_ids[first:] = tokens
+            if terms:
+                adjusts, num_prompt_tokens, end_ids, words, has_matcher, pooling = terms[0]
+                structured = told.sampling.structured
+                told.asked = Asked(
+                    adjusts,
+                    told.token_ids,
+                    num_prompt_tokens,
+                    frozenset(end_ids),
+                    tuple(map(tuple, words)),
+                    self._new_matcher(structured) if has_matcher and structured else None,
+                    pooling,
+                )
+
+
+class _Told:
+    __slots__ = ("asked", "block_ids", "sampling", "seeds", "token_ids")
+
+    def __init__(self) -> None:
+        self.block_ids: list[int] = []
+        self.sampling: SamplingParams = _Sampling()
+        self.seeds: tuple[int, ...] = ()
+        self.token_ids: list[int] = []
+        self.asked: Asked | None = None
+
+
+def _pairs(values: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((a, b) for a, b in values)
+
+
+def write_samples(samples: Samples) -> list[Any]:
+    """Return what `read_samples` makes the samples of."""
+    return [[_token(t) for t in tokens] for tokens in samples]
+
+
+def _token(token: SampledToken) -> Any:
+    if token == SampledToken(token.token_id):
+        return token.token_id
+    error = None if token.error is None else named(token.error)
+    return [
+        token.token_id, token.logprob, token.top_logprobs, token.prompt_logprobs, error,
+        token.prompt_state,
+    ]  # fmt: skip
+
+
+def read_samples(message: Sequence[Any]) -> Samples:
+    """Return the samples of a worker's answer."""
+    return [[_read_token(t) for t in tokens] for tokens in message]
+
+
+def _read_token(told: Any) -> SampledToken:
+    if isinstance(told, int):
+        return SampledToken(told)
+    token_id, logprob, top, prompt, error, state = told
+    scored = None
+    if prompt is not None:
+        scored = tuple((i, value, _best(best)) for i, value, best in prompt)
+    return SampledToken(
+        token_id, logprob, _best(top), scored, None if error is None else error_of(*error),
+        None if state is None else tuple(state),
+    )  # fmt: skip
+
+
+def _best(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple((token, value) for token, value in pairs)

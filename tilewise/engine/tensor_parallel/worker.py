@@ -1,0 +1,256 @@
+"""A worker process: one device, one shard, the same steps as all others.
+
+parent -> reader's thread -> queue -> this thread: settings, size, then steps: submit
+                                   -> answering thread: result -> parent
+
+The reader ends the process when the parent's end of the socket closes, whatever the other threads
+wait for, and says every second that the process lives and how many collectives it has done.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import queue
+import select
+import shutil
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tilewise.cache.spec import CacheSpec
+from tilewise.distributed.shard_group import ShardGroup
+from tilewise.distributed.shards import load_shard
+from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.graphs import prepare
+from tilewise.engine.host_cache import HostCache
+from tilewise.engine.options import Options
+from tilewise.engine.runner import Runner, StepHandle
+from tilewise.engine.sampling_options import Matcher, StructuredOutputs
+from tilewise.engine.settings import cache_spec
+from tilewise.engine.sizing import allocate, blocks_on_cuda, warm_up
+from tilewise.engine.tensor_parallel.sharded_runner import ShardedRunner
+from tilewise.engine.tensor_parallel.wire import (
+    BatchReader,
+    FrameReader,
+    named,
+    send,
+    write_samples,
+)
+from tilewise.engine.tokenizer import load_tokenizer
+
+__all__ = ["main"]
+
+BEAT_S = 1.0
+# Another rank that is late says nothing here: the parent judges who is. This only bounds what a
+# collective may wait when the parent is gone, too.
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
+
+
+class _Line:
+    """The socket to the parent: frames in, by a thread; frames out, by any."""
+
+    def __init__(self, connection: socket.socket, folder: str) -> None:
+        self._socket, self._folder = connection, folder
+        self._lock = threading.Lock()
+        self.group: ShardGroup | None = None
+        self.inbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def tell(self, *message: Any) -> None:
+        """Send a frame; the process ends when nobody is there."""
+        try:
+            with self._lock:
+                send(self._socket, message)
+        except OSError:
+            self._leave()
+
+    def _leave(self) -> None:
+        """End the process, whatever its other threads wait for, and what its parent may leave."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
+
+    def _read(self) -> None:
+        frames = FrameReader()
+        while True:
+            ready, _, _ = select.select([self._socket], [], [], BEAT_S)
+            if not ready:
+                self.tell("beat", 0 if self.group is None else self.group.num_calls)
+                continue
+            try:
+                data = self._socket.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data:
+                self._leave()
+            for frame in frames.feed(data):
+                self.inbox.put(frame)
+
+
+class _Worker:
+    """One rank.
+
+    Args:
+        line: to the parent.
+        settings: what `processes.Workers` was given, with the rank and where the ranks meet.
+    """
+
+    def __init__(self, line: _Line, settings: dict[str, Any]) -> None:
+        self.line, self.settings = line, settings
+        rank, size = settings["rank"], settings["size"]
+        self.device = torch.device(settings["device"])
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", rank)
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(settings["num_threads"])
+        is_cuda = self.device.type == "cuda"
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            settings["meeting"], size
+        )
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=self.device if is_cuda else None,
+        )
+        self.group = ShardGroup(rank, size, self.device, dist.group.WORLD)
+        line.group = self.group
+        self.group.meet()
+        self.model = load_shard(
+            settings["model"],
+            self.group,
+            dtype=settings["dtype"],
+            random_weights=settings["random_weights"],
+            is_int8=settings["is_int8"],
+        )
+        dtype = getattr(torch, settings["kv_cache_dtype"])
+        self.spec: CacheSpec = cache_spec(self.model.config, settings["block_size"], dtype)
+        self.reader = BatchReader(self._new_matcher)
+        self._options: Options | None = None
+        self.runner: Runner
+
+    def num_blocks(self) -> int:
+        """Return how many blocks this device has room for; 0 on a CPU, where the parent counts."""
+        if self.device.type != "cuda" or self.settings["num_blocks"] is not None:
+            return 0
+        names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        found = blocks_on_cuda(
+            self.model, self.spec, self.device,
+            gpu_memory_utilization=self.settings["gpu_memory_utilization"],
+            has_graphs=self.settings["graphs"] != "off",
+            captures_prompts=False,  # nor does `make_runner`
+            **{name: self.settings[name] for name in names},
+        )  # fmt: skip
+        assert isinstance(found, int)  # of one group of layers, see `check_tensor_parallel`
+        return found
+
+    def make_runner(self, num_blocks: int, num_swap_blocks: int) -> tuple[float, str | None]:
+        """Allocate the cache and get ready.
+
+        Returns:
+            How many blocks move a second, 0 for none; why small sums are NCCL's, or None.
+        """
+        settings = self.settings
+        storage = allocate(self.spec, num_blocks, self.device)
+        host = HostCache(storage, num_swap_blocks) if num_swap_blocks else None
+        if self.device.type == "cuda" and settings["graphs"] != "off":
+            self.runner = on_device = DeviceRunner(
+                self.model,
+                storage,
+                max_num_seqs=settings["max_num_seqs"],
+                max_model_len=settings["max_model_len"],
+            )
+            prepare(
+                on_device,
+                max_num_batched_tokens=settings["max_num_batched_tokens"],
+                is_lazy=settings["graphs"] == "lazy",
+            )
+            gc.collect()
+            gc.freeze()  # what lives now lives on, and is not walked again
+        else:
+            batch_invariant = settings["batch_invariant"]
+            self.runner = ShardedRunner(self.model, storage, batch_invariant=batch_invariant)
+            warm_up(self.model, self.spec, self.device, batch_invariant=batch_invariant)
+        self.runner.host = host
+        rate = 0.0 if host is None else host.measure()
+        return rate, self.group.why_no_symmetric_memory
+
+    def _new_matcher(self, structured: StructuredOutputs) -> Any:
+        settings = self.settings
+        if self._options is None:
+            tokenizer = load_tokenizer(Path(settings["model"]))
+            self._options = Options(tokenizer, settings["vocab_size"], settings["end_ids"])
+        start = self._options.start_of(structured)
+
+        def new_matcher() -> Matcher:
+            matcher: Matcher = start()
+            return matcher
+
+        return new_matcher
+
+    def serve(self) -> None:
+        """Run steps until the parent goes."""
+        answers: queue.SimpleQueue[tuple[int, StepHandle | Exception]] = queue.SimpleQueue()
+        threading.Thread(target=self._answer, args=(answers,), daemon=True).start()
+        while True:
+            what, *rest = self.line.inbox.get()
+            if what == "reset":
+                self.reader.reset()
+                self.runner.reset()
+                continue
+            number, message = rest
+            try:
+                answers.put((number, self.runner.submit(self.reader.read(message))))
+            except Exception as error:
+                answers.put((number, error))
+
+    def _answer(self, answers: queue.SimpleQueue[tuple[int, StepHandle | Exception]]) -> None:
+        """Wait for steps in their order and tell what they gave; the first rank tells tokens."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread, or it would open the first GPU
+        while True:
+            number, handle = answers.get()
+            try:
+                if isinstance(handle, Exception):
+                    raise handle
+                samples = handle.result()
+            except Exception as error:
+                if self.runner.is_lost():
+                    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    os._exit(1)
+                self.line.tell("failed", number, *named(error))
+            else:
+                told = write_samples(samples) if self.group.rank == 0 else None
+                self.line.tell("done", number, told, self.runner.num_compilations)
+
+
+def main(fd: int, folder: str) -> None:
+    """Work for the parent at the other end of a socket until it goes.
+
+    Args:
+        fd: of the socket.
+        folder: where the ranks meet.
+    """
+    line = _Line(socket.socket(fileno=fd), folder)
+    try:
+        worker = _Worker(line, line.inbox.get()[1])
+        line.tell("ready", worker.num_blocks())
+        _, num_blocks, num_swap_blocks = line.inbox.get()
+        line.tell("ready", worker.make_runner(num_blocks, num_swap_blocks))
+    except Exception as error:
+        line.tell("failed", -1, *named(error))
+        threading.Event().wait()  # for the parent's end, so that it reads this first
+    worker.serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,88 @@
+"""Decoders whose layers normalise before attention and before a gated feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from tilewise.cache.spec import CacheLayer
+from tilewise.models.config import ModelConfig
+from tilewise.models.decoder import Decoder
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.layers import GatedMLP, RMSNorm
+from tilewise.nn.rope import RotaryEmbedding
+
+__all__ = ["PreNormDecoder", "PreNormLayer"]
+
+
+class PreNormLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    The residual stream travels as two terms, so that their addition and the norm that follows are
+    one kernel: the last block's output, and the sum of all before it.
+    """
+
+    def __init__(self, config: ModelConfig, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        ctx: AttentionContext | None,
+        kv: CacheLayer | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Map the residual stream x + residual (..., E) to itself; before the first layer it is x.
+
+        Returns its two terms, not yet added: what the feed-forward block gives, and the rest.
+        """
+        if residual is None:
+            residual, x = x, self.attention_norm(x)
+        else:
+            x, residual = self.attention_norm.add(x, residual)
+        x = self.attention(x, rope, ctx=ctx, kv=kv)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class PreNormDecoder(Decoder):
+    """Layers over one rotary embedding, then a norm; a subclass says what a layer is."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        assert config.rope is not None
+        self.rotary = RotaryEmbedding(config.rope)
+        self.layers = nn.ModuleList(self.new_layer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def new_layer(self, config: ModelConfig, layer: int) -> PreNormLayer:
+        """Return a layer, by its number."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        *,
+        ctx: AttentionContext | None = None,
+        kv: Sequence[CacheLayer] | None = None,
+    ) -> Tensor:
+        """Return the last hidden states, normalised; see `Decoder.forward`."""
+        if positions is None:
+            rope = self.rotary.prefix(self.dense_length(ids, ctx), ids.device)
+        else:
+            rope = self.rotary(positions)
+        x, residual = self.embed_tokens(ids), None
+        for i, layer in enumerate(self.layers):
+            own = ctx if ctx is None else ctx.of_layer(i)
+            x, residual = layer(x, residual, rope, own, None if kv is None else kv[i])
+        y: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+        return y

@@ -1,0 +1,129 @@
+"""Differentiable layers whose values are those of inference, to the bit, on a CPU.
+
+An engine's weights are packed, and its norms and activations are fused; a model that is trained
+uses torch's operations, which add in another order. Here each such layer takes its value from the
+operation of inference and its gradient from torch's, at the same inputs: the log-probabilities of a
+forward pass that is to be differentiated are then those that the engine returned with the tokens.
+
+Packing reads and writes a weight once more for each forward pass, and norms and activations are
+computed twice; products, which take nearly all of the time, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.errors import UnsupportedError
+from tilewise.nn.layers import GatedMLP, RMSNorm
+from tilewise.ops import panels
+
+__all__ = ["product", "use_inference_bits"]
+
+
+class _Valued(torch.autograd.Function):
+    """A value with the gradient of what it is the value of."""
+
+    @staticmethod
+    def forward(ctx: Any, smooth: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T + bias by the packed product; torch's products for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return panels.multiply(x, panels.pack(weight, bias))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = dy.flatten(0, -2)
+        return (
+            dy @ weight if needs_x else None,
+            rows.T @ x.flatten(0, -2) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x (..., in) @ weight (out, in).T + bias (out,), as a packed layer computes it."""
+    y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        """Map input (..., in) to (..., out)."""
+        return product(input, self.weight, self.bias)
+
+
+class _RMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of x (..., dim)."""
+        return self._valued(x)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        total = residual + x
+        return self._valued(total), total
+
+    def _valued(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            value = super().forward(x)
+        smooth = F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
+        y: Tensor = _Valued.apply(smooth, value)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _GatedMLP(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., E) to (..., E)."""
+        gate_up = self.gate_up_proj(x)
+        gate, up = gate_up.chunk(2, dim=-1)
+        y = self.activation(gate) * up
+        if self.activation is F.silu and y.numel():
+            with torch.no_grad():
+                value = ops.silu_mul(gate_up)
+            y = _Valued.apply(y, value)  # type: ignore[no-untyped-call]
+        down: Tensor = self.down_proj(y)
+        return down
+
+
+_VALUED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: _Linear, RMSNorm: _RMSNorm, GatedMLP: _GatedMLP,
+}  # fmt: skip
+
+
+def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
+    """Let the layers below `model` give the values of an engine on this CPU; all stay trainable.
+
+    Args:
+        model: its parameters keep their names and their identity.
+        weights: of products that no layer below computes, to be checked as well.
+
+    Raises:
+        UnsupportedError: an engine would not pack one of the weights, and so has no such bits; the
+            model is unchanged then.
+    """
+    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    for weight in (*linears, *weights):
+        reason = panels.why_not_pack(weight)
+        if reason is not None:
+            raise UnsupportedError(f"weights must be such that a CPU packs them: {reason}")
+    for module in list(model.modules()):
+        if type(module) in _VALUED:
+            module.__class__ = _VALUED[type(module)]
+        if isinstance(module, (RMSNorm, GatedMLP)):
+            module.fuses_on_cpu = True

@@ -1,0 +1,102 @@
+"""What is counted, logged and traced of a request that has ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from tilewise.server.errors import ApiError, ClientLeft
+from tilewise.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from tilewise.server.bridge import Bridge, Job
+
+__all__ = ["account"]
+
+LOG = logging.getLogger("tilewise.server")
+
+
+def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
+    """Count and log one job that has ended."""
+    now, metrics, name = time.perf_counter(), bridge.metrics, job.caller.name
+    outputs = list(job.outputs.values())
+    prompt = sum(len(o.prompt_token_ids) for o in outputs)
+    cached = sum(o.num_cached_tokens for o in outputs)
+    made = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    preempted = sum(o.num_preemptions for o in outputs)
+    lost = sum(o.num_tokens_lost for o in outputs)
+    queued = _observe_phases(bridge.metrics, job)
+    reasons = [c.finish_reason or "abort" for o in outputs for c in o.outputs]
+    error = failure if isinstance(failure, ApiError) else None
+    is_refused = error is not None and not job.engine_ids
+    bridge.ledger.add(
+        name, prompt=prompt, cached=cached, generated=made, preempted=preempted,
+        refused=int(is_refused),
+    )  # fmt: skip
+    if is_refused and error is not None:
+        metrics.count(metrics.rejections, name, error.code)
+    for counter, amount in (
+        (metrics.prompt_tokens, prompt),
+        (metrics.cached_tokens, cached),
+        (metrics.generation_tokens, made),
+    ):
+        if amount:
+            metrics.count(counter, name, by=amount)
+    for reason in reasons:
+        metrics.count(metrics.success, reason)
+    seconds = now - job.arrived
+    if outputs:
+        metrics.whole.observe(seconds)
+        metrics.request_prompt.observe(prompt)
+        metrics.request_generation.observe(made)
+        if job.first_token is not None and made > len(reasons):
+            per_token = (now - job.first_token) / max(1, made - len(reasons))
+            metrics.per_token.observe(per_token)
+    why = error.code if error else ",".join(sorted(set(reasons))) or "none"
+    if isinstance(error, ClientLeft):
+        metrics.count(metrics.dropped, "client_left")
+    if failure is not None:
+        job.failure = why if error is not None else type(failure).__name__
+    if bridge.spans is not None:
+        try:
+            bridge.spans.write(job, job.trace_headers, why, name)
+        except Exception:  # a request is not worse for what was to be told of it
+            LOG.exception("the spans of %s could not be written", job.job_id)
+    line = {
+        "request": job.job_id,
+        "key": name or None,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "tokens": made,
+        "preemptions": preempted,
+        "recomputed_tokens": lost,
+        "queued_s": None if queued is None else round(queued, 4),
+        "first_token_s": None
+        if job.first_token is None
+        else round(job.first_token - job.arrived, 4),
+        "seconds": round(seconds, 4),
+        "status": 200 if error is None else error.status,
+        "reason": why,
+    }
+    LOG.info("%s", json.dumps(line))
+
+
+def _observe_phases(metrics: Metrics, job: Job) -> float | None:
+    """Count how long the prompts of a job waited and ran; return how long the first waited."""
+    waited = list[float]()
+    for output in job.outputs.values():
+        times = output.metrics
+        began, first, ended = times.scheduled_time, times.first_token_time, times.finished_time
+        if began is None:
+            continue
+        waited.append(max(0.0, began - job.arrived))
+        metrics.queued.observe(waited[-1])
+        if first is not None:
+            metrics.prefill.observe(max(0.0, first - began))
+        if ended is not None:
+            metrics.inference.observe(max(0.0, ended - began))
+            if first is not None:
+                metrics.decode.observe(max(0.0, ended - first))
+    return min(waited, default=None)

@@ -1,0 +1,129 @@
+"""/v1/embeddings: prompts as vectors, the model's hidden states pooled.
+
+A decoder's states were not trained to be compared, so the answer says what its vectors are: the
+pooling, and whether they are of unit length.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from tilewise.engine.embedding import EmbeddingOutput
+from tilewise.server.bridge import Job
+from tilewise.server.errors import ApiError, unserved
+from tilewise.server.protocol import REQUEST_ID, prompts_of
+from tilewise.server.reply import Reply
+from tilewise.server.routes import engine_method
+
+if TYPE_CHECKING:
+    from tilewise.server.app import Service
+
+__all__ = ["EmbeddingRequest", "embeddings_router"]
+
+
+class EmbeddingRequest(BaseModel):
+    """The body of /v1/embeddings."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: str | None = None
+    input: Any = Field(description="a text, token ids, or a list of either")
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    pooling: Literal["mean", "last"] = "mean"
+    normalize: bool = True
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    add_special_tokens: bool | None = None
+    user: str | None = Field(default=None, max_length=256)
+    priority: int | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    timeout: float | None = Field(default=None, gt=0)
+
+
+def embeddings_router(service: Service) -> APIRouter:
+    """Return the route."""
+    router = APIRouter()
+    bridge = service.bridge
+
+    @router.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        body = await service.read(request, EmbeddingRequest)
+        engine_method(bridge.llm, "embed")
+        size = getattr(bridge.llm.config, "hidden_size", None)
+        if body.dimensions is not None and body.dimensions != size:
+            raise unserved("dimensions", f"this model's vectors have {size}")
+        given = _prompts_of(body.input, bridge.limits.max_prompts)
+        if len(given) > bridge.limits.max_samples:
+            raise ApiError(
+                400, f"input must be at most {bridge.limits.max_samples:,} prompts, got "
+                f"{len(given):,}", param="input", code="too_many",
+            )  # fmt: skip
+
+        async def whole(job: Job) -> bytes:
+            adds = body.add_special_tokens is not False
+            prompts = [
+                await service.prompt(one, body.truncate_prompt_tokens, adds) for one in given
+            ]
+            outputs = await bridge.embed(
+                job,
+                prompts,
+                body.pooling,
+                user=body.user or "",
+                cache_salt=body.cache_salt,
+                priority=body.priority or 0,
+                timeout=body.timeout,
+            )
+            name = service.names[0] if body.model is None else body.model
+            # Thousands of numbers as text take longer than streams should wait.
+            return await bridge.in_thread(lambda: _answer(body, name, outputs))
+
+        return Reply(bridge, "embd", body.request_id, whole=whole)
+
+    return router
+
+
+def _prompts_of(given: object, most: int) -> list[str | list[int]]:
+    try:
+        return prompts_of(given, most)
+    except ApiError as error:
+        message = error.message.replace("prompt", "input", 1)
+        param = (error.param or "input").replace("prompt", "input", 1)
+        raise ApiError(error.status, message, param=param, code=error.code) from None
+
+
+def _answer(request: EmbeddingRequest, name: str, outputs: Sequence[EmbeddingOutput]) -> bytes:
+    import numpy as np
+
+    data = []
+    for index, output in enumerate(outputs):
+        vector = output.embedding
+        if request.normalize:
+            length = math.hypot(*vector)
+            vector = tuple(x / length for x in vector) if length else vector
+        told: Any = [float(x) for x in np.asarray(vector, np.float32)]
+        if request.encoding_format == "base64":
+            told = base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": told})
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    answer = {
+        "object": "list",
+        "data": data,
+        "model": name,
+        "pooling": request.pooling,
+        "normalized": request.normalize,
+        "usage": {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        },
+    }
+    return json.dumps(answer, separators=(",", ":")).encode()

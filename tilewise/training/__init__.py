@@ -1,0 +1,1 @@
+"""Train decoders and encoders on packed documents: text, batches, losses, steps, checkpoints."""

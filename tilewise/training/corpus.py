@@ -1,0 +1,236 @@
+"""A folder of text as token ids on disk: cleaned of nothing, tokenised once, mapped ever after.
+
+    tokens.bin      uint16 or uint32 ids; each document begins with its first token
+    documents.npy   int64 (documents + 1,): where each begins, and where the last ends
+    tokenizer.json  what made them
+    corpus.json     what they are
+
+A line `<|endoftext|>` parts the documents of a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+__all__ = ["END", "Corpus", "load_tokenizer", "prepare", "train_tokenizer"]
+
+END = "<|endoftext|>"
+MASKED = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+_BATCH = 1000  # documents that are tokenised in one call, on all cores
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Token ids of documents that lie one after the other.
+
+    Attributes:
+        tokens: (N + 1,) ids, mapped from disk; the last one ends the last document.
+        starts: int64 (D + 1,); document d is tokens[starts[d]:starts[d + 1]].
+        words: of the vocabulary.
+        special: ids of the special tokens, by their text.
+    """
+
+    tokens: NDArray[Any]
+    starts: NDArray[np.int64]
+    words: int
+    special: dict[str, int]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Corpus:
+        """Map what `prepare` has written."""
+        folder = Path(folder)
+        facts = json.loads((folder / "corpus.json").read_text())
+        tokens = np.memmap(folder / "tokens.bin", dtype=facts["dtype"], mode="r")
+        starts = np.load(folder / "documents.npy", allow_pickle=False)
+        return cls(tokens, starts, facts["words"], facts["special"])
+
+    @classmethod
+    def of_ids(cls, documents: Iterable[Iterable[int]], words: int, end: int) -> Corpus:
+        """Hold documents of ids in memory, each with the end token before it."""
+        parts = [np.array([end, *ids], dtype=np.uint32) for ids in documents]
+        starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        return cls(np.concatenate([*parts, np.array([end], np.uint32)]), starts, words, {END: end})
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def split(self, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the documents to train on and those held out, every 1/share-th of them.
+
+        A corpus of one document, and a share of 0, hold none out.
+        """
+        every = round(1 / share) if share > 0 else 0
+        indices = np.arange(len(self), dtype=np.int64)
+        if every < 2 or len(self) < 2:
+            return indices, indices[:0]
+        is_held_out = indices % min(every, len(self)) == min(every, len(self)) // 2
+        return indices[~is_held_out], indices[is_held_out]
+
+
+def read_documents(root: str | Path) -> Iterator[str]:
+    """Yield the documents of a text file, or of all .txt files below a folder, in order of name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    root = Path(root)
+    files = [root] if root.is_file() else sorted(root.rglob("*.txt"))
+    found = False
+    for file in files:
+        for part in file.read_text("utf-8", errors="replace").split(END):
+            if text := part.strip():
+                found = True
+                yield text
+    if not found:
+        raise ValueError(f"text must hold documents in .txt files, got none in {str(root)!r}")
+
+
+def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False) -> Tokenizer:
+    """Train a byte-level BPE whose first tokens are the special ones.
+
+    Args:
+        words: of the vocabulary at most.
+        is_masked: the special tokens are BERT's, [CLS] before a text and [SEP] after it; else the
+            end token, which also stands before a text.
+    """
+    special = list(MASKED) if is_masked else [END]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=words,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    single = "[CLS] $A [SEP]" if is_masked else f"{END} $A"
+    used = [token for token in special if token in single]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=f"{single} $B:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in used],
+    )
+    return tokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load tokenizer.json, or a byte-level BPE of a vocabulary and merges, as GPT-2's is stored.
+
+    Args:
+        path: the file, or a folder that holds tokenizer.json, or vocab.json or encoder.json beside
+            merges.txt or vocab.bpe.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return Tokenizer.from_file(str(file))
+    words = [path / name for name in ("vocab.json", "encoder.json") if (path / name).is_file()]
+    merges = [path / name for name in ("merges.txt", "vocab.bpe") if (path / name).is_file()]
+    if not words or not merges:
+        raise ValueError(
+            "tokenizer must be tokenizer.json, or a folder of it or of a vocabulary and merges, "
+            f"got {str(path)!r}"
+        )
+    tokenizer = Tokenizer(models.BPE.from_file(str(words[0]), str(merges[0])))
+    tokenizer.add_special_tokens([END])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # What stands before each document in training stands before a prompt.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A",
+        pair=f"{END} $A $B:1",
+        special_tokens=[(END, tokenizer.token_to_id(END))],
+    )
+    return tokenizer
+
+
+def prepare(
+    text: str | Path,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    words: int = 50_257,
+    longest: int | None = None,
+) -> Corpus:
+    """Tokenise `text` into `folder`, or open what is there already.
+
+    Args:
+        text: a .txt file, or a folder of them.
+        tokenizer: see `load_tokenizer`; None trains one on the text.
+        words: of a trained tokenizer at most.
+        longest: for a masked model: cut documents into texts of so many tokens, [CLS] and [SEP]
+            among them. None is for a decoder: the end token stands before each document.
+
+    Raises:
+        ValueError: there is no text, or the tokenizer has not got the special tokens.
+    """
+    folder = Path(folder)
+    if (folder / "corpus.json").is_file():
+        return Corpus.open(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    is_masked = longest is not None
+    made = (
+        train_tokenizer(read_documents(text), words, is_masked=is_masked)
+        if tokenizer is None
+        else load_tokenizer(tokenizer)
+    )
+    special: dict[str, int] = {}
+    for token in MASKED if is_masked else (END,):
+        index = made.token_to_id(token)
+        if index is None:
+            raise ValueError(f"tokenizer must have the token {token}, got none")
+        special[token] = index
+    dtype = np.uint16 if made.get_vocab_size() <= 1 << 16 else np.uint32
+    starts = [0]
+    with (folder / "tokens.bin").open("wb") as out:
+        for texts in _batches(read_documents(text), _BATCH):
+            for encoding in made.encode_batch(texts, add_special_tokens=False):
+                for ids in _pieces(encoding.ids, special, longest):
+                    np.array(ids, dtype=dtype).tofile(out)
+                    starts.append(starts[-1] + len(ids))
+        np.array([special["[PAD]" if is_masked else END]], dtype=dtype).tofile(out)
+    np.save(folder / "documents.npy", np.array(starts, np.int64))
+    made.save(str(folder / "tokenizer.json"))
+    facts = {
+        "dtype": np.dtype(dtype).name,
+        "words": made.get_vocab_size(),
+        "special": special,
+        "documents": len(starts) - 1,
+        "tokens": starts[-1],
+    }
+    # Last: a folder without it is tokenised anew.
+    (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return Corpus.open(folder)
+
+
+def _pieces(ids: list[int], special: dict[str, int], longest: int | None) -> Iterator[list[int]]:
+    """A decoder's document as it is; a masked model's cut into texts."""
+    if longest is None:
+        yield [special[END], *ids]
+        return
+    room = longest - 2
+    for first in range(0, len(ids), room):
+        yield [special["[CLS]"], *ids[first : first + room], special["[SEP]"]]
+
+
+def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,183 @@
+"""The decoders' forward pass for training: 16-bit products over packed documents or whole rows.
+
+The parameters are those of `tilewise.models` in float32; each product casts its weight, and the
+residual stream stays in the products' dtype. What is no matrix product and no attention is plain
+torch, which torch.compile fuses.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.models import Decoder
+from tilewise.models.gpt2 import GPT2, GPT2Layer
+from tilewise.models.llama import Llama, LlamaLayer
+from tilewise.nn import Attention, RMSNorm
+
+__all__ = ["Documents", "attend", "hidden_states", "layer_norm", "linear"]
+
+
+class Documents(NamedTuple):
+    """Where the documents of a packed batch begin and end.
+
+    Attributes:
+        cu_seqlens: (B + 1,) int32; document b is rows cu_seqlens[b]:cu_seqlens[b + 1]. Empty ones
+            may follow the last, so that all batches have one shape.
+        max_seqlen: host int, no document is longer.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+def hidden_states(
+    model: Decoder,
+    ids: Tensor,
+    positions: Tensor | None,
+    documents: Documents | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    deterministic: bool = False,
+) -> Tensor:
+    """Return the last hidden states, normalised, in `dtype`; differentiable.
+
+    Args:
+        model: a GPT-2 or Llama of `tilewise.models`, of float32 parameters.
+        ids: int64, (T,) packed, or (B, S) where each row is one text.
+        positions: int64 (T,), each document's own; None for rows.
+        documents: of packed ids; None for rows.
+        dtype: of products and of the residual stream.
+        deterministic: the backward pass of attention gives the same bits each time.
+
+    Returns:
+        (T, E) or (B, S, E).
+
+    Raises:
+        ValueError: packed ids come without positions, or rows with them.
+        TypeError: the model is of another class.
+    """
+    if (documents is None) != (positions is None):
+        raise ValueError("positions and documents must come together, got one of them")
+    if documents is None and ids.dim() != 2:
+        raise ValueError(f"ids must be (B, S) without documents, got shape {tuple(ids.shape)}")
+    if isinstance(model, GPT2):
+        return _gpt2(model, ids, positions, documents, dtype, deterministic)
+    if isinstance(model, Llama):
+        return _llama(model, ids, positions, documents, dtype, deterministic)
+    raise TypeError(f"model must be a GPT2 or a Llama, got {type(model).__name__}")
+
+
+def _gpt2(
+    model: GPT2,
+    ids: Tensor,
+    positions: Tensor | None,
+    documents: Documents | None,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> Tensor:
+    if positions is None:
+        positions = torch.arange(ids.shape[-1], device=ids.device)
+    x = (model.embed_tokens(ids) + model.embed_positions(positions)).to(dtype)
+    for layer in model.layers:
+        assert isinstance(layer, GPT2Layer)
+        attention = layer.attention
+        q, k, v = _split(attention, linear(layer_norm(x, layer.attention_norm), attention.qkv_proj))
+        o = attend(q, k, v, documents, attention.softmax_scale, deterministic=deterministic)
+        x = x + linear(o.flatten(-2), attention.o_proj)
+        up = linear(layer_norm(x, layer.mlp_norm), layer.mlp.up_proj)
+        x = x + linear(layer.mlp.activation(up), layer.mlp.down_proj)
+    return layer_norm(x, model.norm)
+
+
+def _llama(
+    model: Llama,
+    ids: Tensor,
+    positions: Tensor | None,
+    documents: Documents | None,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> Tensor:
+    if positions is None:
+        cos, sin = model.rotary.prefix(ids.shape[-1], ids.device)
+    else:
+        cos, sin = model.rotary.reserve(model.config.max_position_embeddings, ids.device)
+        cos, sin = cos[positions], sin[positions]
+    cos, sin = cos[:, None], sin[:, None]
+    x = model.embed_tokens(ids).to(dtype)
+    for layer in model.layers:
+        assert isinstance(layer, LlamaLayer)
+        attention = layer.attention
+        q, k, v = _split(attention, linear(_rms_norm(x, layer.attention_norm), attention.qkv_proj))
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = _rms_norm(q, attention.q_norm), _rms_norm(k, attention.k_norm)
+        o = attend(
+            _rotate(q, cos, sin), _rotate(k, cos, sin), v, documents, attention.softmax_scale,
+            window=attention.window, deterministic=deterministic,
+        )  # fmt: skip
+        x = x + linear(o.flatten(-2), attention.o_proj)
+        gate, up = linear(_rms_norm(x, layer.mlp_norm), layer.mlp.gate_up_proj).chunk(2, dim=-1)
+        x = x + linear(layer.mlp.activation(gate) * up, layer.mlp.down_proj)
+    return _rms_norm(x, model.norm)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None,
+    softmax_scale: float | None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Attend within documents (T, H, D), or within rows (B, S, H, D) where there are none."""
+    if documents is None:
+        o: Tensor = ops.attention(
+            q, k, v, causal=causal, window=window, softmax_scale=softmax_scale,
+            deterministic=deterministic,
+        )  # fmt: skip
+        return o
+    cu_seqlens, longest = documents
+    packed: Tensor = ops.attention_varlen(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest, max_seqlen_k=longest,
+        causal=causal, window=window, softmax_scale=softmax_scale, deterministic=deterministic,
+    )  # fmt: skip
+    return packed
+
+
+def linear(x: Tensor, module: nn.Linear) -> Tensor:
+    """Multiply in the dtype of x, whatever the parameters' dtype."""
+    bias = None if module.bias is None else module.bias.to(x.dtype)
+    return F.linear(x, module.weight.to(x.dtype), bias)
+
+
+def layer_norm(x: Tensor, module: nn.LayerNorm) -> Tensor:
+    """Normalise x in its own dtype; torch's statistics are float32."""
+    shape = list(module.normalized_shape)
+    return F.layer_norm(x, shape, module.weight.to(x.dtype), module.bias.to(x.dtype), module.eps)
+
+
+def _rms_norm(x: Tensor, module: RMSNorm) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
+    return y.to(x.dtype) * module.weight.to(x.dtype)
+
+
+def _split(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., (Hq + 2 Hk) D) -> views q (..., Hq, D), k and v (..., Hk, D)."""
+    hq, hk = attention.num_q_heads, attention.num_kv_heads
+    q, k, v = qkv.unflatten(-1, (hq + 2 * hk, attention.head_dim)).split([hq, hk, hk], dim=-2)
+    return q, k, v
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the halves of each head, as `ops.apply_rope` does, where a compiler can fuse it."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

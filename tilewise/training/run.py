@@ -1,0 +1,242 @@
+"""A training run from its first step, or from its checkpoint, to its end: progress and files.
+
+checkpoint.pt  parameters, AdamW's moments, the place in the text; replaced whole
+log.jsonl      one record for each interval and each evaluation
+loss.png       the losses, where matplotlib is installed
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.training.flops import peak_of
+from tilewise.training.packing import Batch, Packer, prefetch
+from tilewise.training.trainer import Trainer, learning_rate
+
+__all__ = ["Plan", "draw", "read_log", "run"]
+
+_UNCHANGEABLE = ("tokens", "context", "seed", "is_rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run does beside its steps.
+
+    Attributes:
+        accumulate: batches of a step.
+        log_every, evaluate_every, save_every: steps; 0 is never. The end is logged and saved too.
+        evaluation_batches: of the held-out text.
+        stop_after: steps after which the run ends early, as if interrupted; None does not.
+    """
+
+    accumulate: int = 1
+    log_every: int = 10
+    evaluate_every: int = 250
+    save_every: int = 500
+    evaluation_batches: int = 8
+    stop_after: int | None = None
+
+
+def run(
+    trainer: Trainer,
+    packer: Packer,
+    out: Path,
+    plan: Plan,
+    *,
+    held_out: Packer | None = None,
+    change: Callable[[Batch], Batch] | None = None,
+    resume: bool = True,
+) -> list[dict[str, Any]]:
+    """Train until `trainer.settings.steps`; return the log.
+
+    Args:
+        packer: of the text to train on.
+        out: folder of the files; a checkpoint there is gone on from.
+        held_out: of the text to evaluate on.
+        change: applied to each batch, masking for instance.
+        resume: False begins anew.
+
+    Raises:
+        ValueError: the checkpoint was made with other settings or another packing.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint = out / "checkpoint.pt"
+    log = _Log(out / "log.jsonl")
+    packing = {name: getattr(packer, name) for name in _UNCHANGEABLE}
+    packing["accumulate"] = plan.accumulate
+    if resume and checkpoint.is_file():
+        state = trainer.load(checkpoint)
+        _check_same(state, {"settings": asdict(trainer.settings), "packing": packing})
+        packer.load_state(state["place"])
+        log.keep(trainer.steps)
+        _say(f"goes on after step {trainer.steps} of {checkpoint}")
+    else:
+        log.keep(0)
+    place = packer.state()
+    peak = peak_of(trainer.device)
+    batches = prefetch(iter(packer), trainer.device, change=change)
+    last = trainer.settings.steps
+    if plan.stop_after is not None:
+        last = min(last, plan.stop_after)
+    clock = _Clock(trainer.device)
+    try:
+        while trainer.steps < last:
+            step = list(islice(batches, plan.accumulate))
+            loss = trainer.step(step)
+            place = step[-1].state
+            clock.add(step, trainer)
+            done = trainer.steps
+            first = clock.steps_in_all == 1
+            if first or done == last or _is_due(plan.log_every, done):
+                value = float(loss)  # waits for the device
+                record = {"kind": "train", "step": done, "loss": value, **clock.read(peak)}
+                record["lr"] = learning_rate(trainer.settings, done - 1)
+                if first:  # it compiled
+                    record.pop("mfu", None)
+                    record.pop("tokens_per_s")
+                log.write(record)
+            if held_out is not None and (_is_due(plan.evaluate_every, done) or done == last):
+                loss_there = _evaluate(trainer, held_out, plan.evaluation_batches, change)
+                log.write({"kind": "held_out", "step": done, "loss": loss_there})
+                clock.restart()
+            if done == last or _is_due(plan.save_every, done):
+                trainer.save(checkpoint, place=place, packing=packing)
+                clock.restart()
+    finally:
+        batches.close()
+        log.close()
+    if draw(log.records, out / "loss.png") is None:
+        _say("loss.png is not drawn: it needs pip install 'tilewise[plot]'")
+    return log.records
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _evaluate(
+    trainer: Trainer, held_out: Packer, count: int, change: Callable[[Batch], Batch] | None
+) -> float:
+    """Return the mean loss of the same batches each time."""
+    begin = held_out.state()
+    batches = (held_out.batch() for _ in range(count))
+    changed = ((batch if change is None else change(batch)).to(trainer.device) for batch in batches)
+    loss = trainer.evaluate(changed, count)
+    held_out.load_state(begin)
+    return loss
+
+
+def _check_same(state: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose next step would not be the one it was saved before."""
+    for part, values in wanted.items():
+        for name, value in values.items():
+            saved = state[part].get(name)
+            saved = tuple(saved) if isinstance(saved, list) else saved
+            if saved != value:
+                raise ValueError(
+                    f"{name} must be {saved!r} as in the checkpoint (or begin anew), got {value!r}"
+                )
+
+
+class _Clock:
+    """Tokens, documents and FLOPs since the last reading, over the seconds since then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps_in_all = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.begin = time.perf_counter()
+        self.tokens = self.documents = 0
+        self.flops = 0.0
+
+    def add(self, batches: list[Batch], trainer: Trainer) -> None:
+        self.steps_in_all += 1
+        self.tokens += sum(batch.ids.numel() for batch in batches)
+        self.documents += sum(batch.count for batch in batches)
+        self.flops += sum(trainer.flops(batch) for batch in batches)
+
+    def read(self, peak: float | None) -> dict[str, float]:
+        """Return the rates and begin again; the caller has waited for the device."""
+        seconds = time.perf_counter() - self.begin
+        rates = {"tokens_per_s": self.tokens / seconds, "documents_per_s": self.documents / seconds}
+        if peak is not None:
+            rates["mfu"] = self.flops / seconds / peak
+            rates["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        self.restart()
+        return rates
+
+
+class _Log:
+    """Records in a file and in memory, short lines on standard error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        self._file: Any = None
+
+    def keep(self, steps: int) -> None:
+        """Begin with the records of the first `steps` steps of an earlier part of the run."""
+        old = read_log(self.path) if steps and self.path.is_file() else []
+        self.records = [record for record in old if record["step"] <= steps]
+        self._file = self.path.open("w", encoding="utf-8")
+        self._file.writelines(json.dumps(record) + "\n" for record in self.records)
+        self._file.flush()
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        parts = [f"step {record['step']}", f"{record['kind']} loss {record['loss']:.4f}"]
+        if "tokens_per_s" in record:
+            parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+        if "mfu" in record:
+            parts.append(f"MFU {record['mfu']:.1%}")
+        if "peak_gib" in record:
+            parts.append(f"{record['peak_gib']:.1f} GiB")
+        _say("  ".join(parts))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Read log.jsonl."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def draw(records: list[dict[str, Any]], path: Path) -> Path | None:
+    """Draw the losses over the steps; None where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind, colour, mark in (("train", "#1f77b4", ""), ("held_out", "#d62728", "o")):
+        of_kind = [record for record in records if record["kind"] == kind]
+        if of_kind:
+            axes.plot(
+                [record["step"] for record in of_kind], [record["loss"] for record in of_kind],
+                color=colour, marker=mark, label=kind.replace("_", " "),
+            )  # fmt: skip
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:  # as it is for a process without it
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,287 @@
+"""The training step: accumulate gradients over batches, clip, AdamW; and its checkpoints.
+
+Nothing in a step waits for the device: losses stay there until somebody reads them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.models import Decoder
+from tilewise.models.llama import Llama
+from tilewise.training import decoder
+from tilewise.training.encoder import Bert
+from tilewise.training.flops import attention_flops, product_flops
+from tilewise.training.loss import find_loss
+from tilewise.training.packing import Batch
+
+__all__ = ["Settings", "Trainer", "learning_rate", "model_flops"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a model is trained.
+
+    Attributes:
+        lr: the highest learning rate.
+        final_lr: share of `lr` at the end of the cosine.
+        warm_up: steps until `lr` is reached.
+        steps: of the whole run; the cosine ends there.
+        decay: AdamW's weight decay, of matrices.
+        betas, eps: AdamW's.
+        clip: the largest norm of all gradients together; 0 does not clip.
+        dtype: of products and residual stream: "bfloat16" or "float32".
+        loss: "chunked" or "liger", see `training.loss`.
+        compile: mode of torch.compile, "" does not compile.
+        deterministic: the same bits in each run of a machine, slower.
+    """
+
+    lr: float = 6e-4
+    final_lr: float = 0.1
+    warm_up: int = 100
+    steps: int = 1000
+    decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: float = 1.0
+    dtype: str = "bfloat16"
+    loss: str = "chunked"
+    compile: str = "default"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
+        if self.steps < 1:
+            raise ValueError(f"steps must be positive, got {self.steps}")
+        find_loss(self.loss)
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Linear warm-up, then a cosine from lr to lr * final_lr at the last step."""
+    if step < settings.warm_up:
+        return settings.lr * (step + 1) / settings.warm_up
+    progress = (step - settings.warm_up) / max(1, settings.steps - settings.warm_up)
+    share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return settings.lr * (settings.final_lr + (1 - settings.final_lr) * share)
+
+
+def model_flops(model: Decoder | Bert, tokens: int, pairs: float) -> float:
+    """FLOPs of a forward and backward pass: products and visible attention; see `training.flops`.
+
+    Args:
+        model: its parameters may lie on the meta device.
+        tokens: of all sequences.
+        pairs: sum of the sequences' squared lengths.
+    """
+    looked_up = ["embed_positions.weight"]
+    if isinstance(model, Bert):
+        # The head sees masked rows only; what it costs for them is left out.
+        looked_up += ["embed_tokens.weight", "head.weight"]
+        layers, channels = model.shape.num_layers, model.shape.hidden_size
+    else:
+        layers = model.config.num_layers
+        channels = model.config.num_q_heads * model.config.head_dim
+        if model.lm_head is not None:
+            looked_up.append("embed_tokens.weight")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    multiplied = sum(sizes.values()) - sum(sizes.get(name, 0) for name in looked_up)
+    attention = attention_flops(
+        pairs, num_layers=layers, channels=channels, causal=not isinstance(model, Bert)
+    )
+    return product_flops(multiplied) * tokens + attention
+
+
+class Trainer:
+    """A model, its optimizer and its compiled forward and backward pass.
+
+    Args:
+        model: float32 parameters, on the device that trains.
+        settings: see there.
+        words: of the vocabulary; more rows of the embedding are its padding.
+
+    Attributes:
+        steps: how many were made.
+    """
+
+    def __init__(self, model: Decoder | Bert, settings: Settings, *, words: int) -> None:
+        self.model, self.settings, self.words = model, settings, words
+        self.device = next(model.parameters()).device
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.steps = 0
+        if isinstance(model, Llama):
+            # Made here, since a compiled graph cannot keep what it makes.
+            model.rotary.reserve(model.config.max_position_embeddings, self.device)
+        if settings.deterministic:
+            # cuBLAS reads it when it is first used; torch asks for it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        self._loss_of = find_loss(settings.loss)
+        self.optimizer = self._make_optimizer()
+        self._compiled: Callable[..., Tensor] = self._forward
+        if settings.compile:
+            mode = None if settings.compile == "default" else settings.compile
+            # Liger's kernels start outside of the graph; all else is one graph without a break.
+            whole = settings.loss == "chunked"
+            self._compiled = torch.compile(
+                self._forward if whole else self._features_of, fullgraph=True, dynamic=False,
+                mode=mode,
+            )  # fmt: skip
+
+    def flops(self, batch: Batch) -> float:
+        """FLOPs of a forward and backward pass over `batch`: products and visible attention."""
+        return model_flops(self.model, batch.ids.numel(), batch.pairs)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch's targets, in nats, on the device."""
+        arguments = _inputs(batch)
+        if self.settings.loss == "chunked" or not self.settings.compile:
+            return self._compiled(*arguments, batch.targets)
+        return self._loss(self._compiled(*arguments), batch.targets)
+
+    def step(self, batches: Sequence[Batch]) -> Tensor:
+        """Make one step over `batches`; return their mean loss before it, on the device.
+
+        Batches are of one size: each counts alike.
+        """
+        total: Tensor | None = None
+        for batch in batches:
+            loss = self.loss(batch) / len(batches)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        if self.settings.clip > 0:
+            torch.nn.utils.clip_grad_norm_(
+                self.model.parameters(), self.settings.clip, foreach=self.device.type == "cuda"
+            )
+        self._set_learning_rate(learning_rate(self.settings, self.steps))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        assert total is not None
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], count: int) -> float:
+        """Return the mean loss of `count` batches."""
+        losses = [self._plain_loss(batch) for _, batch in zip(range(count), batches, strict=False)]
+        return float(torch.stack(losses).mean())
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load_state` takes, but for the model's shape."""
+        return {
+            "steps": self.steps,
+            "settings": asdict(self.settings),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state; the next step gives the bits that it gave there."""
+        self.model.load_state_dict(state["model"])
+        rate = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, value in zip(self.optimizer.param_groups, rate, strict=True):
+            group["lr"] = value  # the tensor that a step fills
+        self.steps = state["steps"]
+
+    def save(self, path: Path, **more: Any) -> None:
+        """Write a checkpoint whole, or leave the old one: the file is renamed at the end."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        torch.save({**self.state(), **more}, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read a checkpoint, go on from it and return all that `save` was given."""
+        state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+        self.load_state(state)
+        return state
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        parameters = list(self.model.parameters())
+        is_cuda = self.device.type == "cuda"
+        # A rate on the device: a step that is captured, or only submitted, reads it there.
+        rate = torch.tensor(0.0, device=self.device) if is_cuda else 0.0
+        groups = [
+            {
+                "params": [p for p in parameters if p.dim() >= 2],
+                "weight_decay": self.settings.decay,
+            },
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            groups, lr=rate, betas=self.settings.betas, eps=self.settings.eps, fused=True,
+            capturable=is_cuda,
+        )  # fmt: skip
+
+    def _set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        longest: int,
+        places: Tensor | None,
+        targets: Tensor,
+    ) -> Tensor:
+        return self._loss(self._features_of(ids, positions, cu_seqlens, longest, places), targets)
+
+    def _features_of(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        longest: int,
+        places: Tensor | None,
+    ) -> Tensor:
+        """Return rows (R, E) that the output head multiplies."""
+        documents = None if cu_seqlens is None else decoder.Documents(cu_seqlens, longest)
+        model, deterministic = self.model, self.settings.deterministic
+        if isinstance(model, Bert):
+            assert positions is not None
+            assert places is not None
+            features: Tensor = model(
+                ids, positions, documents, places, dtype=self.dtype, deterministic=deterministic
+            )
+            return features
+        x = decoder.hidden_states(
+            model, ids, positions, documents, dtype=self.dtype, deterministic=deterministic
+        )
+        return x.flatten(0, -2)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        model = self.model
+        is_tied = isinstance(model, Bert) or model.lm_head is None
+        weight = model.get_parameter("embed_tokens.weight" if is_tied else "lm_head.weight")
+        bias = model.head_bias if isinstance(model, Bert) else None
+        loss: Tensor = self._loss_of(x, weight, bias, targets.flatten(), self.words)
+        return loss
+
+    def _plain_loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch without compiling anything for passes without gradients."""
+        return self._forward(*_inputs(batch), batch.targets)
+
+
+_Inputs = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None]
+
+
+def _inputs(batch: Batch) -> _Inputs:
+    """What the forward pass takes of a batch, in order."""
+    documents = batch.documents
+    cu_seqlens = None if documents is None else documents.cu_seqlens
+    longest = 0 if documents is None else documents.max_seqlen
+    return batch.ids, batch.positions, cu_seqlens, longest, batch.places
