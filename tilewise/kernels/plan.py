@@ -28,6 +28,7 @@ __all__ = [
 
 Results = tuple[Tensor | None, ...]
 GRADIENT_TENSORS = ("do", "dlse", "o", "lse", *AttentionTensors._fields)
+_META = torch.device("meta")
 _ALIGNMENT = 16  # bytes: kernels are compiled for multiples of it, and again for other addresses
 
 
@@ -50,7 +51,7 @@ class Layout(NamedTuple):
 
     def meta(self) -> Tensor:
         """Return a tensor without memory that lies so."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
 
 
 class Call(NamedTuple):
@@ -316,32 +317,44 @@ class Maker:
         self.device = call.device
         self._names = names
         self._buffers: list[Buffer] = []
-        self._kept: list[Tensor] = []  # their storages tell buffers apart while they live
-        self._found: dict[int, int] = {}
+        self._kept: list[Tensor | None] = []  # of each buffer; ids and storages last with them
+        self._places: dict[int, Place] = {}  # by the id of a tensor
+        self._storages: dict[int, int] = {}  # of the first buffers, which one each is
+        self._num_stored = 0
         self._actions: list[Compute | Launch] = []
         self._odd: set[int] = set()
         self.inputs: list[Tensor | None] = []
-        for layout in call.layouts:
-            x = None if layout is None else layout.meta()
-            self.inputs.append(x)
-            if layout is None or x is None:
-                self._buffers.append(Buffer("input", None, 0, torch.uint8))
+        for index, layout in enumerate(call.layouts):
+            if layout is None:
+                self.inputs.append(None)
+                self._kept.append(None)
+                self._buffers.append(_NOTHING)
                 continue
-            self._add(x, Buffer("input", layout, x.untyped_storage().nbytes(), x.dtype))
+            x = layout.meta()
+            self.inputs.append(x)
+            self._add(x, Buffer("input", layout, 0, layout.dtype))
             if not layout.is_aligned:
-                self._odd.add(len(self._buffers) - 1)
+                self._odd.add(index)
 
     @property
     def tensors(self) -> AttentionTensors:
         """Return the call's tensors; all but q, k, v and bias may be indexed without strides."""
-        given = AttentionTensors(*self.inputs[-len(AttentionTensors._fields) :])
-        strided = {"q", "k", "v", "bias"}
-        names = [name for name in given._fields if name not in strided]
-        return given._replace(**{name: self.dense(getattr(given, name)) for name in names})
+        given = self.inputs[-len(AttentionTensors._fields) :]
+        for index, x in enumerate(given):
+            if x is not None and index not in _STRIDED and not x.is_contiguous():
+                given[index] = self.copy(x)
+        return AttentionTensors(*given)
 
     def input(self, name: str) -> Tensor | None:
         """Return one of the call's tensors."""
         return self.inputs[self._names.index(name)]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory that launches write."""
+        x = torch.empty(shape, dtype=dtype, device=_META)
+        whole = Layout(x.shape, x.stride(), dtype)
+        self._add(x, Buffer("work", whole, x.nbytes, dtype))
+        return x
 
     def is_aligned(self, x: Tensor) -> bool:
         """Return whether `x` starts at a multiple of 16 bytes."""
@@ -362,7 +375,7 @@ class Maker:
             like: lies as the result does; one of `tensors` where `function` writes to that.
         """
         places = [self.place(x) for x in tensors]
-        made = None if self._is_known(like) else self._add_made(like)
+        made = self._add_made(like) if self._buffer_of(like) is None else None
         self._actions.append(Compute(function, places, made))
         return like
 
@@ -374,12 +387,12 @@ class Maker:
 
     def copy(self, x: Tensor) -> Tensor:
         """Return a contiguous copy."""
-        like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        like = torch.empty(x.shape, dtype=x.dtype, device=_META)
         return self.compute(_contiguous_copy, x, like=like)
 
     def full(self, shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
         """Return a tensor of one value."""
-        x = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        x = self.empty(shape, dtype)
 
         def fill(x: Tensor) -> Tensor:
             return x.fill_(value)
@@ -423,32 +436,51 @@ class Maker:
 
     def place(self, x: Tensor) -> Place:
         """Return where a tensor lies."""
+        found = self._places.get(id(x))
+        return found if found is not None else self._place_of_view(x)
+
+    def _place_of_view(self, x: Tensor) -> Place:
         assert x.is_meta, "a plan is made of tensors without memory"
-        index = self._found.get(x.untyped_storage()._cdata)
+        index = self._buffer_of(x)
         if index is None:
             size = x.untyped_storage().nbytes()
             is_whole = x.nbytes == size and x.is_contiguous()
             whole = Layout(x.shape, x.stride(), x.dtype) if is_whole else None
             index = self._add(x, Buffer("work", whole, size, x.dtype))
+        offset, stride = int(x.storage_offset()), x.stride()
         whole = self._buffers[index].whole
-        offset = int(x.storage_offset())
-        if whole is not None and offset == 0 and whole[:3] == (x.shape, x.stride(), x.dtype):
+        if whole is not None and offset == 0 and whole[:3] == (x.shape, stride, x.dtype):
             return Place(index, 0, None, x.dtype)
-        view = View(x.dtype, x.shape, x.stride(), offset)
-        return Place(index, offset * x.itemsize, view, x.dtype)
+        return Place(index, offset * x.itemsize, View(x.dtype, x.shape, stride, offset), x.dtype)
 
-    def _is_known(self, x: Tensor) -> bool:
-        return x.untyped_storage()._cdata in self._found
+    def _buffer_of(self, x: Tensor) -> int | None:
+        """Return which buffer a tensor lies in, None for one that is new."""
+        found = self._places.get(id(x)) or self._places.get(id(x._base))
+        if found is not None:
+            return found.buffer
+        for index in range(self._num_stored, len(self._kept)):
+            kept = self._kept[index]
+            if kept is not None:
+                self._storages[kept.untyped_storage()._cdata] = index
+        self._num_stored = len(self._kept)
+        return self._storages.get(x.untyped_storage()._cdata)
 
     def _add_made(self, x: Tensor) -> int:
         whole = Layout(x.shape, x.stride(), x.dtype)
-        return self._add(x, Buffer("made", whole, x.untyped_storage().nbytes(), x.dtype))
+        return self._add(x, Buffer("made", whole, x.nbytes, x.dtype))
 
     def _add(self, x: Tensor, buffer: Buffer) -> int:
+        """Add the buffer that `x` is, or lies in where its layout is not known."""
+        index = len(self._buffers)
         self._kept.append(x)
-        self._found[x.untyped_storage()._cdata] = len(self._buffers)
         self._buffers.append(buffer)
-        return len(self._buffers) - 1
+        if buffer.whole is not None:
+            self._places[id(x)] = Place(index, 0, None, x.dtype)
+        return index
+
+
+_NOTHING = Buffer("input", None, 0, torch.uint8)
+_STRIDED = [AttentionTensors._fields.index(name) for name in ("q", "k", "v", "bias")]
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:

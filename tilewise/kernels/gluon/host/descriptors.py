@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -48,6 +49,22 @@ class _Base(NamedTuple):
         return self.address
 
 
+class Described(NamedTuple):
+    """A descriptor of a plan, whose tensor has no address yet: `at` makes it that of one.
+
+    Attributes:
+        base: the tensor, or what stands for it; it has a dtype.
+        block_shape, layout: of a tile.
+    """
+
+    base: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: gl.NVMMASharedLayout
+
+
+Descriptor = TensorDescriptor | Described
 _recent: OrderedDict[tuple[object, ...], TensorDescriptor] = OrderedDict()
 
 
@@ -80,72 +97,73 @@ def tile_layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLa
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _DTYPES[dtype])
 
 
-def descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
     """Return the descriptor of (rows, columns) tiles of (B, S, H, D) or (T, H, D).
 
-    What lies outside the tensor is read as zero and not written.
+    What lies outside the tensor is read as zero and not written. That of a plan's tensor, on
+    "meta", is a `Described`.
     """
+    if tensor.is_meta:
+        return _tiles_of(tensor, rows, columns)
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
-    found = _recent.get(key)
-    if found is None:
-        view = tensor.transpose(-2, -3)
-        view = view.unsqueeze(0) if view.dim() == 3 else view
-        layout = tile_layout(tensor.dtype, rows, columns)
-        strides = [
-            # TMA wants multiples of 16 bytes even where only one index exists.
-            step if size > 1 else columns
-            for size, step in zip(view.shape[:-1], view.stride()[:-1], strict=True)
-        ]
-        block = [1, 1, rows, columns]
-        base = _base_of(tensor)
-        found = TensorDescriptor(base, list(view.shape), [*strides, 1], block, layout)
-        _remember(key, found)
-    return found
+    return _recent.get(key) or _remember(key, _tiles_of(tensor, rows, columns), tensor)
 
 
-def at(found: TensorDescriptor, address: int) -> TensorDescriptor:
+def _tiles_of(tensor: Tensor, rows: int, columns: int) -> Described:
+    *batch, length, heads, width = tensor.shape
+    *step, row, head, _ = tensor.stride()
+    # TMA wants multiples of 16 bytes even where only one index exists.
+    strides = (
+        step[0] if step and batch[0] > 1 else columns,
+        head if heads > 1 else columns,
+        row if length > 1 else columns,
+        1,
+    )
+    shape = (batch[0] if batch else 1, heads, length, width)
+    layout = tile_layout(tensor.dtype, rows, columns)
+    return Described(tensor, shape, strides, (1, 1, rows, columns), layout)
+
+
+def at(found: Descriptor, address: int) -> TensorDescriptor:
     """Return a descriptor of a tensor like that of `found` which lies at `address`."""
     base = _Base(address, found.base.dtype)
-    return TensorDescriptor(base, found.shape, found.strides, found.block_shape, found.layout)
+    shape, strides, block = list(found.shape), list(found.strides), list(found.block_shape)
+    return TensorDescriptor(base, shape, strides, block, found.layout)
 
 
-def _base_of(tensor: Tensor) -> Any:
-    """Return what a descriptor holds; that of a plan's tensor says which of them it is."""
-    return tensor if tensor.is_meta else _Base(tensor.data_ptr(), tensor.dtype)
-
-
-def _remember(key: tuple[object, ...], found: TensorDescriptor) -> None:
-    if isinstance(found.base, Tensor):  # a plan's, without an address
-        return
+def _remember(key: tuple[object, ...], found: Described, tensor: Tensor) -> TensorDescriptor:
+    made = at(found, tensor.data_ptr())
     while len(_recent) >= _REMEMBERED:
         _recent.popitem(last=False)
-    _recent[key] = found
+    _recent[key] = made
+    return made
 
 
-def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
+def row_descriptor(tensor: Tensor, count: int) -> Any:
     """Return the descriptor of runs of `count` numbers of contiguous (planes, rows), float32."""
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), count)
-    found = _recent.get(key)
-    if found is None:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        base = _base_of(tensor)
-        shape, strides = list(tensor.shape), list(tensor.stride())
-        found = TensorDescriptor(base, shape, strides, [1, count], layout)
-        _remember(key, found)
-    return found
+    return _numbers(tensor, (1, count))
 
 
-def scale_descriptor(tensor: Tensor, rows: int, heads: int) -> TensorDescriptor:
+def scale_descriptor(tensor: Tensor, rows: int, heads: int) -> Any:
     """Return the descriptor of (rows, heads) tiles of float32 (num_blocks, block_size, Hk)."""
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, heads)
-    found = _recent.get(key)
-    if found is None:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-        base = _base_of(tensor)
-        shape, strides = list(tensor.shape), list(tensor.stride())
-        found = TensorDescriptor(base, shape, strides, [1, rows, heads], layout)
-        _remember(key, found)
-    return found
+    return _numbers(tensor, (1, rows, heads))
+
+
+def _numbers(tensor: Tensor, block: tuple[int, ...]) -> Any:
+    key = None
+    if not tensor.is_meta:
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *block)
+        kept = _recent.get(key)
+        if kept is not None:
+            return kept
+    layout = _plain_layout(len(block))
+    found = Described(tensor, tuple(tensor.shape), tensor.stride(), block, layout)
+    return found if key is None else _remember(key, found, tensor)
+
+
+@functools.cache
+def _plain_layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
 def found_kind(found: TensorDescriptor) -> tuple[object, ...]:
@@ -175,8 +193,7 @@ class _Parameters:
     def __init__(self, found: TensorDescriptor) -> None:
         rank = len(found.shape)
         self._map = Maps(1)
-        if not isinstance(found.base, Tensor):  # a plan's has no address
-            Encoder(found).write(self._map.places[0], found.base.data_ptr())
+        Encoder(found).write(self._map.places[0], found.base.data_ptr())
         self._shape = (ctypes.c_int32 * rank)(*found.shape)
         self._strides = (ctypes.c_int64 * rank)(*found.strides)
         shape, strides = ctypes.addressof(self._shape), ctypes.addressof(self._strides)
@@ -201,34 +218,52 @@ class Maps:
         self.places = [start + _MAP_BYTES * index for index in range(count)]
 
 
+class _Numbers(NamedTuple):
+    """What the driver is told of all descriptors of a kind: it reads sizes and steps from here."""
+
+    map_type: int
+    sizes: Any
+    steps: Any
+    box: Any
+    ones: Any
+    swizzle: int
+
+
+_encoding = threading.Lock()
+
+
+@functools.cache
+def _numbers_of(dtype: torch.dtype, block: tuple[int, ...], swizzle: int) -> _Numbers:
+    rank, box = len(block), list(block)
+    if swizzle > 0:  # a wider tile is several copies of one swizzled width
+        box[-1] = min(box[-1], swizzle // dtype.itemsize)
+    return _Numbers(
+        _MAP_TYPES[dtype], (ctypes.c_uint64 * rank)(), (ctypes.c_uint64 * max(1, rank - 1))(),
+        (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank),
+        _MAP_SWIZZLES[swizzle],
+    )  # fmt: skip
+
+
 class Encoder:
     """Writes the 128 bytes of a descriptor, for its own tensor or one like it elsewhere."""
 
-    def __init__(self, found: TensorDescriptor) -> None:
-        rank, dtype = len(found.shape), found.base.dtype
-        swizzle = found.layout.swizzle_byte_width
-        box = list(found.block_shape)
-        if swizzle > 0:  # a wider tile is several copies of one swizzled width
-            box[-1] = min(box[-1], swizzle // dtype.itemsize)
-        steps = [step * dtype.itemsize for step in found.strides[:-1]]
-        self._found = found
-        self._before = (_MAP_TYPES[dtype], rank)
-        self._after = (
-            (ctypes.c_uint64 * rank)(*reversed(found.shape)),
-            (ctypes.c_uint64 * max(1, rank - 1))(*reversed(steps)),
-            (ctypes.c_uint32 * rank)(*reversed(box)),
-            (ctypes.c_uint32 * rank)(*[1] * rank),
-            0,  # not interleaved
-            _MAP_SWIZZLES[swizzle],
-            _MAP_L2_128_BYTES,
-            0,  # what lies outside is zero
-        )
+    __slots__ = ("_found", "_size")
+
+    def __init__(self, found: Descriptor) -> None:
+        self._found, self._size = found, found.base.dtype.itemsize
 
     def write(self, place: int, address: int) -> None:
         """Encode the descriptor of the tensor at `address`."""
-        status = driver().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(place), *self._before, ctypes.c_void_p(address), *self._after
-        )
+        found, size = self._found, self._size
+        swizzle = found.layout.swizzle_byte_width
+        it = _numbers_of(found.base.dtype, tuple(found.block_shape), swizzle)
+        with _encoding:
+            it.sizes[:] = found.shape[::-1]
+            it.steps[:] = [step * size for step in found.strides[-2::-1]]
+            status = driver().cuTensorMapEncodeTiled(
+                ctypes.c_void_p(place), it.map_type, len(it.sizes), ctypes.c_void_p(address),
+                it.sizes, it.steps, it.box, it.ones, 0, it.swizzle, _MAP_L2_128_BYTES, 0,
+            )  # fmt: skip
         if status != 0:
             raise RuntimeError(
                 f"cuTensorMapEncodeTiled failed with CUDA error {status} for {self._found}"

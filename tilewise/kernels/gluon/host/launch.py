@@ -120,14 +120,14 @@ class _Calls:
     """Calls of one kernel whose arguments have the same types; what was prepared for their kinds.
 
     Attributes:
-        descriptors: where they stand among the leaves.
+        tensors, descriptors: where they stand among the leaves.
         specialised: where integers stand whose values are part of a kind.
         prepared: by kind; None where only Triton's launcher will do.
     """
 
     def __init__(self, kernel: Any, leaves: list[Any], specialised: list[int]) -> None:
         self._kernel = kernel  # it lives as long as its id is part of a key
-        self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.descriptors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _Descriptor)]
         self.specialised = specialised
         self.prepared: dict[tuple[object, ...], Prepared | None] = {}
@@ -135,7 +135,7 @@ class _Calls:
     def kind_of(self, leaves: list[Any]) -> tuple[object, ...]:
         """Return what Triton compiles anew for; tensors become their addresses in `leaves`."""
         kind: list[object] = [found_kind(leaves[i]) for i in self.descriptors]
-        for i in self._tensors:
+        for i in self.tensors:
             tensor = leaves[i]
             address = tensor.data_ptr()
             kind += tensor.dtype, address & 15 == 0, tensor.device
@@ -186,7 +186,8 @@ class Prepared:
         device: the index of the device that it was loaded on.
         places: the first parameter of each descriptor, and how many it has.
         numbers: where the numbers and addresses that are parameters stand among the leaves.
-        positions: of each of them the parameter, and where it lies in memory that holds them all.
+        order, letters: of each of them the parameter, and its format.
+        parameters: memory of them that launches of plans share; the first one makes it.
     """
 
     def __init__(
@@ -208,14 +209,13 @@ class Prepared:
         self._memory = ctypes.create_string_buffer(max(1, self._form.size))
         self._scratch = ctypes.c_void_p(0)
         self.places = places
-        self.positions = [
-            (position, struct.calcsize(form[: 1 + index])) for index, position in enumerate(order)
-        ]
+        self.order, self.letters = order, form[1:]
+        self.parameters: Any = None
         self._end = max([*order, *(place.stop - 1 for place in places), -1]) + 1
         self._pointers = self.new_pointers()
         start = ctypes.addressof(self._memory)
-        for position, offset in self.positions:
-            self._pointers[position] = start + offset
+        for index, position in enumerate(order):
+            self._pointers[position] = start + struct.calcsize(form[: 1 + index])
 
     def new_config(self) -> Config:
         """Return what a launch of the kernel takes beside its parameters."""
@@ -228,12 +228,6 @@ class Prepared:
         for position in range(self._end, self._end + _SCRATCH_POINTERS):
             pointers[position] = ctypes.addressof(self._scratch)
         return pointers
-
-    def new_memory(self, leaves: list[Any]) -> Any:
-        """Return memory that holds the numbers and addresses among these."""
-        memory = ctypes.create_string_buffer(max(1, self._form.size))
-        self._form.pack_into(memory, 0, *self._pick(leaves)[:-2])
-        return memory
 
     def start(self, grid: Grid, leaves: list[Any], calls: _Calls) -> bool:
         """Launch with these arguments; False when a number does not fit its parameter."""

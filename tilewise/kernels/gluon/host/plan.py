@@ -13,7 +13,7 @@ import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import plan
 from tilewise.kernels.gluon.host import descriptors
-from tilewise.kernels.gluon.host.descriptors import Encoder, Maps, parameters_of
+from tilewise.kernels.gluon.host.descriptors import Described, Encoder, Maps
 from tilewise.kernels.gluon.host.launch import Grid, Prepared, calls_of, launch, observed
-from tilewise.kernels.plan import Buffer, Place, Results, device_of, filled
+from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
@@ -45,17 +45,6 @@ def _is_on_gpu(device: torch.device) -> bool:
 
 def _current_device() -> int:
     return torch._C._cuda_getDevice()  # torch.cuda's own asks first whether CUDA is there
-
-
-class _Described(NamedTuple):
-    """A descriptor of a plan: of which place."""
-
-    place: Place
-    like: TensorDescriptor
-
-    def fill(self, run: plan.Run) -> TensorDescriptor:
-        """Return that of the place's tensor."""
-        return descriptors.at(self.like, run.tensor(self.place).data_ptr())
 
 
 class Run(plan.Run):
@@ -97,6 +86,11 @@ class Run(plan.Run):
 class Launch(plan.Launch):
     """A launch of a plan; see the head of this file.
 
+    Args:
+        leaves: the arguments one by one, those of tuples as well: with a Place for each tensor,
+            and a Described of one for each descriptor.
+        tuples: where among the arguments tuples stand, their types and lengths.
+
     Attributes:
         slots: gives the number that a place has among a run's addresses, once a plan has them all.
     """
@@ -104,122 +98,176 @@ class Launch(plan.Launch):
     slots: Callable[[Place], int]
 
     def __init__(
-        self, kernel: Any, grid: int | Grid, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        super().__init__(kernel, grid, arguments, options)
-        self._leaves = _leaves(arguments)
-        self._prepared: Prepared | None = None
-        self._repeat: _Repeat | None = None
+        self, kernel: Any, grid: int | Grid, leaves: list[Any],
+        tuples: list[tuple[int, type, int]], options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        super().__init__(kernel, grid, (), options)
+        self._leaves, self._tuples = leaves, tuples
+        self._addressed: _Addressed | None = None
+        self._is_tritons = False  # only its launcher starts this
 
     def run(self, run: plan.Run) -> None:
         """Start it."""
         assert isinstance(run, Run)
-        if self._prepared is None and run.has_addresses:
-            self._prepared = self._find(run)
-        if self._prepared is None or observed():
-            arguments = filled(self.arguments, run)
-            self._prepared = launch(self.kernel, self.grid, *arguments, **self.options)
+        addressed = self._addressed
+        if addressed is None and run.has_addresses and not self._is_tritons:
+            addressed = self._address(self._find(run))
+        if addressed is None or observed():
+            prepared = launch(self.kernel, self.grid, *self._filled(run), **self.options)
+            if addressed is None and not self._is_tritons:
+                self._address(prepared)
             return
-        if self._repeat is None:
-            grid = self.grid if isinstance(self.grid, tuple) else (self.grid, 1)
-            self._repeat = _Repeat(self._prepared, grid, self._leaves, self.slots)
-        self._repeat.start(run.stream, run.at)
+        addressed.start(run.stream, run.at)
+
+    def _address(self, prepared: Prepared | None) -> _Addressed | None:
+        """Make the launch one to which addresses are given, where that is possible."""
+        if prepared is None:
+            return None
+        if prepared.parameters is None:
+            prepared.parameters = _Parameters(prepared, self._leaves)
+        try:
+            self._addressed = _Addressed(prepared.parameters, self.grid, self._leaves, self.slots)
+        except struct.error:  # a number that does not fit its parameter
+            self._is_tritons = True
+        return self._addressed
+
+    def _filled(self, run: plan.Run) -> list[Any]:
+        """Return the arguments with tensors and descriptors for their places in a run."""
+        found: list[Any] = []
+        for leaf in self._leaves:
+            if type(leaf) is Place:
+                found.append(run.tensor(leaf))
+            elif type(leaf) is Described:
+                found.append(descriptors.at(leaf, run.tensor(leaf.base).data_ptr()))
+            else:
+                found.append(leaf)
+        for index, kind, count in self._tuples:
+            fields = found[index : index + count]
+            made = kind(*fields) if hasattr(kind, "_fields") else tuple(fields)
+            found[index : index + count] = [made]
+        return found
 
     def _find(self, run: Run) -> Prepared | None:
         """Return what starts the kernel where launches of its kind were prepared before."""
-        stand_in = {Place: Tensor, _Described: TensorDescriptor}
-        types = tuple(stand_in.get(type(leaf), type(leaf)) for leaf in self._leaves)
+        leaves = self._leaves
+        types = tuple([_STANDS_FOR.get(type(leaf)) or type(leaf) for leaf in leaves])
         calls = calls_of(self.kernel, types, **self.options)
         if calls is None:
             return None
-        found = [leaf for leaf in self._leaves if isinstance(leaf, _Described)]
-        kind: list[object] = [descriptors.found_kind(each.like) for each in found]
-        for leaf in self._leaves:
-            if isinstance(leaf, Place):
-                kind += leaf.dtype, run.at[self.slots(leaf)] & 15 == 0, run.device
-        kind += [self._leaves[i] for i in calls.specialised]
+        kind: list[object] = [
+            (leaves[i].base.dtype, *leaves[i].block_shape) for i in calls.descriptors
+        ]
+        for i in calls.tensors:
+            place = leaves[i]
+            kind += place.dtype, run.at[self.slots(place)] & 15 == 0, run.device
+        kind += [leaves[i] for i in calls.specialised]
         return calls.prepared.get(tuple(kind))
 
-    def places(self) -> list[Place]:
-        """Return those of all its tensors and descriptors."""
-        found = []
-        for leaf in self._leaves:
-            if isinstance(leaf, _Described):
-                found.append(leaf.place)
-            elif isinstance(leaf, Place):
-                found.append(leaf)
-        return found
+
+_STANDS_FOR: dict[type, type] = {Place: Tensor, Described: TensorDescriptor}
 
 
-def _leaves(arguments: tuple[Any, ...]) -> list[Any]:
-    """Return arguments one by one, those of tuples as well."""
-    leaves: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, tuple) and not hasattr(argument, "fill"):
-            leaves += argument
-        else:
-            leaves.append(argument)
-    return leaves
+class _Parameters:
+    """The parameters of a prepared kernel, which all of its launches with addresses write.
+
+    They lie one after the other: addresses, numbers, then sizes and strides of descriptors.
+
+    Args:
+        leaves: of one of the launches, with places.
+
+    Attributes:
+        tensors, descriptors: which leaves they are.
+        constants: packs what does not change, in that order.
+    """
+
+    def __init__(self, prepared: Prepared, leaves: list[Any]) -> None:
+        self.config = prepared.new_config()
+        self.lock = threading.Lock()
+        self.descriptors = [i for i, leaf in enumerate(leaves) if type(leaf) is Described]
+        moving, fixed = list[int](), list[int]()
+        for index, leaf in enumerate(prepared.numbers):
+            (moving if type(leaves[leaf]) is Place else fixed).append(index)
+        self.tensors = [prepared.numbers[index] for index in moving]
+        self._fixed = [prepared.numbers[index] for index in fixed]
+        form = "=" + "".join(prepared.letters[index] for index in fixed)
+        ends = [struct.calcsize(form[: 1 + count]) for count in range(len(fixed))]
+        first = 8 * len(moving)
+        offsets = {prepared.order[index]: 8 * count for count, index in enumerate(moving)}
+        offsets |= {prepared.order[i]: first + e for i, e in zip(fixed, ends, strict=True)}
+        for place, index in zip(prepared.places, self.descriptors, strict=True):
+            rank = len(leaves[index].shape)
+            for letter, start in (("i", place.start + 1), ("q", place.start + 1 + rank)):
+                for axis in range(rank):
+                    offsets[start + axis] = first + struct.calcsize(form)
+                    form += letter
+        self.constants = struct.Struct(form)
+        self._memory = ctypes.create_string_buffer(max(1, first + self.constants.size))
+        self._pointers = prepared.new_pointers()
+        start = ctypes.addressof(self._memory)
+        for position, offset in offsets.items():
+            self._pointers[position] = start + offset
+        self._maps = [place.start for place in prepared.places]
+        self._pack = struct.Struct(f"={len(moving)}Q{self.constants.size}s").pack_into
+
+    def packed(self, leaves: list[Any]) -> bytes:
+        """Return what does not change in a launch with these leaves."""
+        numbers = [leaves[i] for i in self._fixed]
+        for i in self.descriptors:
+            numbers += leaves[i].shape
+            numbers += leaves[i].strides
+        return self.constants.pack(*numbers)
+
+    def submit(
+        self, grid: Grid, stream: int, addresses: tuple[int, ...], constants: bytes, maps: Maps
+    ) -> None:
+        """Start the kernel."""
+        with self.lock:
+            self._pack(self._memory, 0, *addresses, constants)
+            for place, address in zip(self._maps, maps.places, strict=True):
+                self._pointers[place] = address
+            self.config.cut(grid)
+            self.config.submit(stream, self._pointers)
 
 
-class _Repeat:
-    """A launch of `prepared` of which nothing but addresses changes.
+class _Addressed:
+    """A launch of which nothing but addresses changes.
 
     Args:
         leaves: the arguments one by one, with places.
         slots: which of the addresses that `start` is given a place has.
     """
 
+    __slots__ = ("_constants", "_descriptors", "_grid", "_maps", "_met", "_parameters", "_tensors")
+
     def __init__(
-        self, prepared: Prepared, grid: Grid, leaves: list[Any], slots: Callable[[Place], int]
-    ) -> None:
-        self._prepared = prepared
-        self._lock = threading.Lock()
-        self._config = prepared.new_config()
-        self._config.cut(grid)
-        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Place)]
-        numbers = [0 if isinstance(leaf, Place) else leaf for leaf in leaves]
-        self._numbers = prepared.new_memory(numbers)
-        moving = [index for index, place in enumerate(prepared.numbers) if place in tensors]
-        self._addresses = (ctypes.c_uint64 * len(moving))()
-        self._pack = struct.Struct(f"={len(moving)}Q").pack_into
-        self._tensors = _picker([slots(leaves[prepared.numbers[index]]) for index in moving])
-        found = [leaf for leaf in leaves if isinstance(leaf, _Described)]
-        self._encoders = [Encoder(each.like) for each in found]
-        self._maps = _picker([slots(each.place) for each in found])
-        self._kept = [each.like for each in found]  # whose sizes and strides the kernel reads
-        self._met: dict[tuple[int, ...], tuple[Any, Maps]] = {}
-        self._pointers = prepared.new_pointers()
-        for place, each in zip(prepared.places, found, strict=True):
-            self._pointers[place] = parameters_of(each.like)
-        start = ctypes.addressof(self._numbers)
-        for index, (position, offset) in enumerate(prepared.positions):
-            self._pointers[position] = start + offset
-            if index in moving:
-                at = ctypes.addressof(self._addresses) + 8 * moving.index(index)
-                self._pointers[position] = at
+        self, parameters: _Parameters, grid: int | Grid, leaves: list[Any],
+        slots: Callable[[Place], int],
+    ) -> None:  # fmt: skip
+        self._parameters = parameters
+        self._grid = grid if isinstance(grid, tuple) else (grid, 1)
+        self._constants = parameters.packed(leaves)
+        self._tensors = _picker([slots(leaves[i]) for i in parameters.tensors])
+        self._descriptors = [leaves[i] for i in parameters.descriptors]
+        self._maps = _picker([slots(each.base) for each in self._descriptors])
+        self._met: dict[tuple[int, ...], Maps] = {}
 
     def start(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on `stream`; addresses: of all places that `slots` knows."""
         places = self._maps(addresses)
-        with self._lock:
-            met = self._met.get(places)
-            if met is None:
-                met = self._meet(places)
-            self._pack(self._addresses, 0, *self._tensors(addresses))
-            self._config.submit(stream, met[0])
+        maps = self._met.get(places) or self._meet(places)
+        self._parameters.submit(
+            self._grid, stream, self._tensors(addresses), self._constants, maps
+        )
 
-    def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
-        """Return the pointers to the parameters where descriptors are those of `places`."""
+    def _meet(self, places: tuple[int, ...]) -> Maps:
+        """Return the descriptors' 128 bytes where their tensors lie at these addresses."""
         if len(self._met) >= _MAX_MET:
             self._met.clear()
-        maps = Maps(len(self._encoders))
-        pointers = type(self._pointers).from_buffer_copy(self._pointers)
-        for index, encoder in enumerate(self._encoders):
-            encoder.write(maps.places[index], places[index])
-            pointers[self._prepared.places[index].start] = maps.places[index]
-        met = self._met[places] = pointers, maps
-        return met
+        maps = Maps(len(places))
+        for each, at, address in zip(self._descriptors, maps.places, places, strict=True):
+            Encoder(each).write(at, address)
+        self._met[places] = maps
+        return maps
 
 
 def _picker(slots: list[int]) -> Slots:
@@ -240,9 +288,11 @@ class LaunchPlan(plan.LaunchPlan):
         has_addresses: whether launches take them, as on a GPU.
     """
 
+    # inner: numbers of the places inside of buffers, by buffer and offset.
     def __init__(
-        self, device: torch.device, num_inputs: int, buffers: list[Buffer], *rest: Any
-    ) -> None:
+        self, device: torch.device, num_inputs: int, buffers: list[Buffer], *rest: Any,
+        inner: dict[tuple[int, int], int],
+    ) -> None:  # fmt: skip
         super().__init__(device, num_inputs, buffers, *rest)
         self._made = [
             (i, (tuple(each.whole.shape), tuple(each.whole.stride), each.dtype))
@@ -256,14 +306,10 @@ class LaunchPlan(plan.LaunchPlan):
                 self.pieces[index] = size, each
                 size += -(-each.num_bytes // _PIECE) * _PIECE
         self._workspace = ((size,), (1,), torch.uint8)
-        self._inner: dict[tuple[int, int], int] = {}  # places inside of buffers
+        self._inner = {place: len(buffers) + number for place, number in inner.items()}
         self.has_addresses = _is_on_gpu(device)
         for action in self.actions:
             if isinstance(action, Launch):
-                for place in action.places():
-                    if place.offset > 0:
-                        slot = len(buffers) + len(self._inner)
-                        self._inner.setdefault((place.buffer, place.offset), slot)
                 action.slots = self._slot_of
 
     def _slot_of(self, place: Place) -> int:
@@ -322,21 +368,44 @@ class LaunchPlan(plan.LaunchPlan):
 class Maker(plan.Maker):
     """Writes down plans of Hopper's kernels, and of portable ones between them."""
 
-    _plan = LaunchPlan
+    def __init__(self, call: plan.Call, *names: Sequence[str]) -> None:
+        super().__init__(call, *names)
+        self._inner: dict[tuple[int, int], int] = {}
 
-    def _launch(
-        self, kernel: Any, grid: int | Grid, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> plan.Launch:
-        """Return a launch; only Triton's launcher takes numbers inside of tuples."""
-        nested = [x for x in arguments if isinstance(x, tuple) and not hasattr(x, "fill")]
-        if any(isinstance(field, int) for each in nested for field in each):
-            return plan.Launch(kernel, grid, arguments, options)
-        return Launch(kernel, grid, arguments, options)
+    def _plan(self, *kinds: Any) -> LaunchPlan:
+        return LaunchPlan(*kinds, inner=self._inner)
+
+    def place(self, x: Tensor) -> Place:
+        """Return where a tensor lies."""
+        found = super().place(x)
+        if found.offset > 0:
+            self._inner.setdefault((found.buffer, found.offset), len(self._inner))
+        return found
+
+    def launch(self, kernel: Any, grid: int | Grid, *arguments: Any, **options: Any) -> None:
+        """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
+        leaves, tuples = list[Any](), list[tuple[int, type, int]]()
+        for index, argument in enumerate(arguments):
+            kind = type(argument)
+            if kind is int:
+                leaves.append(argument)
+            elif isinstance(argument, Tensor | Described):
+                leaves.append(self.placed(argument))
+            elif isinstance(argument, tuple):
+                if any(isinstance(field, int) for field in argument):
+                    # Only Triton's launcher takes numbers inside of tuples.
+                    super().launch(kernel, grid, *arguments, **options)
+                    return
+                tuples.append((index, kind, len(argument)))
+                leaves += [self.placed(field) for field in argument]
+            else:
+                leaves.append(argument)
+        self._actions.append(Launch(kernel, grid, leaves, tuples, options))
 
     def placed(self, argument: Any) -> Any:
         """Return an argument with places for tensors and descriptors."""
-        if isinstance(argument, TensorDescriptor):
-            return _Described(self.place(argument.base), argument)
+        if type(argument) is Described:
+            return Described(self.place(argument.base), *argument[1:])
         return super().placed(argument)
 
     def addressable(self, x: Tensor) -> Tensor:
