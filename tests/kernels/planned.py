@@ -73,7 +73,7 @@ def hopper_forward(
 
     tensors = tensors_of(q, k, v, **others)
     maker = Maker(Call.of(spec, tensors))
-    o, lse = maker.finish(add_fwd(maker, spec, maker.tensors), {}).run(*tensors)
+    o, lse = maker.finish(add_fwd(maker, spec, maker.tensors)).run(*tensors)
     assert o is not None
     assert lse is not None
     return o, lse

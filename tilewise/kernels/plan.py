@@ -70,9 +70,10 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, spec: AttentionSpec, tensors: Sequence[Tensor | None]) -> Call:
         """Return the call of these tensors, in the order of `layouts`."""
-        first = next(x for x in tensors if x is not None)
-        layouts = tuple(None if x is None else Layout.of(x) for x in tensors)
-        return cls(spec, first.device, layouts)
+        first = tensors[0]
+        assert first is not None
+        layouts = [x if x is None else Layout.of(x) for x in tensors]
+        return cls(spec, first.device, tuple(layouts))
 
     def gradient(self, spec: AttentionSpec) -> Call:
         """Return the call of its gradient, where gradients of o alone come in contiguous."""
@@ -249,13 +250,17 @@ class LaunchPlan:
 
     def __init__(
         self, device: torch.device, num_inputs: int, buffers: list[Buffer],
-        actions: list[Compute | Launch], results: list[int | None], tiles: dict[str, TileConfig],
+        actions: list[Compute | Launch], results: list[int | None],
+        tiles: Callable[[], dict[str, TileConfig]],
     ) -> None:  # fmt: skip
-        self.device, self.tiles, self.actions = device, tiles, actions
+        self.device, self._tiles, self.actions = device, tiles, actions
         self._num_inputs, self._buffers, self._results = num_inputs, buffers, results
-        made = enumerate(buffers)
-        self._allocated = [(i, each) for i, each in made if each.kind in ("result", "work")]
         self._asked = [(i, each.ask) for i, each in enumerate(buffers) if each.ask is not None]
+
+    @property
+    def tiles(self) -> dict[str, TileConfig]:
+        """Those of each kernel, by part."""
+        return self._tiles()
 
     @property
     def steps(self) -> list[str]:
@@ -284,7 +289,9 @@ class LaunchPlan:
     def _begin(self, tensors: Sequence[Tensor | None]) -> Run:
         """Allocate what a call needs."""
         run = Run([*tensors, *[None] * (len(self._buffers) - self._num_inputs)], 0)
-        for index, each in self._allocated:
+        for index, each in enumerate(self._buffers):
+            if each.kind not in ("result", "work"):
+                continue
             if each.whole is None:
                 count = each.num_bytes // each.dtype.itemsize
                 x = torch.empty(count, dtype=each.dtype, device=self.device)
@@ -315,24 +322,22 @@ class Maker:
 
     def __init__(self, call: Call, names: Sequence[str] = AttentionTensors._fields) -> None:
         self.device = call.device
+        self.inputs = [x if x is None else x.meta() for x in call.layouts]
         self._names = names
         self._buffers: list[Buffer] = []
-        self._kept: list[Tensor | None] = []  # of each buffer; ids and storages last with them
-        self._places: dict[int, Place] = {}  # by the id of a tensor
+        self._kept = self.inputs.copy()  # of each buffer; ids and storages last with them
+        self._views: list[Tensor] = []
+        self._places: dict[int, Place] = {}  # by the id of a tensor that is kept
         self._storages: dict[int, int] = {}  # of the first buffers, which one each is
         self._num_stored = 0
         self._actions: list[Compute | Launch] = []
         self._odd: set[int] = set()
-        self.inputs: list[Tensor | None] = []
         for index, layout in enumerate(call.layouts):
             if layout is None:
-                self.inputs.append(None)
-                self._kept.append(None)
                 self._buffers.append(_NOTHING)
                 continue
-            x = layout.meta()
-            self.inputs.append(x)
-            self._add(x, Buffer("input", layout, 0, layout.dtype))
+            self._buffers.append(Buffer("input", layout, 0, layout.dtype))
+            self._places[id(self.inputs[index])] = Place(index, 0, None, layout.dtype)
             if not layout.is_aligned:
                 self._odd.add(index)
 
@@ -405,8 +410,15 @@ class Maker:
         self._add(like, Buffer("asked", whole, like.nbytes, like.dtype, make))
         return like
 
-    def finish(self, results: Sequence[Tensor | None], tiles: dict[str, TileConfig]) -> LaunchPlan:
-        """Return the plan; results: each all of what was allocated for it, or computed."""
+    def finish(
+        self, results: Sequence[Tensor | None], tiles: Callable[[], dict[str, TileConfig]] = dict
+    ) -> LaunchPlan:
+        """Return the plan.
+
+        Args:
+            results: each all of what was allocated for it, or computed.
+            tiles: says those of the plan.
+        """
         indices = [None if x is None else self._as_result(x) for x in results]
         kinds = self._buffers, self._actions, indices, tiles
         return self._plan(self.device, len(self.inputs), *kinds)
@@ -418,7 +430,7 @@ class Maker:
             assert x.is_contiguous(), "a result is contiguous"
             assert x.nbytes == buffer.num_bytes, "a result is all of an allocation"
             whole = Layout(x.shape, x.stride(), x.dtype)
-            self._buffers[index] = buffer._replace(kind="result", whole=whole, dtype=x.dtype)
+            self._buffers[index] = Buffer("result", whole, x.nbytes, x.dtype)
         return index
 
     # What a backend may do otherwise.
@@ -437,7 +449,10 @@ class Maker:
     def place(self, x: Tensor) -> Place:
         """Return where a tensor lies."""
         found = self._places.get(id(x))
-        return found if found is not None else self._place_of_view(x)
+        if found is None:
+            found = self._places[id(x)] = self._place_of_view(x)
+            self._views.append(x)
+        return found
 
     def _place_of_view(self, x: Tensor) -> Place:
         assert x.is_meta, "a plan is made of tensors without memory"

@@ -202,7 +202,7 @@ def test_a_plan_has_every_tile_of_a_packed_batch_once(window: tuple[int, int]) -
         results = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (o, lse)]
         parts = attention_fwd_launch._plan(maker, maker.tensors, *results, p.spec, tile, bound)
         copies = [maker.copy(x) for x in parts]
-        plan, size = maker.finish(copies, {}).run(*tensors)
+        plan, size = maker.finish(copies).run(*tensors)
     tiles = plan.view(-1, 6)[: int(size)].tolist()
     first_q, first_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
     wanted = [

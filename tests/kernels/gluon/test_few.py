@@ -46,7 +46,7 @@ def launched(problem: Problem) -> dict[str, torch.Tensor]:
     tensors = tensors_of(problem.q, problem.k, problem.v, **problem.tensors)
     maker = Maker(plan.Call.of(problem.spec, tensors))
     results = attention_few.add_split_kv(maker, problem.spec, maker.tensors, blocks)
-    o, lse = maker.finish(results, {}).run(*tensors)
+    o, lse = maker.finish(results).run(*tensors)
     return {"o": o, "lse": lse}
 
 

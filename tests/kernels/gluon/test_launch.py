@@ -198,7 +198,7 @@ def test_a_launch_of_a_plan_takes_new_addresses_and_keeps_the_rest(driver):
     maker = Maker(Call(None, mapped.device, layouts), ("y", "z", "a", "x"))
     y, z, a, described = maker.inputs
     maker.launch(kernel, 9, descriptors.descriptor(described, 64, 64), y, -8, 0.5, Pair(z, a))
-    plan = maker.finish((), {})
+    plan = maker.finish(())
     for _ in range(2):
         plan.run(*tensors, mapped)
     others = [each.clone() for each in (*tensors, mapped)]

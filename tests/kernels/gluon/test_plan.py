@@ -70,7 +70,7 @@ class Example:
             self.second, (2, 4), descriptors.descriptor(y, 64, 64),
             descriptors.descriptor(parts[1], 64, 64), parts[0], o, 0.5,
         )  # fmt: skip
-        return maker.finish((o, made), {})
+        return maker.finish((o, made))
 
     def ready(self, **options):
         """Return a plan that has run."""
@@ -326,7 +326,7 @@ class TestTriton:
 def test_a_result_is_all_of_an_allocation(driver):
     maker = Maker(Call(None, torch.device("cpu"), (Layout.of(make()),)), ("x",))
     with pytest.raises(AssertionError, match="all of an allocation"):
-        maker.finish((torch.empty(4, device="meta")[:2],), {})
+        maker.finish((torch.empty(4, device="meta")[:2],))
 
 
 class Watch(TorchDispatchMode):

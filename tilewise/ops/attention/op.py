@@ -277,7 +277,8 @@ class Planned:
         plan = self._gradients.get(key)
         if plan is None:
             with device_of(do.device):
-                call = Call.of(replace(self.spec, needs_dbias=needs_dbias), given)
+                spec = replace(self.spec, needs_dbias=True) if needs_dbias else self.spec
+                call = Call.of(spec, given)
                 plan = dispatch.kernel_module("attention", self.backend).plan_bwd(call)
             if len(self._gradients) >= _MAX_GRADIENTS:
                 self._gradients.clear()

@@ -7,6 +7,8 @@ call.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from tilewise.kernels import device
@@ -43,7 +45,8 @@ def plan_bwd(call: Call) -> LaunchPlan:
     assert do is not None
     assert o is not None
     assert lse is not None
-    return maker.finish(add_bwd(maker, spec, do, dlse, o, lse, maker.tensors), _tiles_bwd(spec))
+    results = add_bwd(maker, spec, do, dlse, o, lse, maker.tensors)
+    return maker.finish(results, functools.partial(_tiles_bwd, spec))
 
 
 def _why_not(spec: AttentionSpec) -> str | None:
@@ -65,11 +68,18 @@ def made_fwd(call: Call) -> LaunchPlan:
     if split_kv.is_faster(spec, num_sms):
         blocks = split_kv.blocks_of(tensors.k, tensors.v)
     if blocks is None:
-        tile = tile_config_fwd(spec)
-        tiles = TileConfig(tile.rows, tile.keys, 4 * tile.warpgroups + 1, tile.stages)
-        return maker.finish(add_fwd(maker, spec, tensors), {"fwd": tiles})
-    tiles = split_kv.tile_config_split_kv(spec, device.arch_of(call.device), num_sms)
-    return maker.finish(split_kv.add_split_kv(maker, spec, tensors, blocks), {"fwd": tiles})
+        return maker.finish(add_fwd(maker, spec, tensors), functools.partial(_tiles_fwd, spec))
+
+    def tiles() -> dict[str, TileConfig]:
+        arch = device.arch_of(call.device)
+        return {"fwd": split_kv.tile_config_split_kv(spec, arch, num_sms)}
+
+    return maker.finish(split_kv.add_split_kv(maker, spec, tensors, blocks), tiles)
+
+
+def _tiles_fwd(spec: AttentionSpec) -> dict[str, TileConfig]:
+    tile = tile_config_fwd(spec)
+    return {"fwd": TileConfig(tile.rows, tile.keys, 4 * tile.warpgroups + 1, tile.stages)}
 
 
 def _tiles_bwd(spec: AttentionSpec) -> dict[str, TileConfig]:

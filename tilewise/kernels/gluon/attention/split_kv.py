@@ -137,8 +137,8 @@ def add_split_kv(
         )
     else:
         shape = (*packed_q.shape[:-1], spec.v_head_dim)
-        o = torch.empty(shape, dtype=q.dtype, device="meta")
-        lse = torch.empty((heads, batch * rows), dtype=torch.float32, device="meta")
+        o = maker.empty(shape, q.dtype)
+        lse = maker.empty((heads, batch * rows), torch.float32)
         arch, num_sms = device.arch_of(maker.device), device.sm_count_of(maker.device)
         plan = plan_rows(paged, extend_config(paged, arch), num_sms)
         scales = Scales.of(k_cache, None, None, lse)
@@ -160,7 +160,7 @@ def _by_sequence(maker: Maker, lse: Tensor, batch: int) -> Tensor:
     heads, rows = lse.shape[0], lse.shape[1] // batch
     if batch == 1:
         return lse.view(1, heads, rows)
-    sorted_lse = torch.empty((batch, heads, rows), dtype=lse.dtype, device="meta")
+    sorted_lse = maker.empty((batch, heads, rows), lse.dtype)
     maker.launch(
         _by_sequence_kernel, -(-lse.numel() // _LSE_TILE), lse, sorted_lse, batch, heads, rows,
         TILE=_LSE_TILE,

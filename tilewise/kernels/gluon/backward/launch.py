@@ -71,7 +71,7 @@ def add_bwd(
     if splits_groups(spec, mask_heads, device.sm_count_of(maker.device)):
         spec, group_size = with_ungrouped_heads(spec), spec.group_size
     dq, dk, dv = (
-        torch.empty((*x.shape[:-2], heads, x.shape[-1]), dtype=x.dtype, device="meta")
+        maker.empty((*x.shape[:-2], heads, x.shape[-1]), x.dtype)
         for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
     )
     variant = variant_of(spec)

@@ -74,7 +74,7 @@ def launch_before(
 ) -> Rows:
     """Return the row terms and the sum of dq, of the first heads at least."""
     planes, count = _planes(o, spec)
-    lse_log2, delta = torch.empty((2, planes, count), dtype=torch.float32, device=o.device)
+    lse_log2, delta = (maker.empty((planes, count), torch.float32) for _ in range(2))
     if spec.is_varlen and (spec.has_sinks or spec.mask_tile):
         # Gaps between sequences: torch sums them for sinks, and lists of a mask may visit them.
         maker.compute(_clear_lse, lse_log2, like=lse_log2)
@@ -85,13 +85,12 @@ def launch_before(
     dq_sum = semaphores = counts = None
     plan = PrePostPlan(heads, heads, 0, 0)
     if not has_separate_dq(spec):
-        dq_sum = torch.empty((planes, count, variant.d), dtype=torch.float32, device=o.device)
-        counts = torch.empty(2 * spec.batch * spec.num_q_heads, dtype=torch.int32, device=o.device)
+        dq_sum = maker.empty((planes, count, variant.d), torch.float32)
+        counts = maker.empty((2 * spec.batch * spec.num_q_heads,), torch.int32)
         if variant.prepost != "none":
-            plan = prepost_of(spec, section, num_tiles, device.sm_count_of(o.device))
+            plan = prepost_of(spec, section, num_tiles, device.sm_count_of(maker.device))
     if variant.ordered:
-        shape = (planes, count // variant.tile_m)
-        semaphores = torch.empty(shape, dtype=torch.int32, device=o.device)
+        semaphores = maker.empty((planes, count // variant.tile_m), torch.int32)
     lse, dlse = maker.dense(lse), maker.dense(dlse)
     d = power_of_2(spec.v_head_dim)
     tile = min(_ELEMENTS // d, ROW_TILE)
@@ -154,7 +153,7 @@ def zero_gaps(
 def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
     """Return the gradient of key heads (..., Hk, D), given that of each query head (..., Hq, D)."""
     heads, width = x.shape[-2] // group_size, x.shape[-1]
-    total = torch.empty((*x.shape[:-2], heads, width), dtype=x.dtype, device=x.device)
+    total = maker.empty((*x.shape[:-2], heads, width), x.dtype)
     count, d = total.numel() // width, power_of_2(width)
     tile = _ELEMENTS // d
     maker.launch(
@@ -184,18 +183,18 @@ def launch_main(
     """Fill dk and dv, add to the sum of dq, and round that of most heads."""
     assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
-    part = rows_of_part(d)
+    part, sums = rows_of_part(d), rows.dq_sum.transpose(0, 1)
     num_tiles = cdiv(spec.max_seqlen_k, KEYS)
     heads = spec.batch * spec.num_kv_heads
     maker.launch(
         attention_bwd_kernel,
         num_tiles * heads,
         descriptor(q, m, d), descriptor(k, KEYS, d), descriptor(v, KEYS, d), descriptor(do, m, d),
-        descriptor(rows.dq_sum.transpose(0, 1), m, d),
+        descriptor(sums, m, d),
         descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
         row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
         descriptor(o, part, d), descriptor(do, part, d),
-        descriptor(rows.dq_sum.transpose(0, 1), part, d), dk, dv, rows.semaphores, sequences,
+        descriptor(sums, part, d), dk, dv, rows.semaphores, sequences,
         PrePost(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles,

@@ -68,8 +68,7 @@ def add_fwd(
     if spec.batch * heads * spec.max_seqlen_q * rows == 0:
         o = maker.full(o_shape, 0.0, q.dtype)
         return o, maker.full(lse_shape, -math.inf, torch.float32)
-    o = torch.empty(o_shape, dtype=q.dtype, device="meta")
-    lse = torch.empty(lse_shape, dtype=torch.float32, device="meta")
+    o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
     strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
     bias_rows = strides[2] != 0
     tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
@@ -112,7 +111,7 @@ def _tensors_of(
     }  # fmt: skip
     if mask is not None:
         count, mask_rows, words = mask.bits.shape
-        reach = torch.empty((count, words), dtype=mask.bits.dtype, device="meta")
+        reach = maker.empty((count, words), mask.bits.dtype)
         if count > 0:
             maker.launch(mask_reach_kernel, count, mask.bits, reach, TILE_M=mask_rows, WORDS=words)
         given |= {"mask_bits": mask.bits, "mask_reach": reach, "mask_spans": mask.rows}
@@ -134,7 +133,7 @@ def _plan(
 ) -> tuple[Tensor, Tensor]:
     """List the tiles of a packed batch on the device, and clear rows of no sequence."""
     fields = PLAN_FIELDS.value
-    memory = torch.empty(upper_bound * (2 * fields + 1) + 1, dtype=torch.int32, device="meta")
+    memory = maker.empty((upper_bound * (2 * fields + 1) + 1,), torch.int32)
     size, work, entries, plan = memory.split(
         [1, upper_bound, upper_bound * fields, upper_bound * fields]
     )

@@ -75,28 +75,36 @@ _ROWS = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
 def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
     """Return how a CTA is cut for `spec`.
 
     Args:
         bias_rows: the bias, if there is one, differs from query to query.
     """
-    d, rest = _split(spec.head_dim)
-    dv = _padded(spec.v_head_dim)
     kind = _kind_of(spec)
+    most_keys = 128
+    if spec.has_bias and bias_rows:
+        most_keys = 64  # of 128 keys, a bias and its addresses do not fit the registers
+    if spec.mask_tile is not None:
+        most_keys = min(most_keys, spec.mask_tile[1])
+    dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
+    is_long = spec.max_seqlen_q > _LONG
+    return _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
+
+
+@functools.cache
+def _tile_of(
+    head_dim: int, v_head_dim: int, kind: str, most_keys: int, dealt: bool, is_long: bool
+) -> Tile:
+    """Return the tile of all calls that differ in no more than their lengths."""
+    d, rest = _split(head_dim)
+    dv = _padded(v_head_dim)
     width = d + rest
     kinds = (kind, "uneven", "even") if kind == "long" else (kind, "even")
     row = next(_ROWS[width, dv, name] for name in kinds if (width, dv, name) in _ROWS)
     keys, stages = row.keys, row.stages
-    narrow = keys
-    if spec.has_bias and bias_rows:
-        narrow = 64  # of 128 keys, a bias and its addresses do not fit the registers
-    if spec.mask_tile is not None:
-        narrow = min(narrow, spec.mask_tile[1])
-    if narrow < keys:
-        keys, stages = narrow, stages * keys // narrow
-    dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
+    if most_keys < keys:
+        keys, stages = most_keys, stages * keys // most_keys
     return Tile(
         warpgroups=row.warpgroups,
         rows=row.warpgroups * GROUP_ROWS,
@@ -106,7 +114,7 @@ def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
         d_high=rest,
         dv=dv,
         o_columns=dv // 2 if row.halves else dv,
-        dynamic=dealt or _dealt_though_even(spec, width, row.warpgroups),
+        dynamic=dealt or _dealt_though_even(is_long, width, row.warpgroups),
         ping_pong=row.ping_pong,
         q_in_registers=row.q_in_registers,
         release_together=row.release_together,
@@ -117,7 +125,7 @@ def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
     )
 
 
-def _dealt_though_even(spec: AttentionSpec, width: int, warpgroups: int) -> bool:
+def _dealt_though_even(is_long: bool, width: int, warpgroups: int) -> bool:
     """Whether even tiles are dealt out, too (H200, full calls, 2026-11-22).
 
     Of 192 rows the last tile of a head fills 64 where lengths are powers of two, and takes a third
@@ -126,8 +134,8 @@ def _dealt_though_even(spec: AttentionSpec, width: int, warpgroups: int) -> bool
     4 % everywhere.
     """
     if warpgroups == 3:
-        return spec.max_seqlen_q <= _LONG
-    return width == 128 and spec.max_seqlen_q > _LONG
+        return not is_long
+    return width == 128 and is_long
 
 
 def _kind_of(spec: AttentionSpec) -> str:

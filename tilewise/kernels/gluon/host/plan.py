@@ -294,23 +294,25 @@ class LaunchPlan(plan.LaunchPlan):
         inner: dict[tuple[int, int], int],
     ) -> None:  # fmt: skip
         super().__init__(device, num_inputs, buffers, *rest)
-        self._made = [
-            (i, (tuple(each.whole.shape), tuple(each.whole.stride), each.dtype))
-            for i, each in enumerate(buffers)
-            if each.kind == "result" and each.whole is not None
-        ]
+        self._made: list[tuple[int, tuple[Any, ...]]] = []
         size = 0
         self.pieces: dict[int, tuple[int, Buffer]] = {}
-        for index, each in enumerate(buffers):
+        for index in range(num_inputs, len(buffers)):
+            each = buffers[index]
             if each.kind == "work":
                 self.pieces[index] = size, each
                 size += -(-each.num_bytes // _PIECE) * _PIECE
+            elif each.kind == "result":
+                assert each.whole is not None
+                shape, stride, *_ = each.whole
+                self._made.append((index, (tuple(shape), tuple(stride), each.dtype)))
         self._workspace = ((size,), (1,), torch.uint8)
         self._inner = {place: len(buffers) + number for place, number in inner.items()}
         self.has_addresses = _is_on_gpu(device)
+        slot_of = self._slot_of
         for action in self.actions:
-            if isinstance(action, Launch):
-                action.slots = self._slot_of
+            if type(action) is Launch:
+                action.slots = slot_of
 
     def _slot_of(self, place: Place) -> int:
         if place.offset == 0:
@@ -375,9 +377,8 @@ class Maker(plan.Maker):
     def _plan(self, *kinds: Any) -> LaunchPlan:
         return LaunchPlan(*kinds, inner=self._inner)
 
-    def place(self, x: Tensor) -> Place:
-        """Return where a tensor lies."""
-        found = super().place(x)
+    def _place_of_view(self, x: Tensor) -> Place:
+        found = super()._place_of_view(x)
         if found.offset > 0:
             self._inner.setdefault((found.buffer, found.offset), len(self._inner))
         return found
@@ -387,9 +388,9 @@ class Maker(plan.Maker):
         leaves, tuples = list[Any](), list[tuple[int, type, int]]()
         for index, argument in enumerate(arguments):
             kind = type(argument)
-            if kind is int:
+            if kind is int or argument is None:
                 leaves.append(argument)
-            elif isinstance(argument, Tensor | Described):
+            elif kind is Tensor or kind is Described:
                 leaves.append(self.placed(argument))
             elif isinstance(argument, tuple):
                 if any(isinstance(field, int) for field in argument):
@@ -397,15 +398,20 @@ class Maker(plan.Maker):
                     super().launch(kernel, grid, *arguments, **options)
                     return
                 tuples.append((index, kind, len(argument)))
-                leaves += [self.placed(field) for field in argument]
+                leaves += [x if x is None else self.placed(x) for x in argument]
             else:
                 leaves.append(argument)
         self._actions.append(Launch(kernel, grid, leaves, tuples, options))
 
     def placed(self, argument: Any) -> Any:
         """Return an argument with places for tensors and descriptors."""
-        if type(argument) is Described:
-            return Described(self.place(argument.base), *argument[1:])
+        kind = type(argument)
+        if kind is Tensor:
+            return self._places.get(id(argument)) or self.place(argument)
+        if kind is Described:
+            base, shape, strides, block, layout = argument
+            base = self._places.get(id(base)) or self.place(base)
+            return Described(base, shape, strides, block, layout)
         return super().placed(argument)
 
     def addressable(self, x: Tensor) -> Tensor:

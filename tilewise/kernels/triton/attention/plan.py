@@ -92,7 +92,7 @@ def plan_fwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPl
         return Refusal(reason)
     maker = Maker(call)
     chosen = _tiles(call, ("fwd",), tiles)
-    return maker.finish(add_fwd(maker, call.spec, maker.tensors, chosen["fwd"]), chosen)
+    return maker.finish(add_fwd(maker, call.spec, maker.tensors, chosen["fwd"]), lambda: chosen)
 
 
 def plan_bwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPlan:
@@ -125,7 +125,7 @@ def plan_bwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPl
 
         like = torch.empty(tensors.sinks.shape, dtype=torch.float32, device="meta")
         dsinks = maker.compute(sink_gradient, tensors.sinks, lse, delta, like=like)
-    return maker.finish((dq, dk, dv, dbias, dsinks), chosen)
+    return maker.finish((dq, dk, dv, dbias, dsinks), lambda: chosen)
 
 
 PART_TENSORS = ("do", "dlse", "o", "lse", "lse_log2", "delta", *AttentionTensors._fields)
@@ -148,17 +148,17 @@ def plan_part(
     if part == "rows":
         assert o is not None
         assert lse is not None
-        return maker.finish(launch_rows(maker, o, do, lse, dlse, spec), {})
+        return maker.finish(launch_rows(maker, o, do, lse, dlse, spec))
     assert lse_log2 is not None
     assert delta is not None
     given = (maker, do, *tensors[:3], lse_log2, delta)
     beside = given_of(spec, tensors)
     if part == "dbias":
-        return maker.finish([launch_dbias(*given, tensors.bias, spec, **beside)], {})
+        return maker.finish([launch_dbias(*given, tensors.bias, spec, **beside)])
     tile = tile or tile_config(spec, part, device.arch_of(call.device))
     if part == "dkdv":
-        return maker.finish(launch_dkdv(*given, spec, **beside, tile=tile), {part: tile})
-    return maker.finish([launch_dq(*given, spec, **beside, tile=tile)], {part: tile})
+        return maker.finish(launch_dkdv(*given, spec, **beside, tile=tile), lambda: {part: tile})
+    return maker.finish([launch_dq(*given, spec, **beside, tile=tile)], lambda: {part: tile})
 
 
 def _tiles(
@@ -213,7 +213,7 @@ def launch_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return (lse in base 2, delta), both float32 in the shape of lse."""
     lse, dlse = _dense(maker, lse), maker.dense(dlse)
-    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    lse_log2, delta = (maker.empty(lse.shape, torch.float32) for _ in range(2))
     num_rows = lse.shape[-1]
     num_tiles = triton.cdiv(num_rows, _ROWS_TILE)
     if lse.numel() > 0:
@@ -309,12 +309,12 @@ def launch_dbias(
     batch, heads, rows, keys = shape
     tiles = batch * heads * triton.cdiv(rows, _BIAS_TILE) * triton.cdiv(keys, _BIAS_TILE)
     if tiles == 0:
-        return torch.empty_like(bias)
+        return maker.empty(bias.shape, bias.dtype)
     pairs = spec.batch // batch * (spec.num_q_heads // heads)
     wanted = triton.cdiv(_BIAS_PROGRAMS_PER_SM * device.sm_count_of(q.device), tiles)
     num_parts = max(1, min(pairs, wanted))
     dtype = bias.dtype if num_parts == 1 else torch.float32
-    parts = torch.empty((num_parts, *bias.shape), dtype=dtype, device=bias.device)
+    parts = maker.empty((num_parts, *bias.shape), dtype)
     dims, strides = _bwd_strides(spec, q, k, v, do, q, k, v, lse_log2)
     maker.launch(
         attention_bwd_bias_kernel, num_parts * tiles,
@@ -344,7 +344,7 @@ def _with_reach(maker: Maker, extras: Extras, tile: TileConfig) -> Extras:
     if bits is None:
         return extras
     count, mask_q, words = bits.shape
-    reach = torch.empty((count, mask_q // tile.tile_m, words), dtype=bits.dtype, device=bits.device)
+    reach = maker.empty((count, mask_q // tile.tile_m, words), bits.dtype)
     if reach.numel() > 0:
         maker.launch(
             mask_reach_kernel, reach.numel() // words, bits, reach, TILE_M=tile.tile_m, WORDS=words
@@ -356,7 +356,7 @@ def _allocate(maker: Maker, like: Tensor, shape: tuple[int, ...], spec: Attentio
     """Return an output; packed rows that belong to no sequence are never written, so zero them."""
     if spec.is_varlen:
         return maker.full(shape, 0.0, like.dtype)
-    return torch.empty(shape, dtype=like.dtype, device="meta")
+    return maker.empty(shape, like.dtype)
 
 
 def _allocate_rows(maker: Maker, q: Tensor, spec: AttentionSpec) -> Tensor:
@@ -364,7 +364,7 @@ def _allocate_rows(maker: Maker, q: Tensor, spec: AttentionSpec) -> Tensor:
     if spec.is_varlen:
         return maker.full((spec.num_q_heads, q.shape[0]), -math.inf, torch.float32)
     shape = (spec.batch, spec.num_q_heads, q.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device="meta")
+    return maker.empty(shape, torch.float32)
 
 
 def _dense(maker: Maker, rows: Tensor) -> Tensor:
