@@ -49,22 +49,34 @@ class _Base(NamedTuple):
         return self.address
 
 
+class Form(NamedTuple):
+    """What all descriptors of one dtype and tile share.
+
+    Attributes:
+        kind: what changes the code of a kernel, the dtype and the tile.
+        numbers: what the driver is told of them; before it encodes one, its sizes and steps are
+            written to the first two.
+    """
+
+    layout: gl.NVMMASharedLayout
+    kind: tuple[Any, ...]
+    map_type: int
+    numbers: tuple[Any, ...]
+
+
 class Described(NamedTuple):
     """A descriptor of a plan, whose tensor has no address yet: `at` makes it that of one.
 
     Attributes:
-        base: the tensor, or what stands for it; it has a dtype.
-        block_shape, layout: of a tile.
+        base: the tensor, or its place.
     """
 
     base: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
-    layout: gl.NVMMASharedLayout
+    form: Form
 
 
-Descriptor = TensorDescriptor | Described
 _recent: OrderedDict[tuple[object, ...], TensorDescriptor] = OrderedDict()
 
 
@@ -97,6 +109,31 @@ def tile_layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLa
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _DTYPES[dtype])
 
 
+@functools.cache
+def _form_of_tiles(dtype: torch.dtype, rows: int, columns: int) -> Form:
+    return _form_of((1, 1, rows, columns), tile_layout(dtype, rows, columns), dtype)
+
+
+@functools.cache
+def _form_of_numbers(dtype: torch.dtype, *block: int) -> Form:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
+    return _form_of(block, layout, dtype)
+
+
+def _form_of(block: tuple[int, ...], layout: gl.NVMMASharedLayout, dtype: torch.dtype) -> Form:
+    rank, box, swizzle = len(block), list(block), layout.swizzle_byte_width
+    if swizzle > 0:  # a wider tile is several copies of one swizzled width
+        box[-1] = min(box[-1], swizzle // dtype.itemsize)
+    numbers = (
+        (ctypes.c_uint64 * rank)(), (ctypes.c_uint64 * max(1, rank - 1))(),
+        (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        _MAP_SWIZZLES[swizzle], _MAP_L2_128_BYTES,
+        0,  # what lies outside is zero
+    )  # fmt: skip
+    return Form(layout, (dtype, *block), _MAP_TYPES[dtype], numbers)
+
+
 def descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
     """Return the descriptor of (rows, columns) tiles of (B, S, H, D) or (T, H, D).
 
@@ -120,15 +157,16 @@ def _tiles_of(tensor: Tensor, rows: int, columns: int) -> Described:
         1,
     )
     shape = (batch[0] if batch else 1, heads, length, width)
-    layout = tile_layout(tensor.dtype, rows, columns)
-    return Described(tensor, shape, strides, (1, 1, rows, columns), layout)
+    return Described(tensor, shape, strides, _form_of_tiles(tensor.dtype, rows, columns))
 
 
-def at(found: Descriptor, address: int) -> TensorDescriptor:
+def at(found: Described, address: int) -> TensorDescriptor:
     """Return a descriptor of a tensor like that of `found` which lies at `address`."""
-    base = _Base(address, found.base.dtype)
-    shape, strides, block = list(found.shape), list(found.strides), list(found.block_shape)
-    return TensorDescriptor(base, shape, strides, block, found.layout)
+    dtype, *block = found.form.kind
+    base, shape, strides = _Base(address, dtype), list(found.shape), list(found.strides)
+    made = TensorDescriptor(base, shape, strides, block, found.form.layout)
+    made.__dict__["form"] = found.form
+    return made
 
 
 def _remember(key: tuple[object, ...], found: Described, tensor: Tensor) -> TensorDescriptor:
@@ -156,23 +194,18 @@ def _numbers(tensor: Tensor, block: tuple[int, ...]) -> Any:
         kept = _recent.get(key)
         if kept is not None:
             return kept
-    layout = _plain_layout(len(block))
-    found = Described(tensor, tuple(tensor.shape), tensor.stride(), block, layout)
+    form = _form_of_numbers(tensor.dtype, *block)
+    found = Described(tensor, tuple(tensor.shape), tensor.stride(), form)
     return found if key is None else _remember(key, found, tensor)
 
 
-@functools.cache
-def _plain_layout(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
-
-
-def found_kind(found: TensorDescriptor) -> tuple[object, ...]:
-    """Return what of a descriptor changes the code of a kernel: its dtype and its tile."""
-    kept = found.__dict__.get("kind")
-    if kept is None:
-        kept = found.__dict__["kind"] = (found.base.dtype, *found.block_shape)
-    kind: tuple[object, ...] = kept
-    return kind
+def form_of(found: TensorDescriptor) -> Form:
+    """Return what a descriptor shares with others of its dtype and tile."""
+    form: Form | None = found.__dict__.get("form")
+    if form is None:  # it was made elsewhere
+        form = _form_of(tuple(found.block_shape), found.layout, found.base.dtype)
+        found.__dict__["form"] = form
+    return form
 
 
 def parameters_of(found: TensorDescriptor) -> list[int]:
@@ -193,7 +226,8 @@ class _Parameters:
     def __init__(self, found: TensorDescriptor) -> None:
         rank = len(found.shape)
         self._map = Maps(1)
-        Encoder(found).write(self._map.places[0], found.base.data_ptr())
+        described = Described(found.base, found.shape, found.strides, form_of(found))
+        encode(described, self._map.places[0], found.base.data_ptr())
         self._shape = (ctypes.c_int32 * rank)(*found.shape)
         self._strides = (ctypes.c_int64 * rank)(*found.strides)
         shape, strides = ctypes.addressof(self._shape), ctypes.addressof(self._strides)
@@ -218,56 +252,21 @@ class Maps:
         self.places = [start + _MAP_BYTES * index for index in range(count)]
 
 
-class _Numbers(NamedTuple):
-    """What the driver is told of all descriptors of a kind: it reads sizes and steps from here."""
-
-    map_type: int
-    sizes: Any
-    steps: Any
-    box: Any
-    ones: Any
-    swizzle: int
-
-
 _encoding = threading.Lock()
 
 
-@functools.cache
-def _numbers_of(dtype: torch.dtype, block: tuple[int, ...], swizzle: int) -> _Numbers:
-    rank, box = len(block), list(block)
-    if swizzle > 0:  # a wider tile is several copies of one swizzled width
-        box[-1] = min(box[-1], swizzle // dtype.itemsize)
-    return _Numbers(
-        _MAP_TYPES[dtype], (ctypes.c_uint64 * rank)(), (ctypes.c_uint64 * max(1, rank - 1))(),
-        (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank),
-        _MAP_SWIZZLES[swizzle],
-    )  # fmt: skip
-
-
-class Encoder:
-    """Writes the 128 bytes of a descriptor, for its own tensor or one like it elsewhere."""
-
-    __slots__ = ("_found", "_size")
-
-    def __init__(self, found: Descriptor) -> None:
-        self._found, self._size = found, found.base.dtype.itemsize
-
-    def write(self, place: int, address: int) -> None:
-        """Encode the descriptor of the tensor at `address`."""
-        found, size = self._found, self._size
-        swizzle = found.layout.swizzle_byte_width
-        it = _numbers_of(found.base.dtype, tuple(found.block_shape), swizzle)
-        with _encoding:
-            it.sizes[:] = found.shape[::-1]
-            it.steps[:] = [step * size for step in found.strides[-2::-1]]
-            status = driver().cuTensorMapEncodeTiled(
-                ctypes.c_void_p(place), it.map_type, len(it.sizes), ctypes.c_void_p(address),
-                it.sizes, it.steps, it.box, it.ones, 0, it.swizzle, _MAP_L2_128_BYTES, 0,
-            )  # fmt: skip
-        if status != 0:
-            raise RuntimeError(
-                f"cuTensorMapEncodeTiled failed with CUDA error {status} for {self._found}"
-            )
+def encode(found: Described, place: int, address: int) -> None:
+    """Write the 128 bytes of a descriptor, for its tensor at `address`, to `place`."""
+    _, _, map_type, numbers = found.form
+    sizes, steps, itemsize = numbers[0], numbers[1], found.base.dtype.itemsize
+    with _encoding:
+        sizes[:] = found.shape[::-1]
+        steps[:] = [step * itemsize for step in found.strides[-2::-1]]
+        status = driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(place), map_type, len(sizes), ctypes.c_void_p(address), *numbers
+        )
+    if status != 0:
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status} for {found}")
 
 
 @functools.cache

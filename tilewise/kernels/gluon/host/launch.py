@@ -21,7 +21,7 @@ from torch import Tensor
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descriptor
 
-from tilewise.kernels.gluon.host.descriptors import driver, found_kind, parameters_of
+from tilewise.kernels.gluon.host.descriptors import driver, form_of, parameters_of
 
 __all__ = ["Config", "Grid", "Prepared", "calls_of", "launch", "observed"]
 
@@ -134,7 +134,7 @@ class _Calls:
 
     def kind_of(self, leaves: list[Any]) -> tuple[object, ...]:
         """Return what Triton compiles anew for; tensors become their addresses in `leaves`."""
-        kind: list[object] = [found_kind(leaves[i]) for i in self.descriptors]
+        kind: list[object] = [form_of(leaves[i]).kind for i in self.descriptors]
         for i in self.tensors:
             tensor = leaves[i]
             address = tensor.data_ptr()

@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import plan
 from tilewise.kernels.gluon.host import descriptors
-from tilewise.kernels.gluon.host.descriptors import Described, Encoder, Maps
+from tilewise.kernels.gluon.host.descriptors import Described, Maps, encode
 from tilewise.kernels.gluon.host.launch import Grid, Prepared, calls_of, launch, observed
 from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
@@ -150,21 +150,27 @@ class Launch(plan.Launch):
     def _find(self, run: Run) -> Prepared | None:
         """Return what starts the kernel where launches of its kind were prepared before."""
         leaves = self._leaves
-        types = tuple([_STANDS_FOR.get(type(leaf)) or type(leaf) for leaf in leaves])
+        types = tuple(map(_LAUNCHED_AS.__getitem__, map(type, leaves)))
         calls = calls_of(self.kernel, types, **self.options)
         if calls is None:
             return None
-        kind: list[object] = [
-            (leaves[i].base.dtype, *leaves[i].block_shape) for i in calls.descriptors
-        ]
+        kind: list[object] = [leaves[i].form.kind for i in calls.descriptors]
+        at, device = run.at, run.device
         for i in calls.tensors:
             place = leaves[i]
-            kind += place.dtype, run.at[self.slots(place)] & 15 == 0, run.device
+            address = at[place.buffer] + place.offset
+            kind += place.dtype, address & 15 == 0, device
         kind += [leaves[i] for i in calls.specialised]
         return calls.prepared.get(tuple(kind))
 
 
-_STANDS_FOR: dict[type, type] = {Place: Tensor, Described: TensorDescriptor}
+class _Types(dict[type, type]):
+    def __missing__(self, kind: type) -> type:
+        self[kind] = kind
+        return kind
+
+
+_LAUNCHED_AS = _Types({Place: Tensor, Described: TensorDescriptor})
 
 
 class _Parameters:
@@ -265,7 +271,7 @@ class _Addressed:
             self._met.clear()
         maps = Maps(len(places))
         for each, at, address in zip(self._descriptors, maps.places, places, strict=True):
-            Encoder(each).write(at, address)
+            encode(each, at, address)
         self._met[places] = maps
         return maps
 
@@ -409,9 +415,9 @@ class Maker(plan.Maker):
         if kind is Tensor:
             return self._places.get(id(argument)) or self.place(argument)
         if kind is Described:
-            base, shape, strides, block, layout = argument
+            base, shape, strides, form = argument
             base = self._places.get(id(base)) or self.place(base)
-            return Described(base, shape, strides, block, layout)
+            return Described(base, shape, strides, form)
         return super().placed(argument)
 
     def addressable(self, x: Tensor) -> Tensor:
