@@ -132,12 +132,17 @@ class View(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tensor of a plan: which of its buffers it lies in; `view` is None for a buffer itself."""
+    """A tensor of a plan: which of its buffers it lies in; `view` is None for a buffer itself.
+
+    Attributes:
+        kind: what kernels are compiled for: dtype, whether it starts at a multiple of 16 bytes,
+            and device.
+    """
 
     buffer: int
     offset: int  # bytes
     view: View | None
-    dtype: torch.dtype
+    kind: tuple[torch.dtype, bool, torch.device]
 
     def fill(self, run: Run) -> Tensor:
         """Return the tensor."""
@@ -331,15 +336,13 @@ class Maker:
         self._storages: dict[int, int] = {}  # of the first buffers, which one each is
         self._num_stored = 0
         self._actions: list[Compute | Launch] = []
-        self._odd: set[int] = set()
         for index, layout in enumerate(call.layouts):
             if layout is None:
                 self._buffers.append(_NOTHING)
                 continue
             self._buffers.append(Buffer("input", layout, 0, layout.dtype))
-            self._places[id(self.inputs[index])] = Place(index, 0, None, layout.dtype)
-            if not layout.is_aligned:
-                self._odd.add(index)
+            kind = (layout.dtype, layout.is_aligned, self.device)
+            self._places[id(self.inputs[index])] = Place(index, 0, None, kind)
 
     @property
     def tensors(self) -> AttentionTensors:
@@ -363,8 +366,7 @@ class Maker:
 
     def is_aligned(self, x: Tensor) -> bool:
         """Return whether `x` starts at a multiple of 16 bytes."""
-        place = self.place(x)
-        return place.buffer not in self._odd and place.offset % _ALIGNMENT == 0
+        return self.place(x).kind[1]
 
     def launch(
         self, kernel: Any, grid: int | tuple[int, int], *arguments: Any, **options: Any
@@ -463,10 +465,16 @@ class Maker:
             whole = Layout(x.shape, x.stride(), x.dtype) if is_whole else None
             index = self._add(x, Buffer("work", whole, size, x.dtype))
         offset, stride = int(x.storage_offset()), x.stride()
-        whole = self._buffers[index].whole
+        buffer = self._buffers[index]
+        whole, at = buffer.whole, offset * x.itemsize
+        is_aligned = at % _ALIGNMENT == 0
+        if buffer.kind == "input":
+            assert whole is not None
+            is_aligned = is_aligned and whole.is_aligned
+        view: View | None = View(x.dtype, x.shape, stride, offset)
         if whole is not None and offset == 0 and whole[:3] == (x.shape, stride, x.dtype):
-            return Place(index, 0, None, x.dtype)
-        return Place(index, offset * x.itemsize, View(x.dtype, x.shape, stride, offset), x.dtype)
+            view = None
+        return Place(index, at, view, (x.dtype, is_aligned, self.device))
 
     def _buffer_of(self, x: Tensor) -> int | None:
         """Return which buffer a tensor lies in, None for one that is new."""
@@ -490,7 +498,7 @@ class Maker:
         self._kept.append(x)
         self._buffers.append(buffer)
         if buffer.whole is not None:
-            self._places[id(x)] = Place(index, 0, None, x.dtype)
+            self._places[id(x)] = Place(index, 0, None, (x.dtype, True, self.device))
         return index
 
 

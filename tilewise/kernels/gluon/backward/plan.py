@@ -138,28 +138,27 @@ def _prepost_of_code(spec: AttentionSpec, d: int) -> str:
     return "preprocess_first" if d == 128 and has_diagonal else "interleaved"
 
 
-def heads_per_section(q: Tensor, spec: AttentionSpec, num_tiles: int, d: int) -> int:
+def heads_per_section(rows: int, spec: AttentionSpec, num_tiles: int, d: int, num_sms: int) -> int:
     """Return the key heads whose tiles are launched together, those with most work first.
 
     More of them leave fewer long tiles to the end, but q, do and sums of dq should stay in L2.
     """
     heads = spec.batch * spec.num_kv_heads
-    rows = q.shape[0] if spec.is_varlen else spec.max_seqlen_q
     in_l2 = max(1, L2_BYTES // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
     if spec.is_varlen:
         return min(heads, in_l2 * spec.batch)
     if spec.window_right < 0 or (spec.deterministic and not has_separate_dq(spec)):
         return 1
-    few = heads * num_tiles < _FEW_WAVES * device.sm_count_of(q.device)
+    few = heads * num_tiles < _FEW_WAVES * num_sms
     return heads if few else min(heads, in_l2)
 
 
-def ring_size(x: Tensor, spec: AttentionSpec) -> int:
+def ring_size(spec: AttentionSpec, num_sms: int) -> int:
     """Return how many CTAs of a head that see all tiles of queries may start at different ones.
 
     1 where sums are reproducible: in a ring somebody waits for a CTA that was launched later.
     """
-    return 1 if spec.deterministic else device.sm_count_of(x.device) // 2
+    return 1 if spec.deterministic else num_sms // 2
 
 
 @functools.lru_cache(maxsize=256)

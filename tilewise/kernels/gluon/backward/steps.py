@@ -81,14 +81,16 @@ def launch_before(
         maker.compute(torch.Tensor.zero_, delta, like=delta)
     heads = spec.batch * spec.num_kv_heads
     num_tiles = cdiv(spec.max_seqlen_k, variant.tile_n)
-    section = heads_per_section(q, spec, num_tiles, _channels(variant))
+    num_sms = device.sm_count_of(maker.device)
+    rows = q.shape[0] if spec.is_varlen else spec.max_seqlen_q
+    section = heads_per_section(rows, spec, num_tiles, _channels(variant), num_sms)
     dq_sum = semaphores = counts = None
     plan = PrePostPlan(heads, heads, 0, 0)
     if not has_separate_dq(spec):
         dq_sum = maker.empty((planes, count, variant.d), torch.float32)
         counts = maker.empty((2 * spec.batch * spec.num_q_heads,), torch.int32)
         if variant.prepost != "none":
-            plan = prepost_of(spec, section, num_tiles, device.sm_count_of(maker.device))
+            plan = prepost_of(spec, section, num_tiles, num_sms)
     if variant.ordered:
         semaphores = maker.empty((planes, count // variant.tile_m), torch.int32)
     lse, dlse = maker.dense(lse), maker.dense(dlse)
@@ -198,7 +200,7 @@ def launch_main(
         PrePost(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles,
-        rows.section, ring_size(q, spec), rows.dq_sum.shape[1],
+        rows.section, ring_size(spec, device.sm_count_of(maker.device)), rows.dq_sum.shape[1],
         q.shape[0] if spec.is_varlen else spec.max_seqlen_q, spec.num_kv_heads // k.shape[-2],
         *rows.plan, scores, *places, variant=variant,
     )  # fmt: skip

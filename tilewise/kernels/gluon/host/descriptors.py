@@ -257,8 +257,8 @@ _encoding = threading.Lock()
 
 def encode(found: Described, place: int, address: int) -> None:
     """Write the 128 bytes of a descriptor, for its tensor at `address`, to `place`."""
-    _, _, map_type, numbers = found.form
-    sizes, steps, itemsize = numbers[0], numbers[1], found.base.dtype.itemsize
+    _, kind, map_type, numbers = found.form
+    sizes, steps, itemsize = numbers[0], numbers[1], kind[0].itemsize
     with _encoding:
         sizes[:] = found.shape[::-1]
         steps[:] = [step * itemsize for step in found.strides[-2::-1]]

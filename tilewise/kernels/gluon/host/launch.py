@@ -138,7 +138,7 @@ class _Calls:
         for i in self.tensors:
             tensor = leaves[i]
             address = tensor.data_ptr()
-            kind += tensor.dtype, address & 15 == 0, tensor.device
+            kind.append((tensor.dtype, address & 15 == 0, tensor.device))
             leaves[i] = address
         kind += [leaves[i] for i in self.specialised]
         return tuple(kind)

@@ -54,7 +54,7 @@ class Run(plan.Run):
         at: addresses, of each buffer and then of `LaunchPlan.inner`; 0 before a buffer is made.
     """
 
-    __slots__ = ("_plan", "at", "device", "has_addresses", "workspace")
+    __slots__ = ("_plan", "at", "has_addresses", "workspace")
 
     def __init__(
         self, tensors: list[Any], stream: int, at: list[int], workspace: Tensor | None,
@@ -62,7 +62,11 @@ class Run(plan.Run):
     ) -> None:  # fmt: skip
         super().__init__(tensors, stream)
         self.at, self.workspace, self._plan = at, workspace, its_plan
-        self.device, self.has_addresses = its_plan.device, its_plan.has_addresses
+        self.has_addresses = its_plan.has_addresses
+
+    def slot_of(self, place: Place) -> int:
+        """Return which of the addresses is that of a place inside of a buffer."""
+        return self._plan.slot_of(place)
 
     def buffer(self, index: int) -> Tensor:
         """Return all of a buffer, of the workspace where it is part of that."""
@@ -90,12 +94,7 @@ class Launch(plan.Launch):
         leaves: the arguments one by one, those of tuples as well: with a Place for each tensor,
             and a Described of one for each descriptor.
         tuples: where among the arguments tuples stand, their types and lengths.
-
-    Attributes:
-        slots: gives the number that a place has among a run's addresses, once a plan has them all.
     """
-
-    slots: Callable[[Place], int]
 
     def __init__(
         self, kernel: Any, grid: int | Grid, leaves: list[Any],
@@ -111,22 +110,22 @@ class Launch(plan.Launch):
         assert isinstance(run, Run)
         addressed = self._addressed
         if addressed is None and run.has_addresses and not self._is_tritons:
-            addressed = self._address(self._find(run))
+            addressed = self._address(self._find(), run)
         if addressed is None or observed():
             prepared = launch(self.kernel, self.grid, *self._filled(run), **self.options)
             if addressed is None and not self._is_tritons:
-                self._address(prepared)
+                self._address(prepared, run)
             return
         addressed.start(run.stream, run.at)
 
-    def _address(self, prepared: Prepared | None) -> _Addressed | None:
+    def _address(self, prepared: Prepared | None, run: Run) -> _Addressed | None:
         """Make the launch one to which addresses are given, where that is possible."""
         if prepared is None:
             return None
         if prepared.parameters is None:
             prepared.parameters = _Parameters(prepared, self._leaves)
         try:
-            self._addressed = _Addressed(prepared.parameters, self.grid, self._leaves, self.slots)
+            self._addressed = _Addressed(prepared.parameters, self.grid, self._leaves, run.slot_of)
         except struct.error:  # a number that does not fit its parameter
             self._is_tritons = True
         return self._addressed
@@ -147,21 +146,20 @@ class Launch(plan.Launch):
             found[index : index + count] = [made]
         return found
 
-    def _find(self, run: Run) -> Prepared | None:
+    def _find(self) -> Prepared | None:
         """Return what starts the kernel where launches of its kind were prepared before."""
         leaves = self._leaves
         types = tuple(map(_LAUNCHED_AS.__getitem__, map(type, leaves)))
         calls = calls_of(self.kernel, types, **self.options)
         if calls is None:
             return None
-        kind: list[object] = [leaves[i].form.kind for i in calls.descriptors]
-        at, device = run.at, run.device
-        for i in calls.tensors:
-            place = leaves[i]
-            address = at[place.buffer] + place.offset
-            kind += place.dtype, address & 15 == 0, device
-        kind += [leaves[i] for i in calls.specialised]
-        return calls.prepared.get(tuple(kind))
+        return calls.prepared.get(
+            (
+                *[leaves[i].form.kind for i in calls.descriptors],
+                *[leaves[i].kind for i in calls.tensors],
+                *[leaves[i] for i in calls.specialised],
+            )
+        )
 
 
 class _Types(dict[type, type]):
@@ -240,7 +238,7 @@ class _Addressed:
 
     Args:
         leaves: the arguments one by one, with places.
-        slots: which of the addresses that `start` is given a place has.
+        slots: which of the addresses that `start` is given a place inside of a buffer has.
     """
 
     __slots__ = ("_constants", "_descriptors", "_grid", "_maps", "_met", "_parameters", "_tensors")
@@ -252,9 +250,11 @@ class _Addressed:
         self._parameters = parameters
         self._grid = grid if isinstance(grid, tuple) else (grid, 1)
         self._constants = parameters.packed(leaves)
-        self._tensors = _picker([slots(leaves[i]) for i in parameters.tensors])
+        places = [leaves[i] for i in parameters.tensors]
+        self._tensors = _picker([p.buffer if p.offset == 0 else slots(p) for p in places])
         self._descriptors = [leaves[i] for i in parameters.descriptors]
-        self._maps = _picker([slots(each.base) for each in self._descriptors])
+        places = [each.base for each in self._descriptors]
+        self._maps = _picker([p.buffer if p.offset == 0 else slots(p) for p in places])
         self._met: dict[tuple[int, ...], Maps] = {}
 
     def start(self, stream: int, addresses: Sequence[int]) -> None:
@@ -315,14 +315,9 @@ class LaunchPlan(plan.LaunchPlan):
         self._workspace = ((size,), (1,), torch.uint8)
         self._inner = {place: len(buffers) + number for place, number in inner.items()}
         self.has_addresses = _is_on_gpu(device)
-        slot_of = self._slot_of
-        for action in self.actions:
-            if type(action) is Launch:
-                action.slots = slot_of
 
-    def _slot_of(self, place: Place) -> int:
-        if place.offset == 0:
-            return place.buffer
+    def slot_of(self, place: Place) -> int:
+        """Return which of a run's addresses is that of a place inside of a buffer."""
         return self._inner[place.buffer, place.offset]
 
     def place_inner(self, at: list[int], buffer: int) -> None:
