@@ -296,7 +296,7 @@ def _backward(call: Call, deterministic: bool) -> Prepared:
 
     p = make_problem(call, "cuda")
     o, lse = forward(attention, p.q, p.k, p.v, p.spec, **p.tensors)
-    spec = replace(p.spec, deterministic=deterministic)
+    spec = p.spec._replace(deterministic=deterministic)
     reason = why_not_bwd(spec)
     assert reason is None, reason
 

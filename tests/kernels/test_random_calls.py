@@ -130,7 +130,7 @@ def draw_problem(seed: int, device: str, *dtypes: torch.dtype) -> Problem:
         call = replace(call, dtype=dtypes[seed % len(dtypes)])
     torch.manual_seed(seed)
     problem = make_problem(call, device)
-    problem.spec = replace(problem.spec, deterministic=seed % 3 == 0)
+    problem.spec = problem.spec._replace(deterministic=seed % 3 == 0)
     return problem
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ def test_every_head_dim_has_rows_of_powers_of_two(dtype: torch.dtype, arch: int)
     for width in range(8, 577, 8):
         for part in PARTS:
             rows = candidates(
-                replace(SPEC, dtype=dtype, head_dim=width, v_head_dim=width), part, arch
+                SPEC._replace(dtype=dtype, head_dim=width, v_head_dim=width), part, arch
             )
             assert len(set(rows)) == len(rows) > 0
             for row in rows:
@@ -39,8 +37,8 @@ def test_rows_divide_mask_tiles(
     dropout_p: float, mask_tile: tuple[int, int] | None, dtype: torch.dtype, arch: int
 ) -> None:
     for width in (16, 64, 128, 256, 512):
-        spec = replace(
-            SPEC, dtype=dtype, head_dim=width, v_head_dim=width, mask_tile=mask_tile,
+        spec = SPEC._replace(
+            dtype=dtype, head_dim=width, v_head_dim=width, mask_tile=mask_tile,
             dropout_p=dropout_p, has_bias=True,
         )  # fmt: skip
         for part in PARTS:
@@ -52,15 +50,15 @@ def test_rows_divide_mask_tiles(
 
 
 def test_the_wider_head_dim_decides() -> None:
-    wide = replace(SPEC, head_dim=256, v_head_dim=256)
-    assert candidates(replace(SPEC, head_dim=192), "fwd") == candidates(wide, "fwd")
-    assert candidates(replace(SPEC, v_head_dim=192), "fwd") == candidates(wide, "fwd")
+    wide = SPEC._replace(head_dim=256, v_head_dim=256)
+    assert candidates(SPEC._replace(head_dim=192), "fwd") == candidates(wide, "fwd")
+    assert candidates(SPEC._replace(v_head_dim=192), "fwd") == candidates(wide, "fwd")
 
 
 def test_a_row_does_not_depend_on_what_the_kernel_compiles_away() -> None:
     for part in PARTS:
         rows = candidates(SPEC, part)
-        assert rows == candidates(replace(SPEC, max_seqlen_q=7, batch=1, softcap=3.0), part)
+        assert rows == candidates(SPEC._replace(max_seqlen_q=7, batch=1, softcap=3.0), part)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -53,7 +51,7 @@ def capability(monkeypatch):
     return have
 
 
-CUDA = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
+CUDA = SPEC._replace(device_type="cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("arch", "backend"), [(80, "triton"), (90, "gluon"), (100, "triton")])
@@ -64,7 +62,7 @@ def test_a_cuda_call_runs_on_the_kernels_of_its_gpu(capability, arch, backend):
 
 def test_what_hoppers_kernels_refuse_runs_on_the_portable_ones(capability):
     capability(90)
-    single = replace(CUDA, dtype=torch.float32)
+    single = CUDA._replace(dtype=torch.float32)
     assert choose(single, None) == "triton"
     with pytest.raises(UnsupportedError, match="'gluon' cannot run attention.*float32"):
         choose(single, "gluon")
@@ -86,14 +84,14 @@ def test_the_reference_runs_when_named():
 
 
 def test_automatic_choice_never_falls_to_the_reference():
-    spec = replace(SPEC, device_type="cuda", dtype=torch.float64)
+    spec = SPEC._replace(device_type="cuda", dtype=torch.float64)
     with pytest.raises(UnsupportedError, match="no backend can run attention on cuda.*float64"):
         choose(spec, None)
 
 
 def test_an_unknown_device_is_named():
     with pytest.raises(UnsupportedError, match="cpu or cuda device, got 'mps'"):
-        choose(replace(SPEC, device_type="mps"), None)
+        choose(SPEC._replace(device_type="mps"), None)
 
 
 def test_a_missing_package_is_the_reason(monkeypatch):

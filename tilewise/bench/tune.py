@@ -15,7 +15,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -148,7 +148,7 @@ def compile_ahead(jobs: Iterable[tuple[AttentionSpec, Part, TileConfig]], worker
 def _compile_one(job: tuple[AttentionSpec, Part, TileConfig]) -> None:
     # Lengths are not specialised, so a short call compiles the same kernel as a long one.
     spec, part, tile = job
-    short = replace(spec, batch=1, max_seqlen_q=256, max_seqlen_k=256)
+    short = spec._replace(batch=1, max_seqlen_q=256, max_seqlen_k=256)
     try:
         _calls(short, "cuda")[part](tile)
         torch.cuda.synchronize()

@@ -260,7 +260,11 @@ class LaunchPlan:
     ) -> None:  # fmt: skip
         self.device, self._tiles, self.actions = device, tiles, actions
         self._num_inputs, self._buffers, self._results = num_inputs, buffers, results
-        self._asked = [(i, each.ask) for i, each in enumerate(buffers) if each.ask is not None]
+        self._asked = [
+            (i, buffers[i].ask)
+            for i in range(num_inputs, len(buffers))
+            if buffers[i].ask is not None
+        ]
 
     @property
     def tiles(self) -> dict[str, TileConfig]:
@@ -360,8 +364,7 @@ class Maker:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory that launches write."""
         x = torch.empty(shape, dtype=dtype, device=_META)
-        whole = Layout(x.shape, x.stride(), dtype)
-        self._add(x, Buffer("work", whole, x.nbytes, dtype))
+        self._add(x, Buffer("work", Layout(x.shape, x.stride(), dtype), x.nbytes, dtype))
         return x
 
     def is_aligned(self, x: Tensor) -> bool:

@@ -67,8 +67,7 @@ class AttentionTensors(NamedTuple):
         return None if self.mask_bits is None else MaskTensors(*self[-5:])
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
+class AttentionSpec(NamedTuple):
     """One dense or packed attention call.
 
     Query i of a sequence (0-based, of Sq) sees key j (of Sk) when, with offset = Sk - Sq,

@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -214,7 +214,7 @@ def test_packed_sequences_equal_each_alone(dtype: torch.dtype) -> None:
             unit = torch.finfo(dtype).eps
             for name, x in (("o", packed["o"][q0:q1]), ("lse", packed["lse"][:, q0:q1])):
                 torch.testing.assert_close(x, alone[name][0], rtol=2 * unit, atol=2 * unit)
-            single = replace(spec, batch=1, max_seqlen_q=1, max_seqlen_k=k1 - k0)
+            single = spec._replace(batch=1, max_seqlen_q=1, max_seqlen_k=k1 - k0)
             edges = {"cu_seqlens_q": [0, 1], "cu_seqlens_k": [0, k1 - k0]}
             edges = {name: torch.tensor(x, dtype=torch.int32) for name, x in edges.items()}
             found = by_kernel(

@@ -92,7 +92,7 @@ def test_gradient_of_the_bias_only_when_wanted() -> None:
     do = torch.randn_like(o)
     with_it = planned.backward(cpu, do, None, q, k, v, o, lse, spec, **extra)
     without = planned.backward(
-        cpu, do, None, q, k, v, o, lse, replace(spec, needs_dbias=False), **extra
+        cpu, do, None, q, k, v, o, lse, spec._replace(needs_dbias=False), **extra
     )  # fmt: skip
     assert with_it[3] is not None
     assert with_it[3].shape == (MAX_Q, MAX_K)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -25,7 +24,7 @@ _UNCHANGED = Program()
 
 def refusals(problem: Problem) -> tuple[str | None, str | None]:
     """Return why the forward and the backward kernels would refuse the call on a GPU."""
-    spec = replace(problem.spec, device_type="cuda")
+    spec = problem.spec._replace(device_type="cuda")
     return why_not_fwd(spec), why_not_bwd(spec)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -55,7 +55,7 @@ class Attention:
     def run(self, seed: int, program: Program) -> list[Recording]:
         torch.manual_seed(0)
         problem = make_problem(self.call, "cpu")
-        problem.spec = replace(problem.spec, deterministic=self.deterministic)
+        problem.spec = problem.spec._replace(deterministic=self.deterministic)
         table = attention_fwd_launch.tile_config_fwd
         counter = torch.zeros(1, dtype=torch.int32)
 
@@ -95,7 +95,7 @@ def _gradients(case: Attention) -> dict[str, torch.Tensor]:
     if case not in _known:
         torch.manual_seed(0)
         problem = make_problem(case.call, "cpu")
-        problem.spec = replace(problem.spec, deterministic=case.deterministic)
+        problem.spec = problem.spec._replace(deterministic=case.deterministic)
         _known[case] = backward(problem, **forward(problem), seed=1)
     return _known[case]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,7 +191,7 @@ def gradients(problem: Problem, **changes: Any) -> dict[str, Tensor]:
     from tilewise.kernels.triton.attention import plan as portable
 
     p = problem
-    spec = replace(p.spec, **changes)
+    spec = p.spec._replace(**changes)
     assert hopper.why_not_bwd(spec) is None, hopper.why_not_bwd(spec)
     o, lse = forward(portable, p.q, p.k, p.v, spec, **p.tensors)
     dq, dk, dv, dbias, dsinks = hopper_backward(

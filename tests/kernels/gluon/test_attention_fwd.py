@@ -303,7 +303,7 @@ def dropout_bits_are_the_references() -> None:
 def everything_dropped() -> None:
     problem = make_problem(replace(CASES["dropout"], dropout_p=1.0), "cuda")
     o, lse = launched(problem)
-    problem.spec = replace(problem.spec, dropout_p=0.0)
+    problem.spec = problem.spec._replace(dropout_p=0.0)
     assert torch.equal(lse, launched(problem)[1])
     assert not o.any()
 
@@ -379,13 +379,13 @@ def test_a_thousand_runs_are_bitwise_equal(name: str) -> None:
 def test_refusals_name_their_reason(changes: dict[str, object], reason: str) -> None:
     spec = AttentionSpec("cuda", HALF, 1, 8, 8, 1, 1, 64, 64)
     assert kernels.why_not_fwd(spec) is None
-    assert reason in kernels.why_not_fwd(replace(spec, **changes))
+    assert reason in kernels.why_not_fwd(spec._replace(**changes))
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_long_sequences_take_the_row_of_their_own_kind(width: int) -> None:
     spec = AttentionSpec("cuda", BRAIN, 1, 4096, 4096, 16, 16, width, width, window_right=0)
-    long = replace(spec, max_seqlen_q=16384, max_seqlen_k=16384)
+    long = spec._replace(max_seqlen_q=16384, max_seqlen_k=16384)
     tile, long_tile = kernels.tile_config_fwd(spec), kernels.tile_config_fwd(long)
     assert long_tile.warpgroups == (3 if width == 64 else 2)
     if width == 256:  # released together where that was measured to be faster
@@ -422,9 +422,9 @@ def test_warpgroups_step_aside_where_time_is_won(
 
 def test_packed_sequences_may_end_anywhere() -> None:
     spec = AttentionSpec("cuda", BRAIN, 9, 4096, 4096, 4, 4, 128, 128, window_right=0)
-    spec = replace(spec, is_varlen=True)
+    spec = spec._replace(is_varlen=True)
     assert choice(spec, kernels.tile_config_fwd(spec), False, False)[0].short
-    long = replace(spec, max_seqlen_q=8192, head_dim=64, v_head_dim=64)  # three warpgroups
+    long = spec._replace(max_seqlen_q=8192, head_dim=64, v_head_dim=64)  # three warpgroups
     assert not choice(long, kernels.tile_config_fwd(long), False, False)[0].short
 
 

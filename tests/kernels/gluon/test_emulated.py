@@ -314,7 +314,7 @@ class TestOrder:
     )
     def test_gradients_are_reproducible_where_asked(self, name: str) -> None:
         problem = make_problem((CASES | LONG_CASES)[name], "cpu")
-        problem.spec = replace(problem.spec, deterministic=True)
+        problem.spec = problem.spec._replace(deterministic=True)
         assert refusals(problem)[1] is None
         results = forward(problem)
         first = backward(problem, **results, seed=0)
@@ -331,7 +331,7 @@ class TestOrder:
         """Another stream may hold all multiprocessors but one."""
         call = Call(300, 500, (1, 1), (64, 64), 1, BRAIN, window)
         problem = make_problem(call, "cpu")
-        problem.spec = replace(problem.spec, deterministic=deterministic)
+        problem.spec = problem.spec._replace(deterministic=deterministic)
         results = forward(problem)
         results |= backward(problem, **results, num_sms=8, resident=1)
         assert_right(problem, results)
@@ -370,7 +370,7 @@ class TestChores:
         monkeypatch.setattr(attention_bwd_plan, "L2_BYTES", 1)
         monkeypatch.setattr(attention_bwd_plan, "_FEW_WAVES", 0)
         problem = make_problem(call, "cpu")
-        problem.spec = replace(problem.spec, deterministic=deterministic)
+        problem.spec = problem.spec._replace(deterministic=deterministic)
         heads = problem.spec.batch * problem.spec.num_kv_heads
         assert attention_bwd_plan.prepost_of(problem.spec, 1, 2, 1).behind < heads
         results = forward(problem)

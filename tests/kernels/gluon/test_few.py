@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -129,10 +127,10 @@ class TestChoice:
     @pytest.mark.parametrize("window_right", [-1, 0])
     @pytest.mark.parametrize("rows", [1, 4, 16])
     def test_few_rows_over_long_keys_are_split(self, rows: int, window_right: int) -> None:
-        spec = replace(SPEC, max_seqlen_q=rows, window_right=window_right)
+        spec = SPEC._replace(max_seqlen_q=rows, window_right=window_right)
         assert attention_few.is_faster(spec, 132)
-        assert attention_few.is_faster(replace(spec, batch=16, max_seqlen_k=8192), 132)
-        assert attention_few.is_faster(replace(spec, max_seqlen_k=8192), 132)
+        assert attention_few.is_faster(spec._replace(batch=16, max_seqlen_k=8192), 132)
+        assert attention_few.is_faster(spec._replace(max_seqlen_k=8192), 132)
 
     @pytest.mark.parametrize(
         "changes",
@@ -153,9 +151,9 @@ class TestChoice:
         ],
     )
     def test_others_are_not(self, changes: dict[str, object]) -> None:
-        assert not attention_few.is_faster(replace(SPEC, **changes), 132)
+        assert not attention_few.is_faster(SPEC._replace(**changes), 132)
 
     def test_tiles_are_those_of_the_kernel_that_runs(self) -> None:
         one = attention_few.tile_config_split_kv(SPEC, 90, 132)
-        many = attention_few.tile_config_split_kv(replace(SPEC, max_seqlen_q=64), 90, 132)
+        many = attention_few.tile_config_split_kv(SPEC._replace(max_seqlen_q=64), 90, 132)
         assert (one.tile_m, many.tile_m) == (16, 128)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,26 +134,26 @@ def test_the_kernel_refuses_with_a_reason(monkeypatch):
         ({"softcap": 3.0}, "softcap"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive"),
     ):
-        assert reason in attention_fp8.why_not(replace(SPEC, **change))
+        assert reason in attention_fp8.why_not(SPEC._replace(**change))
     monkeypatch.setattr(attention_fp8.device, "arch_of", lambda device: 80)
     assert "got sm_80" in attention_fp8.why_not(SPEC)
 
 
 def test_only_uneven_calls_pay_for_masks_and_the_counter():
-    whole = variant_of(replace(SPEC, max_seqlen_k=1024))
+    whole = variant_of(SPEC._replace(max_seqlen_k=1024))
     features = (whole.HAS_RIGHT, whole.HAS_LEFT, whole.HAS_TAIL, whole.DYNAMIC)
     assert not any(features)
     assert variant_of(SPEC).HAS_TAIL
-    causal = variant_of(replace(SPEC, window_right=0))
+    causal = variant_of(SPEC._replace(window_right=0))
     assert causal.HAS_RIGHT
     assert causal.DYNAMIC
     assert not causal.HAS_LEFT
-    assert variant_of(replace(SPEC, window_left=3)).HAS_LEFT
-    wide = variant_of(replace(SPEC, window_left=999, window_right=999))
+    assert variant_of(SPEC._replace(window_left=3)).HAS_LEFT
+    wide = variant_of(SPEC._replace(window_left=999, window_right=999))
     assert (wide.HAS_LEFT, wide.HAS_RIGHT) == (False, False)
-    one_query = replace(SPEC, max_seqlen_q=1, window_right=0)
+    one_query = SPEC._replace(max_seqlen_q=1, window_right=0)
     assert not variant_of(one_query).HAS_RIGHT
-    more_queries = replace(SPEC, max_seqlen_q=3000, window_right=1500)
+    more_queries = SPEC._replace(max_seqlen_q=3000, window_right=1500)
     assert variant_of(more_queries).HAS_RIGHT
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ def problem_of(name: str) -> Problem:
     torch.manual_seed(0)
     problem = make_problem(CALLS[name], "cpu")
     if name.startswith("ordered"):
-        problem.spec = replace(problem.spec, deterministic=True)
+        problem.spec = problem.spec._replace(deterministic=True)
     if name == "nan":
         for tensor, parts in NEIGHBOURS.items():
             for part in parts:

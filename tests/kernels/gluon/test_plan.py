@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -484,7 +483,7 @@ class TestAttention:
     def test_backward(self, driver, kernels, name, deterministic):
         problem, other = (draw(CASES[name], "cpu") for _ in range(2))
         for each in (problem, other):
-            each.spec = replace(each.spec, deterministic=deterministic, needs_dbias=False)
+            each.spec = each.spec._replace(deterministic=deterministic, needs_dbias=False)
         o, lse = plan_forward(other).run(*tensors_of_forward(other))
         assert_runs_like_a_new_plan(
             driver, kernels, lambda p: plan_backward(p, o, lse), lambda p: gradient_of(p, o, lse),
@@ -503,7 +502,7 @@ class TestAttention:
     def test_planning_computes_nothing(self, driver, kernels, name):
         """What torch does while a plan is made is done once; `compute` says what is done again."""
         problem = draw((CASES | FEW)[name], "cpu")
-        spec = problem.spec = replace(problem.spec, needs_dbias=False)
+        spec = problem.spec = problem.spec._replace(needs_dbias=False)
         plan_forward(problem, is_few=name in FEW)  # makes what lasts
         o, lse = plan_forward(problem).run(*tensors_of_forward(problem))
         given = Call.of(spec, gradient_of(problem, o, lse))
@@ -516,7 +515,7 @@ class TestAttention:
     def test_runs_by_addresses_alone(self, driver, kernels, name):
         """Calls with sinks, lengths, slopes or a bias launch no kernel by Triton's launcher."""
         problem = draw(CASES[name], "cpu")
-        problem.spec = replace(problem.spec, needs_dbias=False)
+        problem.spec = problem.spec._replace(needs_dbias=False)
         forward = plan_forward(problem)
         o, lse = forward.run(*tensors_of_forward(problem))
         backward = plan_backward(problem, o, lse)

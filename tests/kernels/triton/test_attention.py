@@ -276,7 +276,7 @@ class TestOnlyOnAGpu:
 def test_refusals_name_their_reason(changes: dict[str, object], reason: str) -> None:
     spec = AttentionSpec("cuda", HALF, 1, 8, 8, 1, 1, 64, 64)
     assert kernels.why_not(spec) is None
-    assert reason in kernels.why_not(replace(spec, **changes))
+    assert reason in kernels.why_not(spec._replace(**changes))
 
 
 def test_a_cpu_is_refused_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ class TestMasks:
         problem = make_problem(Call(100, 100, (1, 1), (16, 16), mask=(1, 1)), device)
         _masked(problem, torch.ones(1, 1, 100, 100, dtype=torch.bool, device=device).tril())
         masked = computed(problem)
-        problem.spec = replace(problem.spec, mask_tile=None, window_right=0)
+        problem.spec = problem.spec._replace(mask_tile=None, window_right=0)
         problem.mask = None
         for name, result in computed(problem).items():
             torch.testing.assert_close(masked[name], result, rtol=1e-5, atol=1e-5)

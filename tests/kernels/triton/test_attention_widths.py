@@ -53,8 +53,8 @@ def test_forward_and_gradients_match_float64(name: str, device: str) -> None:
 def test_every_width_is_taken_up_to_the_widest() -> None:
     spec = AttentionSpec("cuda", torch.float16, 1, 8, 8, 1, 1, 64, 64)
     for width in range(1, 577):
-        assert kernels.why_not(replace(spec, head_dim=width)) is None
-        refusal = kernels.why_not(replace(spec, v_head_dim=width))
+        assert kernels.why_not(spec._replace(head_dim=width)) is None
+        refusal = kernels.why_not(spec._replace(v_head_dim=width))
         assert (refusal is None) == (width <= 512)
 
 

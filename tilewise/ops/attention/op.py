@@ -17,7 +17,6 @@ they are one another's derivatives is in gradient.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -277,7 +276,7 @@ class Planned:
         plan = self._gradients.get(key)
         if plan is None:
             with device_of(do.device):
-                spec = replace(self.spec, needs_dbias=True) if needs_dbias else self.spec
+                spec = self.spec._replace(needs_dbias=True) if needs_dbias else self.spec
                 call = Call.of(spec, given)
                 plan = dispatch.kernel_module("attention", self.backend).plan_bwd(call)
             if len(self._gradients) >= _MAX_GRADIENTS:

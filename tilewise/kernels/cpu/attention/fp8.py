@@ -10,8 +10,6 @@ Numerics  float32 throughout; probabilities are not rounded to e4m3, so o is nea
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ QUANTIZES = False  # takes e4m3 tensors with their scales only
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when they can."""
-    return attention.why_not(replace(spec, dtype=torch.float32))
+    return attention.why_not(spec._replace(dtype=torch.float32))
 
 
 def launch_fwd(
@@ -40,7 +38,7 @@ def launch_fwd(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
-    exact = replace(spec, dtype=torch.float32)
+    exact = spec._replace(dtype=torch.float32)
     wide = (dequantised(x, s, exact.dtype) for x, s in zip((q, k, v), scales, strict=True))
     tensors = AttentionTensors(*wide, seqlens_k=seqlens_k)
     o, lse = run_once(attention.plan_fwd, exact, tensors)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.backward.span import BwdVariant
@@ -79,9 +77,23 @@ def order_of(spec: AttentionSpec) -> tuple[bool, bool]:
     return True, 0 <= spec.window_right < spec.max_seqlen_q - 1
 
 
-@functools.lru_cache(maxsize=256)
 def variant_of(spec: AttentionSpec) -> BwdVariant:
-    """Return the code that `spec` needs; a window that hides nothing is compiled away."""
+    """Return the code that `spec` needs; a window that hides nothing is compiled away.
+
+    Of lengths it needs to know which sides of a window hide a key, and how many keys lie in the
+    last tile: calls that are alike in these share their code.
+    """
+    left = 0 if 0 <= spec.window_left < spec.max_seqlen_k - 1 else -1
+    right = 0 if 0 <= spec.window_right < spec.max_seqlen_q - 1 else -1
+    keys = KEYS + spec.max_seqlen_k % KEYS
+    return variant_of_kind(
+        spec._replace(window_left=left, window_right=right, max_seqlen_q=2, max_seqlen_k=keys)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
+    """Return the same, for `spec` as it is."""
     d = max(64, power_of_2(max(spec.head_dim, spec.v_head_dim)))
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
@@ -164,7 +176,7 @@ def ring_size(spec: AttentionSpec, num_sms: int) -> int:
 @functools.lru_cache(maxsize=256)
 def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of a call in which every query head has dk and dv of its own."""
-    return replace(spec, num_kv_heads=spec.num_q_heads)
+    return spec._replace(num_kv_heads=spec.num_q_heads)
 
 
 class PrePostPlan(NamedTuple):

@@ -9,6 +9,7 @@ starts the kernel. What is allocated for a call besides its results is one works
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import struct
 import threading
@@ -261,9 +262,7 @@ class _Addressed:
         """Launch on `stream`; addresses: of all places that `slots` knows."""
         places = self._maps(addresses)
         maps = self._met.get(places) or self._meet(places)
-        self._parameters.submit(
-            self._grid, stream, self._tensors(addresses), self._constants, maps
-        )
+        self._parameters.submit(self._grid, stream, self._tensors(addresses), self._constants, maps)
 
     def _meet(self, places: tuple[int, ...]) -> Maps:
         """Return the descriptors' 128 bytes where their tensors lie at these addresses."""
@@ -386,22 +385,19 @@ class Maker(plan.Maker):
 
     def launch(self, kernel: Any, grid: int | Grid, *arguments: Any, **options: Any) -> None:
         """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
-        leaves, tuples = list[Any](), list[tuple[int, type, int]]()
-        for index, argument in enumerate(arguments):
-            kind = type(argument)
-            if kind is int or argument is None:
-                leaves.append(argument)
-            elif kind is Tensor or kind is Described:
-                leaves.append(self.placed(argument))
-            elif isinstance(argument, tuple):
-                if any(isinstance(field, int) for field in argument):
-                    # Only Triton's launcher takes numbers inside of tuples.
-                    super().launch(kernel, grid, *arguments, **options)
-                    return
-                tuples.append((index, kind, len(argument)))
-                leaves += [x if x is None else self.placed(x) for x in argument]
-            else:
-                leaves.append(argument)
+        leaves, tuples = list(arguments), list[tuple[int, type, int]]()
+        for index in _visited(tuple(map(type, arguments))):
+            argument = arguments[index]
+            if not isinstance(argument, tuple) or type(argument) is Described:
+                leaves[index] = self.placed(argument)
+                continue
+            if any(isinstance(field, int) for field in argument):
+                # Only Triton's launcher takes numbers inside of tuples.
+                super().launch(kernel, grid, *arguments, **options)
+                return
+            tuples.append((index, type(argument), len(argument)))
+            leaves[index : index + 1] = [x if x is None else self.placed(x) for x in argument]
+        tuples.reverse()
         self._actions.append(Launch(kernel, grid, leaves, tuples, options))
 
     def placed(self, argument: Any) -> Any:
@@ -420,3 +416,10 @@ class Maker(plan.Maker):
         if x.stride(-1) == 1 and self.is_aligned(x) and not descriptors.why_no_descriptor(x):
             return x
         return self.copy(x)
+
+
+@functools.cache
+def _visited(types: tuple[type, ...]) -> list[int]:
+    """Return which arguments are no numbers, the last first: a tuple may take several places."""
+    numbers = (int, float, bool, type(None))
+    return [index for index in reversed(range(len(types))) if types[index] not in numbers]

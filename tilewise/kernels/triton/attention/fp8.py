@@ -10,8 +10,6 @@ Numerics  x8 * scale is rounded to the dtype of o, 2 ** -9 of its value at most;
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ QUANTIZES = False  # takes e4m3 tensors with their scales only
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when they can."""
-    return attention.why_not(replace(spec, dtype=torch.bfloat16))
+    return attention.why_not(spec._replace(dtype=torch.bfloat16))
 
 
 def launch_fwd(
@@ -42,7 +40,7 @@ def launch_fwd(
     """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
     narrow = (dequantised(x, s, dtype) for x, s in zip((q, k, v), scales, strict=True))
     tensors = AttentionTensors(*narrow, seqlens_k=seqlens_k)
-    o, lse = run_once(attention.plan_fwd, replace(spec, dtype=dtype), tensors)
+    o, lse = run_once(attention.plan_fwd, spec._replace(dtype=dtype), tensors)
     assert o is not None
     assert lse is not None
     return o, lse
