@@ -364,7 +364,9 @@ class Maker:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory that launches write."""
         x = torch.empty(shape, dtype=dtype, device=_META)
-        self._add(x, Buffer("work", Layout(x.shape, x.stride(), dtype), x.nbytes, dtype))
+        self._places[id(x)] = Place(len(self._buffers), 0, None, (dtype, True, self.device))
+        self._kept.append(x)
+        self._buffers.append(Buffer("work", Layout(x.shape, x.stride(), dtype), x.nbytes, dtype))
         return x
 
     def is_aligned(self, x: Tensor) -> bool:

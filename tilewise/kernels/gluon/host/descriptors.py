@@ -259,9 +259,11 @@ def encode(found: Described, place: int, address: int) -> None:
     """Write the 128 bytes of a descriptor, for its tensor at `address`, to `place`."""
     _, kind, map_type, numbers = found.form
     sizes, steps, itemsize = numbers[0], numbers[1], kind[0].itemsize
+    shape = found.shape[::-1]
+    strides = [step * itemsize for step in found.strides[-2::-1]]
     with _encoding:
-        sizes[:] = found.shape[::-1]
-        steps[:] = [step * itemsize for step in found.strides[-2::-1]]
+        sizes[:] = shape
+        steps[:] = strides
         status = driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(place), map_type, len(sizes), ctypes.c_void_p(address), *numbers
         )

@@ -413,8 +413,12 @@ class Maker(plan.Maker):
 
     def addressable(self, x: Tensor) -> Tensor:
         """Return `x`, or a copy of it where TMA cannot read it in place."""
-        if x.stride(-1) == 1 and self.is_aligned(x) and not descriptors.why_no_descriptor(x):
-            return x
+        if self.is_aligned(x) and x.numel() > 0:
+            # Strides of a contiguous tensor are multiples of its last dim's.
+            if x.is_contiguous() and x.shape[-1] * x.itemsize % 16 == 0:
+                return x
+            if x.stride(-1) == 1 and not descriptors.why_no_descriptor(x):
+                return x
         return self.copy(x)
 
 
