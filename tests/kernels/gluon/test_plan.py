@@ -144,6 +144,17 @@ class TestRunning:
         assert example.by_triton == 2
         assert example.launched()[0][-1] == 4
 
+    def test_of_plans_that_share_a_kernel_mixes_no_numbers(self, example):
+        plans = {number: example.plan(number=number) for number in (3, 4, -5)}
+        for _ in range(2):
+            for number, plan in plans.items():
+                x = make()
+                plan.run(x, make())
+                if example.driver.seen:  # the first launch of all is Triton's
+                    first, _ = example.launched()
+                    assert first == [x.data_ptr(), first[1], number]
+        assert example.by_triton == 2
+
     def test_takes_one_tensor_for_two(self, example):
         plan, x = example.ready(), make()
         plan.run(x, x)
@@ -295,6 +306,14 @@ class TestTriton:
             assert (grid, three) == ((3,), 3)
             assert given is x
             assert part.shape == (1, 64, 1, 64)
+
+    def test_for_a_number_too_wide_for_its_parameter(self, example):
+        example.ready()
+        plan = example.plan(number=2**40)
+        for count in (1, 2):
+            plan.run(make(), make())
+            assert example.by_triton == 2 + count
+            assert len(example.launched()) == 1  # the launch beside it
 
     def test_for_numbers_inside_of_tuples(self, example):
         seen = []
