@@ -260,11 +260,11 @@ class LaunchPlan:
     ) -> None:  # fmt: skip
         self.device, self._tiles, self.actions = device, tiles, actions
         self._num_inputs, self._buffers, self._results = num_inputs, buffers, results
-        self._asked = [
-            (i, buffers[i].ask)
-            for i in range(num_inputs, len(buffers))
-            if buffers[i].ask is not None
-        ]
+        self._asked: list[tuple[int, Callable[[int], Tensor]]] = []
+        for index in range(num_inputs, len(buffers)):
+            ask = buffers[index].ask
+            if ask is not None:
+                self._asked.append((index, ask))
 
     @property
     def tiles(self) -> dict[str, TileConfig]:
