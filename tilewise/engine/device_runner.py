@@ -196,7 +196,7 @@ class DeviceRunner:
         if asking is not None:
             assert step.logits is not None
             tokens = self.results.values[place, :, 0].index_select(0, asking.rows)
-            raw = step.logits.index_select(0, asking.rows) if raw is None else raw
+            raw = step.logits.index_select(0, asking.rows).float() if raw is None else raw
             logprobs = asking.found_in(raw, tokens)
         end, pinned = self.rows.num_rows, self._pinned[place]
         target = pinned[:end]

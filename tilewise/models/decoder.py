@@ -96,8 +96,11 @@ class Decoder(nn.Module):
         )
         return dtype
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
+    def compute_logits(self, hidden: Tensor, *, widens: bool = True) -> Tensor:
+        """Return logits (..., vocab_size) float32 (float64 for a float64 model).
+
+        Without `widens` they are left in the parameters' dtype, whose values are the same.
+        """
         head = self.lm_head if self.packed_head is None else self.packed_head
         if head is None:
             assert isinstance(self.embed_tokens, nn.Embedding)
@@ -105,7 +108,7 @@ class Decoder(nn.Module):
             logits = multiply(hidden, self.embed_tokens.weight)
         else:
             logits = head(hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits.float() if widens and logits.dtype != torch.float64 else logits
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
         """Lay the weights of all projections out as this CPU reads them fastest.

@@ -12,6 +12,7 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean
 from tilewise.ops.library import register
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of logits
 MOST_LOGPROBS = 20
 MOST_TOKENS = 1 << 20  # of a vocabulary: more would not fit a sum of integer weights
 
@@ -42,7 +43,8 @@ def sample_tokens(
     those of a float64 sampler: those whose number lies that near to a boundary.
 
     Args:
-        logits: (R, V) float32, last dim contiguous, V at most 2^20; -inf forbids a token.
+        logits: (R, V) float32, bfloat16 or float16, last dim contiguous, V at most 2^20; -inf
+            forbids a token. All is computed on float32 copies that are never written.
         temperature: float32 (R,); 0 takes the first of the largest logits. None is 0 for all.
         top_k: int32 (R,); below 1 or at least V keeps all. None keeps all in every row.
         top_p: float32 (R,) in (0, 1]; 1 keeps all. None is 1 for all.
@@ -98,7 +100,7 @@ def token_logprobs(
     """Return log_softmax(logits) of one token a row, and of the `count` most likely ones.
 
     Args:
-        logits: (R, V) float32, last dim contiguous, V at most 2^20.
+        logits: (R, V) float32, bfloat16 or float16, last dim contiguous, V at most 2^20.
         token_ids: int64 (R,), below V.
         count: 0 ... 20, at most V.
         backend: "cpu", "triton" or "reference"; None chooses.
@@ -129,7 +131,9 @@ def token_logprobs(
 
 
 def _check_logits(logits: Tensor) -> None:
-    checks.check_same_dtype("logits", logits, torch.float32)
+    if logits.dtype not in DTYPES:
+        got = checks.dtype_name(logits.dtype)
+        raise TypeError(f"logits must have dtype float32, bfloat16 or float16, got {got}")
     checks.check_dims("logits", logits, "(R, V)")
     if not 1 <= logits.shape[1] <= MOST_TOKENS:
         raise ValueError(f"logits must have 1 ... {MOST_TOKENS} columns, got {logits.shape[1]}")
@@ -163,8 +167,8 @@ def _logprobs_fake(
     logits: Tensor, token_ids: Tensor, count: int, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = logits.shape[0]
-    own = logits.new_empty(rows)
-    return own, logits.new_empty((rows, count), dtype=torch.int64), logits.new_empty((rows, count))
+    own, values = (logits.new_empty(size, dtype=torch.float32) for size in (rows, (rows, count)))
+    return own, logits.new_empty((rows, count), dtype=torch.int64), values
 
 
 register(

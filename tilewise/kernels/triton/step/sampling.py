@@ -104,7 +104,9 @@ def _chunk_kernel(
     row, chunk = (program // chunks).to(tl.int64), program % chunks
     group = tl.arange(0, CHUNK // GROUP)
     token = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    logit = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf"))
+    logit = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf")).to(
+        tl.float32
+    )
     # A NaN counts as infinity, so that its row shows it.
     peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
     if HAS_PEAKS:
@@ -169,7 +171,7 @@ def _draw_from_all(
     ratio = mass.to(tl.float64) / tl.maximum(share, 1).to(tl.float64)
     inside = tl.minimum((inside.to(tl.float64) * ratio).to(tl.int64), mass - 1)
     token = chosen * CHUNK + tl.arange(0, CHUNK)
-    logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+    logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     weight = _weights(logit, tl.load(top_ptr + chosen), slope)
     before = tl.sum((tl.cumsum(weight, 0) <= inside).to(tl.int32), 0)
     return chosen * CHUNK + tl.minimum(before, CHUNK - 1)
@@ -240,7 +242,7 @@ def _list_candidates(
         read = tl.load(group_ptr + index, mask=index < number, other=0)
         token = read[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         inside = (index < number)[:, None] & (token < vocab)
-        logit = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
+        logit = tl.load(row_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
         keep = tl.reshape(inside & (_order(logit) >= cutoff.to(tl.int32)), [CANDIDATES])
         at = found + tl.cumsum(keep.to(tl.int32), 0) - 1
         keep = keep & (at < CANDIDATES)
@@ -290,7 +292,7 @@ def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
     count = tl.zeros([TILE], tl.int32)
     for first in range(0, vocab, TILE):
         token = first + tl.arange(0, TILE)
-        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         count += ((_order(logit) >= bound.to(tl.int32)) & (token < vocab)).to(tl.int32)
     return tl.sum(count, 0)
 
@@ -302,7 +304,7 @@ def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl
     mass_2, mass_3 = mass_1, mass_1
     for first in range(0, vocab, TILE):
         token = first + tl.arange(0, TILE)
-        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         weight, order = _weights(logit, top, slope), _order(logit)
         mass_1 += tl.where(order >= bound_1.to(tl.int32), weight, 0)
         mass_2 += tl.where(order >= bound_2.to(tl.int32), weight, 0)
@@ -345,7 +347,7 @@ def _draw_by_reading_all(
     before, chosen = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
     for first in range(0, vocab, TILE):
         token = first + tl.arange(0, TILE)
-        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         weight = _weights(logit, top, slope)
         weight = tl.where(_order(logit) >= bound.to(tl.int32), weight, 0)
         mass = tl.sum(weight, 0)
@@ -453,7 +455,7 @@ def _draw_kernel(
     else:
         chunk = tl.min(tl.where(tops == top, number, TILE_CHUNKS), 0)
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        logit = tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf"))
+        logit = tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
         token = tl.min(tl.where((logit == top) & (tokens < vocab), tokens, vocab - 1), 0)
     tl.store(token_ptr + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
@@ -473,7 +475,7 @@ def _logprob_kernel(
     _, scaled = _relative_masses(tops, mass_ptr + row * chunks, number, chunks, top, slope)
     log_total = (tl.log2(tl.sum(scaled, 0).to(tl.float64)) - WEIGHT_BITS) / slope
     log_total += top.to(tl.float64) + (top - top).to(tl.float64)  # NaN where it is not finite
-    own = tl.load(row_ptr + tl.load(token_ptr + row))
+    own = tl.load(row_ptr + tl.load(token_ptr + row)).to(tl.float32)
     tl.store(own_ptr + row, (own.to(tl.float64) - log_total).to(tl.float32))
     if COUNT > 0:
         group = tl.arange(0, TILE_GROUPS)
@@ -484,7 +486,7 @@ def _logprob_kernel(
             # Of equal ones the first; a group of padding only when nothing else is left.
             chosen = tl.min(tl.where((peaks == peak) & (group < groups), group, TILE_GROUPS), 0)
             token = chosen * GROUP + tl.arange(0, GROUP)
-            logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+            logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
             logit = tl.where(logit != logit, float("inf"), logit)
             # Tokens come in the order of values, then of ids: equal ones up to the last are taken.
             is_next = (logit == peak) & (token > tl.where(peak < last_peak, -1, last))
