@@ -111,6 +111,20 @@ def test_places_are_read_in_every_form(where: str) -> None:
     assert ".store(" in place.text
 
 
+@pytest.mark.parametrize(
+    ("kernel", "name", "file"),
+    [
+        ("attention_fwd_kernel", "loader.py", "forward/loader.py"),
+        ("attention_bwd_kernel", "kernel.py", "backward/kernel.py"),
+        ("attention_fp8_fwd_kernel", "kernel.py", "forward/fp8/kernel.py"),
+        ("attention_fp8_fwd_kernel", "loader.py", "forward/fp8/loader.py"),
+        ("attention_fwd_kernel", "compat.py", "device/compat.py"),
+    ],
+)
+def test_a_file_without_folders_is_the_kernels_own(kernel: str, name: str, file: str) -> None:
+    assert racecheck.place_of(f"{kernel}+0x4d0 in {name}:60").file == file
+
+
 def test_what_no_rule_names_is_not_explained() -> None:
     tile = at("forward/epilogue.py", line_of("forward/epilogue.py", ".store(o)"))
     [report] = racecheck.read_log("c", analysis(tile, READ))
