@@ -55,6 +55,37 @@ def test_a_plan_is_reused_for_other_caches_scales_and_sinks(backend: str) -> Non
 
 
 @interpreted
+@pytest.mark.parametrize(("heads", "v_dim"), [(1, 128), (4, 32), (6, 24)])
+@pytest.mark.parametrize("runs", [[1, 1, 0, 1], [3, 1, 0, 2]], ids=str)
+def test_the_last_program_merges_all_splits_and_leaves_the_counters_at_0(
+    runs: list[int], heads: int, v_dim: int
+) -> None:
+    # 1,200 keys in splits of 64: more than one step of the merge where a group has 4 heads.
+    k_cache, _, table, seqlens_k = make_paged_cache([1200, 64, 70, 65], 16, 1, 32)
+    v_cache = torch.randn(*k_cache.shape[:-1], v_dim)
+    q = torch.randn(sum(runs), heads, 32)
+    options: dict[str, Any] = {
+        "block_table": table,
+        "seqlens_k": seqlens_k,
+        "cu_seqlens_q": torch.tensor([0, *runs]).cumsum(0).int(),
+        "max_seqlen_q": max(runs),
+        "sinks": torch.randn(heads),
+        "return_lse": True,
+    }
+    want = paged_attention(q, k_cache, v_cache, backend="reference", **options)
+    options["backend"] = "triton"
+    plan = plan_paged_attention(q, k_cache, v_cache, **options)
+    splits = int(plan.records[:, 7].amax())
+    assert splits > 8
+    before = plan.records.clone()
+    for _ in range(2):
+        got = paged_attention(q, k_cache, v_cache, plan=plan, **options)
+        for a, b in zip(want, got, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert torch.equal(plan.records, before)
+
+
+@interpreted
 def test_update_follows_new_lengths_at_the_same_address() -> None:
     tensors, options = _call([700, 20, 90], [1, 1, 1])
     options["backend"] = "triton"
