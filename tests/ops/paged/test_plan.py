@@ -165,3 +165,49 @@ def test_compiled_calls_take_a_plan_and_refuse_that_of_others() -> None:
     assert torch.equal(got, paged_attention(*tensors, **options))
     with pytest.raises(ValueError, match="plan must be for softcap 2.0, got one for 0.0"):
         compiled(*tensors, plan=plan, softcap=2.0, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (8, 8), (64, 2)], ids=str)
+@pytest.mark.parametrize("lengths", [[1024] * 32, [1, 40_000, 700, 0, 90], [5000]], ids=len)
+def test_a_captured_plan_merges_on_a_gpu_as_a_second_kernel_does(
+    heads: tuple[int, int], lengths: list[int]
+) -> None:
+    num_heads, num_kv_heads = heads
+    cache = make_paged_cache(lengths, 16, num_kv_heads, 128, dtype=torch.bfloat16, device="cuda")
+    k_cache, v_cache, table, seqlens_k = cache
+    q = torch.randn(len(lengths), num_heads, 128, dtype=torch.bfloat16, device="cuda")
+    options: dict[str, Any] = {
+        "block_table": table,
+        "seqlens_k": seqlens_k,
+        "cu_seqlens_q": torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda"),
+        "max_seqlen_q": 1,
+        "return_lse": True,
+    }
+    plan = plan_paged_attention(q, k_cache, v_cache, **options)
+    paged_attention(q, k_cache, v_cache, plan=plan, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = paged_attention(q, k_cache, v_cache, plan=plan, **options)
+    for shorter in (0, 300):
+        seqlens_k.sub_(shorter).clamp_(min=0)
+        plan.update(seqlens_k, options["cu_seqlens_q"])
+        want = paged_attention(q, k_cache, v_cache, **options)
+        on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in options.items()}
+        exact = paged_attention(
+            *(x.cpu().double() for x in (q, k_cache, v_cache)), backend="reference", **on_cpu
+        )
+        first = None
+        for _ in range(200):
+            for part in got:
+                part.fill_(float("nan"))
+            graph.replay()
+            if first is None:
+                first = [part.clone() for part in got]
+            for part, same in zip(got, first, strict=True):
+                assert torch.equal(part, same)
+        assert first is not None
+        for a, b, truth, bound in zip(first, want, exact, (2e-2, 1e-4), strict=True):
+            torch.testing.assert_close(a.cpu().double(), truth, rtol=bound, atol=bound)
+            torch.testing.assert_close(b.cpu().double(), truth, rtol=bound, atol=bound)
