@@ -130,8 +130,8 @@ def draw_losses(rows: list[Row], path: Path) -> None:
     for axes, shape in zip(panels[0], shapes, strict=True):
         length = min(row["N"] for row in measured if row["shape"] == shape)
         # Packed documents are other sequences: their losses are others.
-        shown = [row for row in measured
-                 if (row["shape"], row["N"]) == (shape, length) and row["way"] != "ours-packed"]  # fmt: skip
+        of_shape = [row for row in measured if (row["shape"], row["N"]) == (shape, length)]
+        shown = [row for row in of_shape if row["way"] != "ours-packed"]
         for place, row in enumerate(shown):  # thinner and thinner, since they lie on one another
             colour, name = WAYS[row["way"]]
             axes.plot(range(1, len(row["losses"]) + 1), row["losses"], color=colour, label=name,
