@@ -68,7 +68,9 @@ def new_scheduler(runner, **settings):
         "max_num_batched_tokens": 64,
         "max_model_len": 200,
     }
-    return Scheduler(runner.storage.num_blocks, runner.block_size, **(limits | settings))
+    storage = runner.storage
+    windows = storage.spec.windows
+    return Scheduler(storage.counts, runner.block_size, windows=windows, **(limits | settings))
 
 
 def run(engine, requests):

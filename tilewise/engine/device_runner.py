@@ -108,7 +108,7 @@ class DeviceRunner:
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
         self.prompts: PromptSteps | None = None
-        if max_num_batched_tokens is not None and can_capture(model, storage):
+        if max_num_batched_tokens is not None and can_capture(model):
             self.prompts = PromptSteps(model, storage, max_num_batched_tokens)
         self.captures = False
         self._pool: Any = None
@@ -257,7 +257,7 @@ class DeviceRunner:
         more = [
             ids, positions, slots, pending, row_of[owner[pending]], edges[1:][drawing] - 1,
             np.repeat(np.arange(len(drawing)), counts), firsts, row_of[drawing], seeds, counters,
-            row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), sampling.ravel(),
+            row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), *sampling,
         ]  # fmt: skip
         columns, offsets = positions // self.block_size, positions % self.block_size
         more += [
@@ -267,7 +267,8 @@ class DeviceRunner:
         sent = rows.send(changes, more)
         self._copy_blocks(batch)
         (ids_, positions_, slots_, pending_, pending_rows, logits_rows, repeats, firsts_, drawing_,
-         seeds_, counters_, rows_, cu, seqlens, words, *other_slots) = sent  # fmt: skip
+         seeds_, counters_, rows_, cu, seqlens, *rest) = sent  # fmt: skip
+        words, other_slots = rest[:4], rest[4:]
         if len(pending):
             ids_.index_copy_(0, pending_, rows.token.index_select(0, pending_rows))
         width = int((starts + lengths).max() - 1) // self.block_size + 1
@@ -326,7 +327,7 @@ class DeviceRunner:
                 logits, sequences, [place_of.get(i, -1) for i in range(len(sequences))],
                 tokens=rows.token, token_rows=changes.rows,
             )  # fmt: skip
-        pairs = self._sample(logits, words.view(4, -1), seeds_, counters_, repeats, counts)
+        pairs = self._sample(logits, words, seeds_, counters_, repeats, counts)
         rows.store_tokens(drawing_, pairs[:, 0].index_select(0, firsts_))
         logprobs = None
         if asking is not None and raw is not None:
@@ -352,19 +353,20 @@ class DeviceRunner:
         return score(chunks, logits_of, vocab, self.device)
 
     def _sample(
-        self, logits: Tensor, words: Tensor, seeds: Tensor, counters: Tensor, repeats: Tensor,
-        counts: NDArray[np.int64],
+        self, logits: Tensor, words: Sequence[Tensor], seeds: Tensor, counters: Tensor,
+        repeats: Tensor, counts: NDArray[np.int64],
     ) -> Tensor:  # fmt: skip
         """Return (samples, 2): token and whether the row of logits is finite."""
-        floats, total = words[:3].view(torch.float32), len(seeds)
-        step, parts = max(MAX_SAMPLED // logits.shape[1], 1), []
+        temperature, top_p, min_p = (part.view(torch.float32) for part in words[:3])
+        # A multiple of four rows, so that all parts begin aligned.
+        total, step, parts = len(seeds), max(MAX_SAMPLED // logits.shape[1] // 4, 1) * 4, []
         is_single = int(counts.max()) == 1
         for first in range(0, total, step):
             some = slice(first, first + step)
             tokens, is_finite = ops.sample_tokens(
                 logits[some] if is_single else logits.index_select(0, repeats[some]),
-                temperature=floats[0, some], top_p=floats[1, some], min_p=floats[2, some],
-                top_k=words[3, some], seeds=seeds[some], counters=counters[some],
+                temperature=temperature[some], top_p=top_p[some], min_p=min_p[some],
+                top_k=words[3][some], seeds=seeds[some], counters=counters[some],
             )  # fmt: skip
             parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -41,7 +41,7 @@ FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
-                               "num_pairs"])  # fmt: skip
+                               "num_pairs", "stride_lh"])  # fmt: skip
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, bounds_ptr, records_ptr,
     block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
@@ -133,7 +133,7 @@ def _split_kernel(
         tl.store(part_lse_ptr + part, lse, mask=in_run)
 
 
-@triton.jit(do_not_specialize=["max_run"])
+@triton.jit(do_not_specialize=["max_run", "stride_lh"])
 def _merge_kernel(
     part_o_ptr, part_lse_ptr, bounds_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
     stride_ot, stride_oh, stride_lh, max_run,
