@@ -29,7 +29,8 @@ from tilewise.kernels.gluon.paged import launch as gluon_paged
 from tilewise.kernels.tiles.linear import pays
 from tilewise.kernels.triton.step import decode_rows as triton_rows
 from tilewise.kernels.triton.step import sampling as triton_sampling
-from tilewise.nn import attention, layers
+from tilewise.nn import AttentionContext, attention, layers
+from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.ops import decode_rows, dispatch
 from tilewise.ops.latent import expanded
 from tilewise.ops.reference import decode_rows as reference_rows
@@ -73,8 +74,7 @@ class Launches:
         """Keep one launch."""
         function = kernel.fn
         parameters = inspect.signature(function).parameters
-        rules = kernel.kwargs if isinstance(kernel, InterpretedFunction) else {}
-        plain = rules.get("do_not_specialize") or ()
+        plain = kernel.kwargs.get("do_not_specialize") or ()
         given = dict(zip(parameters, arguments, strict=False))
         given |= {name: value for name, value in options.items() if name in parameters}
         key: list[object] = [f"{function.__module__}.{function.__name__}"]
@@ -144,6 +144,14 @@ def _model_runs_where_graphs_are_captured(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
 
+def _expanded_sequences(self: Any, ctx: AttentionContext) -> list[int] | None:
+    """Which sequences attend expanded, as a GPU decides it: nothing is read."""
+    num_seqs, longest = ctx.block_table.shape[0], ctx.max_seqlen_q
+    is_even = ctx.slot_mapping.shape[0] == num_seqs * longest
+    expands = is_even and longest >= self.expanding_run and not ctx.batch_invariant
+    return list(range(num_seqs)) if expands else None
+
+
 @contextmanager
 def on_hopper(launches: Launches) -> Iterator[None]:
     """Let tensors on this CPU go where those on an H200 would, and note what is launched."""
@@ -173,7 +181,7 @@ def on_hopper(launches: Launches) -> Iterator[None]:
         patch.setattr(device, "sm_count_of", lambda _: SM_COUNT)
         patch.setattr(dispatch, "_AUTOMATIC", {"cpu": automatic["cuda"]})
         patch.setattr(layers, "FUSED_ON", ("cpu",))
-        patch.setattr(layers, "linear_pays", lambda weight: pays(*weight.shape, 90))
+        patch.setattr(layers, "linear_pays", lambda w: w.itemsize == 2 and pays(*w.shape, 90))
         patch.setattr(attention, "_plans_pay", lambda q, ctx: True)
         patch.setattr(
             decode_rows, "_module", lambda rows, backend: module_of(rows, backend or "triton")
@@ -183,6 +191,7 @@ def on_hopper(launches: Launches) -> Iterator[None]:
             "_longest",
             lambda history, most, table, cache: table.shape[1] * cache.shape[1],
         )
+        patch.setattr(MultiheadLatentAttention, "_expanded_sequences", _expanded_sequences)
         patch.setattr(torch.nn.functional, "linear", multiply)
         patch.setattr(torch, "einsum", product)
         _begins_and_finishes(patch)

@@ -25,8 +25,9 @@ MODES = ("auto", "lazy", "off")
 # New tokens of runs for which attention has tiles of their own: those of few rows end at 16, 32 and
 # 64 of a key head, whatever the number of its queries.
 RUNS = (1, 2, 4, 8, 16, 32, 64, 100)
-# Longer prompts, alone: few tiles of rows have their keys split, many have not.
-PROMPTS = (250, 500, 1000, 2048, 4099)
+# Other prompts, alone: few tiles of rows have their keys split, many have not; kernels of attention
+# over whole prompts, as latents take it, know odd lengths from others.
+PROMPTS = (37, 101, 250, 500, 1001, 2048, 4099)
 # (sequences that decode, new tokens of one beside them): few rows are merged by other programs than
 # many.
 MIXED = (
