@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import ClassVar
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ SMALL = {
     "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "tie_word_embeddings": True, "hidden_act": "silu",
 }  # fmt: skip
-# Query heads, key heads and channels; sequences, tokens of a sequence and of a step; tokens a block.
+# Query heads, key heads and channels; sequences, tokens of one and of a step, tokens of a block.
 SHAPES = {
     "qwen3-0.6b": ((16, 8, 128), (96, 1152, 2048, 16)),
     "llama-3-8b": ((32, 8, 128), (200, 2011, 1024, 16)),
@@ -189,7 +190,7 @@ def test_what_triton_compiles_anew_for_is_told_apart():
     x = torch.zeros(64)
 
     class Kernel:
-        kwargs = {"do_not_specialize": ["length"]}
+        kwargs: ClassVar = {"do_not_specialize": ["length"]}
 
         @staticmethod
         def fn(x_ptr, stride, length, TILE: torch.Size):

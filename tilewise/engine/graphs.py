@@ -101,10 +101,12 @@ def warm_up_steps(
     Returns:
         New tokens of each sequence, the tokens before them, and whether the sequences share these.
     """
-    plain = [(run,) for run in (*RUNS, *PROMPTS)]
+    plain: list[tuple[int, ...]] = [(run,) for run in (*RUNS, *PROMPTS)]
     plain += [(*[1] * count, run) for count, run in MIXED] + [(run,) * n for n, run in MANY]
     wanted = [(runs, start, False) for start in (0, FAR) for runs in plain]
-    shared = [(run, run) for run in (*RUNS, 500)] + [(run,) * n for n, run in MANY[:-1]]
+    shared: list[tuple[int, ...]] = [(run, run) for run in (*RUNS, 500)] + [
+        (run,) * n for n, run in MANY[:-1]
+    ]
     # So few blocks as are shared at all, and more keys than one split has.
     starts = sorted({8 * block_size, -(-max(8 * block_size, 272) // block_size) * block_size})
     wanted += [(runs, start, True) for start in starts for runs in (*shared, (1, 1, 1000))]
