@@ -98,10 +98,10 @@ def test_parts_of_a_step_are_marked(tmp_path, rows):
     first = runner.submit(profile_decode.decoding(rows, 40, 3, 0)).result()
     assert [len(tokens) for tokens in first] == [1] * rows
     step, parts = runner.step_of(rows), []
-    functions = (model.compute_logits, profile_decode.ops.paged_attention)
+    functions = (model.head_logits, profile_decode.ops.paged_attention)
     with torch.inference_mode(), profile_decode.marking(step, parts.append):
         step._compute()
-    assert functions == (model.compute_logits, profile_decode.ops.paged_attention)
+    assert functions == (model.head_logits, profile_decode.ops.paged_attention)
     # Here the feed-forward block's second product is not `project`'s: that takes fused activations.
     layer = ["qkv_proj", "rope and write", "attention", "o_proj", "gate_up_proj"]
     assert [part for part in parts if part in layer] == layer * count

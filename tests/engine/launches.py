@@ -125,13 +125,13 @@ def _draws(patch: pytest.MonkeyPatch) -> None:
 
 
 def _model_runs_where_graphs_are_captured(patch: pytest.MonkeyPatch) -> None:
-    def capture(self: DecodeStep, pool: Any) -> None:
+    def capture(self: DecodeStep, *_: Any) -> None:
         self.run()
 
-    def capture_model(self: DecodeStep, pool: Any) -> None:
+    def capture_model(self: DecodeStep, *_: Any) -> None:
         self.run_model()
 
-    def capture_prompts(self: PromptSteps, size: int, pool: Any) -> None:
+    def capture_prompts(self: PromptSteps, size: int, *_: Any) -> None:
         self._slots.fill_(-1)
         self._compute(
             size, self._context(), lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
@@ -140,7 +140,7 @@ def _model_runs_where_graphs_are_captured(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeStep, "capture", torch.inference_mode()(capture))
     patch.setattr(DecodeStep, "capture_model", torch.inference_mode()(capture_model))
     patch.setattr(PromptSteps, "capture", torch.inference_mode()(capture_prompts))
-    patch.setattr(DeviceRunner, "_shared_pool", lambda self: None)
+    patch.setattr(DeviceRunner, "_captured_in", lambda self: ())
     patch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
 

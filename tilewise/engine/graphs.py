@@ -9,6 +9,7 @@ pool of memory: the smaller ones find room in what the largest needed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ def prepare(
     """
     if not is_lazy:
         capture_all(runner, show)  # before the steps, which then launch little beside attention
+    captured = time.perf_counter()
     batches = warm_up_batches(runner, max_num_batched_tokens)
     threshold = runner.sharing_tokens
     for i, (batch, shares) in enumerate(batches):
@@ -71,21 +73,25 @@ def prepare(
         runner.submit(batch).result()  # keys that no step has written may be anything
     runner.sharing_tokens = threshold
     runner.reset()
+    runner.start_seconds |= {"warm-up steps": time.perf_counter() - captured}
     runner.captures = runner.device.type == "cuda"
     runner.compilations = Compilations()
 
 
 def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
     """Capture every decode step and every step with prompts, the largest first."""
-    sizes = [] if runner.prompts is None else runner.prompts.sizes[::-1]
-    for i, size in enumerate(sizes):
-        show(f"capturing steps with prompts, {i + 1} of {len(sizes)}")
-        runner.capture_prompts(size)
-    sizes = runner.buckets[::-1]
-    for i, bucket in enumerate(sizes):
-        show(f"capturing decode steps, {i + 1} of {len(sizes)}")
-        runner.capture(bucket)
-    torch.cuda.synchronize(runner.device)
+    prompts = [] if runner.prompts is None else runner.prompts.sizes
+    kinds: list[tuple[str, list[int], Callable[[int], None]]] = [
+        ("steps with prompts", prompts, runner.capture_prompts),
+        ("decode steps", runner.buckets, runner.capture),
+    ]
+    for kind, sizes, capture in kinds:
+        began = time.perf_counter()
+        for i, size in enumerate(reversed(sizes)):
+            show(f"capturing {kind}, {i + 1} of {len(sizes)}")
+            capture(size)
+        torch.cuda.synchronize(runner.device)
+        runner.start_seconds[f"capturing {kind}"] = time.perf_counter() - began
 
 
 def warm_up_steps(

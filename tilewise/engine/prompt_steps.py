@@ -35,9 +35,6 @@ __all__ = ["PromptSteps", "can_capture", "prompt_sizes"]
 
 # The context of a layer's group, and what `AttentionContext.attend` is given.
 _Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
-# Sizes that are not multiples of 16, and those of products for few rows, take kernels that a larger
-# step has not run yet.
-_FEW = 64
 
 
 def prompt_sizes(most: int) -> list[int]:
@@ -124,21 +121,19 @@ class PromptSteps:
         return self._compute(size, ctx, attend)[:count]
 
     @torch.inference_mode()
-    def capture(self, size: int, pool: Any) -> None:
+    def capture(self, size: int, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the steps of one of `sizes` in a pool of `torch.cuda.graph_pool_handle`.
 
-        Before, the step is run once where it may need kernels or buffers for the first time.
+        Before, the step is run once: it may need kernels or buffers for the first time.
         """
         self._slots.fill_(-1)
-        stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             context = self._context()
-            if not self._captured or size % 16 or size <= _FEW:
-                hidden = self._compute(
-                    size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
-                )
-                self._buffer("hidden", hidden)
+            hidden = self._compute(
+                size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
+            )
+            self._buffer("hidden", hidden)
             pieces = _Pieces(pool, self._room)
             pieces.begin()
             try:
