@@ -159,7 +159,7 @@ def marking(step: DecodeStep, mark: Callable[[str], None]) -> Iterator[None]:
         wrap(ops.PagedPlan, "update", "attention's plan")
         wrap(decode_step, "begin_decode", "begin")
         wrap(decode_step, "finish_decode", "finish")
-        wrap(model, "compute_logits", "head")
+        wrap(model, "head_logits", "head")
         wrap(model.embed_tokens, "forward", "embedding")
         wrap(model.rotary, "forward", "angles")
         if step._fused is not None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.ops import linear_pays
 
 __all__ = ["ACTIVATIONS", "MLP", "GatedMLP", "RMSNorm", "project"]
 
@@ -58,11 +59,11 @@ def _is_plain(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
     """Return linear(x); in inference, by `ops.linear` where that is faster for so few rows."""
-    few = x.is_cuda and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
+    few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
     if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
         weight, bias = linear.weight, linear.bias
         parameters = (weight,) if bias is None else (weight, bias)
-        if _fuses(x, *parameters) and ops.linear_pays(weight):
+        if _fuses(x, *parameters) and linear_pays(weight):
             return ops.linear(x, weight, bias)
     y: Tensor = linear(x)
     return y

@@ -119,8 +119,10 @@ class Measured:
             "loaded after start": self.compilations.loaded - self.at_start[1],
         }
         runner = self.llm.engine.runner
-        if isinstance(runner, DeviceRunner) and runner.compilations.names:
-            facts["kernels after start"] = list(runner.compilations.names)
+        if isinstance(runner, DeviceRunner):
+            facts |= {f"{part}, s": round(t, 2) for part, t in runner.start_seconds.items()}
+            if runner.compilations.names:
+                facts["kernels after start"] = list(runner.compilations.names)
         if isinstance(runner, ParallelRunner) and self.device == "cuda":
             facts["small sums"] = runner.why_no_symmetric_memory or "symmetric memory"
         elif self.device == "cuda":

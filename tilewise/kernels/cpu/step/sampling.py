@@ -52,7 +52,7 @@ def sample_tokens(
     tokens, is_finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
     if rows == 0:
         return tokens, is_finite
-    flat = logits.detach().float().contiguous().view(-1)
+    flat = logits.detach().contiguous().view(-1)
 
     def numbers(x: Tensor | None, default: float, dtype: torch.dtype) -> np.ndarray:
         x = torch.full((rows,), default, dtype=dtype) if x is None else x.detach().contiguous()
@@ -75,7 +75,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, 
     ids, values = torch.empty((rows, count), dtype=torch.int64), torch.empty((rows, count))
     if rows:
         run_tasks(
-            _logprob_rows, rows, logits.detach().float().contiguous().view(-1).numpy(), vocab,
+            _logprob_rows, rows, logits.detach().contiguous().view(-1).numpy(), vocab,
             tokens.contiguous().numpy(), count, own.numpy(), ids.view(-1).numpy(),
             values.view(-1).numpy(),
         )  # fmt: skip

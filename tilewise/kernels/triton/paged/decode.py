@@ -43,7 +43,7 @@ FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
-                               "num_pairs"])  # fmt: skip
+                               "num_pairs", "stride_lh"])  # fmt: skip
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, bounds_ptr, records_ptr,
     block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
@@ -196,7 +196,7 @@ def _merge_parts(
         tl.store(lse_ptr + q_head * stride_lh + token, lse, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["max_run"])
+@triton.jit(do_not_specialize=["max_run", "stride_lh"])
 def _merge_kernel(
     part_o_ptr, part_lse_ptr, bounds_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
     stride_ot, stride_oh, stride_lh, max_run,
