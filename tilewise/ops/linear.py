@@ -59,8 +59,8 @@ def linear(
         x: (..., K), float16 or bfloat16, at most 32 rows in all, last dim contiguous.
         weight: (N, K), the dtype of x, last dim contiguous.
         bias: (N,), the dtype of x.
-        backend: "gluon" (on Hopper), "triton" or "reference"; None chooses by the weight alone. There
-            is no kernel for CPUs.
+        backend: "gluon" (on Hopper), "triton" or "reference"; None chooses by the weight alone.
+            There is no kernel for CPUs.
 
     Returns:
         (..., N), a new contiguous tensor of x's dtype.
@@ -101,11 +101,16 @@ def _by_rows(spec: LinearSpec) -> bool:
     return dispatch.refusal("linear", "gluon", spec) is None
 
 
+def _backend_of(spec: LinearSpec, backend: str | None) -> str | None:
+    """Return the named backend, or the one that tables choose on a GPU."""
+    if backend is not None or spec.device_type != "cuda":
+        return backend
+    return "gluon" if _by_rows(spec) else "triton"
+
+
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     spec = _spec_of(weight)
-    if backend is None and spec.device_type == "cuda" and not _by_rows(spec):
-        backend = "triton"  # where Hopper's own kernel can, but has not been measured to be faster
-    name = dispatch.choose("linear", spec, backend)
+    name = dispatch.choose("linear", spec, _backend_of(spec, backend))
     y: Tensor = dispatch.kernel_module("linear", name).launch(x, weight, bias)
     return y
 

@@ -235,15 +235,6 @@ PRODUCTS = {
         "step/rows:_begin", "weight.block_type.nbytes + x.block_type.nbytes",
         "x.block_type.nbytes", "few_rows_early",
     ),
-    "sums_told_of_before_they_are_stored": Mutation(
-        "step/rows:linear_rows_kernel",
-        "        gl.store(mine + place, acc)\n"
-        "        partition_barrier()  # all warps have stored what one of them tells of\n"
-        '        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")\n',
-        '        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")\n'
-        "        gl.store(mine + place, acc)\n",
-        "few_rows",
-    ),
     "arrivals_left_behind": _without(
         "step/rows:linear_rows_kernel", "gl.atomic_xchg(arrived + tile, 0)", "few_rows"
     ),

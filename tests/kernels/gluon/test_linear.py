@@ -35,7 +35,8 @@ def make_product(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw x, weight and bias."""
     x, weight, bias = (
-        torch.randn(shape).to(dtype) for shape in ((rows, channels), (outputs, channels), (outputs,))
+        torch.randn(shape).to(dtype)
+        for shape in ((rows, channels), (outputs, channels), (outputs,))
     )
     return x, weight, bias
 

@@ -36,8 +36,7 @@ STOPPED = frozenset((
     "the_scales_of_a_page_not_waited_for", "a_stage_multiplied_before_it_is_there",
     "the_wrong_phase_of_a_stage", "another_stage_loaded",
     "a_stage_loaded_before_its_product_is_done", "the_bytes_of_x_forgotten",
-    "the_bytes_of_an_early_weight_forgotten", "sums_told_of_before_they_are_stored",
-    "arrivals_left_behind",
+    "the_bytes_of_an_early_weight_forgotten", "arrivals_left_behind",
 ))  # fmt: skip
 RACES = [name for name in HANDOVERS if name not in STOPPED]
 

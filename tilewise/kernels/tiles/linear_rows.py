@@ -26,7 +26,8 @@ class RowsTile(NamedTuple):
         parts: CTAs that share a tile of outputs, each with its channels.
         ctas: of a multiprocessor, among which its shared memory is divided.
         num_warps: 4 or 8.
-        early: the weight is loaded while the kernel before still runs.
+        early: in a graph the weight is loaded while the kernel before still runs, which must not
+            be one that writes it.
     """
 
     tile_n: int
@@ -76,9 +77,7 @@ def row_tile(rows: int) -> int:
 
 def most_rows(tile: RowsTile) -> int:
     """Return how many rows a tile can have: their sums must fit a thread's registers."""
-    return max(
-        rows for rows in ROW_TILES if tile.tile_n * rows <= MOST_SUMS * 32 * tile.num_warps
-    )
+    return max(rows for rows in ROW_TILES if tile.tile_n * rows <= MOST_SUMS * 32 * tile.num_warps)
 
 
 def channels_of_part(tile: RowsTile, channels: int) -> int:

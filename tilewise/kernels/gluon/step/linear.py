@@ -20,7 +20,7 @@ from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile
 
-__all__ = ["launch", "why_not", "why_not_product"]
+__all__ = ["forget_counters", "launch", "why_not", "why_not_product"]
 
 _HOPPER = 9
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -50,9 +50,7 @@ def why_not_product(spec: LinearSpec) -> str | None:
     return None
 
 
-def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None
-) -> Tensor:
+def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None) -> Tensor:
     """Return y (..., N) of x (..., K), weight (N, K) and bias (N,); as many rows as fit a tile.
 
     Args:
@@ -67,7 +65,10 @@ def launch(
         raise ValueError(f"weight must be addressable by TMA: {reason}")
     x = addressable(x.reshape(-1, channels))  # a copy lives until the kernel is launched
     rows = x.shape[0]
-    tile = tiles.tile_of(outputs, channels) if tile is None else tile
+    if tile is None:
+        tile = tiles.tile_of(outputs, channels)
+        # Outside of a graph the kernel before may be one that writes the weight.
+        tile = tile._replace(early=tile.early and x.is_cuda and _capturing())
     if rows > tiles.most_rows(tile):
         raise ValueError(f"x must have at most {tiles.most_rows(tile)} rows, got {rows}")
     padded = tiles.row_tile(rows)
@@ -94,6 +95,10 @@ def launch(
         tiles.channels_of_part(tile, channels), shape=shape, num_warps=tile.num_warps, **options,
     )  # fmt: skip
     return y
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 class _Counters:
@@ -138,7 +143,7 @@ def _counters(count: int, where: torch.device) -> Tensor:
     """Return `count` zeros for the next launch of the current stream."""
     if where.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=where)
-    capturing = torch.cuda.is_current_stream_capturing()
+    capturing = _capturing()
     index = torch.cuda.current_device()
     known = _of_device.get(index)
     if known is None and not capturing:
@@ -148,3 +153,8 @@ def _counters(count: int, where: torch.device) -> Tensor:
     if found is None:  # a graph before anything else: it fills its own at each replay
         found = torch.zeros(count, dtype=torch.int32, device=where)
     return found
+
+
+def forget_counters() -> None:
+    """Take new zeros from here on; no graph that was captured before may be replayed again."""
+    _of_device.clear()

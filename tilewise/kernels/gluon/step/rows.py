@@ -2,8 +2,8 @@
 
 What: y = x weight^T + bias for up to 256 rows of x.
 Grid: (tiles of outputs * parts of K,), parts fastest.
-One CTA: TILE_N outputs of all rows over its part of K. Its warps start copies of weight and x a ring
-ahead and multiply them as they come; the last CTA of a tile to end adds up the parts.
+One CTA: TILE_N outputs of all rows over its part of K. Its warps start copies of weight and x a
+ring ahead and multiply them as they come; the last CTA of a tile to end adds up the parts.
 Traffic: the weight once; x from L2 once a CTA; with parts 8 bytes for each output, row and part.
 Numerics: products of 16-bit numbers, summed in float32 along K, then parts in their order: what a
 row of y is does not depend on how many others there are, nor on which CTA ends last.
@@ -85,17 +85,18 @@ def _load(weight, x, ring, output, channel, stage):
 def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
     """Start the copies of the first `count` stages."""
     if shape.early:
-        # Nobody writes the weight: only x has to be waited for.
+        # The next kernel may begin where there is room: it waits for this one's end as well.
+        _each("griddepcontrol.launch_dependents", shape)
         for stage in range(count):
             full = ring.full.index(stage)
             mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
             at = [output, channel + stage * shape.tile_k]
             tma_load(weight, at, full, ring.weight.index(stage))
+        # Nobody writes the weight; whatever else is read or written follows the kernel before.
         _each("griddepcontrol.wait", shape)
         for stage in range(count):
             at = [0, channel + stage * shape.tile_k]
             tma_load(x, at, ring.full.index(stage), ring.x.index(stage))
-        _each("griddepcontrol.launch_dependents", shape)
     else:
         for stage in range(count):
             _load(weight, x, ring, output, channel + stage * shape.tile_k, stage)
