@@ -147,8 +147,28 @@ def test_launches_of_a_stream_share_their_zeros_and_those_of_graphs_do_not():
     taken = [counters.take(7, 1, True) for _ in range(3)]
     places = {x.data_ptr() for x in (first, other, *taken)}
     assert len(places) == 5
+    assert all((x.data_ptr() - first.data_ptr()) % 16 == 0 for x in (other, *taken))
     assert counters.take(1 << 13, 1, False) is None
     assert counters.take(1 << 20, 1, True) is None
+
+
+def test_an_early_weight_is_for_graphs_which_find_their_kernel_compiled():
+    x, weight, bias = make_product(3, 256, 64)
+    early = RowsTile(64, 64, 1, 2, early=True)
+    run = []
+
+    def kept(*arguments: Any) -> None:
+        run.append(arguments[-1])
+
+    with (
+        mock.patch.object(tiles, "_TABLE", {(64, 256): (early, True)}),
+        mock.patch.object(linear, "_run", kept),
+        mock.patch.object(linear, "_ran", set()),
+    ):
+        for _ in range(2):
+            linear.launch(x, weight, bias)
+    late = early._replace(early=False)
+    assert run == [early, late, late]
 
 
 @pytest.mark.gpu

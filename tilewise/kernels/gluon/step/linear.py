@@ -25,6 +25,7 @@ __all__ = ["forget_counters", "launch", "why_not", "why_not_product"]
 _HOPPER = 9
 _DTYPES = (torch.float16, torch.bfloat16)
 _COUNTERS = 1 << 20  # of a device: what launches inside of graphs take is never given back
+_TOGETHER = 32  # counters of 128 bytes: every launch's start where Triton takes it for aligned
 _OF_A_STREAM = 1 << 12  # counters of the launches of one stream outside of graphs
 
 
@@ -64,11 +65,20 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None
     if reason is not None:
         raise ValueError(f"weight must be addressable by TMA: {reason}")
     x = addressable(x.reshape(-1, channels))  # a copy lives until the kernel is launched
-    rows = x.shape[0]
     if tile is None:
         tile = tiles.tile_of(outputs, channels)
         # Outside of a graph the kernel before may be one that writes the weight.
-        tile = tile._replace(early=tile.early and x.is_cuda and _capturing())
+        if tile.early and not (x.is_cuda and _capturing()):
+            _run_once(x, weight, bias, torch.empty_like(y), tile)
+            tile = tile._replace(early=False)
+    _run(x, weight, bias, y, tile)
+    return y
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile) -> None:
+    """Compute y of x (rows, K), which TMA can read."""
+    outputs, channels = weight.shape
+    rows = x.shape[0]
     if rows > tiles.most_rows(tile):
         raise ValueError(f"x must have at most {tiles.most_rows(tile)} rows, got {rows}")
     padded = tiles.row_tile(rows)
@@ -94,7 +104,18 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None
         y if bias is None else bias, y, sums, arrived, rows, outputs, channels,
         tiles.channels_of_part(tile, channels), shape=shape, num_warps=tile.num_warps, **options,
     )  # fmt: skip
-    return y
+
+
+_ran: set[tuple[object, ...]] = set()
+
+
+def _run_once(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile) -> None:
+    """Run what graphs will run, so that none has to compile and load it while it is captured."""
+    padded, address = tiles.row_tile(x.shape[0]), 0 if bias is None else bias.data_ptr() % 16
+    key = (tile, padded, weight.shape, x.dtype, x.device, bias is None, address)
+    if key not in _ran:
+        _run(x, weight, bias, y, tile)
+        _ran.add(key)
 
 
 def _capturing() -> bool:
@@ -130,6 +151,7 @@ class _Counters:
         return found[:count]
 
     def _next(self, count: int) -> Tensor | None:
+        count = -(-count // _TOGETHER) * _TOGETHER
         if self._used + count > _COUNTERS:
             return None
         self._used += count
