@@ -109,6 +109,20 @@ def _remember(key: tuple[object, ...], found: TensorDescriptor) -> None:
     _recent[key] = found
 
 
+def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return the descriptor of (rows, columns) tiles of a matrix, as WGMMA wants them."""
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
+    found = _recent.get(key)
+    if found is None:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[tensor.dtype])
+        # TMA wants a multiple of 16 bytes even where there is only one row.
+        step = tensor.stride(0) if tensor.shape[0] > 1 else columns
+        base = _Base(tensor.data_ptr(), tensor.dtype)
+        found = TensorDescriptor(base, list(tensor.shape), [step, 1], [rows, columns], layout)
+        _remember(key, found)
+    return found
+
+
 def row_descriptor(tensor: Tensor, count: int) -> TensorDescriptor:
     """Return the descriptor of runs of `count` numbers of contiguous (planes, rows), float32."""
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), count)
