@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tilewise.engine.inputs import send
-from tilewise.kernels.spec import SharedLevel
-from tilewise.ops import SharedPrefixes, shared_prefixes
+from tilewise.ops import SharedLevel, SharedPrefixes, shared_prefixes
 
 __all__ = ["MOST_GROUPS", "SharedGroups"]
 

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.kernels.spec import SharedKeys, SharedLevel
+from tilewise.kernels.spec import SharedKeys
+from tilewise.kernels.spec import SharedLevel as SharedLevel
 from tilewise.ops import checks
 
 _Ints = NDArray[np.int64]
