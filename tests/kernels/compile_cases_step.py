@@ -29,6 +29,8 @@ def launch_sampling(vocab: int) -> None:
     sampling.sample_tokens(logits, real, integer, real, real, stream, stream)
     sampling.sample_tokens(logits, real, None, None, None, stream, stream)
     sampling.sample_tokens(logits, None, None, None, None, None, None)
+    narrow = meta(8, vocab, dtype=torch.bfloat16)  # as a head rounds them
+    sampling.sample_tokens(narrow, real, integer, real, real, stream, stream)
     for count in (0, 20):
         sampling.token_logprobs(logits, stream, count)
 

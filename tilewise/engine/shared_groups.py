@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tilewise.engine.inputs import send
-from tilewise.ops import SharedLevel, SharedPrefixes, shared_prefixes
+from tilewise.ops import SharedPrefixes, shared_prefixes
 
 __all__ = ["MOST_GROUPS", "SharedGroups"]
 
@@ -48,10 +48,10 @@ class SharedGroups:
 
     def prefixes(self, bucket: int) -> SharedPrefixes:
         """Return what a step of the first `bucket` rows is given; `find` changes what it reads."""
-        level = SharedLevel(
-            self._table, self._lengths, self._edges, self._rows[:bucket], max_rows=bucket
-        )
-        return SharedPrefixes(self._skipped[:bucket], (level,), 0, self.block_size)
+        return SharedPrefixes.in_buffers(
+            self._skipped[:bucket], self._table, self._lengths, self._edges, self._rows[:bucket],
+            self.block_size,
+        )  # fmt: skip
 
     def find(
         self, table: NDArray[np.int32], lengths: NDArray[np.int64], bucket: int, least: int

@@ -15,7 +15,7 @@ from tilewise.ops.norm import add_rms_norm, rms_norm
 from tilewise.ops.paged.api import paged_attention
 from tilewise.ops.paged.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
 from tilewise.ops.paged.plan import PagedPlan, plan_paged_attention
-from tilewise.ops.paged.shared_prefixes import SharedLevel, SharedPrefixes, shared_prefixes
+from tilewise.ops.paged.shared_prefixes import SharedPrefixes, shared_prefixes
 from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents
 from tilewise.ops.precompile import Precompiled, precompile
@@ -28,7 +28,6 @@ __all__ = [
     "Explanation",
     "PagedPlan",
     "Precompiled",
-    "SharedLevel",
     "SharedPrefixes",
     "add_rms_norm",
     "adjust_logits",

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.kernels.spec import SharedKeys
-from tilewise.kernels.spec import SharedLevel as SharedLevel
+from tilewise.kernels.spec import SharedKeys, SharedLevel
 from tilewise.ops import checks
 
 _Ints = NDArray[np.int64]
@@ -37,6 +36,22 @@ class SharedPrefixes:
     levels: tuple[SharedLevel, ...]
     saved_tokens: int
     block_size: int
+
+    @classmethod
+    def in_buffers(
+        cls, skipped: Tensor, table: Tensor, lengths: Tensor, edges: Tensor, rows: Tensor,
+        block_size: int,
+    ) -> SharedPrefixes:  # fmt: skip
+        """Return one pass over groups in buffers that change under a captured CUDA graph.
+
+        Args:
+            skipped: int32 (B,), tokens that a sequence's group reads for it; 0 of those in none.
+            table, lengths, edges, rows: as in `SharedLevel`, of as many groups as there may be:
+                those that are not there have no rows, and `rows` is all B, those in no group last.
+            block_size: tokens of a cache block.
+        """
+        level = SharedLevel(table, lengths, edges, rows, max_rows=rows.shape[0])
+        return cls(skipped, (level,), 0, block_size)
 
     def keys(self) -> SharedKeys:
         """What kernels need of it."""
