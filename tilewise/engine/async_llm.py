@@ -194,6 +194,10 @@ class AsyncLLM:
         """Return who holds which block now, see `Engine.picture`."""
         return self.llm.engine.picture()
 
+    def line(self, most: int) -> list[str]:
+        """Return the requests that wait, at most so many, the next one first."""
+        return self.llm.engine.line(most)
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing is forgotten, while requests hold some."""
         reset = self.llm.loop.post(lambda: self.llm.engine.scheduler.reset_prefix_cache())

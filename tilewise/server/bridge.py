@@ -25,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from tilewise.engine.embedding import EmbeddingOutput
+from tilewise.engine.embedding import EMBEDDING_PARAMS, EmbeddingOutput
 from tilewise.engine.outputs import RequestMetrics, RequestOutput
-from tilewise.engine.request import SamplingParams
+from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
@@ -319,8 +319,10 @@ class Bridge:
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
-    def check_length(self, caller: Caller, ids: Sequence[int]) -> None:
-        """Refuse a prompt that can never be served.
+    def check_prompt(
+        self, caller: Caller, ids: Sequence[int], sampling: SamplingParams
+    ) -> None:
+        """Refuse a prompt that can never be served, before the queue is asked for room.
 
         Raises:
             ApiError: 400, with the numbers.
@@ -341,6 +343,17 @@ class Bridge:
                 400, "prompt must hold at least 1 token, got 0", param="prompt",
                 code="invalid_value",
             )  # fmt: skip
+        vocab_size = self.llm.config.vocab_size
+        if max(ids) >= vocab_size:
+            raise ApiError(
+                400, f"prompt token ids must be below vocab_size {vocab_size}, got {max(ids)}",
+                code="invalid_value",
+            )  # fmt: skip
+        try:
+            length = SamplingParams(max_tokens=sampling.max_tokens)
+            self.llm.limits.check(Request("", list(ids), length))
+        except RequestError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
 
     async def run(
         self,
@@ -363,7 +376,7 @@ class Bridge:
             ApiError: why it was refused, or what ended it.
         """
         asked = (user, cache_salt, priority, timeout)
-        with self._entered(job, prompts, *asked) as (ticket, keywords):
+        with self._entered(job, prompts, sampling, *asked) as (ticket, keywords):
             self.metrics.params_n.observe(sampling.n)
             if sampling.max_tokens is not None:
                 self.metrics.params_max_tokens.observe(sampling.max_tokens)
@@ -401,7 +414,7 @@ class Bridge:
         """
         embed: Any = self.llm.embed  # type: ignore[attr-defined]
         asked = (user, cache_salt, priority, timeout)
-        with self._entered(job, prompts, *asked) as (ticket, keywords):
+        with self._entered(job, prompts, EMBEDDING_PARAMS, *asked) as (ticket, keywords):
             tasks = [
                 asyncio.ensure_future(
                     embed(_as_given(prompt), pooling=pooling, request_id=request_id, **keywords)
@@ -436,6 +449,7 @@ class Bridge:
         self,
         job: Job,
         prompts: Sequence[Prompt],
+        sampling: SamplingParams,
         user: str,
         cache_salt: str | None,
         priority: int,
@@ -444,7 +458,7 @@ class Bridge:
         """Hold a place in the queue; give it and what the engine is asked beside the prompts."""
         caller = job.caller
         for prompt in prompts:
-            self.check_length(caller, prompt.ids)
+            self.check_prompt(caller, prompt.ids, sampling)
         tokens = sum(len(prompt.ids) for prompt in prompts)
         ticket = self.queue.enter(caller, tokens, len(prompts))
         job.engine_ids = [
