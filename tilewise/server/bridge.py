@@ -38,7 +38,7 @@ from tilewise.server.metrics import Metrics
 from tilewise.server.spans import Spans
 from tilewise.server.usage import Ledger
 
-__all__ = ["AsyncEngine", "Bridge", "Job", "Loop", "Prompt"]
+__all__ = ["DEAF", "AsyncEngine", "Bridge", "Direct", "Job", "Loop", "Prompt", "Sink", "sink_of"]
 
 T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
@@ -70,8 +70,12 @@ class AsyncEngine(Protocol):
         priority: int = 0,
         deadline_s: float | None = None,
         max_queue_s: float | None = None,
+        sink: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs that hold everything so far, until one is finished."""
+        """Yield outputs that hold everything so far, until one is finished.
+
+        All but the last go to `sink` while it returns True.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -117,6 +121,36 @@ class Prompt:
     ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Writes to a client from wherever the event loop is, without waking the job's task.
+
+    Attributes:
+        is_open: whether it may be called now.
+        push: writes a part of the answer.
+    """
+
+    is_open: Callable[[], bool]
+    push: Callable[[bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Takes outputs for a task that would have to be woken for each of them.
+
+    Attributes:
+        is_open: whether it takes one now; if not, the task is woken.
+        take: takes an output of the prompt of this number; what it raises ends the job.
+    """
+
+    is_open: Callable[[], bool]
+    take: Callable[[int, RequestOutput], None]
+
+
+# Of an answer that is told when it is whole.
+DEAF = Sink(lambda: True, lambda _, __: None)
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """One request of a client.
@@ -130,6 +164,8 @@ class Job:
         sending_since: when the write began that has not ended; None between writes.
         trace_headers: of the client's trace, where spans are written.
         failure: what the client was told in place of an answer; None if it got one.
+        direct: how a stream may be written to; None before its first part is, and of an answer
+            that is no stream.
     """
 
     job_id: str
@@ -145,6 +181,11 @@ class Job:
     last_token: float = 0.0
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     failure: str | None = None
+    direct: Direct | None = None
+
+    def can_push(self) -> bool:
+        """Whether `direct` may be written to now."""
+        return self.direct is not None and self.direct.is_open()
 
     def stop(self, error: ApiError) -> None:
         """End it with this error, unless it has ended."""
@@ -366,11 +407,13 @@ class Bridge:
         priority: int = 0,
         timeout: float | None = None,
         most: int | None = None,
+        sink: Sink | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield outputs of the prompts, each with its prompt's number, until all have finished.
 
         Args:
             most: samples of each prompt that are kept, the first ones; None keeps all.
+            sink: is given all but the last output of each prompt, while it takes them.
 
         Raises:
             ApiError: why it was refused, or what ended it.
@@ -381,8 +424,16 @@ class Bridge:
             if sampling.max_tokens is not None:
                 self.metrics.params_max_tokens.observe(sampling.max_tokens)
             outputs = [
-                self.llm.generate(_as_given(prompt), sampling, request_id=request_id, **keywords)
-                for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
+                self.llm.generate(
+                    _as_given(prompt),
+                    sampling,
+                    request_id=request_id,
+                    sink=None if sink is None else self._sink(job, ticket, place, most, sink),
+                    **keywords,
+                )
+                for place, (prompt, request_id) in enumerate(
+                    zip(prompts, job.engine_ids, strict=True)
+                )
             ]
             if len(outputs) == 1:  # of most requests; each generator in between costs each token
                 try:
@@ -515,6 +566,19 @@ class Bridge:
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
 
+    def _sink(
+        self, job: Job, ticket: Ticket, place: int, most: int | None, sink: Sink
+    ) -> Callable[[RequestOutput], bool]:
+        """Return what the engine calls with the outputs of one prompt."""
+
+        def take(output: RequestOutput) -> bool:
+            if not sink.is_open():
+                return False
+            sink.take(place, self._observe(job, ticket, place, output, most))
+            return True
+
+        return take
+
     def _observe(
         self, job: Job, ticket: Ticket, place: int, output: RequestOutput, most: int | None
     ) -> RequestOutput:
@@ -548,6 +612,18 @@ class Bridge:
                     )
                     self.metrics.count(self.metrics.dropped, "slow_reader")
                     job.stop(ApiError(408, "the client reads too slowly", code="slow_reader"))
+
+
+def sink_of(job: Job, events: Callable[[int, RequestOutput], bytes]) -> Sink:
+    """Return a sink that pushes what `events` makes of an output to the job's client."""
+
+    def take(place: int, output: RequestOutput) -> None:
+        chunk = events(place, output)
+        if chunk:
+            assert job.direct is not None  # it is open
+            job.direct.push(chunk)
+
+    return Sink(job.can_push, take)
 
 
 def _as_given(prompt: Prompt) -> dict[str, Any]:
