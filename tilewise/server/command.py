@@ -133,6 +133,7 @@ def _check(options: Mapping[str, Any]) -> None:
         "tool_call_parser": ("auto", "none", *TOOL_PARSERS),
         "reasoning_parser": ("auto", "none", "think"),
         "generation_config": ("auto", "none"),
+        "load_format": ("auto", "dummy"),
     }
     for name, allowed in choices.items():
         if options[name] not in allowed:
@@ -212,6 +213,8 @@ def _service(
         if flag.argument not in known:
             raise ValueError(f"{flag.flag} is not an option of this version's engine")
         settings[flag.argument] = value
+    if options["load_format"] == "dummy":
+        settings["random_weights"] = True
     settings |= _settings_of_keys(keys, options["scheduling_policy"])
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
