@@ -108,7 +108,12 @@ class ServerProcess:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], port: int, folder: Path, environment: dict[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        port: int,
+        folder: Path,
+        environment: dict[str, str],
     ) -> None:
         self.name, self.port, self.log = name, port, folder / f"{name}-serve.log"
         self.begun = time.perf_counter()
@@ -289,7 +294,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             )
         pool = ThreadPoolExecutor(len(running) + 1)
         direct = pool.submit(
-            EngineProcess, "tilewise", settings, folder / "direct.log", start_timeout=options.start_s
+            EngineProcess,
+            "tilewise",
+            settings,
+            folder / "direct.log",
+            start_timeout=options.start_s,
         )
         waits = {name: pool.submit(one.wait, options.start_s) for name, one in running.items()}
         for name, wait in [*waits.items(), ("direct", direct)]:
@@ -344,7 +353,9 @@ def held(document: dict[str, Any]) -> dict[str, Any]:
     ours, theirs = rows.get("tilewise"), rows.get("vllm")
     if ours and document.get("direct_tokens_per_second"):
         rates = document["direct_tokens_per_second"]
-        row("of the engine called directly", median(ours["most"]["runs"]) / median(rates), 0.9, True)
+        row(
+            "of the engine called directly", median(ours["most"]["runs"]) / median(rates), 0.9, True
+        )
     if ours and theirs:
         ratio = median(ours["most"]["runs"]) / median(theirs["most"]["runs"])
         row("throughput over vllm's", ratio, 1.0, True)

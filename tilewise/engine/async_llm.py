@@ -87,8 +87,9 @@ class AsyncLLM:
             user, priority, deadline_s, max_queue_s: see `Request`.
             cache_salt: prompts share cached beginnings only with those of an equal salt.
             sink: called on the event loop with each output but the last as it comes, in place of a
-                yield, which wakes a task; outputs for which it returns False are yielded after all,
-                as is the last one. What it raises is raised here.
+                yield, which wakes a task and copies the output: this one goes on changing when the
+                sink has returned. Outputs for which it returns False are yielded after all, as is
+                the last one. What it raises is raised here.
 
         Raises:
             RequestError: the prompt can never be served, or the id is taken; QueueFullError if as
@@ -267,26 +268,20 @@ class _Reader:
 
     def read(self) -> None:
         """Give what is new to the sink, or wake the task; called on the event loop."""
-        sink, generation = self.sink, self._generation
         # The task reads the end of a request, and what came while it had not read what came before.
-        if sink is not None and generation.error is None and not self.changed.is_set():
-            output = generation.snapshot()
-            if not output.finished:
-                num_tokens = 0
-                for completion in output.outputs:
-                    num_tokens += len(completion.token_ids)
-                if num_tokens <= self.num_seen:
+        if self.sink is not None and not self.changed.is_set():
+            try:
+                num_seen = self._generation.show(self.sink, self.num_seen)
+            except Exception as error:
+                self.failure = error
+            else:
+                if num_seen >= 0:
+                    self.num_seen = num_seen
                     return
-                try:
-                    if sink(output):
-                        self.num_seen = num_tokens
-                        return
-                except Exception as error:
-                    self.failure = error
         self.changed.set()
 
     def tell(self) -> None:
-        """Wake the task; called on the engine's thread."""
+        """Have it read; called on the engine's thread."""
         if not self.is_told:
             self.is_told = True
             self._mailbox.post(self)

@@ -360,9 +360,7 @@ class Bridge:
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
-    def check_prompt(
-        self, caller: Caller, ids: Sequence[int], sampling: SamplingParams
-    ) -> None:
+    def check_prompt(self, caller: Caller, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse a prompt that can never be served, before the queue is asked for room.
 
         Raises:

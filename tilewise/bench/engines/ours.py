@@ -93,7 +93,9 @@ class Measured:
         if unknown:
             raise ValueError(f"LLM must take {', '.join(sorted(unknown))}, it does not")
         blocks = settings.get("num_blocks")
-        if blocks is None and self.device == "cpu":  # as many as the workload needs, whatever is free
+        if (
+            blocks is None and self.device == "cpu"
+        ):  # as many as the workload needs, whatever is free
             blocks = settings["max_num_seqs"] * (-(-settings["max_len"] // 16) + 1)
         self.compilations = Compilations()
         self.llm = LLM(
