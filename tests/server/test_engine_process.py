@@ -1,4 +1,4 @@
-"""An engine in a process of its own gives what one in the server's gives, and neither outlives the other."""
+"""An engine in a process of its own does what one in the server's does; both end together."""
 
 from __future__ import annotations
 
@@ -238,7 +238,9 @@ def test_an_engine_whose_server_is_killed_ends():
         "print(engine.pid, flush=True)\n"
         "import time; time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None
         pid = int(server.stdout.readline())
         assert os.path.exists(f"/proc/{pid}")

@@ -157,8 +157,7 @@ class RemoteEngine(asyncio.Protocol):
                 raise RuntimeError(message) from None
             raise
         self.devices: str = told["devices"]
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in told["limits"].items()}
-        self.limits = Limits(**given)
+        self.limits = msgspec.convert(told["limits"], Limits)
         directory = model_directory(model)
         self.tokenizer, self.config = load_tokenizer(directory), read_config(directory)
 

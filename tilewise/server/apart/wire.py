@@ -1,7 +1,7 @@
 """What the server and an engine in another process say to each other: MessagePack in frames.
 
     server -> Ask, Drop -> engine          server <- News, End <- engine       (the stream)
-    server -> [name, arguments] -> engine  server <- [True, value] <- engine   (calls, one at a time)
+    server -> [name, arguments] -> engine  server <- [True, value] <- engine   (calls, in turn)
 
 A frame is four bytes of length and as many of MessagePack, over a socket pair that no other process
 can open. Nothing is pickled: what comes is numbers, texts and lists of them, checked by its types.
