@@ -1,4 +1,4 @@
-"""Our server beside another one: the made model, what is judged, and a whole run of a tiny shape."""
+"""Our server beside another: the made model, what is judged, and a whole run of a tiny shape."""
 
 from __future__ import annotations
 

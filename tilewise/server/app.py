@@ -19,11 +19,12 @@ import tilewise
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.server.answers import DONE, CompletionAnswer, usage_of
-from tilewise.server.bridge import DEAF, Bridge, Job, Prompt, sink_of
+from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, unserved
 from tilewise.server.front import Front, caller_of
+from tilewise.server.job import DEAF, Job, Prompt, sink_of
 from tilewise.server.keys import KeyRing
 from tilewise.server.protocol import (
     ChatRequest,

@@ -22,7 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from tilewise.engine.embedding import EMBEDDING_PARAMS, EmbeddingOutput
@@ -32,13 +32,14 @@ from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft
+from tilewise.server.job import Job, Prompt, Sink
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket
 from tilewise.server.metrics import Metrics
 from tilewise.server.spans import Spans
 from tilewise.server.usage import Ledger
 
-__all__ = ["DEAF", "AsyncEngine", "Bridge", "Direct", "Job", "Loop", "Prompt", "Sink", "sink_of"]
+__all__ = ["AsyncEngine", "Bridge", "Job", "Loop", "Prompt"]
 
 T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
@@ -111,87 +112,6 @@ class Loop(Protocol):
     def resume(self) -> None:
         """Undo pause()."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as the engine takes it; text is None when ids were given."""
-
-    text: str | None
-    ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Direct:
-    """Writes to a client from wherever the event loop is, without waking the job's task.
-
-    Attributes:
-        is_open: whether it may be called now.
-        push: writes a part of the answer.
-    """
-
-    is_open: Callable[[], bool]
-    push: Callable[[bytes], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Sink:
-    """Takes outputs for a task that would have to be woken for each of them.
-
-    Attributes:
-        is_open: whether it takes one now; if not, the task is woken.
-        take: takes an output of the prompt of this number; what it raises ends the job.
-    """
-
-    is_open: Callable[[], bool]
-    take: Callable[[int, RequestOutput], None]
-
-
-# Of an answer that is told when it is whole.
-DEAF = Sink(lambda: True, lambda _, __: None)
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One request of a client.
-
-    Attributes:
-        job_id: also the engine's request id, followed by -1, -2 ... where it has more prompts.
-        caller: for whom.
-        task: that runs it.
-        arrived: seconds of time.perf_counter.
-        stopped: why it was stopped from outside; None if it was not.
-        sending_since: when the write began that has not ended; None between writes.
-        trace_headers: of the client's trace, where spans are written.
-        failure: what the client was told in place of an answer; None if it got one.
-        direct: how a stream may be written to; None before its first part is, and of an answer
-            that is no stream.
-    """
-
-    job_id: str
-    caller: Caller
-    task: asyncio.Task[Any]
-    arrived: float
-    stopped: ApiError | None = None
-    is_over: bool = False
-    sending_since: float | None = None
-    engine_ids: list[str] = field(default_factory=list)
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    first_token: float | None = None
-    last_token: float = 0.0
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
-    failure: str | None = None
-    direct: Direct | None = None
-
-    def can_push(self) -> bool:
-        """Whether `direct` may be written to now."""
-        return self.direct is not None and self.direct.is_open()
-
-    def stop(self, error: ApiError) -> None:
-        """End it with this error, unless it has ended."""
-        if self.stopped is None and not self.is_over:
-            self.stopped = error
-            self.task.cancel()
 
 
 class Bridge:
@@ -610,18 +530,6 @@ class Bridge:
                     )
                     self.metrics.count(self.metrics.dropped, "slow_reader")
                     job.stop(ApiError(408, "the client reads too slowly", code="slow_reader"))
-
-
-def sink_of(job: Job, events: Callable[[int, RequestOutput], bytes]) -> Sink:
-    """Return a sink that pushes what `events` makes of an output to the job's client."""
-
-    def take(place: int, output: RequestOutput) -> None:
-        chunk = events(place, output)
-        if chunk:
-            assert job.direct is not None  # it is open
-            job.direct.push(chunk)
-
-    return Sink(job.can_push, take)
 
 
 def _as_given(prompt: Prompt) -> dict[str, Any]:

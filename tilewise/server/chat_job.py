@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.server.answers import DONE, usage_of
-from tilewise.server.bridge import DEAF, Job, Prompt, Sink, sink_of
 from tilewise.server.chat import tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, unserved
+from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
 from tilewise.server.protocol import ChatRequest, sampling_of, shown
 from tilewise.server.reply import Reply
 from tilewise.server.structured import make_structured, structured_of

@@ -13,9 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from tilewise.server.answers import event
-from tilewise.server.bridge import Bridge, Direct, Job
+from tilewise.server.bridge import Bridge
 from tilewise.server.errors import ApiError, ClientLeft
 from tilewise.server.front import Receive, Scope, Send, caller_of, trace_headers
+from tilewise.server.job import Direct, Job
 
 __all__ = ["Reply", "read_body"]
 

@@ -19,8 +19,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tilewise.server.bridge import Bridge, Direct
+from tilewise.server.bridge import Bridge
 from tilewise.server.errors import ApiError
+from tilewise.server.job import Direct
 
 __all__ = ["Server", "ServerOptions", "bind", "run"]
 

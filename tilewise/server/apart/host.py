@@ -250,7 +250,8 @@ def main(stream_number: int, calls_number: int) -> None:
         calls.sendall(frame([False, failure_of(error)]))
         return
     limits = dataclasses.asdict(llm.engine.scheduler.limits)
-    calls.sendall(frame([True, {"limits": limits, "devices": llm.devices}]))
+    made = {"limits": limits, "devices": llm.devices, "vocab_size": llm.config.vocab_size}
+    calls.sendall(frame([True, made]))
     gc.collect()
     gc.freeze()
     Host(llm, stream, calls).run()

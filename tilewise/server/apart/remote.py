@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -35,7 +36,6 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import model_directory
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import EngineClosedError
-from tilewise.models.config import read_config
 from tilewise.server.apart.wire import (
     Ask,
     Delta,
@@ -113,7 +113,8 @@ class RemoteEngine(asyncio.Protocol):
         RuntimeError: the process has ended before it said anything.
 
     Attributes:
-        tokenizer, config, limits: of the model and its engine.
+        tokenizer, limits: of the model and its engine.
+        config: of the model's configuration, vocab_size.
         devices: see LLM.
         last_step_time, num_restarts: see EngineLoop; as told with the last tokens.
     """
@@ -158,8 +159,8 @@ class RemoteEngine(asyncio.Protocol):
             raise
         self.devices: str = told["devices"]
         self.limits = msgspec.convert(told["limits"], Limits)
-        directory = model_directory(model)
-        self.tokenizer, self.config = load_tokenizer(directory), read_config(directory)
+        self.config = SimpleNamespace(vocab_size=told["vocab_size"])
+        self.tokenizer = load_tokenizer(model_directory(model))
 
     @property
     def pid(self) -> int:
