@@ -1,6 +1,7 @@
 """`tilewise serve` beside `vllm serve`, and beside the engine called directly, in one run.
 
     python benchmarks/serve_peers.py --peer-path vllm=FOLDER --json F       about 150 s on an H200
+    python benchmarks/serve_peers.py --peers none --ours engine-process     the engine apart, alone
     python benchmarks/serve_peers.py --device cpu --shape tiny --requests 16 --lengths 8 32 \\
         --peers none                                                        whether it runs
 
@@ -273,12 +274,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "max_len": workload.max_len, "memory": 0.3, "num_blocks": blocks,
         "prefix_caching": False,
     }  # fmt: skip
-    path = os.pathsep.join(p for p in (options.peer_path, os.environ.get("PYTHONPATH")) if p)
+    # Absolute: the servers run elsewhere.
+    paths = [str(Path(one).resolve()) for one in _split(os.environ.get("PYTHONPATH"))]
+    theirs = [str(Path(one).resolve()) for one in _split(options.peer_path)]
     environments = {
-        "tilewise": {"PYTHONPATH": os.pathsep.join(
-            p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)},
-        "vllm": vllm_peer.SERVER_ENVIRONMENT | {"PYTHONPATH": path},
-    }  # fmt: skip
+        "tilewise": {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])},
+        "vllm": vllm_peer.SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*theirs, *paths])},
+    }
     document: dict[str, Any] = {
         "workload": {"requests": len(asked), "tokens_in": workload.tokens_in,
                      "tokens_out": workload.tokens_out, "num_blocks": blocks},
@@ -340,6 +342,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             engine.close()
     document["holds"] = held(document)
     return document
+
+
+def _split(paths: str | None) -> list[str]:
+    return [one for one in (paths or "").split(os.pathsep) if one]
 
 
 def held(document: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from tilewise.bench.workload import Asked
 from tilewise.server.keys import hash_of
 
 WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "dog", "cat", "liked", "to")
+MORE: list[str] = []  # options of tilewise serve, from the command line
 KEYS = {"alice": 1, "bob": 3, "root": 1}
 
 
@@ -110,7 +111,7 @@ class Server:
             )
         )
         command = [sys.executable, "-m", "tilewise", "serve", "--port", "0", "--log-level", "error",
-                   "--keys-file", str(keys), "--max-num-seqs", str(seats), *more]  # fmt: skip
+                   "--keys-file", str(keys), "--max-num-seqs", str(seats), *MORE, *more]  # fmt: skip
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -406,10 +407,15 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="small numbers that say nothing")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--serve", nargs="*", default=[], metavar="OPTION", help="further ones of tilewise serve, "
+        "without their dashes: engine-process"
+    )  # fmt: skip
     rows = ("throughput", "weights", "flood", "leaves", "page")
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
     options = parser.parse_args()
     repeats = 1 if options.quick else options.repeats
+    MORE.extend(f"--{one}" for one in options.serve)
     found: dict[str, Any] = {
         "versions": {"tilewise": tilewise.__version__, "torch": torch.__version__,
                      "python": platform.python_version()},
@@ -417,6 +423,7 @@ def main() -> None:
         "cpu": next((line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().split("\n")
                      if line.startswith("model name")), platform.machine()),
         "date": time.strftime("%Y-%m-%d"),
+        "serve": options.serve,
         "load_before": os.getloadavg(),
     }  # fmt: skip
     if "throughput" in options.rows:
