@@ -110,8 +110,10 @@ class Server:
                 for name, weight in KEYS.items()
             )
         )
-        command = [sys.executable, "-m", "tilewise", "serve", "--port", "0", "--log-level", "error",
-                   "--keys-file", str(keys), "--max-num-seqs", str(seats), *MORE, *more]  # fmt: skip
+        command = [
+            sys.executable, "-m", "tilewise", "serve", "--port", "0", "--log-level", "error",
+            "--keys-file", str(keys), "--max-num-seqs", str(seats), *MORE, *more,
+        ]  # fmt: skip
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         for line in self.process.stderr:

@@ -75,7 +75,9 @@ class _Pending:
             completion.token_ids += new.token_ids
             completion.text += new.text
             if new.logprobs is not None:
-                completion.logprobs = [*(completion.logprobs or ()), *new.logprobs]
+                if completion.logprobs is None:
+                    completion.logprobs = []
+                completion.logprobs += new.logprobs
             completion.cumulative_logprob = new.cumulative_logprob
             completion.finish_reason = new.finish_reason
             completion.stop_reason = new.stop_reason
