@@ -158,14 +158,15 @@ def server(seats: int, *more: str) -> Iterator[Server]:
         made.stop()
 
 
-def throughput(quick: bool, repeats: int) -> list[dict[str, Any]]:
+def throughput(quick: bool, repeats: int, counts: list[int]) -> list[dict[str, Any]]:
     """Measure the engine directly and through HTTP in turn, for each number of streams."""
     from tilewise.engine.llm import LLM
     from tilewise.engine.request import SamplingParams
 
     rows = []
-    for streams in (1, 4) if quick else (1, 16, 64, 256):
-        tokens = 16 if quick else {1: 400, 16: 200, 64: 128, 256: 96}[streams]
+    for streams in (1, 4) if quick else counts:
+        tokens = 16 if quick else 400 if streams < 16 else 200 if streams < 64 else 128
+        tokens = min(tokens, 96) if streams >= 256 else tokens
         bodies = [body(i, tokens) for i in range(streams)]
         prompts = [one["prompt"] for one in bodies]
         params = [
@@ -413,6 +414,7 @@ def main() -> None:
         "--serve", nargs="*", default=[], metavar="OPTION", help="further ones of tilewise serve, "
         "without their dashes: engine-process"
     )  # fmt: skip
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64, 256])
     rows = ("throughput", "weights", "flood", "leaves", "page")
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
     options = parser.parse_args()
@@ -429,7 +431,7 @@ def main() -> None:
         "load_before": os.getloadavg(),
     }  # fmt: skip
     if "throughput" in options.rows:
-        found["throughput"] = throughput(options.quick, repeats)
+        found["throughput"] = throughput(options.quick, repeats, options.streams)
     for name, measure in (("weights", weights), ("flood", flood), ("leaves", leaves)):
         if name in options.rows:
             found[name] = measure(options.quick)

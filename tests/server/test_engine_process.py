@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -147,6 +149,37 @@ def test_a_client_that_leaves_frees_its_blocks(running, remote):
     wait_for(lambda: remote.stats().scheduler.blocks_used == 0)
     wait_for(lambda: not running.bridge.jobs)
     assert not remote._pending
+
+
+def test_many_clients_that_leave_or_stay_leave_nothing_behind(running, remote):
+    whole = []
+
+    def client(number):
+        draw = random.Random(number)
+        for turn in range(3):
+            body = {"prompt": f"{PROMPT} {number}", "max_tokens": 30, "ignore_eos": True,
+                    "stream": True, "n": draw.choice((1, 1, 3)), "seed": turn}  # fmt: skip
+            with httpx.stream(
+                "POST", f"{running.url}/v1/completions", json=body, timeout=60
+            ) as answer:
+                lines = answer.iter_lines()
+                if draw.random() < 0.5:
+                    for _ in range(draw.randrange(12)):
+                        next(lines, None)
+                else:
+                    whole.append("".join(lines).endswith("data: [DONE]"))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert whole
+    assert all(whole)
+    wait_for(lambda: not running.bridge.jobs)
+    wait_for(lambda: remote.stats().scheduler.blocks_used == 0)
+    assert not remote._pending
+    assert running.tasks() == []
 
 
 def test_an_administrator_aborts(running, remote):
