@@ -166,7 +166,6 @@ def throughput(quick: bool, repeats: int, counts: list[int]) -> list[dict[str, A
     rows = []
     for streams in (1, 4) if quick else counts:
         tokens = 16 if quick else 400 if streams < 16 else 200 if streams < 64 else 128
-        tokens = min(tokens, 96) if streams >= 256 else tokens
         bodies = [body(i, tokens) for i in range(streams)]
         prompts = [one["prompt"] for one in bodies]
         params = [
