@@ -17,7 +17,7 @@ from typing import Any
 
 from tilewise.engine.batch import Batch, TokenEvent
 from tilewise.engine.explanation import explain
-from tilewise.engine.insight import picture
+from tilewise.engine.insight import line, picture
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.runner import Runner, Samples, StepHandle
@@ -328,6 +328,11 @@ class Engine:
         """Return who holds which block now, see `insight.picture`; any thread may ask."""
         with self.lock:
             return picture(self.scheduler)
+
+    def line(self, most: int) -> list[str]:
+        """Return who waits, the next one first, see `insight.line`; any thread may ask."""
+        with self.lock:
+            return line(self.scheduler, most)
 
     def _record(self, batch: Batch, samples: Samples | None, seconds: float) -> None:
         """Note what a step took; without samples it was run again, in parts."""

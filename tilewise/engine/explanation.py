@@ -69,7 +69,8 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
 def _behind(scheduler: Scheduler, request_id: str) -> list[str]:
     """Return the ids of the requests that wait before one, or of all that run if there are none."""
     before: dict[str, None] = {}
-    for seq in scheduler.roster.waiting:
+    waiting = scheduler.roster.waiting
+    for seq in scheduler.order.line(waiting, len(waiting)):
         if seq.request.request_id == request_id:
             break
         before[seq.request.request_id] = None

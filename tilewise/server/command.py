@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tilewise.server.app import Service, build_app
-from tilewise.server.bridge import Bridge
+from tilewise.server.bridge import AsyncEngine, Bridge, Loop
 from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.keys import Caller, KeyRing, hash_of, read_keys
@@ -80,11 +80,10 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     tls = _tls(options)
     sock = bind(host, options["port"])
     try:
-        service = _service(model, options, keys, steps)
+        service, close = _service(model, options, keys, steps)
     except BaseException:
         sock.close()
         raise
-    llm = service.bridge.llm
     address, port = sock.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     url = f"{'https' if tls else 'http'}://{shown}:{port}"
@@ -124,7 +123,7 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     try:
         return run(server, sock)
     finally:
-        llm.llm.close(options["shutdown_timeout"])  # type: ignore[attr-defined]
+        close(options["shutdown_timeout"])
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -133,6 +132,7 @@ def _check(options: Mapping[str, Any]) -> None:
         "tool_call_parser": ("auto", "none", *TOOL_PARSERS),
         "reasoning_parser": ("auto", "none", "think"),
         "generation_config": ("auto", "none"),
+        "load_format": ("auto", "dummy"),
     }
     for name, allowed in choices.items():
         if options[name] not in allowed:
@@ -197,7 +197,8 @@ def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
 
 def _service(
     model: str, options: Mapping[str, Any], keys: dict[str, Caller], steps: _Steps
-) -> Service:
+) -> tuple[Service, Callable[[float], object]]:
+    """Return what is served, and what ends its engine within so many seconds."""
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
     from tilewise.engine.settings import model_directory
@@ -212,22 +213,33 @@ def _service(
         if flag.argument not in known:
             raise ValueError(f"{flag.flag} is not an option of this version's engine")
         settings[flag.argument] = value
+    if options["load_format"] == "dummy":
+        settings["random_weights"] = True
     settings |= _settings_of_keys(keys, options["scheduling_policy"])
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
     names = options["served_model_name"] or [directory.name if model == str(directory) else model]
     endpoint = options["otlp_traces_endpoint"]
     spans = None if endpoint is None else open_spans(endpoint, names[0])
-    llm = LLM(model, **settings)
-    sizes = llm.engine.scheduler.limits
+    engine: AsyncEngine
+    loop: Loop
+    close: Callable[[float], object]
+    if options["engine_process"]:
+        from tilewise.server.apart.remote import RemoteEngine
+
+        engine = loop = remote = RemoteEngine(model, settings)
+        devices, close = f"{remote.devices}, in process {remote.pid}", remote.close
+    else:
+        llm = LLM(model, **settings)
+        engine, loop, devices, close = AsyncLLM(llm), llm.loop, llm.devices, llm.close
+    sizes = engine.limits
     steps.done(
         f"model loaded, kernels compiled, a cache of {sizes.num_blocks * sizes.block_size:,} "
-        f"tokens made on {llm.devices}"
+        f"tokens made on {devices}"
     )
-    engine = AsyncLLM(llm)
     bridge = Bridge(
         engine,
-        llm.loop,
+        loop,
         queue=Queue(
             max_requests=options["max_num_queued_reqs"],
             max_tokens=options["max_num_queued_tokens"],
@@ -251,7 +263,7 @@ def _service(
         steps.done("chat template's process started")
     parser, thinks = options["tool_call_parser"], options["reasoning_parser"]
     text = source or ""
-    return Service(
+    service = Service(
         bridge,
         names,
         template,
@@ -263,6 +275,7 @@ def _service(
         else (None if parser == "none" else parser),
         thinks="<think>" in text or "</think>" in text if thinks == "auto" else thinks == "think",
     )
+    return service, close
 
 
 def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[str, Any]:
