@@ -13,7 +13,14 @@ __all__ = ["DirectedRouter"]
 
 
 class DirectedRouter(RequestRouter):  # type: ignore[misc]
-    """Offers the replica that a call names as `target`; where that is gone, the call fails."""
+    """Offers the replica that a call names as `target`; where that is gone, the call fails.
+
+    A replica is asked for the length of its queue before it gets a request; one that is busy with a
+    step on a loaded machine may take a while to say, and is waited for.
+    """
+
+    queue_len_response_deadline_s = 2.0
+    max_queue_len_response_deadline_s = 20.0
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Note who takes requests."""
@@ -39,6 +46,8 @@ class DirectedRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
         """Return the replica that the gateway has chosen."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # else Ray asks without a pause
         target = None if pending_request is None else pending_request.kwargs.get("target")
         found = [r for r in candidate_replicas if r.replica_id.unique_id == target]
         # Ray asks again and again until somebody takes the request: one that is gone never will, so
