@@ -22,6 +22,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import Response
 
+import tilewise
 from tilewise.cluster.directory import DIRECTORY
 from tilewise.cluster.gateway import Call, Gateway, Start
 from tilewise.cluster.router import PrefixRouter, RoundRobin
@@ -281,6 +282,9 @@ def serve_app(
     front = serve.deployment(
         Front,
         name="gateway",
+        # As long as nothing of it changes it stays when replicas are replaced: while it is started
+        # anew every request waits.
+        version=f"{tilewise.__version__} {routing} {settings['max_body_bytes']}",
         max_ongoing_requests=MOST_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings["shutdown_timeout"],

@@ -235,7 +235,8 @@ class Gateway:
     async def _ask_all(self, call: Call, send: Send) -> None:
         """Ask every replica and answer with what each says, and the worst status."""
         names = self._names()
-        told = await asyncio.gather(*(self._ask(name, call) for name in names))
+        # One after the other: Ray Serve takes two calls at once of one request for the same.
+        told = [await self._ask(name, call) for name in names]
         status = max((status for status, _ in told), default=503)
         if call.path == "/metrics" and status == 200:
             text = merge_metrics({name: body for name, (_, body) in zip(names, told, strict=True)})
