@@ -22,7 +22,6 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import Response
 
-import tilewise
 from tilewise.cluster.directory import DIRECTORY
 from tilewise.cluster.gateway import Call, Gateway, Start
 from tilewise.cluster.router import PrefixRouter, RoundRobin
@@ -209,8 +208,9 @@ def serve_app(
 ) -> Any:
     """Return a Ray Serve application: replicas of one server behind one OpenAI-compatible address.
 
-    Run again on the same cluster it replaces the replicas one by one: a new one first, and an old
-    one ends when its requests have.
+    Run again on the same cluster it replaces the replicas one by one; an old one ends when its
+    requests have. One replica alone is followed by another one before it ends, but for one with
+    GPUs, which may be all there are: then requests wait, and after 30 s are refused.
 
     Args:
         model: checkpoint directory, on every node, or "story".
@@ -272,6 +272,8 @@ def serve_app(
         graceful_shutdown_timeout_s=settings["shutdown_timeout"],
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2.0,
+        # GPUs that are free may not be there; cores are not used up by being reserved.
+        max_surge_percent=0 if num_gpus else 100 if replicas == 1 else 0,
         request_router_config=RequestRouterConfig(
             request_router_class="tilewise.cluster.directed.DirectedRouter",
             request_routing_stats_period_s=1.0,
@@ -282,9 +284,7 @@ def serve_app(
     front = serve.deployment(
         Front,
         name="gateway",
-        # As long as nothing of it changes it stays when replicas are replaced: while it is started
-        # anew every request waits.
-        version=f"{tilewise.__version__} {routing} {settings['max_body_bytes']}",
+        max_surge_percent=100,  # a new one is ready before the old one ends: all requests pass it
         max_ongoing_requests=MOST_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings["shutdown_timeout"],
