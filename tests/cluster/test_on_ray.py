@@ -173,6 +173,7 @@ def test_a_rolling_restart_loses_no_request(address):
 
 
 def test_a_queue_brings_another_replica(address):
+    serve.delete(APP)  # else the replicas that are there wait before they go
     deploy(replicas=1, max_replicas=2, upscale_delay_s=0.0, max_num_seqs=1)
     wait_until(lambda: running_replicas() == 1)
     threads = [

@@ -164,3 +164,17 @@ def test_key_heads_that_neither_divide_nor_are_divided_are_refused(tmp_path):
     with pytest.raises(ValueError, match="num_kv_heads 6, or be a multiple of it, got 4"):
         shard_config(type(config)(**{n: getattr(config, n) for n in config.__slots__} | {
             "num_q_heads": 12, "intermediate_size": 80}), 4)  # fmt: skip
+
+
+@pytest.mark.parametrize("refusals", [[None, None], ["no access", None], ["a", "b"]])
+def test_small_sums_are_symmetric_memorys_on_all_ranks_or_on_none(refusals):
+    def work(group):
+        group._buffer = object() if refusals[group.rank] is None else None
+        return group._agreed(refusals[group.rank]), group._buffer is not None
+
+    found = on_ranks(2, work)
+    is_agreed = refusals == [None, None]
+    assert [has_buffer for _, has_buffer in found] == [is_agreed] * 2
+    assert all((why is None) == is_agreed for why, _ in found)
+    if refusals[1] is None and not is_agreed:
+        assert found[1][0] == "rank 0 cannot"
