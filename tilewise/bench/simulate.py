@@ -22,7 +22,7 @@ from typing import Any
 from tilewise.bench.contiguous import POLICIES, ContiguousTables, use_tables
 from tilewise.bench.engines.shapes import SHAPES, model_directory
 from tilewise.bench.fleet import ROUTERS, Fleet, Place, asked_of, places_of
-from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.report import emit, format_table, say, write
 from tilewise.bench.trace import (
     TraceRequest,
     drawn_trace,
@@ -481,7 +481,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scheduler", action="append", default=[], metavar="KEY=VALUE[,VALUE]",
         help="a keyword of Scheduler, may be repeated; several values are compared",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the document there too")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there, as they come")
     return parser
 
 
@@ -509,18 +509,24 @@ def main(argv: Sequence[str]) -> int:
     fit = fitting(requests, longest, options.requests or len(requests))
     if not options.max_batched_tokens:
         options.max_batched_tokens = [8192 if profile.captures else 2048]
-    rows = list(sweep(fit, setting, options))
-    document = {
+    rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {
         "what": "requests served in virtual time: rates a second, times in seconds",
         "trace": Path(options.trace).name if options.trace else "drawn",
         "requests": len(fit),
         "model": options.model,
         "machine": profile.as_dict(),
-        "slots": rows[0].get("slots") or setting.slots,
-        "max_num_seqs": setting.max_num_seqs,
-        "max_len": setting.longest,
-        "rows": rows,
     }
+    for row in sweep(fit, setting, options):
+        rows.append(row)
+        document |= {
+            "slots": rows[0].get("slots") or setting.slots,
+            "max_num_seqs": setting.max_num_seqs,
+            "max_len": setting.longest,
+            "rows": rows,
+        }
+        if options.json is not None:
+            write(document, options.json)
     shown = [c for c in COLUMNS if any(row.get(c) is not None for row in rows)]
     print(f"{profile.name}, {options.model}: a cache of {document['slots']:,} tokens")
     print(format_table(rows, shown))
