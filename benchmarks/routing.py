@@ -38,13 +38,18 @@ PATIENT = {
 COUNTS = ("prefix_cache_queries", "prefix_cache_hits")
 
 
-def ask(port: int, prompt: list[int], tokens: int) -> tuple[float, float, str]:
-    """Stream one answer; return the seconds to its first token and its last, and who gave it."""
+def ask(port: int, prompt: list[int], tokens: int, to: str | None) -> tuple[float, float, str]:
+    """Stream one answer; return the seconds to its first token and its last, and who gave it.
+
+    Args:
+        to: the replica; None is whom the gateway chooses.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
             "ignore_eos": True}  # fmt: skip
     began, first = time.perf_counter(), 0.0
-    connection.request("POST", "/v1/completions", json.dumps(body))
+    headers = {} if to is None else {"x-tilewise-replica": to}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
     answer = connection.getresponse()
     if answer.status != 200:
         raise RuntimeError(f"a request must be served, got {answer.status}: {answer.read()!r}")
@@ -70,8 +75,24 @@ def counts(port: int) -> dict[str, float]:
     }
 
 
-def turn(port: int, options: argparse.Namespace, seed: int) -> Row:
-    """Ask all questions, so many at a time, and return what it took."""
+def post(port: int, path: str) -> Any:
+    """Ask all replicas for something and return what each says, by name."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET" if path == "/v1/usage" else "POST", path)
+    told = json.loads(connection.getresponse().read())
+    connection.close()
+    return told["replicas"]
+
+
+def turn(port: int, options: argparse.Namespace, routing: str, seed: int) -> Row:
+    """Ask all questions, so many at a time, and return what it took.
+
+    In turn is by name, past the router; the documents are new, and so nowhere kept.
+    """
+    post(port, "/reset_prefix_cache")
+    places: list[str | None] = [None]
+    if routing == "round-robin":
+        places = [*post(port, "/v1/usage")]
     draw = random.Random(seed)
     documents = [
         [draw.randrange(3, 4000) for _ in range(options.document)] for _ in range(options.documents)
@@ -82,7 +103,11 @@ def turn(port: int, options: argparse.Namespace, seed: int) -> Row:
     ]
     before, began = counts(port), time.perf_counter()
     with ThreadPoolExecutor(options.at_once) as pool:
-        told = list(pool.map(lambda prompt: ask(port, prompt, options.answer), prompts))
+        jobs = [
+            pool.submit(ask, port, prompt, options.answer, places[i % len(places)])
+            for i, prompt in enumerate(prompts)
+        ]
+        told = [job.result() for job in jobs]
     seconds = time.perf_counter() - began
     after = counts(port)
     queries, found = (after[name] - before[name] for name in COUNTS)
@@ -129,16 +154,15 @@ def main() -> int:
     ray.init("local", num_cpus=options.replicas + 1, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     try:
+        app = serve_app("story", replicas=options.replicas, num_cpus=0.5,
+                        num_blocks=options.blocks, **SETTINGS)  # fmt: skip
+        serve.run(app, name=APP, route_prefix="/")
         for number in range(options.turns):
             for routing in ("prefix", "round-robin"):
-                # New replicas: their caches are empty.
-                app = serve_app("story", replicas=options.replicas, routing=routing, num_cpus=0.5,
-                                num_blocks=options.blocks, **SETTINGS)  # fmt: skip
-                serve.run(app, name=APP, route_prefix="/")
-                row = {"routing": routing, "turn": number} | turn(port, options, number)
+                seed = 2 * number + (routing == "prefix")
+                row = {"routing": routing, "turn": number} | turn(port, options, routing, seed)
                 rows.append(row)
                 say(", ".join(f"{name} {value}" for name, value in row.items()))
-                serve.delete(APP)
                 document["load after"] = os.getloadavg()
                 if options.json:
                     write(document, options.json)

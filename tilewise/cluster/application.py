@@ -35,6 +35,9 @@ ROUTERS = {"prefix": PrefixRouter, "round-robin": RoundRobin}
 # Ray's own queue of a replica would hide requests from the router and from the engine's queue,
 # which refuses by its own limits: it has no bound that is ever met.
 MOST_REQUESTS = 100_000
+# Seconds without a step after which Ray ends a replica, unless stall_s is given: a step may wait
+# for a kernel that is compiled, and a replica that is ended for it would compile it again.
+STALL_S = 300.0
 NOT_MEANT = 421  # HTTP's "misdirected request": a replica got what was another's
 
 
@@ -236,6 +239,8 @@ def serve_app(
     from tilewise.server.command import checked
 
     settings, _ = checked(options)
+    if "stall_s" not in options:
+        settings["stall_s"] = STALL_S
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
     if max_replicas is not None and max_replicas < replicas:
