@@ -35,9 +35,10 @@ def curve(axes: Any, rows: list[Row], value: str, **style: Any) -> None:
     """Draw a value against the requests that came for each GPU a second."""
     rows = sorted(rows, key=lambda row: row["rate"] / row["gpus"])
     axes.plot(
-        [row["rate"] / row["gpus"] for row in rows], [row[value] for row in rows], marker="o",
-        ms=4, **style,
-    )  # fmt: skip
+        [row["rate"] / row["gpus"] for row in rows],
+        [row[value] for row in rows],
+        **{"marker": "o", "ms": 4, **style},
+    )
 
 
 def draw(path: Path) -> None:
@@ -61,10 +62,11 @@ def draw(path: Path) -> None:
         for gpus, line in GPUS.items():
             mine = [r for r in long if (r["routing"], r["gpus"]) == (routing, gpus)]
             label = f"{gpus:,} GPUs, {routing}"
-            curve(panels[2], mine, "ttft p90", color=colour, ls=line, label=label)
+            style = {"marker": "*", "ms": 10} if len(mine) == 1 else {}
+            curve(panels[2], mine, "ttft p90", color=colour, ls=line, label=label, **style)
     panels[2].set_title("long prompts, 4 GPUs a replica: first token, p90")
     panels[2].set_yscale("log")
-    panels[2].legend(fontsize=7)
+    panels[2].legend(fontsize=7, loc="lower right")
     for axes in panels:
         axes.set_xlabel("requests a second for each GPU")
         axes.set_ylabel("seconds")

@@ -25,6 +25,13 @@ _OTHERS = ("ssl_keyfile", "ssl_certfile", "demo")
 _OWN = ("replicas", "max_replicas", "routing", "num_cpus", "num_gpus", "upscale_delay_s",
         "downscale_delay_s")  # fmt: skip
 LOOK_S = 0.5
+# For a cluster that is started here: nothing is sent to anybody, and a proxy on a busy machine has
+# time to start.
+_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
+}
 
 
 def deploy(model: str, given: Mapping[str, Any]) -> int:
@@ -64,7 +71,8 @@ def deploy(model: str, given: Mapping[str, Any]) -> int:
     # The replicas are told with the options where Ray's proxy listens; they listen nowhere.
     own = {name: given[name] for name in _OWN if given.get(name) is not None}
     app = serve_app(model, **own, **options)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+    for name, value in _RAY.items():
+        os.environ.setdefault(name, value)
     started = {"num_cpus": _cores(own), "include_dashboard": False} if address is None else {}
     ray.init(
         address or "local", namespace="tilewise", logging_level=logging.WARNING,
