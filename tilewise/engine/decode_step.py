@@ -189,7 +189,9 @@ class DecodeStep:
             compute()
         torch.cuda.current_stream(self.batch.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # Other threads may wait for an event meanwhile: of results, or of NCCL's watchdog.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             compute()
         return graph
 

@@ -32,7 +32,7 @@ from tilewise.server.run import Server, ServerOptions, bind, run
 from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
 
-__all__ = ["serve"]
+__all__ = ["Steps", "application", "checked", "new_service", "serve"]
 
 LOG = logging.getLogger("tilewise.server")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -40,7 +40,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class _Steps:
+class Steps:
     """Tells on standard error what the start does and how long each step took."""
 
     def __init__(self) -> None:
@@ -67,20 +67,12 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     Raises:
         ValueError: an option is wrong, the port is in use, the model does not fit.
     """
-    steps = _Steps()
-    options = resolve(given)
-    _check(options)
-    keys = _keys(options)
-    host = options["host"]
-    if not keys and not options["allow_open"] and not _is_loopback(host):
-        raise ValueError(
-            "--host must be of this machine alone unless --api-key, --keys-file or --allow-open "
-            f"is given, got {host}"
-        )
+    steps = Steps()
+    options, keys = checked(given)
     tls = _tls(options)
-    sock = bind(host, options["port"])
+    sock = bind(options["host"], options["port"])
     try:
-        service, close = _service(model, options, keys, steps)
+        service, close = new_service(model, options, keys, steps)
     except BaseException:
         sock.close()
         raise
@@ -103,16 +95,7 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     server = Server(
-        build_app(
-            service,
-            [
-                admin_router(service),
-                embeddings_router(service),
-                live_router(service),
-                messages_router(service),
-                responses_router(service),
-            ],
-        ),
+        application(service),
         service.bridge,
         ServerOptions(shutdown_timeout_s=options["shutdown_timeout"], tls=tls),
         on_started=started,
@@ -124,6 +107,33 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
         return run(server, sock)
     finally:
         close(options["shutdown_timeout"])
+
+
+def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]]:
+    """Return all options, and who may ask.
+
+    Args:
+        given: see `serve`.
+
+    Raises:
+        ValueError: an option is wrong, or the address is public and everybody might ask.
+    """
+    options = resolve(given)
+    _check(options)
+    keys = _keys(options)
+    host = options["host"]
+    if not keys and not options["allow_open"] and not _is_loopback(host):
+        raise ValueError(
+            "--host must be of this machine alone unless --api-key, --keys-file or --allow-open "
+            f"is given, got {host}"
+        )
+    return options, keys
+
+
+def application(service: Service) -> Any:
+    """Return the ASGI application of a service with all its routes."""
+    routers = (admin_router, embeddings_router, live_router, messages_router, responses_router)
+    return build_app(service, [router(service) for router in routers])
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -195,10 +205,19 @@ def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
     return context
 
 
-def _service(
-    model: str, options: Mapping[str, Any], keys: dict[str, Caller], steps: _Steps
+def new_service(
+    model: str, options: Mapping[str, Any], keys: dict[str, Caller], steps: Steps
 ) -> tuple[Service, Callable[[float], object]]:
-    """Return what is served, and what ends its engine within so many seconds."""
+    """Load a model; return what its routes serve, and what ends its engine within some seconds.
+
+    Args:
+        model: see LLM.
+        options, keys: of `checked`.
+        steps: told what the start does.
+
+    Raises:
+        ValueError: an option is wrong, or the model does not fit.
+    """
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
     from tilewise.engine.settings import model_directory

@@ -74,6 +74,21 @@ def test_only_what_is_new_travels():
     assert len(json.dumps(wire.message)) < 80
 
 
+def test_tables_of_every_group_travel_and_only_what_is_new_of_them():
+    wire = _Wire()
+    first = _run(others=(([4, 5], 0), ([8], 0)))
+    got = wire.pass_on(Batch((first,), other_copies=(((1, 2),), ())))
+    _same(got.sequences[0], first)
+    assert got.other_copies == (((1, 2),), ())
+    then = first._replace(first_new_block=2, others=(([4, 5, 6], 2), ([8, 9], 0)))
+    _same(wire.pass_on(Batch((then,))).sequences[0], then)
+    assert wire.message[0][0][-1] == [(2, [6]), (0, [8, 9])]
+    wire.pass_on(Batch((_run(seq_id=4, others=(([], 0), ([], 0))),), left=(3,)))
+    back = first._replace(others=(([1, 2], 1), ([3], 1)))  # it was told a table that has gone
+    got = wire.pass_on(Batch((back,))).sequences[0]
+    assert got.others == (([1, 2], 0), ([3], 0))
+
+
 def test_after_a_reset_all_is_told_again():
     wire, run = _Wire(), _run(first_new_block=2, start=2)
     wire.pass_on(Batch((run._replace(first_new_block=0),)))
@@ -163,8 +178,7 @@ def test_a_frame_that_is_no_data_is_an_error():
 
 
 def test_every_field_of_a_step_travels():
-    # `known` is read by draft models only, which other processes do not have; models of several
-    # groups of layers, which `others` is for, are refused there.
+    # `known` is read by draft models only, which other processes do not have.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",
