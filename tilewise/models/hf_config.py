@@ -449,7 +449,7 @@ def _write_gemma3(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "hidden_activation": config.hidden_act,
         "attention_bias": config.attention_bias,
-        "query_pre_attn_scalar": config.softmax_scales[0] ** -2,
+        "query_pre_attn_scalar": round(config.softmax_scales[0] ** -2),
         "final_logit_softcapping": config.logit_softcap,
         "sliding_window": windows[0] if windows else config.max_position_embeddings,
         "layer_types": [
