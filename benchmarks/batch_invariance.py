@@ -27,7 +27,7 @@ SHAPES = {
     "cpu": {"prompt": [(1, 500), (8, 500)], "decode": [(1, 16), (8, 16), (32, 16), (8, 700)]},
     "cuda": {
         "prompt": [(1, 1024), (32, 1024)],
-        "decode": [(1, 128), (32, 128), (256, 128), (32, 1024), (256, 1024)],
+        "decode": [(1, 128), (32, 128), (256, 128), (64, 1024)],
     },
 }
 
@@ -64,9 +64,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock, shapes_of = Clock(args.device), SHAPES[args.device]
-    settings = {"enable_prefix_caching": False, "max_model_len": 1024 + args.tokens + 1}
-    if args.device == "cuda":  # both fit: 256 sequences of the longest row
-        settings |= {"max_num_seqs": 256, "num_blocks": 256 * (-(-(1025 + args.tokens) // 16) + 1)}
+    chosen = {
+        kind: [s for s in shapes_of[kind] if not args.batch or s[0] in args.batch]
+        for kind in args.kind or shapes_of
+    }
+    rooms = [(batch, -(-(length + args.tokens + 1) // 16) + 1) for rows in chosen.values()
+             for batch, length in rows]  # fmt: skip
+    settings = {"enable_prefix_caching": False, "max_model_len": None}
+    if args.device == "cuda":
+        settings |= {
+            "max_model_len": 1025 + args.tokens,
+            "max_num_seqs": max(batch for batch, _ in rooms),
+            "num_blocks": max(batch * blocks for batch, blocks in rooms),
+        }
     started = clock()
     engines = {
         flag: make(args.shape, args.device, args.dtype, batch_invariant=flag, **settings)
@@ -74,10 +84,8 @@ def main() -> None:
     }
     start_s = clock() - started
     rows = []
-    for kind in args.kind or shapes_of:
-        for batch, length in shapes_of[kind]:
-            if args.batch and batch not in args.batch:
-                continue
+    for kind, shapes in chosen.items():
+        for batch, length in shapes:
             times: dict[bool, list[float]] = {False: [], True: []}
             for turn in range(args.turns + 1):
                 for flag, llm in engines.items():
