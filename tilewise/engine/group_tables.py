@@ -245,11 +245,7 @@ class GroupedTables(BlockTables):
         return True
 
     def swap_out(self, family: list[Sequence]) -> bool:
-        """Keep in main memory what all the sequences need to go on, or nothing.
-
-        Returns:
-            Whether there was room, and all is still there; the sequences still hold their blocks.
-        """
+        """As `BlockTables.swap_out`; nothing is kept of who has passed what it needs to go on."""
         if self.group_swap is None or any(map(self.has_passed, family)):
             return False
         return self.group_swap.swap_out(family, [seen(self, seq) for seq in family])
@@ -259,10 +255,7 @@ class GroupedTables(BlockTables):
         return count_seen(self, family)
 
     def has_passed(self, seq: Sequence) -> bool:
-        """Whether a sequence has let go of what the query at its next token sees.
-
-        That is so while a later step of its is unfinished, or has been taken back.
-        """
+        """Whether a later step, unfinished or taken back, let go of what its next token sees."""
         return any(
             gone > first_block(seq.num_computed_tokens, pool.window, self.block_size)
             for gone, pool in zip(places_of(seq).gone, self.pools, strict=True)
