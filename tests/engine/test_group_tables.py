@@ -220,4 +220,4 @@ def test_admission_counts_a_window_and_a_step_of_a_group():
             break
         scheduler.update(batch, samples)
         assert first.places.gone[1] == (first.num_scheduled_tokens - 8 - 5) // 4
-        assert len(scheduler.tables._held(first, 1)) <= 4
+        assert len(scheduler.tables.held(first, 1)) <= 4

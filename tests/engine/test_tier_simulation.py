@@ -219,10 +219,10 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
                 seen["full"] += not done
                 return done
 
-            def revoking(batch, later, revoke=revoke):
-                blocks, slots = revoke(batch, later)
-                seen["revoked"] += len(blocks) + len(slots)
-                return blocks, slots
+            def revoking(batch, later, running, waiting, revoke=revoke):
+                spoilt, lost = revoke(batch, later, running, waiting)
+                seen["revoked"] += len(batch.swap_out) + len(batch.swap_in)
+                return spoilt, lost
 
             if swap.prefix is not None:
                 swap.prefix.on_evict = keeping
@@ -358,7 +358,7 @@ MISTAKES = {
     "a torn file is a hit": (SwapSpace, "_find", trust_a_torn_file),
     "a hit across salts": (Contents, "root", lambda contents, salt: ROOT(contents, "")),
     "a failed step's transfers are trusted": (
-        BlockTables, "revoke", lambda tables, batch, later: (set(), set()),
+        BlockTables, "revoke", lambda tables, batch, later, running, waiting: ([], []),
     ),
     "names outlive their blocks": (SwapSpace, "forget_blocks", lambda swap, blocks: None),
     "one token too many is back": (BlockTables, "swap_in", count_one_token_too_many),

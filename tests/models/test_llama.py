@@ -91,7 +91,9 @@ def test_given_positions_equal_implied_ones(pair):
         assert torch.equal(ours(ids, positions), ours(ids))
 
 
-@pytest.mark.parametrize("case", ["llama3_rope", "deepseek_yarn", "deepseek_q_rank_biases"])
+@pytest.mark.parametrize(
+    "case", ["llama3_rope", "deepseek_yarn", "deepseek_q_rank_biases", "gemma3"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_exact_as_transformers(tmp_path, dtype, case):
     hf = make_hf(case).to(dtype)

@@ -111,6 +111,7 @@ class Engine:
             if not self._link_blocks:
                 self._link_blocks = self.runner.host.measure()
             scheduler.preemption.rates.link_blocks = self._link_blocks
+            scheduler.preemption.rates.group_shares = self.runner.host.group_shares
         self.scheduler = scheduler
         scheduler.max_in_flight = 2 if self.overlap else 1
 
@@ -218,7 +219,7 @@ class Engine:
         newer = [batch for batch, _ in self._unfinished]
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []
-        if any(batch.swap_out or batch.swap_in for batch in (failed, *newer)):
+        if any(batch.is_moving for batch in (failed, *newer)):
             self._withdraw(error)
         else:
             for batch in (failed, *newer):

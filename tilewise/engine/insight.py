@@ -15,7 +15,7 @@ __all__ = ["check_integrity", "explain", "line", "picture", "stats"]
 
 def stats(scheduler: Scheduler) -> SchedulerStats:
     """Return a snapshot."""
-    running, swap = scheduler.roster.running, scheduler.tables.swap
+    running, swap = scheduler.roster.running, scheduler.tables.memory
     num_queried, num_hit = scheduler.tables.prefix_counts
     return SchedulerStats(
         num_running=len(running),

@@ -83,7 +83,7 @@ class EngineMaker:
         storage = allocate(self.spec, self.settings["num_blocks"], self.device)
         host = host_cache(storage, self.swap_space_gib)
         if host is not None:
-            self.settings["num_swap_blocks"] = host.blocks.num_blocks
+            self.settings["num_swap_blocks"] = host.blocks.counts
             store = block_files(self.offload_dir, host, self.identity, self.offload_gib)
             self.settings["store"] = store
             if store is not None:

@@ -104,6 +104,7 @@ class RemoteHost:
 
     def __init__(self, num_blocks: int, link_blocks: float) -> None:
         self.num_blocks, self._link_blocks = num_blocks, link_blocks
+        self.group_shares: tuple[float, ...] = ()  # the layers are one group
 
     def measure(self) -> float:
         """Return how many blocks the slowest worker moved a second when it started."""
