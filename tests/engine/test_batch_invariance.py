@@ -43,7 +43,12 @@ def make(dtype, **settings):
     return LLM("story", dtype=dtype, device="cpu", **{"enable_prefix_caching": False, **settings})
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
+# Every day all this happens in half precision, and less of it in float32 (below).
+@pytest.fixture(
+    scope="module",
+    params=[torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    ids=str,
+)
 def llm(request):
     return make(request.param)
 
@@ -199,6 +204,26 @@ def test_generated_log_probabilities_are_those_of_the_training_forward_pass(
         assert tuple(rows.tolist()) == found.logprobs
 
 
+def test_float32_together_alone_and_by_the_training_forward_pass():
+    llm = make(torch.float32)
+    trained = load_model(packaged_model(), dtype=torch.float32, device="cpu")
+    trained.use_inference_bits()
+    prompts = [
+        {"prompt_token_ids": llm.tokenizer.encode("Once upon a time there was a dog"[:length])}
+        for length in (6, 17, 32)
+    ]
+    params = [
+        SamplingParams(temperature=float(i), seed=i, max_tokens=8, ignore_eos=True, logprobs=0)
+        for i in range(3)
+    ]
+    asked = Asked(prompts, params)
+    alone = [answers(llm, Asked([p], [s]))[0] for p, s in zip(*asked, strict=True)]
+    assert answers(llm, asked) == alone
+    for prompt, found in zip(prompts, alone, strict=True):
+        rows = log_probabilities(trained, prompt, found.tokens)
+        assert tuple(rows.tolist()) == found.logprobs
+
+
 def test_the_training_forward_pass_has_the_gradients_of_torch(llm, trained):
     """Values are the engine's; gradients agree with those of the plain model to rounding."""
     plain = load_model(packaged_model(), dtype=llm.model.dtype, device="cpu")
@@ -227,8 +252,18 @@ def test_it_can_be_turned_off():
     assert not make(torch.bfloat16, batch_invariant=False).engine.runner.batch_invariant
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3_norm_wide_heads", "gpt2"])
-def test_other_models_alone_and_preempted(case, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("qwen3_norm_wide_heads", torch.bfloat16),
+        ("gpt2", torch.float32),
+        ("gpt2", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_other_models_alone_and_preempted(case, dtype, tmp_path):
     write_checkpoint(tmp_path, case)
     draw = random.Random(1)
     prompts = [
@@ -240,7 +275,7 @@ def test_other_models_alone_and_preempted(case, tmp_path):
         for i in range(12)
     ]
     asked = Asked(prompts, params)
-    settings = {"device": "cpu", "block_size": 4, "dtype": torch.bfloat16}
+    settings = {"device": "cpu", "block_size": 4, "dtype": dtype}
     roomy = LLM(tmp_path, num_blocks=400, enable_prefix_caching=False, **settings)
     alone = [answers(roomy, Asked([p], [s]))[0] for p, s in zip(*asked, strict=True)]
     assert answers(roomy, asked) == alone
