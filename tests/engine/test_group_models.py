@@ -42,7 +42,18 @@ def prompts():
     return [begin, [*begin, 9], begin[:30] + [7] * 12, *others]
 
 
-@pytest.fixture(scope="module", params=(*WINDOWS, *LATENTS))
+# Every day one window for all, layers with and without one, and latents plain and with YaRN; the
+# engine treats the others alike, and tests/models has them.
+SLOW = ("qwen2_second_layer_window", "deepseek_q_rank_biases")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW))
+        for case in (*WINDOWS, *LATENTS)
+    ],
+)
 def saved(request, tmp_path_factory):
     """The case, its checkpoint, and what transformers makes of the prompts."""
     directory = tmp_path_factory.mktemp(request.param)

@@ -484,7 +484,8 @@ def test_the_interpreter_ends_whatever_the_engine_is_doing(directory, code):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("during", ["idle", "a stream"])
+# Every day the harder of two: the parent's engine runs when it is forked.
+@pytest.mark.parametrize("during", [pytest.param("idle", marks=pytest.mark.slow), "a stream"])
 def test_a_forked_child_has_an_engine_of_its_own(directory, during):
     stream = "stream = llm.stream('the', params); next(stream)\n" if during == "a stream" else ""
     code = f"""
