@@ -187,7 +187,7 @@ def play(seed: int, **settings) -> TierStory:
 
 @pytest.mark.parametrize("part", range(8))
 def test_any_schedule_gives_the_tokens_of_a_request_alone(part: int):
-    for seed in range(part * 50, (part + 1) * 50):
+    for seed in range(part * 25, (part + 1) * 25):
         play(seed).retry_failed()
 
 

@@ -25,7 +25,7 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "decode-group-8": (_DECODE | {"num_q_heads": 64}, True, True),
     "decode-mha": (_DECODE | {"num_kv_heads": 32}, True, True),
     "decode-block-1": (_DECODE | {"block_size": 1}, True, True),
-    "decode-block-256": (_DECODE | {"block_size": 256}, True, False),
+    "decode-block-256": (_DECODE | {"block_size": 256}, True, True),
     "decode-d64": (_DECODE | {"head_dim": 64, "v_head_dim": 64}, True, True),
     "decode-d80": (_DECODE | {"head_dim": 80, "v_head_dim": 80}, True, True),
     "decode-d192-128": (_DECODE | {"head_dim": 192}, True, True),
@@ -36,7 +36,8 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "decode-invariant": (_DECODE | {"batch_invariant": True}, True, True),
     "decode-short": (_DECODE | {"max_blocks": 4}, True, True),
     "decode-int8": (_DECODE | {"cache_dtype": torch.int8}, True, False),
-    "decode-e4m3": (_DECODE | {"cache_dtype": torch.float8_e4m3fn}, True, False),
+    # Every day one dtype of 8 bits decodes and the other reads prompts.
+    "decode-e4m3": (_DECODE | {"cache_dtype": torch.float8_e4m3fn}, True, True),
     "decode-fp16-int8": (
         _DECODE | {"dtype": torch.float16, "cache_dtype": torch.int8},
         True,
