@@ -109,10 +109,13 @@ class Gemma3(Decoder):
         y: Tensor = self.norm(x)
         return y
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size) float32, drawn in by `config.logit_softcap` if set."""
-        logits, cap = super().compute_logits(hidden), self.config.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.head_logits`; with `config.logit_softcap` drawn in by it, and float32."""
+        logits, cap = super().head_logits(hidden), self.config.logit_softcap
+        if cap is None:
+            return logits
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return torch.tanh(wide / cap) * cap
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
