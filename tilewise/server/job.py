@@ -85,8 +85,10 @@ class Job:
     direct: Direct | None = None
 
     def can_push(self) -> bool:
-        """Whether `direct` may be written to now."""
-        return self.direct is not None and self.direct.is_open()
+        """Whether `direct` may be written to now: not before a part that waits for its client."""
+        if self.direct is None or self.sending_since is not None:
+            return False
+        return self.direct.is_open()
 
     def stop(self, error: ApiError) -> None:
         """End it with this error, unless it has ended."""
