@@ -7,10 +7,12 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -23,6 +25,7 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.errors import CheckpointError, EngineClosedError, RequestError
 from tilewise.server.apart import wire
+from tilewise.server.apart.host import LOOK_S, Host
 from tilewise.server.apart.remote import RemoteEngine
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.live import live_router
@@ -139,6 +142,30 @@ def test_the_engine_is_asked_across(running, remote):
     assert httpx.get(f"{running.url}/health").status_code == 200
     assert httpx.post(f"{running.url}/resume").status_code == 200
     assert remote.last_step_time is not None
+
+
+def test_steps_without_a_token_are_told_of():
+    """As those of a long prompt are: the engine would seem to hang."""
+    ours, stream = socket.socketpair()
+    our_calls, calls = socket.socketpair()
+    loop = SimpleNamespace(is_alive=True, last_step_time=None, num_restarts=0)
+    host = Host(SimpleNamespace(loop=loop, close=lambda _: True), stream, calls)
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    try:
+        ours.settimeout(10)
+        for seconds in (1.5, 2.5):
+            loop.last_step_time = seconds
+            news = wire.msgspec.msgpack.decode(wire.receive(ours), type=wire.News)
+            assert (news.last_step_time, news.deltas) == (seconds, [])
+    finally:
+        ours.close()
+        our_calls.close()
+        thread.join(10)
+        assert not thread.is_alive()
+        time.sleep(2 * LOOK_S)  # for the thread that sends
+        stream.close()
+        calls.close()
 
 
 def test_a_client_that_leaves_frees_its_blocks(running, remote):

@@ -121,6 +121,7 @@ class Host:
         self._is_due = threading.Event()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tilewise-prepare")
         self._is_over = False
+        self._step_told: float | None = None
 
     def run(self) -> None:
         """Serve until the server has gone."""
@@ -175,7 +176,8 @@ class Host:
             while not self._is_over:
                 is_due = self._is_due.wait(LOOK_S)
                 is_alive = self._llm.loop.is_alive  # before the last ones are sent
-                if is_due:
+                # A long prompt takes many steps before there is a token to tell of.
+                if is_due or self._llm.loop.last_step_time != self._step_told:
                     self._is_due.clear()
                     self._send()
                 if not is_alive and not self._is_over:
@@ -197,7 +199,8 @@ class Host:
             elif message is not None:
                 deltas.append(message)
         loop = self._llm.loop
-        parts = [frame(News(loop.last_step_time, loop.num_restarts, deltas))]
+        self._step_told = loop.last_step_time
+        parts = [frame(News(self._step_told, loop.num_restarts, deltas))]
         self._stream.sendall(b"".join([*parts, *map(frame, ends)]))
 
     def _answer_all(self) -> None:

@@ -118,7 +118,7 @@ class RemoteEngine(asyncio.Protocol):
         tokenizer, limits: of the model and its engine.
         config: of the model's configuration, vocab_size.
         devices: see LLM.
-        last_step_time, num_restarts: see EngineLoop; as told with the last tokens.
+        last_step_time, num_restarts: see EngineLoop; at most a quarter of a second late.
     """
 
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
