@@ -54,10 +54,7 @@ class HostCache:
                 f"swap_space_gib must fit main memory, got {num_blocks} blocks of "
                 f"{storage.spec.bytes_per_block:,} bytes"
             ) from error
-        spec = storage.spec
-        self.group_shares = tuple(
-            spec.group_block_bytes(i) / spec.bytes_per_block for i in range(len(spec.groups))
-        )
+        self.group_shares = storage.spec.group_shares
         self._under_way: list[BlockTransfer] = []
         self._last: BlockTransfer | None = None  # they run in turn
 

@@ -33,8 +33,7 @@ def kind(request, tmp_path_factory):
 
     def of(size: int) -> LLM:
         if size not in made:
-            swap = {"swap_space_gib": 0.0} if request.param == "windows" else {}
-            made[size] = LLM(path, tensor_parallel_size=size, **{**SETTINGS, **swap})
+            made[size] = LLM(path, tensor_parallel_size=size, **SETTINGS)
         return made[size]
 
     yield request.param, of
@@ -46,9 +45,9 @@ def kind(request, tmp_path_factory):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_chunks_and_lost_blocks(kind, size):
-    name, llms = kind
+    _, llms = kind
     prompts = _prompts(20, 61, 3, 24, 25, 30)
-    for preemption in ("recompute",) if name == "windows" else ("recompute", "swap"):
+    for preemption in ("recompute", "swap"):
         want, *_ = _run(llms(1), prompts, _greedy(30), preemption)
         got, counts, _ = _run(llms(size), prompts, _greedy(30), preemption)
         assert counts["num_preemptions"] > 0

@@ -52,11 +52,13 @@ def _same(got: ScheduledSequence, want: ScheduledSequence) -> None:
 
 def test_a_step_arrives_as_it_was():
     wire = _Wire()
-    batch = Batch((_run(seeds=(2**63 - 1,)),), ((1, 2),), (5,), ((3, 4),), ((6, 7),))
+    others = {"other_copies": (((8, 9),), ()), "other_moves": ((((1, 0),), ((2, 3),)), ((), ()))}
+    batch = Batch((_run(seeds=(2**63 - 1,)),), ((1, 2),), (5,), ((3, 4),), ((6, 7),), **others)
     got = wire.pass_on(batch)
     _same(got.sequences[0], batch.sequences[0])
     assert (got.block_copies, got.left) == (batch.block_copies, batch.left)
     assert (got.swap_out, got.swap_in) == (batch.swap_out, batch.swap_in)
+    assert (got.other_copies, got.other_moves) == (batch.other_copies, batch.other_moves)
 
 
 def test_only_what_is_new_travels():
@@ -187,6 +189,7 @@ def test_every_field_of_a_step_travels():
     assert set(ScheduledSequence._fields) == told
     assert set(Batch.__slots__) == {
         "sequences", "block_copies", "left", "swap_out", "swap_in", "other_copies",
+        "other_moves",
     }  # fmt: skip
     assert set(Asked._fields) == {
         "adjusts", "token_ids", "num_prompt_tokens", "end_ids", "bad_word_ids", "new_matcher",

@@ -99,12 +99,13 @@ class RemoteHost:
     """Main memory for blocks, in the processes of the workers.
 
     Attributes:
-        num_blocks: of each.
+        num_blocks: of each, and of every group of layers.
+        group_shares: see `HostCache`.
     """
 
-    def __init__(self, num_blocks: int, link_blocks: float) -> None:
+    def __init__(self, num_blocks: int, link_blocks: float, spec: CacheSpec) -> None:
         self.num_blocks, self._link_blocks = num_blocks, link_blocks
-        self.group_shares: tuple[float, ...] = ()  # the layers are one group
+        self.group_shares = spec.group_shares
 
     def measure(self) -> float:
         """Return how many blocks the slowest worker moved a second when it started."""
@@ -284,7 +285,7 @@ def start(
         config, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
     )
     storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype, longest), num_blocks)
-    host = RemoteHost(num_swap_blocks, min(rates)) if num_swap_blocks else None
+    host = RemoteHost(num_swap_blocks, min(rates), spec) if num_swap_blocks else None
     runner = ParallelRunner(workers, storage, host)
     runner.why_no_symmetric_memory = refusals[0]
     return runner

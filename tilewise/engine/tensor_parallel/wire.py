@@ -116,6 +116,7 @@ class BatchWriter:
         rows = [self._row(run) for run in batch.sequences]
         return [
             rows, batch.block_copies, batch.left, batch.swap_out, batch.swap_in, batch.other_copies,
+            batch.other_moves,
         ]  # fmt: skip
 
     def _row(self, run: ScheduledSequence) -> list[Any]:
@@ -197,12 +198,13 @@ class BatchReader:
 
     def read(self, message: Sequence[Any]) -> Batch:
         """Return the batch that a `BatchWriter` was given."""
-        rows, copies, left, swap_out, swap_in, other_copies = message
+        rows, copies, left, swap_out, swap_in, other_copies, other_moves = message
         for seq_id in left:
             self._told.pop(seq_id, None)
         return Batch(
             tuple(map(self._run, rows)), _pairs(copies), tuple(left), _pairs(swap_out),
             _pairs(swap_in), tuple(map(_pairs, other_copies)),
+            tuple((_pairs(out), _pairs(back)) for out, back in other_moves),
         )  # fmt: skip
 
     def _run(self, row: Sequence[Any]) -> ScheduledSequence:
