@@ -213,6 +213,8 @@ def test_admission_counts_a_window_and_a_step_of_a_group():
     assert [pool.allocator.num_used for pool in scheduler.tables.pools] == [10, 4]
     assert scheduler.stats().other_groups == ((4, 9),)
     first = scheduler.roster.running[0]
+    assert len(first.block_ids) == 10
+    assert scheduler.tables.num_places(first) == 4, "drafts have room where every group has"
     for _ in range(4):
         batch = scheduler.schedule()
         samples = [[] for _ in batch.sequences]

@@ -185,7 +185,7 @@ class GroupedTables(BlockTables):
     def parent_of(self, block: int) -> int:
         return self.tree.parent_of(block) if self.tree else -1
 
-    def numplaces_of(self, seq: Sequence) -> int:
+    def num_places(self, seq: Sequence) -> int:
         """Return how many blocks of tokens a sequence's tables have a place for."""
         return min(map(len, (seq.block_ids, *places_of(seq).tables)))
 
