@@ -86,5 +86,13 @@ def test_what_is_wrong_is_the_replicas_to_refuse(body):
         assert asked_of(path, {}, body).prompt_tokens >= 0
 
 
+def test_brackets_in_brackets_end_nothing():
+    """Those that are too deep to be read, and those that are just not."""
+    for depth in (*range(300, 1100), 99_999):
+        body = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
+        assert asked_of("/v1/chat/completions", {}, body).prompt_tokens >= 0
+        assert asked_of("/v1/completions", {}, body).prompt_tokens >= 0
+
+
 def test_a_huge_prompt_has_pieces_up_to_a_number():
     assert len(pieces(prompt=[1] * (MOST_PIECES + 5) * 64)) == MOST_PIECES

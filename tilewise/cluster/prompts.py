@@ -36,7 +36,7 @@ def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
     """
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets in brackets, a thousand deep
         fields = None
     if not isinstance(fields, dict):
         return Asked(prompt_tokens=len(body) // BYTES_A_TOKEN)
@@ -81,7 +81,11 @@ def _chained(seed: int, pieces: Iterator[Any]) -> Iterator[int]:
 def _bytes(run: Any) -> bytes:
     if isinstance(run, str):
         return run.encode("utf-8", "replace")
-    return json.dumps(run, ensure_ascii=False, sort_keys=True).encode("utf-8", "replace")
+    try:
+        text = json.dumps(run, ensure_ascii=False, sort_keys=True)
+    except RecursionError:
+        return b""
+    return text.encode("utf-8", "replace")
 
 
 def _output_tokens(fields: Mapping[str, Any]) -> int | None:
