@@ -170,9 +170,13 @@ def test_steps_without_a_token_are_told_of():
 
 def test_a_client_that_leaves_frees_its_blocks(running, remote):
     body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
-        next(answer.iter_lines())
-        assert remote.stats().scheduler.num_running
+    for _ in range(5):  # a machine that others use may let it end first
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            if remote.stats().scheduler.num_running:
+                break
+    else:
+        pytest.fail("no request was left while it ran")
     wait_for(lambda: remote.stats().scheduler.blocks_used == 0)
     wait_for(lambda: not running.bridge.jobs)
     assert not remote._pending
