@@ -201,10 +201,12 @@ class GroupSwap:
         """Drop what is kept of a node in a group, if anything is."""
         slot = node.slots[group]
         if slot >= 0:
+            assert self.tree is not None
             room = self.rooms[group]
             del room.node_at[slot]
             room.allocator.unmark_cached(slot)
             node.slots[group] = -1
+            self.tree.version += 1  # who waits looks again
 
     def forget_slots(self, group: int, slots: Iterable[int]) -> None:
         """Drop the prefixes' blocks in these slots: what was to go there has not arrived."""
