@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from tests.bench.scripts import load
 from tests.engine.checkpoint import write_checkpoint
 from tilewise.bench.engines.roof import Roof
 from tilewise.bench.engines.shapes import SHAPES, read_sizes
@@ -19,21 +16,7 @@ from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.models import load_model
 
-ROOT = Path(__file__).parents[2]
-
-
-def load() -> ModuleType:
-    path = ROOT / "benchmarks/profile_decode.py"
-    spec = importlib.util.spec_from_file_location("profile_decode", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["profile_decode"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-profile_decode = load()
+profile_decode = load("profile_decode")
 Kernel = profile_decode.Kernel
 
 

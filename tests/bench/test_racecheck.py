@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.bench.scripts import load
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "tilewise" / "kernels" / "gluon"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("racecheck", ROOT / "benchmarks/racecheck.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["racecheck"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-racecheck = load()
+racecheck = load("racecheck")
 
 
 def line_of(file: str, text: str) -> int:

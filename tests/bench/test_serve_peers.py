@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
+from tests.bench.scripts import load
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.models.config import read_config
 
@@ -19,10 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def peers():
-    spec = spec_from_file_location("serve_peers", ROOT / "benchmarks" / "serve_peers.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("serve_peers")
 
 
 def test_every_id_of_the_made_model_has_a_text_of_its_own(peers, tmp_path):

@@ -385,17 +385,24 @@ def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
     }
 
 
-def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
-    windows = [window for window in config.windows if window is not None]
-    fields: dict[str, Any] = {
+def _write_sizes(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that decoders with RMS norms have in common."""
+    return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_q_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm_eps,
+    }
+
+
+def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
+    windows = [window for window in config.windows if window is not None]
+    fields: dict[str, Any] = {
+        **_write_sizes(config),
+        "head_dim": config.head_dim,
         "hidden_act": config.hidden_act,
         "rope_parameters": _write_rope(config, rope),
     }
@@ -416,13 +423,7 @@ def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
 
 def _write_deepseek(config: ModelConfig, rope: RopeConfig, latent: LatentConfig) -> dict[str, Any]:
     return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_q_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_eps,
+        **_write_sizes(config),
         "hidden_act": config.hidden_act,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
@@ -439,14 +440,8 @@ def _write_deepseek(config: ModelConfig, rope: RopeConfig, latent: LatentConfig)
 def _write_gemma3(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
     windows = [window for window in config.windows if window is not None]
     return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_q_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        **_write_sizes(config),
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_eps,
         "hidden_activation": config.hidden_act,
         "attention_bias": config.attention_bias,
         "query_pre_attn_scalar": round(config.softmax_scales[0] ** -2),

@@ -22,7 +22,6 @@ from tilewise.kernels.tiles.linear_rows import RowsTile
 
 __all__ = ["forget_counters", "launch", "why_not", "why_not_product"]
 
-_HOPPER = 9
 _DTYPES = (torch.float16, torch.bfloat16)
 _COUNTERS = 1 << 20  # of a device: what launches inside of graphs take is never given back
 _TOGETHER = 32  # counters of 128 bytes: every launch's start where Triton takes it for aligned
@@ -31,13 +30,7 @@ _OF_A_STREAM = 1 << 12  # counters of the launches of one stream outside of grap
 
 def why_not(spec: LinearSpec) -> str | None:
     """Say why this kernel cannot run `spec`, or return None when it can."""
-    if spec.device_type != "cuda":
-        return f"device must be cuda, got {spec.device_type}"
-    # Without a GPU at hand the answer is for Hopper, as that of the other backends is.
-    arch = device.arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if arch // 10 != _HOPPER:
-        return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
-    return why_not_product(spec)
+    return device.why_not_hopper(spec.device_type) or why_not_product(spec)
 
 
 def why_not_product(spec: LinearSpec) -> str | None:
