@@ -6,18 +6,23 @@ BIN := $(VENV)/bin
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 PROMPT ?= Once upon a time, there was a little rabbit
 
-.PHONY: demo test check mutants compile-matrix bench docs clean
+.PHONY: demo test check lint mutants compile-matrix bench docs clean
 
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
 
-test: check ## everything that must hold before a change lands
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: lint ## everything that must hold before a change lands
+	@# Types are checked beside the tests: mypy has one thread, and tests wait here and there.
+	@mkdir -p .cache; $(BIN)/mypy > .cache/types.log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile; tests=$$?; \
+	wait $$types; types=$$?; cat .cache/types.log; test $$tests = 0 -a $$types = 0
 
-check: $(VENV)/.installed-test ## format, lint and types
+check: lint ## format, lint and types
+	$(BIN)/mypy
+
+lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 
 mutants: $(VENV)/.installed-test ## plant the known mistakes one by one: every one must be seen
 	$(BIN)/python -m tests.mutants

@@ -130,6 +130,17 @@ def order_of(first: Place, second: Place) -> str:
 
 
 @functools.cache
+def _source_of(kernel: str, name: str) -> Path | None:
+    """Find the file of a name without folders: beside the kernel, or the only one there is."""
+    gluon = ROOT / "tilewise" / "kernels" / "gluon"
+    for file in gluon.rglob("*.py"):
+        if f"def {kernel}(" in file.read_text() and (file.parent / name).is_file():
+            return file.parent / name
+    files = list(gluon.rglob(name))
+    return files[0] if len(files) == 1 else None
+
+
+@functools.cache
 def _functions(path: Path) -> list[tuple[int, int, str]]:
     tree = ast.parse(path.read_text())
     return [
@@ -140,14 +151,23 @@ def _functions(path: Path) -> list[tuple[int, int, str]]:
 
 
 def place_of(where: str) -> Place:
-    """Read what racecheck prints behind "at": an offset, and a file and a line if it knows them."""
+    """Read what racecheck prints behind "at": an offset, and a file and a line if it knows them.
+
+    The sanitizer may leave the file's folders out; they are then found by the kernel's name.
+    """
     match = _PLACE.search(where)
     if match is None:
         return Place()
     name, line = match["file"], int(match["line"])
+    gluon = ROOT / "tilewise" / "kernels" / "gluon"
     _, found, inside = name.rpartition("kernels/gluon/")
-    path = ROOT / "tilewise" / "kernels" / "gluon" / inside
-    if not found or not path.is_file():
+    path: Path | None = gluon / inside
+    if "/" not in name and (kernel := _KERNELS.search(where)):
+        path = _source_of(kernel[0], name)
+        inside = "" if path is None else path.relative_to(gluon).as_posix()
+    elif not found:
+        path = None
+    if path is None or not path.is_file():
         return Place(name, line)
     around = [(begin, name) for begin, end, name in _functions(path) if begin <= line <= end]
     lines = path.read_text().split("\n")

@@ -1,6 +1,6 @@
 """The CPU rows of the server's table, in one run, into one JSON.
 
-    python benchmarks/serve_rows.py --json docs/benchmarks/serve_cpu.json      about 12 minutes
+    python benchmarks/serve_rows.py --json docs/benchmarks/serve_cpu.json      about 9 minutes
     python benchmarks/serve_rows.py --quick                                    whether it runs
 
 throughput   streams of the packaged model against the engine called directly, taken in turn
@@ -10,7 +10,8 @@ flood        first tokens of a key that asks once a second, alone and beside one
 leaves       steps until the blocks of a client that has left are free
 page         throughput with the page's stream of events open, and without
 
-Nothing else may run meanwhile: the load averages before and after are in the JSON.
+The last lines tell of each row whether it holds. Nothing else may run meanwhile: the load averages
+before and after are in the JSON.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ from typing import Any
 import torch
 
 import tilewise
+from tilewise.bench.serve import load, summary
+from tilewise.bench.workload import Asked
 from tilewise.server.keys import hash_of
 
 WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "dog", "cat", "liked", "to")
+MORE: list[str] = []  # options of tilewise serve, from the command line
 KEYS = {"alice": 1, "bob": 3, "root": 1}
 
 
@@ -84,9 +88,13 @@ async def ask(port: int, asked: dict[str, Any], key: str, events: int | None = N
     return found
 
 
-async def all_of(port: int, bodies: list[dict[str, Any]], key: str = "root") -> list[Stream]:
-    """Stream all requests at once."""
-    return list(await asyncio.gather(*(ask(port, one, key) for one in bodies)))
+def all_of(port: int, bodies: list[dict[str, Any]], key: str = "root") -> float:
+    """Stream all requests at once; return tokens a second."""
+    asked = [Asked(one, key=f"key-of-{key}") for one in bodies]
+    found = summary(asyncio.run(load(f"http://127.0.0.1:{port}", asked)))
+    if found["failed"]:
+        raise RuntimeError(f"all requests must be answered, {found['failed']} were not")
+    return float(found["tokens_per_second"])
 
 
 class Server:
@@ -102,8 +110,10 @@ class Server:
                 for name, weight in KEYS.items()
             )
         )
-        command = [sys.executable, "-m", "tilewise", "serve", "--port", "0", "--log-level", "error",
-                   "--keys-file", str(keys), "--max-num-seqs", str(seats), *more]  # fmt: skip
+        command = [
+            sys.executable, "-m", "tilewise", "serve", "--port", "0", "--log-level", "error",
+            "--keys-file", str(keys), "--max-num-seqs", str(seats), *MORE, *more,
+        ]  # fmt: skip
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -126,6 +136,11 @@ class Server:
         text = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
         return int(text.split()[0]) / 1e9
 
+    def process_seconds(self) -> float:
+        """Return the processor time of all its threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def stop(self) -> None:
         """End it."""
         self.process.terminate()
@@ -143,44 +158,46 @@ def server(seats: int, *more: str) -> Iterator[Server]:
         made.stop()
 
 
-def throughput(quick: bool, repeats: int) -> list[dict[str, Any]]:
+def throughput(quick: bool, repeats: int, counts: list[int]) -> list[dict[str, Any]]:
     """Measure the engine directly and through HTTP in turn, for each number of streams."""
     from tilewise.engine.llm import LLM
     from tilewise.engine.request import SamplingParams
 
     rows = []
-    for streams in (1, 4) if quick else (1, 16, 64, 256):
-        tokens = 16 if quick else 400 if streams == 1 else 200 if streams == 16 else 128
+    for streams in (1, 4) if quick else counts:
+        tokens = 16 if quick else 400 if streams < 16 else 200 if streams < 64 else 128
         bodies = [body(i, tokens) for i in range(streams)]
         prompts = [one["prompt"] for one in bodies]
         params = [
             SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i) for i in range(streams)
         ]
         llm = LLM("story", max_num_seqs=streams)
-        direct, http, cpu, cpu_batched = [], [], [], []
+        direct, http, cpu, cpu_batched, whole = [], [], [], [], []
         with server(streams) as running:
             for turn in range(repeats + 1):  # the first one warms both up
                 begun = time.perf_counter()
                 llm.generate(prompts, params)
                 direct.append(streams * tokens / (time.perf_counter() - begun))
-                before, begun = running.cpu_seconds(), time.perf_counter()
-                asyncio.run(all_of(running.port, bodies))
-                http.append(streams * tokens / (time.perf_counter() - begun))
+                before, of_all = running.cpu_seconds(), running.process_seconds()
+                http.append(all_of(running.port, bodies))
                 cpu.append(1e3 * (running.cpu_seconds() - before) / (streams * tokens))
+                whole.append(1e3 * (running.process_seconds() - of_all) / (streams * tokens))
                 if streams >= 64 and turn:  # few connections, each with many samples of a step
-                    few = [body(i, tokens, n=32) for i in range(streams // 32)]
+                    few = [body(i, tokens // 2, n=32) for i in range(streams // 32)]
                     before = running.cpu_seconds()
-                    asyncio.run(all_of(running.port, few))
+                    all_of(running.port, few)
                     spent = running.cpu_seconds() - before
-                    cpu_batched.append(1e3 * spent / (streams * tokens))
+                    cpu_batched.append(1e3 * spent / (streams * (tokens // 2)))
         llm.close()
         row = {
             "streams": streams,
             "tokens_each": tokens,
             "direct_tokens_per_second": direct[1:],
             "http_tokens_per_second": http[1:],
-            "ratio": median(http[1:]) / median(direct[1:]),
+            # Of each turn: what disturbs the machine disturbs both of its halves.
+            "ratio": median(a / b for a, b in zip(http[1:], direct[1:], strict=True)),
             "event_loop_ms_per_token": cpu[1:],
+            "process_ms_per_token": whole[1:],
             "event_loop_ms_per_token_32_samples_a_connection": cpu_batched,
         }
         print(f"{streams} streams: {row['ratio']:.3f} of the engine called directly, "
@@ -191,7 +208,7 @@ def throughput(quick: bool, repeats: int) -> list[dict[str, Any]]:
 
 def weights(quick: bool) -> dict[str, Any]:
     """Keep the queues of two keys full and count their tokens."""
-    seats, tokens, seconds = (4, 8, 4.0) if quick else (16, 32, 45.0)
+    seats, tokens, seconds = (4, 8, 4.0) if quick else (16, 32, 40.0)
 
     async def keep_full(port: int) -> dict[str, int]:
         end = time.perf_counter() + seconds
@@ -218,18 +235,29 @@ def weights(quick: bool) -> dict[str, Any]:
 
 
 def flood(quick: bool) -> dict[str, Any]:
-    """Measure first tokens of a key that asks once a second, alone and beside a flood."""
-    count, size = (3, 8) if quick else (60, 64)
+    """Measure first tokens of a key that asks once a second, alone and beside one that floods.
 
-    async def seldom(port: int) -> list[float]:
-        async def one(i: int) -> float:
-            await asyncio.sleep(i)
-            found = await ask(port, body(1000 + i, 8), "alice")
+    A long prompt each second, as of a chat that goes on, and a short one half a second later. A
+    first token waits for the step that runs and shares the next one with the flood's tokens: two
+    steps that take a CPU some 25 ms each, several times what a short prompt takes alone. The row
+    is that of the long ones.
+    """
+    count, size, words = (3, 8, 100) if quick else (45, 64, 700)
+
+    async def seldom(port: int) -> dict[str, list[float]]:
+        async def one(i: int, later: float, words: int) -> float:
+            await asyncio.sleep(i + later)
+            asked = body(1000 + 2 * i + (later > 0), 8, words=words)
+            found = await ask(port, asked, "alice")
             return 1e3 * (found.times[0] - found.begun)
 
-        return list(await asyncio.gather(*map(one, range(count))))
+        long, short = await asyncio.gather(
+            asyncio.gather(*(one(i, 0.0, words) for i in range(count))),
+            asyncio.gather(*(one(i, 0.5, 24) for i in range(count))),
+        )
+        return {"long": list(long), "short": list(short)}
 
-    async def beside(port: int) -> list[float]:
+    async def beside(port: int) -> dict[str, list[float]]:
         async def again(i: int) -> None:
             while True:
                 await ask(port, body(i, 64), "bob")
@@ -244,23 +272,27 @@ def flood(quick: bool) -> dict[str, Any]:
 
     # Seats for everybody: what is asked is whether a flood delays others, not whether it can
     # take all seats, which bounds of the queue and max_requests of a key decide.
-    with server(2 * size, "--scheduling-policy", "fair") as running:
-        asyncio.run(all_of(running.port, [body(i, 8) for i in range(size)]))
+    with server(2 * size, "--scheduling-policy", "fair", "--no-enable-prefix-caching") as running:
+        all_of(running.port, [body(i, 8) for i in range(size)])
         alone = asyncio.run(seldom(running.port))
         with_flood = asyncio.run(beside(running.port))
 
     def p99(values: list[float]) -> float:
         return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)]
 
-    ratio = p99(with_flood) / p99(alone)
-    print(f"flood: p99 of first tokens {p99(alone):.1f} ms alone, {p99(with_flood):.1f} ms beside "
-          f"it, {ratio:.2f} times", flush=True)  # fmt: skip
-    return {"alone_ms": alone, "beside_ms": with_flood, "p99_ratio": ratio, "flood": size}
+    found: dict[str, Any] = {"flood": size, "long_prompt_words": words}
+    for kind in ("long", "short"):
+        ratio = p99(with_flood[kind]) / p99(alone[kind])
+        found |= {f"{kind}_alone_ms": alone[kind], f"{kind}_beside_ms": with_flood[kind]}
+        found[f"{kind}_p99_ratio"] = ratio
+        told = f"{p99(alone[kind]):.1f} ms alone, {p99(with_flood[kind]):.1f} ms beside it"
+        print(f"flood, {kind} prompts: p99 of first tokens {told}, {ratio:.2f} times", flush=True)
+    return found
 
 
 def leaves(quick: bool) -> dict[str, Any]:
     """Count the steps between a client's leaving and the end of its request."""
-    count, others = (3, 3) if quick else (40, 15)
+    count, others = (3, 3) if quick else (30, 15)
 
     async def leave(port: int, running: Server) -> list[int]:
         async def again(i: int) -> None:
@@ -307,11 +339,11 @@ def _trace(running: Server) -> list[dict[str, Any]]:
 
 def page(quick: bool, repeats: int) -> dict[str, Any]:
     """Measure throughput with the page's stream open and without, in turn."""
-    streams, tokens = (4, 16) if quick else (64, 256)
+    streams, tokens = (4, 16) if quick else (64, 200)
     bodies = [body(i, tokens) for i in range(streams)]
     rates: dict[bool, list[float]] = {False: [], True: []}
     with server(streams) as running:
-        asyncio.run(all_of(running.port, bodies))
+        all_of(running.port, bodies)
         for _ in range(repeats):
             for is_open in (False, True):
                 stop = threading.Event()
@@ -319,13 +351,12 @@ def page(quick: bool, repeats: int) -> dict[str, Any]:
                 if is_open:
                     viewer.start()
                     time.sleep(0.5)
-                begun = time.perf_counter()
-                asyncio.run(all_of(running.port, bodies))
-                rates[is_open].append(streams * tokens / (time.perf_counter() - begun))
+                rates[is_open].append(all_of(running.port, bodies))
                 stop.set()
                 if is_open:
                     viewer.join(15)
-    cost = 1 - median(rates[True]) / median(rates[False])
+    pairs = zip(rates[True], rates[False], strict=True)
+    cost = 1 - median(opened / closed for opened, closed in pairs)
     print(f"the page open costs {100 * cost:.2f} % of the throughput", flush=True)
     return {"closed": rates[False], "open": rates[True], "cost": cost}
 
@@ -343,16 +374,51 @@ def _view(running: Server, stop: threading.Event) -> None:
                 urllib.request.urlopen(urllib.request.Request(metrics, headers=headers)).read()
 
 
+def held(found: dict[str, Any]) -> dict[str, bool]:
+    """Return whether each row of the table holds, and print it with its bound."""
+    rows: list[tuple[str, float, str, float]] = []
+    for row in found.get("throughput", []):
+        streams = row["streams"]
+        rows.append((f"{streams} streams, of the engine called directly", row["ratio"], ">=", 0.85))
+        if streams == 256:
+            spent = median(row["event_loop_ms_per_token"])
+            rows.append(("ms of the server for a token, 256 streams", spent, "<", 0.15))
+        if row["event_loop_ms_per_token_32_samples_a_connection"]:
+            spent = median(row["event_loop_ms_per_token_32_samples_a_connection"])
+            rows.append((f"the same in batches of a step, {streams} samples", spent, "<", 0.05))
+    if "weights" in found:
+        away = abs(found["weights"]["ratio"] / 3 - 1)
+        rows.append(("two keys of weights 1 and 3, away from 1 : 3", away, "<=", 0.05))
+    if "flood" in found:
+        rows.append(("a flood's p99 of first tokens", found["flood"]["long_p99_ratio"], "<=", 1.5))
+    if "leaves" in found:
+        rows.append(("steps until a client's blocks are free", found["leaves"]["most"], "<=", 2))
+    if "page" in found:
+        rows.append(("the page's share of throughput", found["page"]["cost"], "<", 0.02))
+    holds = {}
+    for name, value, rule, bound in rows:
+        fits = {">=": value >= bound, "<=": value <= bound, "<": value < bound}[rule]
+        print(f"{'holds' if fits else 'FAILS'}  {name}: {value:.4g} {rule} {bound}", flush=True)
+        holds[name] = fits
+    return holds
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="small numbers that say nothing")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--serve", nargs="*", default=[], metavar="OPTION", help="further ones of tilewise serve, "
+        "without their dashes: engine-process"
+    )  # fmt: skip
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64, 256])
     rows = ("throughput", "weights", "flood", "leaves", "page")
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
     options = parser.parse_args()
     repeats = 1 if options.quick else options.repeats
+    MORE.extend(f"--{one}" for one in options.serve)
     found: dict[str, Any] = {
         "versions": {"tilewise": tilewise.__version__, "torch": torch.__version__,
                      "python": platform.python_version()},
@@ -360,16 +426,18 @@ def main() -> None:
         "cpu": next((line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().split("\n")
                      if line.startswith("model name")), platform.machine()),
         "date": time.strftime("%Y-%m-%d"),
+        "serve": options.serve,
         "load_before": os.getloadavg(),
     }  # fmt: skip
     if "throughput" in options.rows:
-        found["throughput"] = throughput(options.quick, repeats)
+        found["throughput"] = throughput(options.quick, repeats, options.streams)
     for name, measure in (("weights", weights), ("flood", flood), ("leaves", leaves)):
         if name in options.rows:
             found[name] = measure(options.quick)
     if "page" in options.rows:
         found["page"] = page(options.quick, repeats)
     found["load_after"] = os.getloadavg()
+    found["holds"] = held(found)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found))

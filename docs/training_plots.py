@@ -65,7 +65,7 @@ def draw_rates(rows: list[Row], path: Path) -> None:
                       ha="center", va="bottom", fontsize=7)  # fmt: skip
         axes.set_xticks(range(len(ways)), [WAYS[way][1] for way in ways], rotation=60, fontsize=7,
                         ha="right", rotation_mode="anchor")  # fmt: skip
-        axes.margins(y=0.15)
+        axes.set_ylim(0, 1.2 * max(of_shape[way]["tokens/s"] for way in ways) / 1e3)
         axes.set_title(f"{shape}, N {length:,}", fontsize=9)
         axes.set_ylabel("thousand tokens/s; % is MFU", fontsize=8)
     figure.suptitle(_title(measured), fontsize=9)
@@ -129,11 +129,13 @@ def draw_losses(rows: list[Row], path: Path) -> None:
     )
     for axes, shape in zip(panels[0], shapes, strict=True):
         length = min(row["N"] for row in measured if row["shape"] == shape)
-        for row in measured:
-            # Packed documents are other sequences: their losses are others.
-            if (row["shape"], row["N"]) == (shape, length) and row["way"] != "ours-packed":
-                colour, name = WAYS[row["way"]]
-                axes.plot(range(1, len(row["losses"]) + 1), row["losses"], color=colour, label=name)
+        # Packed documents are other sequences: their losses are others.
+        of_shape = [row for row in measured if (row["shape"], row["N"]) == (shape, length)]
+        shown = [row for row in of_shape if row["way"] != "ours-packed"]
+        for place, row in enumerate(shown):  # thinner and thinner, since they lie on one another
+            colour, name = WAYS[row["way"]]
+            axes.plot(range(1, len(row["losses"]) + 1), row["losses"], color=colour, label=name,
+                      linewidth=1.5 + 2 * (len(shown) - 1 - place))  # fmt: skip
         axes.set_title(f"{shape}, N {length:,}", fontsize=9)
         axes.set(xlabel="step", ylabel="loss, nats a token")
         axes.legend(fontsize=6)

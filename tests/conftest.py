@@ -6,9 +6,11 @@ each, they mostly wait for one another. Tests of threads ask for their number th
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 # Must be set before torch is imported; processes that tests start inherit it.
 if (count := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
@@ -33,6 +35,58 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 # happen before the poison below puts its own function in place of torch.empty.
 with torch.device("meta"):
     torch.empty(0)
+
+
+# Two processes take files from the two ends of this list. Kernels of the CPU are compiled once a
+# machine, by the first test that calls them; one process comes to them long before the other, so
+# that both do not compile the same. Files not named here stand in the middle, by name.
+_FROM_THE_FRONT = ("kernels/cpu", "engine", "ops", "nn", "models", "integrations", "training")
+_FROM_THE_BACK = (
+    "kernels/test_compile.py", "kernels/gluon", "kernels/triton", "kernels",
+    "bench", "test_masks.py", "cost", "cache", "reference",
+)  # fmt: skip
+_TESTS = Path(__file__).parent
+
+
+def _place(path: Path) -> int:
+    """Where a file stands between the front, at the least number, and the back."""
+    name = path.relative_to(_TESTS).as_posix() if path.is_relative_to(_TESTS) else ""
+    for i, start in enumerate(_FROM_THE_FRONT):
+        if name.startswith(start):
+            return i - len(_FROM_THE_FRONT)
+    for i, start in enumerate(_FROM_THE_BACK):
+        if name.startswith(start):
+            return len(_FROM_THE_BACK) - i
+    return 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _place(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from xdist.scheduler import LoadFileScheduling
+
+    class FromBothEnds(LoadFileScheduling):
+        """Files in the order of the list; every other process takes them from its end."""
+
+        def _assign_work_unit(self, node) -> None:
+            if self.nodes.index(node) % 2:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return FromBothEnds(config, log)
+
+
+def pytest_collection_finish() -> None:
+    # Modules and tests stay until the end: the collector need not look at them again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def _called_from_tilewise() -> bool:

@@ -91,8 +91,7 @@ MUTANTS = {
         _GROUPED, "is_hit &= runs[group]", "is_hit = runs[group]", _TEST_GROUPS,
     ),
     "a_hit_with_a_hole_before_the_last_block": Mutant(
-        _GROUPED, "runs[group] + 1 if node.blocks[group] >= 0 else 0",
-        "runs[group] + (node.blocks[group] >= 0)", _TEST_GROUPS,
+        _GROUPED, "runs[group] + 1 if is_there else 0", "runs[group] + is_there", _TEST_GROUPS,
     ),
     "admission_forgets_that_a_window_begins_inside_a_block": Mutant(
         "tilewise/engine/admission.py", "(window + num_tokens + block_size - 3) // block_size + 1",
@@ -114,8 +113,8 @@ MUTANTS = {
         _TEST_GROUPS,
     ),
     "a_block_taken_over_in_another_group_is_not_told": Mutant(
-        _TABLES, "            told = _places(seq).told\n            told[number - 1] = min(",
-        "            told = _places(seq).told\n            told[number - 1] = max(", _TEST_GROUPS,
+        _TABLES, "            told = places_of(seq).told\n            told[number - 1] = min(",
+        "            told = places_of(seq).told\n            told[number - 1] = max(", _TEST_GROUPS,
     ),
     "what_was_damaged_is_found_in_another_group": Mutant(
         _GROUPED, "                    self.allocators[group].unmark_cached(block)\n"

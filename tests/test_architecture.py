@@ -27,10 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"models", "nn", "ops", "cache", "errors"},
     "engine": {"distributed", "models", "nn", "ops", "cache", "cost", "errors"},
     "server": {"engine", "errors"},
+    "cluster": {"server", "engine", "errors"},
     "training": {"models", "nn", "ops", "errors"},
     "integrations": {"ops", "nn", "cache", "masks", "errors"},
     "testing": {"reference", "errors"},
     "bench": {
+        "cluster",
         "distributed",
         "integrations",
         "engine",
@@ -46,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "cost",
         "errors",
     },
-    "cli": {"server", "engine", "bench", "ops", "models", "cache", "cost", "errors"},
+    "cli": {"cluster", "server", "engine", "bench", "ops", "models", "cache", "cost", "errors"},
 }
 NO_TORCH = (
     "cache/allocator.py",
@@ -61,6 +63,8 @@ NO_TORCH = (
     "engine/beams.py",
     "engine/results.py",
     "engine/speculative.py",
+    "cluster/router.py",
+    "cluster/prompts.py",
 )
 BANNED_NAMES = {"utils.py", "common.py", "base.py", "manager.py", "helpers.py"}
 MAX_LINES = 600

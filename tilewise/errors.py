@@ -23,6 +23,7 @@ __all__ = [
     "DeviceLostError",
     "EngineClosedError",
     "QueueFullError",
+    "ReplicaLostError",
     "RequestError",
     "TilewiseError",
     "UnsupportedError",
@@ -56,6 +57,10 @@ class DeviceLostError(EngineClosedError):
 
 class WorkerLostError(DeviceLostError):
     """A process that holds a part of the model has ended or hangs; the message says which."""
+
+
+class ReplicaLostError(TilewiseError, RuntimeError):
+    """A server behind a common address is gone, or went in the midst of an answer."""
 
 
 class QueueFullError(RequestError):

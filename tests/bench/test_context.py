@@ -36,3 +36,12 @@ def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         context.main(["--device", "cuda", "--ranks", "2"])
     assert "--ranks must be at most the GPUs, got 2" in capsys.readouterr().err
+
+
+def test_rows_are_written_as_they_come_and_none_begins_when_time_is_over(tmp_path, capsys):
+    arguments = ["--device", "cpu", "--tokens", "32", "--heads", "2", "2", "--head-dim", "16",
+                 "--dtype", "float32", "--repeats", "1", "--methods", "ring", "ulysses",
+                 "--seconds", "1e-9", "--json", str(tmp_path / "rows.json")]  # fmt: skip
+    assert context.main(arguments) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["error"] for row in rows] == ["not measured: no time was left"] * 2

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.bench.scripts import load
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "tilewise" / "kernels" / "gluon"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("racecheck", ROOT / "benchmarks/racecheck.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["racecheck"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-racecheck = load()
+racecheck = load("racecheck")
 
 
 def line_of(file: str, text: str) -> int:
@@ -109,6 +99,20 @@ def test_places_are_read_in_every_form(where: str) -> None:
     place = racecheck.place_of(where.format(path=KERNELS / file, file=file, line=line))
     assert (place.file, place.line, place.function) == (file, line, "_announce")
     assert ".store(" in place.text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "file"),
+    [
+        ("attention_fwd_kernel", "loader.py", "forward/loader.py"),
+        ("attention_bwd_kernel", "kernel.py", "backward/kernel.py"),
+        ("attention_fp8_fwd_kernel", "kernel.py", "forward/fp8/kernel.py"),
+        ("attention_fp8_fwd_kernel", "loader.py", "forward/fp8/loader.py"),
+        ("attention_fwd_kernel", "compat.py", "device/compat.py"),
+    ],
+)
+def test_a_file_without_folders_is_the_kernels_own(kernel: str, name: str, file: str) -> None:
+    assert racecheck.place_of(f"{kernel}+0x4d0 in {name}:60").file == file
 
 
 def test_what_no_rule_names_is_not_explained() -> None:

@@ -150,3 +150,63 @@ def test_every_number_of_a_named_profile_has_an_origin(name):
     for key, value in plain.as_dict().items():
         if isinstance(value, float) and value not in (0.0, 1.0):
             assert m.origins.get(key) or m.origins.get("fitted"), key
+
+
+def test_a_shard_has_its_part_of_every_product():
+    for sizes in (LLAMA, QWEN, read_sizes(SHAPES["llama-3-70b"])):
+        for parallel in (1, 2, 4, 8):
+            shard = sizes.shard(parallel)
+            assert parallel * shard.layer_parameters == sizes.layer_parameters
+            assert parallel * shard.cache_bytes() == sizes.cache_bytes()
+            assert (shard.hidden, shard.vocab_size) == (sizes.hidden, sizes.vocab_size)
+    repeated = LLAMA.shard(16)  # eight key heads: each on two ranks
+    assert repeated.num_kv_heads == 1
+    assert 16 * repeated.cache_bytes() == 2 * LLAMA.cache_bytes()
+    for parallel in (0, 3, 24):
+        with pytest.raises(ValueError, match=f"or be a multiple of them, got {parallel}"):
+            LLAMA.shard(parallel)
+
+
+def test_a_shard_is_what_a_worker_loads(tmp_path):
+    import torch
+
+    from tilewise.bench.engines.shapes import model_directory
+    from tilewise.distributed.shards import shard_config
+    from tilewise.models.config import read_config
+    from tilewise.models.registry import empty_model
+
+    for name, parallel in (("llama-0.4b", 4), ("qwen3-0.6b", 2)):
+        directory, _ = model_directory(name, tmp_path)
+        config = shard_config(read_config(directory), parallel)
+        model = empty_model(config, torch.bfloat16, "meta")
+        layer = sum(p.numel() for n, p in model.layers[0].named_parameters() if "proj" in n)
+        assert layer == read_sizes(SHAPES[name]).shard(parallel).layer_parameters
+
+
+def test_sums_are_counted_by_hand():
+    from tilewise.cost import sum_seconds
+    from tilewise.cost.step import SMALL_SUM_BYTES
+    from tilewise.distributed.shard_group import SMALL_BYTES
+
+    assert SMALL_SUM_BYTES == SMALL_BYTES
+    small = sum_seconds(H200, 8192, 4)
+    assert small == pytest.approx(H200.small_sum_s + 3 * 8192 / H200.peer_bandwidth)
+    large = sum_seconds(H200, 1 << 20, 4)
+    assert large == pytest.approx(H200.large_sum_s + 1.5 * (1 << 20) / H200.peer_bandwidth)
+    work = decode(1, 1000)
+    cost = StepCost(LLAMA, H200, tensor_parallel=4)
+    logits = H200.large_sum_s + 0.75 * 4 * LLAMA.vocab_size / H200.peer_bandwidth
+    assert cost.sums(work) == pytest.approx(65 * sum_seconds(H200, 2 * 4096, 4) + logits)
+    assert StepCost(LLAMA, H200).sums(work) == 0
+    with pytest.raises(ValueError, match="machine must have links to its peers, got Intel"):
+        StepCost(LLAMA, machine("cpu"), dtype="float32", tensor_parallel=2)
+    with pytest.raises(ValueError, match="machine must have links to its peers, got Intel"):
+        sum_seconds(machine("cpu"), 1, 2)
+
+
+def test_more_gpus_take_less_time_and_more_of_it_in_all():
+    for work in (decode(1, 1000), decode(256, 1000), prefill(8192)):
+        seconds = [StepCost(LLAMA, H200, tensor_parallel=n).device(work) for n in (1, 2, 4, 8)]
+        assert seconds == sorted(seconds, reverse=True)
+        together = [n * s for n, s in zip((1, 2, 4, 8), seconds, strict=True)]
+        assert together == sorted(together)

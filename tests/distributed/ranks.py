@@ -25,6 +25,8 @@ class Ranks:
     """`count` processes; calls may use the first few of them."""
 
     def __init__(self, count: int, folder: Path, backend: str = "gloo") -> None:
+        # On a GPU a first call compiles its kernels, forward and backward.
+        self.patience = PATIENCE_S if backend == "gloo" else 2 * PATIENCE_S
         root = str(Path(__file__).parents[2])
         environment = worker_environment()
         environment["PYTHONPATH"] = os.pathsep.join([root, environment["PYTHONPATH"]])
@@ -54,7 +56,7 @@ class Ranks:
         for process in self.processes[:size]:
             process.stdin.write(json.dumps(ask) + "\n")
             process.stdin.flush()
-        return [answers.get(timeout=PATIENCE_S) for answers in self._answers[:size]]
+        return [answers.get(timeout=self.patience) for answers in self._answers[:size]]
 
     def close(self) -> None:
         for process in self.processes:

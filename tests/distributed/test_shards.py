@@ -33,6 +33,10 @@ def _logits(model):
         ("qwen3_norm_wide_heads", 2),  # norms of heads, which all ranks have
         ("gpt2", 2),  # q, k and v in one transposed tensor
         ("gpt2_untied", 4),
+        ("qwen2_layer_types", 2),  # layers with windows and without
+        ("deepseek", 2),  # heads are cut, latents are whole
+        ("deepseek_q_rank_biases", 2),  # queries of a latent, too, and biases that are summed
+        ("deepseek_yarn", 2),
     ],
 )
 def test_shards_give_the_logits_of_the_whole(case, size, tmp_path):
@@ -107,12 +111,46 @@ def test_a_tensor_of_another_shape_is_refused_though_a_part_would_fit(tmp_path):
         load_shard(path, ShardGroup(1, 2, torch.device("cpu")))
 
 
+def test_latents_are_whole_and_their_heads_are_cut(tmp_path):
+    path = save_hf(make_hf("deepseek_q_rank_biases"), tmp_path)
+    whole = load_model(path, dtype="float64").get_submodule("layers.1.attention")
+    shards = [
+        model.get_submodule("layers.1.attention")
+        for model in on_ranks(2, lambda group: load_shard(path, group, dtype="float64"))
+    ]
+    for name in ("q_a_proj", "kv_a_proj", "kv_a_norm", "q_a_norm"):
+        want = whole.get_parameter(f"{name}.weight")
+        assert all(torch.equal(shard.get_parameter(f"{name}.weight"), want) for shard in shards)
+    for name in ("q_b_proj", "kv_b_proj"):
+        parts = [shard.get_parameter(f"{name}.weight") for shard in shards]
+        assert torch.equal(torch.cat(parts), whole.get_parameter(f"{name}.weight"))
+    parts = [shard.get_parameter("o_proj.linear.weight") for shard in shards]
+    assert torch.equal(torch.cat(parts, dim=1), whole.get_parameter("o_proj.weight"))
+
+
+@pytest.mark.parametrize("case", ["deepseek_q_rank_biases", "gpt2"])
+def test_random_weights_that_are_not_cut_are_one_ranks(case, tmp_path):
+    path = save_hf(make_hf(case), tmp_path)
+
+    def load(group):
+        return load_shard(path, group, dtype="float64", random_weights=True)
+
+    one, other = (dict(model.named_parameters()) for model in on_ranks(2, load))
+    whole = {"deepseek_q_rank_biases": "layers.0.attention.kv_a_proj.weight",
+             "gpt2": "embed_positions.weight"}[case]  # fmt: skip
+    cut = {"deepseek_q_rank_biases": "layers.0.attention.kv_b_proj.weight",
+           "gpt2": "layers.0.attention.qkv_proj.weight"}[case]  # fmt: skip
+    assert torch.equal(one[whole], other[whole])
+    assert not torch.equal(one[cut], other[cut])
+
+
 @pytest.mark.parametrize(
     ("case", "size", "message"),
     [
         ("llama", 4, "num_q_heads 6, got 4"),
         ("llama", 3, "intermediate_size 80, got 3"),
         ("gpt2", 3, "num_q_heads 4, got 3"),
+        ("deepseek", 4, "num_q_heads 6, got 4"),
     ],
 )
 def test_a_size_that_does_not_divide_is_refused(case, size, message, tmp_path):
@@ -126,3 +164,17 @@ def test_key_heads_that_neither_divide_nor_are_divided_are_refused(tmp_path):
     with pytest.raises(ValueError, match="num_kv_heads 6, or be a multiple of it, got 4"):
         shard_config(type(config)(**{n: getattr(config, n) for n in config.__slots__} | {
             "num_q_heads": 12, "intermediate_size": 80}), 4)  # fmt: skip
+
+
+@pytest.mark.parametrize("refusals", [[None, None], ["no access", None], ["a", "b"]])
+def test_small_sums_are_symmetric_memorys_on_all_ranks_or_on_none(refusals):
+    def work(group):
+        group._buffer = object() if refusals[group.rank] is None else None
+        return group._agreed(refusals[group.rank]), group._buffer is not None
+
+    found = on_ranks(2, work)
+    is_agreed = refusals == [None, None]
+    assert [has_buffer for _, has_buffer in found] == [is_agreed] * 2
+    assert all((why is None) == is_agreed for why, _ in found)
+    if refusals[1] is None and not is_agreed:
+        assert found[1][0] == "rank 0 cannot"

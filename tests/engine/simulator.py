@@ -51,9 +51,12 @@ class VirtualModel:
         for count in limits.other_blocks:
             self.pools.append([[None] * self.block_size for _ in range(count)])
         self.other_tables: dict[tuple[int, int], list[int]] = {}  # by sequence and group
-        swap = scheduler.tables.swap
-        num_slots = 0 if swap is None else swap.allocator.num_blocks
-        self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(num_slots)]
+        memory = scheduler.tables.memory
+        self.rooms = [] if memory is None else getattr(memory, "rooms", [memory])
+        self.hosts: list[list[list[int | None]]] = [[] for _ in self.pools]  # of each group
+        for host, room in zip(self.hosts, self.rooms, strict=False):
+            host += ([None] * self.block_size for _ in range(room.allocator.num_blocks))
+        self.host = self.hosts[0]
         self.tables: dict[int, list[int]] = {}  # as a device knows them, from what batches tell
         self.drawn: dict[int, int] = {}
         self.unfinished: list[Step] = []
@@ -97,9 +100,10 @@ class VirtualModel:
                 assert self.scheduler.tables.allocator.ref_count(block) == 1, "exclusive writer"
                 assert slot not in written, "one writer per slot"
                 written.add(slot)
-        self._check_other_writes(step)
         self.unfinished.append(step)
-        self._check_transfers(batch)
+        for group in range(len(self.pools)):
+            self._check_transfers(group)
+        self._check_other_writes(step)
         still_read = {block for s in self.unfinished for block, _ in s.batch.swap_out}
         for block, place in written:
             if block not in still_read:
@@ -108,8 +112,9 @@ class VirtualModel:
         for block in overwritten:
             if block not in still_read:
                 self.slots[block] = [None] * self.block_size
-        for _, slot in batch.swap_out:
-            self.host[slot] = [None] * self.block_size
+        for group, host in enumerate(self.hosts):
+            for _, slot in batch.of_group(group).swap_out:
+                host[slot] = [None] * self.block_size
 
     def result(self, batch: Batch) -> list[list[SampledToken]]:
         """Compute the oldest unfinished step."""
@@ -117,10 +122,12 @@ class VirtualModel:
         assert step.batch is batch
         for seq_id in batch.left:
             self.drawn.pop(seq_id, None)
-        for block, slot in batch.swap_out:
-            self.host[slot] = list(self.slots[block])
-        for slot, block in batch.swap_in:
-            self.slots[block] = list(self.host[slot])
+        for group, (pool, host) in enumerate(zip(self.pools, self.hosts, strict=True)):
+            part = batch.of_group(group)
+            for block, slot in part.swap_out:
+                host[slot] = list(pool[block])
+            for slot, block in part.swap_in:
+                pool[block] = list(host[slot])
         self._copy(batch)
         prefixes = []
         for run, (known, table), others in zip(
@@ -158,16 +165,22 @@ class VirtualModel:
         """Let a step fail: what a later one computes for its sequences is worth nothing."""
         place = next(i for i, step in enumerate(self.unfinished) if step.batch is batch)
         del self.unfinished[place]
-        blocks = {block for _, block in batch.swap_in}
-        slots = {slot for _, slot in batch.swap_out}
         for step in self.unfinished[place:]:
             step.spoilt |= {run.seq_id for run in batch.sequences}
-            slots |= {slot for block, slot in step.batch.swap_out if block in blocks}
-            blocks |= {block for slot, block in step.batch.swap_in if slot in slots}
-            blocks |= {copy for source, copy in step.batch.block_copies if source in blocks}
-            for run, (_, table) in zip(step.batch.sequences, step.runs, strict=True):
-                if not blocks.isdisjoint(table):
-                    step.spoilt.add(run.seq_id)
+        for group in range(len(self.pools)):
+            part = batch.of_group(group)
+            blocks = {block for _, block in part.swap_in}
+            slots = {slot for _, slot in part.swap_out}
+            for step in self.unfinished[place:]:
+                later = step.batch.of_group(group)
+                slots |= {slot for block, slot in later.swap_out if block in blocks}
+                blocks |= {block for slot, block in later.swap_in if slot in slots}
+                blocks |= {copy for source, copy in later.block_copies if source in blocks}
+                for run, (_, own), others in zip(
+                    step.batch.sequences, step.runs, step.others, strict=True
+                ):
+                    if not blocks.isdisjoint((own, *others)[group]):
+                        step.spoilt.add(run.seq_id)
 
     def damaged(self, blocks: list[int], count: int | None = None) -> set[int]:
         """Return the numbers of the damaged slots in these blocks, or in the first `count` slots.
@@ -183,17 +196,17 @@ class VirtualModel:
         cold = () if swap is None else swap._node_at
         return {value for s in cold for value in self.host[s] if value is not None and value < 0}
 
-    def _check_transfers(self, batch: Batch) -> None:
+    def _check_transfers(self, group: int) -> None:
         """What moves has one target each, and nothing that is read is written meanwhile."""
+        *before, batch = (step.batch.of_group(group) for step in self.unfinished)
         outs, ins = [s for _, s in batch.swap_out], [b for _, b in batch.swap_in]
         assert len(set(outs)) == len(outs), "one transfer per slot"
         assert len(set(ins)) == len(ins), "one transfer per block"
-        before = self.unfinished[:-1]
-        busy = {slot for step in before for slot, _ in step.batch.swap_in}
-        busy |= {slot for step in before for _, slot in step.batch.swap_out}
+        busy = {slot for step in before for slot, _ in step.swap_in}
+        busy |= {slot for step in before for _, slot in step.swap_out}
         assert not busy & set(outs), "a slot on its way is not written"
         if batch.swap_out or batch.swap_in:
-            pool = self.scheduler.tables.swap.allocator
+            pool = self.rooms[group].allocator
             moving = {*outs, *(slot for slot, _ in batch.swap_in)}
             assert all(pool.ref_count(slot) for slot in moving), "a slot on its way is pinned"
 
@@ -242,10 +255,15 @@ class VirtualModel:
                     assert allocator.ref_count(block) == 1, "exclusive writer"
                     assert slot not in written, "one writer per slot"
                     written.add(slot)
+            unfinished = [s.batch.of_group(group) for s in self.unfinished]
+            still_read = {block for batch in unfinished for block, _ in batch.swap_out}
             for block, place in written:
-                pool[block][place] = None
-            for _, block in step.batch.other_copies[group - 1]:
-                pool[block] = [None] * self.block_size
+                if block not in still_read:
+                    pool[block][place] = None
+            batch = unfinished[-1]
+            for _, block in (*batch.swap_in, *batch.block_copies):
+                if block not in still_read:
+                    pool[block] = [None] * self.block_size
 
     def _copy(self, batch: Batch) -> None:
         for pool, pairs in zip(self.pools, (batch.block_copies, *batch.other_copies), strict=True):
@@ -434,8 +452,9 @@ def check_idle(scheduler: Scheduler) -> None:
     """Idle means no used block, no pinned one, an empty swap space, nothing on its way."""
     stats = scheduler.stats()
     assert (stats.blocks_used, stats.swap_blocks_used) == (0, 0)
-    swap = scheduler.tables.swap
-    assert swap is None or not (swap.going or swap.coming)
+    memory = scheduler.tables.memory
+    rooms = () if memory is None else getattr(memory, "rooms", [memory])
+    assert not any(room.going or room.coming for room in rooms)
     assert (scheduler.roster.num_queued, scheduler.roster.num_queued_tokens) == (0, 0)
 
 

@@ -139,17 +139,24 @@ def test_logits_are_within_the_budget_of_float64(name, dtype):
     assert_within_budget(modules.to(dtype), truth, eager.to(dtype), scale=largest)
 
 
+# The list of the first is the one that engines over such a cache have in other tests.
 @pytest.mark.parametrize(
-    "cache",
-    [torch.int8, *(pytest.param(d, marks=SLOW) for d in (torch.float8_e4m3fn, torch.float32))],
+    ("dtype", "cache", "is_invariant", "most"),
+    [
+        (torch.float32, torch.int8, True, 2e-5),
+        pytest.param(torch.bfloat16, torch.int8, False, 0.06, marks=SLOW),
+        pytest.param(torch.bfloat16, torch.float8_e4m3fn, False, 0.06, marks=SLOW),
+        pytest.param(torch.bfloat16, torch.float32, False, 0.06, marks=SLOW),
+    ],
     ids=str,
 )
-def test_caches_of_other_dtypes_give_what_the_modules_give(cache):
-    model, texts = build("qwen3", torch.bfloat16), texts_of()
+def test_caches_of_other_dtypes_give_what_the_modules_give(dtype, cache, is_invariant, most):
+    model, texts = build("qwen3", dtype), texts_of()
     model.pack_for_inference()
-    logits = run_all(CompiledRunner(model, storage_of(model, cache)), texts)
-    modules = run_all(ModelRunner(model, storage_of(model, cache)), texts)
-    torch.testing.assert_close(logits, modules, atol=0.06, rtol=0.0)
+    settings = {"batch_invariant": is_invariant}
+    logits = run_all(CompiledRunner(model, storage_of(model, cache), **settings), texts)
+    modules = run_all(ModelRunner(model, storage_of(model, cache), **settings), texts)
+    torch.testing.assert_close(logits, modules, atol=most, rtol=0.0)
 
 
 def decode(runner, texts, chosen, length=8):

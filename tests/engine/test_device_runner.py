@@ -171,14 +171,14 @@ def test_logits_that_are_all_broken_end_every_request_of_their_step(
 ):
     directory, reference = checkpoint
     llm = make(directory, on_device=True)
-    compute, steps = llm.model.compute_logits, []
+    compute, steps = llm.model.head_logits, []
 
     def breaking(hidden):
         steps.append(len(hidden))
         logits = compute(hidden)
         return logits.index_fill(1, torch.tensor([5]), broken) if len(steps) == 6 else logits
 
-    monkeypatch.setattr(llm.model, "compute_logits", breaking)
+    monkeypatch.setattr(llm.model, "head_logits", breaking)
     with pytest.raises(FloatingPointError, match="logits must be finite"):
         llm.generate(as_ids(prompts(2)), GREEDY)
     assert_idle(llm)
@@ -211,11 +211,11 @@ def test_a_step_that_fails_midway_leaves_a_clean_engine(checkpoint, monkeypatch,
 
 def test_samples_of_wide_steps_are_drawn_in_parts(checkpoint, monkeypatch):
     directory, _ = checkpoint
-    params = SamplingParams(n=6, seed=3, max_tokens=4)
+    params = SamplingParams(n=20, seed=3, max_tokens=4)
     found = []
-    for most in (VOCAB * 4, device_runner.MAX_SAMPLED):
+    for most in (VOCAB * 8, device_runner.MAX_SAMPLED):
         monkeypatch.setattr(device_runner, "MAX_SAMPLED", most)
-        llm = make(directory, on_device=True)
+        llm = make(directory, on_device=True, max_num_seqs=20)
         [output] = llm.generate(as_ids(prompts(1)), params)
         found.append([sample.token_ids for sample in output.outputs])
     assert found[0] == found[1]

@@ -68,7 +68,9 @@ def new_scheduler(runner, **settings):
         "max_num_batched_tokens": 64,
         "max_model_len": 200,
     }
-    return Scheduler(runner.storage.num_blocks, runner.block_size, **(limits | settings))
+    storage = runner.storage
+    windows = storage.spec.windows
+    return Scheduler(storage.counts, runner.block_size, windows=windows, **(limits | settings))
 
 
 def run(engine, requests):
@@ -145,6 +147,8 @@ def test_overlap_changes_no_token(directory, num_blocks, requests):
 @pytest.mark.parametrize(("num_blocks", "budget"), [(30, 100), (1, 100), (2, 1), (300, 2000)])
 def test_a_warm_up_step_fits_the_limits(directory, num_blocks, budget):
     runner = make_runner(directory, "cpu", max_num_seqs=3, num_blocks=num_blocks)
+    assert not any(shares for _, shares in warm_up_batches(runner, budget))
+    runner.sharing_tokens = 10**9
     batches = warm_up_batches(runner, max_num_batched_tokens=budget)
     assert len(batches) == len({str(batch.sequences) for batch, _ in batches})
     for batch, shares in batches:
@@ -152,7 +156,7 @@ def test_a_warm_up_step_fits_the_limits(directory, num_blocks, budget):
         assert len(batch.sequences) <= 3
         for run in batch.sequences:
             assert max(run.block_ids) < num_blocks
-            assert (run.start > 0) == shares
+            assert run.start >= 8 * runner.block_size or not shares
         runner.submit(batch).result()
     assert any(batch.block_copies for batch, _ in batches) == (num_blocks > 1)
     assert any(shares for _, shares in batches) == (num_blocks == 30 or num_blocks == 300)

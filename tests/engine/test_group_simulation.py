@@ -7,12 +7,15 @@ that was let go of too early has been given to somebody else or is spoilt, and s
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from tests.engine.simulator import Outputs, VirtualModel, check_idle
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
+from tilewise.engine import group_tables
 from tilewise.engine.admission import window_blocks
+from tilewise.engine.group_swap import GroupSwap
 from tilewise.engine.replay import Pool
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.speculative import PromptLookup
@@ -23,7 +26,8 @@ KINDS = ((7,), (1,), (None, 5), (None, 3, 12), (16, 2), (None, 1), (None, 9), (N
 
 def random_groups(rng: random.Random, max_in_flight: int) -> Scheduler:
     windows = rng.choice(KINDS)
-    return Scheduler(
+    room = rng.choice([0, 0, 1, 4, 30])
+    scheduler = Scheduler(
         [rng.choice([3, 5, 8, 13, 30]) for _ in windows],
         rng.choice([1, 2, 3, 4, 8]),
         windows=windows,
@@ -36,7 +40,12 @@ def random_groups(rng: random.Random, max_in_flight: int) -> Scheduler:
         speculative=PromptLookup(3, 2, 1, is_adaptive=False) if rng.random() < 0.3 else None,
         scheduling_policy=rng.choice(["fcfs", "fcfs", "priority", "fair"]),
         victim=rng.choice(["newest", "newest", "cheapest"]),
+        preemption=rng.choice(["auto", "recompute", "swap", "swap"]) if room else "auto",
+        num_swap_blocks=[room * rng.choice([1, 2]) for _ in windows],
     )
+    rates = scheduler.preemption.rates
+    rates.prefill_tokens, rates.link_blocks = 10.0, rng.choice([0.0, 1.0, 100.0])
+    return scheduler
 
 
 class GroupStory(Story):
@@ -52,6 +61,7 @@ class GroupStory(Story):
         self.outputs = Outputs()
         self.requests, self.aborted, self.stopped = {}, set(), set()
         self.first_runs, self.failed, self.known_damage = [], set(), set()
+        self.num_withdrawn = 0
 
     def update(self, batch) -> None:
         """Take a step's results; what is known to be damaged then must not be findable."""
@@ -63,7 +73,7 @@ class GroupStory(Story):
                 continue
             for group, pool in enumerate(self.model.pools):
                 first = seq.places.gone[group] * self.model.block_size
-                slots = [v for b in tables._held(seq, group) for v in pool[b]]
+                slots = [v for b in tables.held(seq, group) for v in pool[b]]
                 computed = slots[: seq.num_scheduled_tokens - first]
                 damage = {v for v in computed if v is not None and v < 0}
                 owned.append((seq.request.request_id, damage))
@@ -78,9 +88,22 @@ class GroupStory(Story):
             findable = [b for b in range(pool.allocator.num_blocks) if pool.allocator.is_cached(b)]
             found = {value for b in findable for value in slots[b]}
             assert not self.known_damage & found, "known damage is never found"
+        for room, host in zip(self.model.rooms, self.model.hosts, strict=False):
+            kept = {value for slot in room.node_at for value in host[slot]}
+            assert not self.known_damage & kept, "nor in main memory"
 
     def arrive(self, request_id: str) -> None:
+        """Beside main memory several at once, so that blocks are short."""
+        for i in range(self.rng.choice([1, 2, 3]) if self.model.rooms else 1):
+            self.arrive_alone(f"{request_id} {i}")
+
+    def arrive_alone(self, request_id: str) -> None:
         request = random_request(self.rng, request_id)
+        if self.model.rooms and self.rng.random() < 0.7:
+            prompt = request.prompt_token_ids[-self.rng.randrange(1, 9) :]
+            length = self.rng.choice([5, 9, 14])
+            sampling = replace(request.sampling, max_tokens=length, stop_token_ids=None)
+            request = replace(request, prompt_token_ids=prompt, sampling=sampling, eos_token_ids=())
         try:
             self.scheduler.add(request)
         except RequestError:
@@ -95,9 +118,6 @@ class GroupStory(Story):
             )
             return
         self.requests[request_id] = request
-
-    def fail(self, unfinished) -> None:
-        self.discard(unfinished)  # only steps that swap are taken back, and groups do not
 
     def play(self) -> None:
         super().play()
@@ -130,9 +150,14 @@ def play(seed: int) -> GroupStory:
     return story
 
 
+def test_a_hit_is_looked_for_again_when_what_main_memory_keeps_of_it_is_dropped():
+    """A transfer fails between two looks at who waits: one in 16,667 random schedules showed it."""
+    play(1_015_283)
+
+
 @pytest.mark.parametrize("part", range(8))
 def test_any_schedule_of_groups_gives_the_tokens_of_a_request_alone(part: int):
-    for seed in range(part * 50, (part + 1) * 50):
+    for seed in range(part * 25, (part + 1) * 25):
         play(seed)
 
 
@@ -145,8 +170,13 @@ def test_thousands_of_schedules_of_groups_give_the_tokens_of_a_request_alone(par
 
 def test_the_random_schedules_reach_what_they_are_meant_to_test():
     seen = dict.fromkeys(
-        ("passed", "preemptions", "hits", "window hits", "other copies", "taken over", "drafts"), 0
-    )
+        (
+            "passed", "preemptions", "hits", "window hits", "other copies", "taken over", "drafts",
+            "swapped", "families", "recalled", "kept", "full", "revoked", "withdrawn",
+            "passed then",
+        ),
+        0,
+    )  # fmt: skip
     for seed in range(450):
         story = GroupStory(seed, overlap=seed % 2 == 1, fails=seed % 5 == 3)
         tables, submit = story.scheduler.tables, story.model.submit
@@ -167,15 +197,156 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
             seen["taken over"] += gained
             return gained
 
+        def swapping(family, swap_out=tables.swap_out):
+            done = swap_out(family)
+            seen["families"] += done and len(family) > 1
+            seen["full"] += not done
+            return done
+
+        def revoking(batch, later, running, waiting, revoke=tables.revoke):
+            seen["revoked"] += batch.is_moving
+            seen["withdrawn"] += 1
+            return revoke(batch, later, running, waiting)
+
+        def having(seq, has_passed=tables.has_passed):
+            seen["passed then"] += has_passed(seq)
+            return has_passed(seq)
+
         def submitting(batch, submit=submit):
             seen["other copies"] += sum(map(len, batch.other_copies))
+            seen["kept"] += sum(len(out) for out, _ in batch.other_moves)
             submit(batch)
 
         tables._pass, tables.reserve, tables.adopt = passing, reserving, adopting
+        tables.swap_out, tables.revoke, tables.has_passed = swapping, revoking, having
         story.model.submit = submitting
         story.play()
         stats = story.scheduler.stats()
         seen["preemptions"] += stats.num_preemptions
         seen["hits"] += stats.prefix_hit_tokens
         seen["drafts"] += stats.num_accepted_drafts
-    assert min(seen.values()) > 10, seen
+        seen["swapped"] += stats.num_swapped
+        seen["recalled"] += stats.num_recalled_tokens
+    rare = ("passed then",)
+    few = {name: n for name, n in seen.items() if n <= (0 if name in rare else 10)}
+    assert not few
+
+
+def failing(seed: int) -> None:
+    story = GroupStory(seed, overlap=seed % 2 == 1, fails=True)
+    story.play()
+    story.judge()
+
+
+# Planted mistakes, see test_planted_mistakes.py.
+
+FIRST, SEEN, BRING_BACK = group_tables.first_block, group_tables.seen, group_tables.bring_back
+SWAP_OUT, KEEP, TAKE = GroupSwap.swap_out, GroupSwap.keep, group_tables.take
+
+
+def pass_a_key_too_early(position, window, block_size):
+    return FIRST(position + 1, window, block_size)
+
+
+def keep_one_block_too_few(tables, seq):
+    found = SEEN(tables, seq)
+    for own in found:
+        first = own.count(-1)
+        if first + 1 < len(own):
+            own[first] = -1
+    return found
+
+
+def move_the_first_group_only(swap, family, held):
+    done = SWAP_OUT(swap, family, held)
+    for room in swap.rooms[1:] if done else ():
+        room.going.clear()
+    return done
+
+
+def pin_nothing(swap):
+    moved = []
+    for room in swap.rooms:
+        moved.append((tuple(room.going), tuple((s, b) for b, s in room.coming.items())))
+        room.allocator.release(room.pins)
+        room.fences.append([])
+        room.going, room.coming, room.pins = [], {}, []
+    return moved
+
+
+def keep_without_a_transfer(swap, group, block, node):
+    before = len(swap.rooms[group].going)
+    KEEP(swap, group, block, node)
+    del swap.rooms[group].going[before:]
+
+
+def count_one_token_too_many(tables, group, spare):
+    done = BRING_BACK(tables, group, spare)
+    for seq in group if done else ():
+        seq.num_computed_tokens += 1
+        seq.num_scheduled_tokens += 1
+    return done
+
+
+def own_the_tail_alone(tables, group, spare):
+    done = BRING_BACK(tables, group, spare)
+    for seq in group if done else ():
+        seq.shares_tail = False
+    return done
+
+
+def tell_of_more_than_came_back(tables, group, spare):
+    done = BRING_BACK(tables, group, spare)
+    for seq in group if done else ():
+        seq.places.gone[-1] = 0
+    return done
+
+
+def take_without_bringing(tables, number, nodes, count):
+    room = tables.group_swap.rooms[number] if tables.group_swap else None
+    before = dict(room.coming) if room else {}
+    found = TAKE(tables, number, nodes, count)
+    for block in set(room.coming) - set(before) if room else ():
+        room.pins.remove(slot := room.coming.pop(block))
+        room.allocator.release([slot])
+    return found
+
+
+def forget_whose_slot_it_was(swap, group, slot):
+    swap.rooms[group].node_at.pop(slot)
+
+
+MISTAKES = {
+    "a window is a key too short": (group_tables, "first_block", pass_a_key_too_early, play),
+    "the first block of a window is not swapped": (
+        group_tables, "seen", keep_one_block_too_few, play,
+    ),
+    "one group alone is swapped": (GroupSwap, "swap_out", move_the_first_group_only, play),
+    "slots of groups are not pinned": (GroupSwap, "begin_step", pin_nothing, play),
+    "what a group keeps was never moved": (GroupSwap, "keep", keep_without_a_transfer, play),
+    "one token too many is back in groups": (
+        group_tables, "bring_back", count_one_token_too_many, play,
+    ),
+    "a shared tail of groups is written in place": (
+        group_tables, "bring_back", own_the_tail_alone, play,
+    ),
+    "what a window has passed is held again": (
+        group_tables, "bring_back", tell_of_more_than_came_back, play,
+    ),
+    "what a group finds in main memory stays there": (
+        group_tables, "take", take_without_bringing, play,
+    ),
+    "a slot is given away and still found": (
+        GroupSwap, "_evict", forget_whose_slot_it_was, play,
+    ),
+    "an ended sequence keeps slots of groups": (
+        group_tables.GroupedTables, "drop_swapped", lambda tables, seq: None, play,
+    ),
+    "a failed step's transfers of groups are trusted": (
+        group_tables, "revoke_moves", lambda t, batch, later, running, waiting: ([], []), failing,
+    ),
+    "who has passed too much goes on": (
+        group_tables.GroupedTables, "has_passed", lambda tables, seq: False, failing,
+    ),
+    "damage stays in main memory": (GroupSwap, "take_off", lambda swap, group, node: None, play),
+}  # fmt: skip

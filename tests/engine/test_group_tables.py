@@ -108,7 +108,8 @@ class GroupsOfTables(RuleBasedStateMachine):
     @rule(which=NUMBERS)
     def fork(self, which):
         parent = self.live[which % len(self.live)]
-        if self.is_still(parent) and parent.num_computed_tokens == parent.num_scheduled_tokens > 0:
+        # The engine forks who has computed all that it was admitted for, and has no block to spare.
+        if self.is_still(parent) and parent.num_computed_tokens == len(parent.token_ids):
             child = self.new(parent.token_ids, parent.request.salt)
             self.tables.fork(parent, child)
             self.live.append(child)
@@ -166,8 +167,6 @@ def test_one_group_of_all_keys_has_plain_tables():
     assert type(tables_of(plain, True, 0, None)) is BlockTables
     grouped = Limits(8, 4, 2, 16, 40, windows=(None, 5), other_blocks=(6,))
     assert type(tables_of(grouped, True, 0, None)) is GroupedTables
-    with pytest.raises(ValueError, match="num_swap_blocks must be 0 for layers with windows"):
-        tables_of(grouped, True, 3, None)
     with pytest.raises(ValueError, match="windows must be one for each of 2 groups, got 1"):
         GroupedTables((4, 4), 2, (None,), 1, True)
 
@@ -213,6 +212,8 @@ def test_admission_counts_a_window_and_a_step_of_a_group():
     assert [pool.allocator.num_used for pool in scheduler.tables.pools] == [10, 4]
     assert scheduler.stats().other_groups == ((4, 9),)
     first = scheduler.roster.running[0]
+    assert len(first.block_ids) == 10
+    assert scheduler.tables.num_places(first) == 4, "drafts have room where every group has"
     for _ in range(4):
         batch = scheduler.schedule()
         samples = [[] for _ in batch.sequences]
@@ -220,4 +221,4 @@ def test_admission_counts_a_window_and_a_step_of_a_group():
             break
         scheduler.update(batch, samples)
         assert first.places.gone[1] == (first.num_scheduled_tokens - 8 - 5) // 4
-        assert len(scheduler.tables._held(first, 1)) <= 4
+        assert len(scheduler.tables.held(first, 1)) <= 4

@@ -70,6 +70,35 @@ def test_what_is_read_can_be_written_again_elsewhere(host):
     assert same(bits(host.blocks, 4), bits(host.storage, 2))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_group_of_layers_moves_blocks_of_its_own(device):
+    spec = CacheSpec.of_windows(4, SPEC.kv, [None, 5, None])
+    storage = KVStorage(spec, [6, 4], device)
+    for tensor in (t for part in storage.parts for t in part.whole):
+        raw = tensor.view(torch.int16)
+        raw.copy_(torch.randint(-100, 100, raw.shape, dtype=torch.int16))
+    host = HostCache(storage, (5, 3))
+    assert host.group_shares == (2 / 3, 1 / 3)
+
+    def block_of(group: int, block: int) -> list[torch.Tensor]:
+        part = storage.parts[group]
+        shape = (part.spec.num_layers, part.num_blocks, -1)
+        return [t.view(torch.int16).view(shape)[:, block].cpu().clone() for t in part.whole]
+
+    kept = block_of(0, 5), block_of(1, 3)
+    run = run_over(1)._replace(others=((run_over(2).block_ids, 0),))
+    host.move(Batch((run,), swap_out=((5, 4),), other_moves=((((3, 1),), ()),)))
+    host.move(Batch((run,)))
+    for tensor in (t for part in storage.parts for t in part.whole):
+        tensor.zero_()
+    host.move(Batch((run,), swap_in=((4, 0),), other_moves=(((), ((1, 2),)),)))
+    host.move(Batch((run,)))
+    assert same(block_of(0, 0), kept[0])
+    assert same(block_of(1, 2), kept[1])
+    assert not any(t.any() for t in block_of(0, 1) + block_of(1, 3))
+    assert host.measure() > 0
+
+
 def test_measuring_changes_nothing(host):
     before = [bits(host.storage, block) for block in range(6)]
     assert host.measure() > 0
@@ -127,11 +156,11 @@ def test_a_transfer_that_fails_ends_nobody_and_what_did_not_move_is_computed_aga
         engine.add_request(Request(name, prompt, params))
     move, failed = getattr(HostCache, way), []
 
-    def failing(host, pairs):
+    def failing(host, *moved):
         if len(failed) < num_failures:
-            failed.append(pairs)
+            failed.append(moved)
             raise RuntimeError("copy failed")
-        return move(host, pairs)
+        return move(host, *moved)
 
     monkeypatch.setattr(HostCache, way, failing)
     tokens: dict[str, list[int]] = {name: [] for name in prompts}

@@ -466,16 +466,17 @@ def run(code, directory, device="cpu", **kwargs):
     )  # fmt: skip
 
 
+# Each is a process that loads torch, so what may hold an interpreter back comes together.
 @pytest.mark.parametrize(
     "code",
     [
         "stream = llm.stream('the', params); print(len(next(stream)) > 0)",
-        "llm.generate('the', params); print(True)",
-        # the engine runs on, and a thread waits for it for ever
-        "threading.Thread(target=llm.generate, args=('the',), daemon=True).start(); print(True)",
+        # the engine runs on: for a thread that waits for ever, and for nobody
+        "threading.Thread(target=llm.generate, args=('the',), daemon=True).start()\n"
         "llm.loop.submit(llm.prepare('the', params)); print(True)",
         "print(True, flush=True); llm.generate('the', params); sys.exit(0)",
     ],
+    ids=["a stream is open", "the engine runs", "the engine is idle"],
 )
 def test_the_interpreter_ends_whatever_the_engine_is_doing(directory, code):
     done = run(code, directory)
@@ -483,7 +484,8 @@ def test_the_interpreter_ends_whatever_the_engine_is_doing(directory, code):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("during", ["idle", "a stream"])
+# Every day the harder of two: the parent's engine runs when it is forked.
+@pytest.mark.parametrize("during", [pytest.param("idle", marks=pytest.mark.slow), "a stream"])
 def test_a_forked_child_has_an_engine_of_its_own(directory, during):
     stream = "stream = llm.stream('the', params); next(stream)\n" if during == "a stream" else ""
     code = f"""

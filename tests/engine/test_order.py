@@ -8,6 +8,8 @@ import pytest
 
 from tests.engine.simulator import VirtualModel
 from tests.engine.test_scheduler import ask, make, run_ids, step
+from tilewise.engine import insight
+from tilewise.engine.explanation import explain
 from tilewise.engine.order import DRAWN, FairOrder, order_of
 from tilewise.engine.scheduler import Scheduler
 
@@ -88,6 +90,27 @@ def test_users_take_turns_however_many_requests_one_has():
     scheduler.add(of("modest", "m0", 8, max_tokens=4))
     assert scheduler.explain("m0") == "waiting: 4 sequences are before it"
     assert first_runs(scheduler) == ["g0", "m0", "g1", "g2", "g3"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_the_line_is_the_order_in_which_they_come(policy):
+    """Under fair shares while no counter changes: a step of one user puts the others first."""
+    scheduler = make(max_num_seqs=1, scheduling_policy=policy)
+    for i, user in enumerate("aabbca"):
+        request = of(user, f"{user}{i}", 4, max_tokens=2)
+        request.priority = -i % 3
+        scheduler.add(request)
+    line = insight.line(scheduler, 100)
+    places = [scheduler.explain(name) for name in line]
+    assert places[1:] == [f"waiting: {i} sequences are before it" for i in range(1, 6)]
+    assert insight.line(scheduler, 2) == line[:2]
+    assert [name for name, _ in insight.picture(scheduler)["waiting"]] == line
+    assert explain(scheduler, line[3])["behind"] == line[:3]
+    if policy == "fair":
+        step(scheduler)
+        assert insight.line(scheduler, 100) == ["b2", "b3", "c4", "a1", "a5"]
+    else:
+        assert first_runs(scheduler) == line
 
 
 def test_a_weight_of_two_gets_twice_the_tokens():

@@ -15,6 +15,7 @@ import pytest
 from tests.engine import (
     test_beam_tiers,
     test_beams,
+    test_group_simulation,
     test_scheduler_simulation,
     test_speculative,
     test_tier_simulation,
@@ -137,6 +138,8 @@ def _all() -> dict[str, Planted]:
         for owner, name, mistake in table:
             says = mistake.__name__.replace("_", " ")
             found[f"{subject}: {says}"] = Planted(owner, name, mistake, player)
+    for name, (*where, player) in test_group_simulation.MISTAKES.items():
+        found[name] = Planted(*where, player)
     for says, mistake in WITHDRAWN.items():
         where = test_scheduler_simulation, "withdraw"
         found[says] = Planted(*where, mistake, failing_tier_story)

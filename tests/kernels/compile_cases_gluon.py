@@ -6,6 +6,7 @@ and in one mix. A loop that runs often must keep all in registers, unless it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,9 @@ from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.kernels.gluon.latent import launch as mla_decode
+from tilewise.kernels.gluon.step import linear
 from tilewise.kernels.spec import AttentionSpec, PagedSpec
+from tilewise.kernels.tiles.linear_rows import RowsTile
 
 ARCH = 90  # compiled for any other, LLVM aborts the process
 
@@ -267,4 +270,47 @@ def latent_cases() -> Iterator[GluonCase]:
         yield _case(f"mla-{name}", launch_latents, mla_spec(changes))
 
 
-CASES: list[GluonCase] = [*attention_cases(), *fp8_cases(), *latent_cases()]
+@dataclass(frozen=True)
+class Product:
+    """Rows of x, the weight, and how the product is cut."""
+
+    rows: int
+    outputs: int
+    channels: int
+    tile: RowsTile
+    dtype: torch.dtype = torch.bfloat16
+    has_bias: bool = False
+
+
+def launch_product(product: Product) -> None:
+    """Call the launcher of the product of few rows."""
+    x, weight, bias = (
+        meta(*shape, dtype=product.dtype)
+        for shape in (
+            (product.rows, product.channels),
+            (product.outputs, product.channels),
+            (product.outputs,),
+        )
+    )
+    linear.launch(x, weight, bias if product.has_bias else None, product.tile)
+
+
+def product_cases() -> Iterator[GluonCase]:
+    """Yield products of few rows: in parts and alone, wide tiles, early weights, odd sizes."""
+    half = torch.float16
+    for name, product in {
+        "one-row": Product(1, 28672, 4096, RowsTile(128, 64, 1, 2)),
+        "parts": Product(32, 4096, 14336, RowsTile(128, 64, 7, 2)),
+        "wide": Product(64, 28672, 4096, RowsTile(256, 64, 1, 1)),
+        "two-warpgroups": Product(256, 4096, 4096, RowsTile(128, 64, 4, 1, num_warps=8)),
+        "early": Product(16, 1024, 2048, RowsTile(64, 128, 8, 2, early=True), half, True),
+        "odd": Product(33, 1001, 1000, RowsTile(64, 64, 3, 3), has_bias=True),
+    }.items():
+        yield GluonCase(
+            f"sm_{ARCH}-gluon-linear-{name}",
+            ARCH,
+            functools.partial(launch_product, product),
+        )
+
+
+CASES: list[GluonCase] = [*attention_cases(), *fp8_cases(), *latent_cases(), *product_cases()]

@@ -18,10 +18,14 @@ _ALL = {"window_left": 1000, "softcap": 30.0, "has_alibi": True, "has_sinks": Tr
 # name -> (changes of the spec, whether its loops must stay in registers, compiled only if slow)
 _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "decode": (_DECODE, True, False),
+    "decode-planned": (_DECODE, True, False),
+    "decode-planned-everything": (_DECODE | _ALL, True, True),
+    "decode-planned-d256": (_DECODE | {"head_dim": 256, "v_head_dim": 256}, True, True),
+    "drafts-planned": ({"max_seqlen_q": 8, "num_tokens": 16 * 8}, True, True),
     "decode-group-8": (_DECODE | {"num_q_heads": 64}, True, True),
     "decode-mha": (_DECODE | {"num_kv_heads": 32}, True, True),
     "decode-block-1": (_DECODE | {"block_size": 1}, True, True),
-    "decode-block-256": (_DECODE | {"block_size": 256}, True, False),
+    "decode-block-256": (_DECODE | {"block_size": 256}, True, True),
     "decode-d64": (_DECODE | {"head_dim": 64, "v_head_dim": 64}, True, True),
     "decode-d80": (_DECODE | {"head_dim": 80, "v_head_dim": 80}, True, True),
     "decode-d192-128": (_DECODE | {"head_dim": 192}, True, True),
@@ -32,7 +36,8 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "decode-invariant": (_DECODE | {"batch_invariant": True}, True, True),
     "decode-short": (_DECODE | {"max_blocks": 4}, True, True),
     "decode-int8": (_DECODE | {"cache_dtype": torch.int8}, True, False),
-    "decode-e4m3": (_DECODE | {"cache_dtype": torch.float8_e4m3fn}, True, False),
+    # Every day one dtype of 8 bits decodes and the other reads prompts.
+    "decode-e4m3": (_DECODE | {"cache_dtype": torch.float8_e4m3fn}, True, True),
     "decode-fp16-int8": (
         _DECODE | {"dtype": torch.float16, "cache_dtype": torch.int8},
         True,
@@ -84,7 +89,7 @@ def paged_spec(changes: dict[str, object]) -> PagedSpec:
     return PagedSpec(**(fields | changes))  # type: ignore[arg-type]
 
 
-def launch_paged(spec: PagedSpec) -> None:
+def launch_paged(spec: PagedSpec, *, is_planned: bool = False) -> None:
     """Call the launcher of paged attention."""
     from tilewise.kernels.triton.paged import launch as paged_attention
 
@@ -108,6 +113,7 @@ def launch_paged(spec: PagedSpec) -> None:
         cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
         alibi_slopes=per_head if spec.has_alibi else None,
         sinks=per_head if spec.has_sinks else None,
+        plan=meta(4096, 8, dtype=torch.int32) if is_planned else None,
         **scales,
         **features,
     )
@@ -234,7 +240,7 @@ def paged_cases() -> Iterator[Case]:
             yield Case(
                 f"sm_{arch}-paged-{name}",
                 arch,
-                lambda spec=spec: launch_paged(spec),  # type: ignore[misc]
+                lambda spec=spec, plan="planned" in name: launch_paged(spec, is_planned=plan),  # type: ignore[misc]
                 # 16 rows of a decode are too few for WGMMA and tcgen05: mma.sync everywhere.
                 products=hot and (arch == 80 or "prefill" in name),
                 hot=hot,

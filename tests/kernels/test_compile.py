@@ -70,8 +70,9 @@ def run_cases(names: list[str], arch: int = 90) -> dict[str, list[dict[str, Any]
 
 
 @functools.cache
-def _reports(arch: int, slow: bool, gluon: bool = False) -> dict[str, list[dict[str, Any]]]:
-    cases = HOPPER_CASES if gluon else CASES
+def _reports(arch: int, slow: bool) -> dict[str, list[dict[str, Any]]]:
+    """Compile the cases of an architecture in one process: torch and Triton are loaded once."""
+    cases = [*CASES, *HOPPER_CASES]
     return run_cases([case.name for case in cases if case.arch == arch and case.slow == slow], arch)
 
 
@@ -82,7 +83,7 @@ def _marked(cases: list[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", _marked(CASES))
 def test_compiles_without_a_gpu(case: Case) -> None:
     kernels = _reports(case.arch, case.slow)[case.name]
@@ -130,7 +131,7 @@ def test_hopper_kernels_take_every_case() -> None:
 @pytest.mark.parametrize("case", _marked(HOPPER_CASES))
 def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
     """Nothing may be wrong that its case does not list, with a reason."""
-    kernels = _reports(case.arch, case.slow, gluon=True)[case.name]
+    kernels = _reports(case.arch, case.slow)[case.name]
     assert kernels, "the launcher launched nothing"
     for kernel in kernels:
         assert "error" not in kernel, kernel["error"]

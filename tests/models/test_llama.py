@@ -38,6 +38,14 @@ def test_logits_are_within_the_budget_of_float64(pair):
     assert_within_budget(logits, float64_logits(hf, ids), eager, name="logits")
 
 
+def test_samplers_are_given_the_same_logits(pair):
+    """Those that a device's sampler widens itself: nothing but the dtype may be another."""
+    _, ours = pair
+    with torch.no_grad():
+        hidden = ours(torch.randint(0, VOCAB, (2, 9)))
+        assert torch.equal(ours.head_logits(hidden).float(), ours.compute_logits(hidden))
+
+
 def test_paged_path_gives_the_logits_of_the_dense_path_whatever_the_chunks(pair):
     hf, ours = pair
     ids = torch.randint(0, VOCAB, (2, 33))
@@ -91,7 +99,9 @@ def test_given_positions_equal_implied_ones(pair):
         assert torch.equal(ours(ids, positions), ours(ids))
 
 
-@pytest.mark.parametrize("case", ["llama3_rope", "deepseek_yarn", "deepseek_q_rank_biases"])
+@pytest.mark.parametrize(
+    "case", ["llama3_rope", "deepseek_yarn", "deepseek_q_rank_biases", "gemma3"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_exact_as_transformers(tmp_path, dtype, case):
     hf = make_hf(case).to(dtype)

@@ -53,6 +53,8 @@ def test_sharded_checkpoint_equals_the_single_file(saved, tmp_path):
         "gpt2_untied",
         "deepseek_q_rank_biases",
         "deepseek_yarn",
+        "gemma3",
+        "gemma3_biases_softcap",
     ],
 )
 def test_transformers_loads_what_we_save(tmp_path, case, max_shard_bytes):

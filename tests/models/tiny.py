@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -103,6 +105,36 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
         {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
     ),
 }
+_GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+CASES |= {
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 12,
+            "rope_parameters": _GEMMA_ROPE,
+        },
+    ),
+    "gemma3_biases_softcap": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
 _DEEPSEEK_SHAPE = {
     **{name: value for name, value in _SHAPE.items() if name != "num_key_value_heads"},
     "first_k_dense_replace": 2,
@@ -185,8 +217,10 @@ def float64_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
         if type(module).__name__.endswith("RMSNorm")
     ]
     for name, module in norms:
-        exact = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
-        exact.weight = module.weight
+        is_shifted = not hasattr(module, "variance_epsilon")  # Gemma's: 1 + weight
+        eps = module.eps if is_shifted else module.variance_epsilon
+        exact = nn.RMSNorm(module.weight.shape, eps=eps, dtype=torch.float64)
+        exact.weight = nn.Parameter(1 + module.weight) if is_shifted else module.weight
         truth.set_submodule(name, exact)
     with torch.no_grad():
         return truth(ids).logits

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +12,14 @@ import torch.nn.functional as F
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
 from tilewise.kernels.tiles import linear as linear_tiles
+from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.linear import LinearTile
 from tilewise.nn.layers import project
 from tilewise.testing import assert_within_budget
 
+linear_op = import_module("tilewise.ops.linear")  # its function has the name of the module
 on_each_triton = pytest.mark.parametrize(("backend", "place"), BACKENDS[1:])
 TILES = {
     "one_slice": LinearTile(32, 64, 1, 1, 4, 3),
@@ -52,7 +58,11 @@ def test_every_tile_keeps_the_budget(
 
 
 @on_each_triton
-@pytest.mark.parametrize(("channels", "outputs"), [(96, 100), (40, 2100), (2100, 2100)])
+# Many channels and many outputs take the interpreter long together, and are here each alone.
+@pytest.mark.parametrize(
+    ("channels", "outputs"),
+    [(96, 100), (40, 2100), (2100, 100), pytest.param(2100, 2100, marks=pytest.mark.slow)],
+)
 def test_a_row_does_not_depend_on_others(channels, outputs, backend, place):
     x, weight, bias = _problem(32, channels, outputs, torch.bfloat16, place)
     together = ops.linear(x, weight, bias, backend=backend)
@@ -177,3 +187,29 @@ def test_models_take_invariant_products_everywhere():
     assert torch.nn.Linear not in kinds
     assert kinds.count(InvariantLinear) == 5
     assert model.packed_head.get_buffer("weight").data_ptr() == model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("channels", "backend"), [(64, "gluon"), (32, "triton"), (16, "triton"), (60, "triton")]
+)
+def test_a_table_says_where_hoppers_own_product_is_chosen(channels, backend, monkeypatch):
+    tile = linear_rows.RowsTile(64, 64, 1, 2)
+    table = {(20, 64): (tile, True), (20, 60): (tile, True), (20, 32): (tile, False)}
+    monkeypatch.setattr(linear_rows, "_TABLE", table)
+    monkeypatch.setattr(device, "arch_of", lambda _: 90)
+    weight = torch.empty(20, channels, dtype=torch.bfloat16, device="meta")
+    spec = replace(linear_op._spec_of(weight), device_type="cuda")
+    assert linear_op._backend_of(spec, None) == backend
+    assert linear_op._backend_of(spec, "gluon") == "gluon"
+    assert linear_op._backend_of(spec, "reference") == "reference"
+    assert linear_op._backend_of(replace(spec, device_type="cpu"), None) is None
+
+
+def test_who_cannot_address_a_weight_is_told():
+    weight = torch.empty(20, 80, dtype=torch.bfloat16)
+    assert linear_op._spec_of(weight).addressable
+    assert linear_op._spec_of(weight[:, 8:16]).addressable
+    assert not linear_op._spec_of(weight[:, 3:11]).addressable
+    assert not linear_op._spec_of(torch.empty(20, 81, dtype=torch.bfloat16)).addressable
+    with pytest.raises(UnsupportedError, match="device must be cuda"):
+        ops.linear(weight[:3], weight, backend="gluon")

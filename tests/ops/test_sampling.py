@@ -85,6 +85,27 @@ def test_greedy_rows_take_the_first_of_the_largest(backend, place):
 
 
 @on_each_backend
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_logits_of_16_bits_draw_as_if_widened(dtype, backend, place):
+    """Ties, a NaN, an infinity and forbidden tokens among them, under every kind of rule."""
+    rules: list[dict[str, float]] = [
+        {}, {"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1},
+        {"top_k": 3000, "top_p": 0.9}, {"temperature": 1e-3}, {}, {},
+    ]  # fmt: skip
+    options = _rows_of({"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, 9, place)
+    for row, rule in enumerate(rules):
+        for name, value in rule.items():
+            options[name][row] = value
+    logits = (2 * torch.randn(9, 4501)).to(place, dtype)
+    logits[:, ::7] = float("-inf")
+    logits[7, 4000], logits[8, 3] = float("nan"), float("inf")
+    tokens, is_finite = ops.sample_tokens(logits, **options, backend=backend)
+    wanted, _ = ops.sample_tokens(logits.float(), **options, backend=backend)
+    assert torch.equal(tokens, wanted)
+    assert is_finite.tolist() == [True] * 7 + [False] * 2
+
+
+@on_each_backend
 def test_a_row_does_not_depend_on_its_batch(backend, place):
     rules: list[dict[str, float]] = [
         {}, {"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1},
@@ -264,7 +285,7 @@ def test_they_are_clean_nodes_of_a_graph():
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "half logits": ({"logits": torch.randn(2, 9).half()}, "logits must have dtype float32"),
+    "double logits": ({"logits": torch.randn(2, 9).double()}, "float16 or bfloat16, got float64"),
     "one row": ({"logits": torch.randn(9)}, r"logits must be \(R, V\)"),
     "no columns": ({"logits": torch.randn(2, 0)}, "logits must have 1 ... 1048576 columns"),
     "columns": ({"logits": torch.randn(9, 2).T}, "logits must have stride 1"),

@@ -63,6 +63,7 @@ class FakeEngine:
         priority=0,
         deadline_s=None,
         max_queue_s=None,
+        sink=None,
     ):
         sampling = sampling_params or SamplingParams()
         text, ids = token_ids(prompt, self.tokenizer)
@@ -89,7 +90,9 @@ class FakeEngine:
                     continue
                 else:
                     self._step(generation, drawn)
-                yield self._snapshot(generation)
+                output = self._snapshot(generation)
+                if sink is None or output.finished or not sink(output):
+                    yield output
         finally:
             if not generation.output.finished:
                 self.aborted.append(request.request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import inspect
 import io
 import json
 import os
@@ -20,6 +21,8 @@ import pytest
 
 from tests.server.serving import serving, wait_for
 from tilewise.cli import main
+from tilewise.engine import llm
+from tilewise.server.apart import remote
 from tilewise.server.keys import hash_of, read_keys
 from tilewise.server.options import ELSEWHERE, FLAGS, resolve
 from tilewise.server.terminal import chat
@@ -122,6 +125,24 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(capsys, tmp_path):
     assert "--tool-call-parser must be" in refused(capsys, "--tool-call-parser", "gpt")
     nothing = str(tmp_path)
     assert "config.json" in refused(capsys, nothing, "--port", "0")
+
+
+@pytest.mark.parametrize("more", [(), ("--engine-process",)])
+def test_weights_are_drawn_where_that_is_asked_for(capsys, monkeypatch, more):
+    seen = {}
+
+    def make(model, settings=None, **given):
+        seen.update(settings or given)
+        raise ValueError("seen")
+
+    make.__signature__ = inspect.signature(llm.LLM.__init__)
+    monkeypatch.setattr(llm, "LLM", type("LLM", (), {"__init__": staticmethod(make)}))
+    monkeypatch.setattr(remote, "RemoteEngine", make)
+    assert "seen" in refused(capsys, "story", "--port", "0", "--load-format", "dummy", *more)
+    assert seen == {"random_weights": True}
+    assert "--load-format must be one of auto, dummy, got gguf" in refused(
+        capsys, "--load-format", "gguf"
+    )
 
 
 @pytest.mark.parametrize(

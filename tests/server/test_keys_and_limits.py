@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -242,6 +243,40 @@ def test_retry_after_is_of_the_measured_rate():
     with pytest.raises(ApiError) as never:
         Queue(max_tokens=100).enter(caller, 101)
     assert never.value.status == 400
+
+
+def test_what_can_never_be_served_is_400_while_its_key_is_at_its_limit():
+    """To tell it to come again would be to refuse it for ever."""
+    caller = Caller("busy", max_requests=1, tokens_per_minute=50)
+    keys = {hash_of("key-of-busy"): caller}
+    impossible = (
+        {"prompt": [5] * 2000},  # beyond the context
+        {"prompt": [5] * 51},  # beyond its tokens a minute
+        {"prompt": [99_999]},
+        {"prompt": [-1]},
+        {"prompt": ["a", "b"]},  # two at once
+    )
+    with serving(queue=Queue(max_key_requests=1), keys=keys) as running:
+        running.engine.limits = replace(running.engine.limits, num_blocks=4)
+        running.engine.is_held = True
+        waiting = threading.Thread(target=ask, args=(running, "key-of-busy"))
+        waiting.start()
+        wait_for(lambda: running.engine.live)
+        assert ask(running, "key-of-busy").status_code == 429
+        for body in (*impossible, {"prompt": [5], "max_tokens": 200}):  # beyond the cache
+            answer = ask(running, "key-of-busy", **body)
+            assert answer.status_code == 400, (body, answer.text)
+        running.engine.is_held = False
+        waiting.join()
+    full = Queue(max_requests=2, max_tokens=100, max_key_tokens=50)
+    full.enter(Caller("other"), 50, requests=2)
+    for tokens, requests in ((101, 1), (51, 1), (1, 3)):
+        with pytest.raises(ApiError) as caught:
+            full.enter(Caller("a"), tokens, requests)
+        assert caught.value.status == 400
+    with pytest.raises(ApiError) as caught:
+        full.enter(Caller("a"), 1)
+    assert caught.value.status == 503
 
 
 def test_tickets_are_given_back_once():

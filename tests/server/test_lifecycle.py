@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import logging
 import random
@@ -11,6 +13,7 @@ import subprocess
 import threading
 import time
 from shutil import which
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -19,8 +22,12 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
+from tilewise.server.bridge import Bridge
 from tilewise.server.command import _tls
+from tilewise.server.job import Direct, Job, sink_of
+from tilewise.server.keys import Caller
 from tilewise.server.limits import RequestLimits
+from tilewise.server.reply import Reply
 from tilewise.server.run import ServerOptions
 
 BODY = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
@@ -130,6 +137,42 @@ def test_a_slow_reader_is_dropped_with_the_reason_in_the_log(caplog):
         connections = running.server.server_state.connections
         assert not [c for c in connections if c.client == sock.getsockname()]
         sock.close()
+
+
+def test_nothing_overtakes_a_part_that_waits_for_its_client():
+    """A client that reads again is written to by the task that waits, which has not run yet."""
+    written, is_open = [], [True]
+
+    async def main():
+        drained = asyncio.Event()
+        job = Job("cmpl-1", Caller(""), asyncio.current_task(), 0.0)
+        sink = sink_of(job, lambda _, output: output)
+
+        async def send(message):
+            if message.get("body"):
+                await drained.wait()
+                written.append(message["body"])
+
+        async def stream(_):
+            yield b"1"
+            is_open[0] = False
+            yield b"2"
+
+        bridge = SimpleNamespace(send=functools.partial(Bridge.send, None))
+        reply = Reply(bridge, "cmpl", None, stream=stream)
+        direct = Direct(lambda: is_open[0], written.append)
+        task = asyncio.create_task(reply._write_stream(job, send, direct))
+        while job.sending_since is None:
+            await asyncio.sleep(0)
+        is_open[0] = True
+        drained.set()
+        if sink.is_open():
+            sink.take(0, b"3")
+        await task
+        assert sink.is_open()
+
+    asyncio.run(main())
+    assert written == [b"1", b"2"]
 
 
 def test_headers_that_never_end_are_waited_for_only_so_long():

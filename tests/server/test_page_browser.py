@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 
+import httpx
 import pytest
 
 from tests.server.serving import serving, wait_for
@@ -151,6 +152,34 @@ def test_the_live_map_shows_the_tables_of_the_engine(page, running, llm):
     wait_for(lambda: not running.bridge.jobs)
     page.wait_for_timeout(400)
     assert set(told_of(page)) == {0}
+
+
+def test_the_waiting_list_is_in_the_queues_order(page, running, llm):
+    """Who is preempted stands before those who never ran, though the page hears of it later."""
+    scheduler = llm.engine.scheduler
+    threads = load(running, llm, 12)
+
+    def names():
+        return [e.get_attribute("data-name") for e in page.query_selector_all("#waiting li")]
+
+    try:
+        for _ in range(200):
+            llm.loop.pause()
+            line = llm.loop.call(lambda: llm.engine.line(100))
+            was_admitted = [s.was_admitted for s in scheduler.roster.waiting]
+            if any(was_admitted) and not all(was_admitted):
+                break
+            llm.loop.resume()
+            time.sleep(0.002)
+        assert any(was_admitted), "some were preempted, others never ran"
+        assert len(line) > 2
+        wait_for(lambda: page.wait_for_timeout(100) or names() == line)
+    finally:
+        llm.loop.resume()
+        for thread in threads:
+            thread.join(60)
+    answer = httpx.get(f"{running.url}/v1/queue?limit=0")
+    assert answer.status_code == 400
 
 
 def test_forks_copies_preemptions_and_evictions_are_seen_when_they_happen(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import time
 
+import httpx
 import pytest
 
+from tests.server.serving import serving
 from tilewise.server.chat import ChatTemplate, messages_of, read_template, tool_names
 from tilewise.server.errors import ApiError
+from tilewise.server.messages import messages_router
 from tilewise.server.protocol import ChatRequest
+from tilewise.server.responses import responses_router
 from tilewise.server.templates import TemplateError, Templates
 
 CHATML = (
@@ -23,6 +27,16 @@ def templates():
     made = Templates(max_seconds=1.5, max_memory=400 * 2**20, max_output=10_000)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def templateless():
+    def routers(service):
+        service.template.source = None  # as of a checkpoint that has none
+        return [messages_router(service), responses_router(service)]
+
+    with serving(routers=routers) as server:
+        yield server
 
 
 def request(*contents, **more):
@@ -80,6 +94,33 @@ def test_a_requests_own_template_needs_permission(templates):
     assert allowed.render(asked) == "Hello!"
     with pytest.raises(ApiError, match="this one has none"):
         ChatTemplate(None, renderer=templates).render(request("Hello"))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hello"}], "model": "story",
+                          "max_tokens": 4}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hello"}],
+                                       "model": "story"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ],
+)  # fmt: skip
+def test_a_chat_with_a_model_that_has_no_template_is_refused_and_says_what_to_do(
+    templateless, path, body, is_stream
+):
+    if path in ("/v1/messages/count_tokens", "/tokenize"):
+        asked = body
+    else:
+        asked = {**body, "stream": is_stream}
+    answer = httpx.post(f"{templateless.url}{path}", json=asked)
+    assert answer.status_code == 400
+    assert "--chat-template FILE gives one" in answer.json()["error"]["message"]
+    plain = httpx.post(f"{templateless.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert plain.status_code == 200
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "bos_token"])

@@ -8,6 +8,7 @@ one device's is not timed. torch's own context_parallel gets as many key heads a
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.report import emit, format_table, say, write
 from tilewise.bench.roofline import device_name
 from tilewise.distributed import ring_attention, shard_sequence, ulysses_attention
 from tilewise.distributed.environment import worker_environment
@@ -37,6 +38,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]  # o, dq, dk, dv
 METHODS = ("ring", "ulysses", "torch")
 COLUMNS = ["ranks", "tokens a rank", "method", "forward ms", "backward ms", "x one device",
            "backward x", "TFLOP/s a rank", "GiB a rank", "error"]  # fmt: skip
+# A rank that waits longer for another one ends, and the others with it: nothing may wait for ever.
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=120)
 # Of the root mean square: two results in 16 bits.
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -135,20 +138,46 @@ def _work(rank: int, options: argparse.Namespace, folder: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/meet",
-        rank=rank, world_size=options.ranks,
+        rank=rank, world_size=options.ranks, timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     dtype = getattr(torch, options.dtype)
     rows: list[Row] = []
     for tokens in options.tokens:
         for method in options.methods:
-            row = {"ranks": options.ranks, "tokens a rank": tokens, "method": method}
-            rows.append(row | _row(method, tokens, device, dtype, options))
+            row: Row = {"ranks": options.ranks, "tokens a rank": tokens, "method": method}
+            if _is_over(options, device):
+                rows.append(row | {"error": "not measured: no time was left"})
+                continue
+            try:
+                rows.append(row | _row(method, tokens, device, dtype, options))
+            except Exception as error:  # what all ranks raise; one alone lets the others time out
+                rows.append(row | {"error": f"{type(error).__name__}: {error}"})
             if rank == 0:
                 say(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
+                Path(folder, "rows.json").write_text(json.dumps(rows))
+                if options.json is not None:
+                    write(_document(options, rows), options.json)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
+
+
+def _is_over(options: argparse.Namespace, device: torch.device) -> bool:
+    """Whether the seconds are used up, as the first rank sees it."""
+    if options.seconds is None:
+        return False
+    over = torch.tensor([float(time.time() >= options.begun + options.seconds)], device=device)
+    dist.broadcast(over, 0)
+    return bool(over.item())
+
+
+def _document(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    return {
+        "version": tilewise.__version__, "device": device_name(options.device),
+        "torch": torch.__version__, "dtype": options.dtype, "heads": options.heads,
+        "head dim": options.head_dim, "rows": rows,
+    }  # fmt: skip
 
 
 def _row(
@@ -217,7 +246,11 @@ def parser() -> argparse.ArgumentParser:
         "--most-on-one", type=int, default=1 << 19,
         help="tokens up to which one device computes the whole beside it (524288)",
     )  # fmt: skip
-    add("--json", metavar="FILE", default=None)
+    add("--json", metavar="FILE", default=None, help="also write the rows here, as they come")
+    add(
+        "--seconds", type=float, default=None, metavar="S",
+        help="no row begins after it; those that were measured stay",
+    )  # fmt: skip
     return parser
 
 
@@ -229,16 +262,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
         command.error(f"--ranks must be at most the GPUs, got {options.ranks}")
     os.environ.update(worker_environment())
+    options.begun = time.time()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(  # type: ignore[attr-defined, no-untyped-call]
             _work, (options, folder), nprocs=options.ranks
         )
         rows = json.loads(Path(folder, "rows.json").read_text())
-    document = {
-        "version": tilewise.__version__, "device": device_name(options.device),
-        "torch": torch.__version__, "dtype": options.dtype, "heads": options.heads,
-        "head dim": options.head_dim, "rows": rows,
-    }  # fmt: skip
+    document = _document(options, rows)
     print(f"{document['device']}, torch {torch.__version__}, {options.dtype}, causal")
     print(format_table(rows, [c for c in COLUMNS if any(c in row for row in rows)]))
     emit(document, options.json)

@@ -289,6 +289,10 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument(
         "--timeout", type=float, default=1800.0, help="seconds of one start or one run (1800)"
     )
+    limits.add_argument(
+        "--seconds", type=float, default=None, metavar="S",
+        help="of all together: nothing new begins after it, and what was measured stays",
+    )  # fmt: skip
     limits.add_argument("--work-dir", metavar="FOLDER", help="for logs and converted models")
     return parser
 
@@ -302,6 +306,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.error("--device cuda needs a GPU that torch can see")
     if options.new_tokens < 2:
         command.error(f"--new-tokens must be at least 2, got {options.new_tokens}")
+    if options.seconds is not None and not options.seconds > 0:
+        command.error(f"--seconds must be above 0, got {options.seconds}")
     if options.no_peer:
         options.peers = []
     options.peer_python, options.peer_path = dict(options.peer_python), dict(options.peer_path)
@@ -321,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout=options.timeout,
             trace=options.trace,
             looks_inside=not options.no_profile,
+            seconds=options.seconds,
         )
         for shape in options.shape:
             for session in plan_sessions(options, shape, folder, limits):

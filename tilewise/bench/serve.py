@@ -47,6 +47,9 @@ BOUNDED = ("ttft", "tpot", "itl", "e2e")
 COMPARED = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
 
 
+_CHOICES = (b'"choices":[{', b'"choices": [{')  # of an event with text, as servers write it
+
+
 @dataclass(slots=True)
 class Answer:
     """What one request saw; seconds of time.perf_counter.
@@ -91,34 +94,79 @@ async def ask(
     ]  # fmt: skip
     if key:
         head.append(f"Authorization: Bearer {key}")
+    loop = asyncio.get_running_loop()
+    reader = _Reader(answer, loop.create_future(), wants_text)
     try:
-        reader, writer = await asyncio.open_connection(
-            host, parts.port or (443 if tls else 80), limit=2**20,
+        transport, _ = await loop.create_connection(
+            lambda: reader, host, parts.port or (443 if tls else 80),
             ssl=ssl.create_default_context() if tls else None,
         )  # fmt: skip
         try:
-            writer.write("\r\n".join([*head, "", content]).encode())
-            status = await reader.readline()
-            if b" 200 " not in status:
-                answer.error = status.decode().strip() or "closed"
-            while line := await reader.readline():
-                if line.startswith(b'data: {"error"'):
-                    answer.error = line.decode().strip()
-                elif b'"choices":[{' in line or b'"choices": [{' in line:
-                    answer.times.append(time.perf_counter())
-                    if wants_text:
-                        choice = json.loads(line[6:])["choices"][0]
-                        answer.text += choice["text"] if choice["index"] == 0 else ""
-                elif b'"completion_tokens"' in line:
-                    _count(answer, json.loads(line[6:])["usage"])
+            transport.write("\r\n".join([*head, "", content]).encode())
+            await reader.ended
         finally:
-            writer.close()
+            transport.close()
     except (OSError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended = time.perf_counter()
     if answer.error is None and not answer.num_tokens:
         answer.error = "the stream ended without a count of its tokens"
     return answer
+
+
+class _Reader(asyncio.Protocol):
+    """Reads a stream of events, and no more of it than is measured.
+
+    Streams over asyncio's readers took 0.02 ms an event, as much as a server has for a token.
+
+    Attributes:
+        ended: the answer is whole, or the connection has broken.
+    """
+
+    def __init__(self, answer: Answer, ended: asyncio.Future[None], wants_text: bool) -> None:
+        self.ended = ended
+        self._answer, self._wants_text = answer, wants_text
+        self._is_ok: bool | None = None
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        """Count the events of whole lines."""
+        data = self._rest + data
+        end = data.rfind(b"\n") + 1
+        self._rest = data[end:]
+        lines = data[:end]
+        if self._is_ok is None and lines:
+            status = lines[: lines.index(b"\n")]
+            self._is_ok = b" 200 " in status
+            if not self._is_ok:
+                self._answer.error = status.decode().strip()
+        if not self._is_ok:
+            return
+        count = sum(map(lines.count, _CHOICES))
+        if count:
+            self._answer.times += [time.perf_counter()] * count
+        if self._wants_text or b'"completion_tokens"' in lines or b'data: {"error"' in lines:
+            for line in lines.split(b"\n"):
+                try:
+                    self._take(line)
+                except ValueError as error:  # no JSON, or not of a completion
+                    self._answer.error = f"{type(error).__name__}: {error}"
+
+    def _take(self, line: bytes) -> None:
+        if line.startswith(b'data: {"error"'):
+            self._answer.error = line.decode().strip()
+        elif self._wants_text and any(begin in line for begin in _CHOICES):
+            choice = json.loads(line[6:])["choices"][0]
+            self._answer.text += choice["text"] if choice["index"] == 0 else ""
+        if b'"completion_tokens"' in line:
+            _count(self._answer, json.loads(line[6:])["usage"])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let the answer be."""
+        if not self.ended.done():
+            if self._is_ok is None:
+                self._answer.error = "closed"
+            self.ended.set_result(None)
 
 
 def _count(answer: Answer, usage: dict[str, Any]) -> None:

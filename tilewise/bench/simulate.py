@@ -21,7 +21,8 @@ from typing import Any
 
 from tilewise.bench.contiguous import POLICIES, ContiguousTables, use_tables
 from tilewise.bench.engines.shapes import SHAPES, model_directory
-from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.fleet import ROUTERS, Fleet, Place, asked_of, places_of
+from tilewise.bench.report import emit, format_table, say, write
 from tilewise.bench.trace import (
     TraceRequest,
     drawn_trace,
@@ -52,13 +53,15 @@ ALLOCATORS = (*POLICIES, "paged", "prefix")  # blocks without and with it
 # shape on an H200 (docs/benchmarks/engine_h200.json).
 WORKSPACE_BYTES = 3.5e9
 MEMORY_SHARE = 0.9  # LLM's gpu_memory_utilization
-COLUMNS = ["allocator", "rate", "n", "prefix", "block", "budget", "options", "req/s", "tok/s",
+COLUMNS = ["gpus", "parallel", "replicas", "routing", "allocator", "rate", "n", "prefix", "block",
+           "budget", "options", "req/s", "tok/s",
            "ttft p50", "ttft p90", "tpot p50", "s/token", "running", "queue", "preempted",
            "again %", "hit %", "waste %"]  # fmt: skip
 
 MODELS: dict[str, Sizes] = {name: read_sizes(config) for name, config in SHAPES.items()} | {
     # Llama 3.1's: Llama 3's sizes and more positions.
     "llama-8b": replace(read_sizes(SHAPES["llama-3-8b"]), max_len=131_072),
+    "llama-70b": replace(read_sizes(SHAPES["llama-3-70b"]), max_len=131_072),
     # The model of the PagedAttention paper's figures: Zhang et al. 2022, table 1.
     "opt-13b": Sizes(
         products=((5120, 15_360), (5120, 5120), (5120, 20_480), (20_480, 5120)),
@@ -104,6 +107,7 @@ class Setting:
         max_len: tokens of a sequence; None is the model's.
         overlap: submit a step while one runs; None is what the profile says.
         scheduler_options: keywords of Scheduler, before all of the above.
+        tensor_parallel: machines that hold a shard of the model each.
     """
 
     sizes: Sizes
@@ -116,6 +120,7 @@ class Setting:
     max_len: int | None = None
     overlap: bool | None = None
     scheduler_options: Mapping[str, Any] = field(default_factory=dict)
+    tensor_parallel: int = 1
 
     @property
     def slots(self) -> int:
@@ -126,9 +131,10 @@ class Setting:
         """
         if self.num_slots is not None:
             return self.num_slots
-        free = self.machine.memory_bytes * MEMORY_SHARE - 2 * self.sizes.parameters
+        shard = self.sizes.shard(self.tensor_parallel)
+        free = self.machine.memory_bytes * MEMORY_SHARE - 2 * shard.parameters
         free -= WORKSPACE_BYTES
-        slots = int(free / self.sizes.cache_bytes())
+        slots = int(free / shard.cache_bytes())
         if slots < self.block_size:
             raise ValueError(
                 f"machine must have memory for the model and one block beside it, "
@@ -182,6 +188,13 @@ def serve(
         ValueError: the allocator is unknown, or the setting does not fit.
         TypeError: scheduler_options has a keyword that Scheduler does not take.
     """
+    engine = new_engine(setting, allocator)
+    engine.run(arrivals_of(requests, n, ids_of))
+    return engine
+
+
+def new_engine(setting: Setting, allocator: str = "prefix") -> VirtualEngine:
+    """Return an engine that has served nothing; see `serve`."""
     if allocator not in ALLOCATORS:
         raise ValueError(f"allocator must be one of {', '.join(ALLOCATORS)}, got {allocator!r}")
     is_paged = allocator not in POLICIES
@@ -203,11 +216,53 @@ def serve(
             return tables.pieces.slots_taken
 
     overlap = setting.machine.overlaps_steps if setting.overlap is None else setting.overlap
-    cost = StepCost(setting.sizes, setting.machine, dtype=setting.dtype)
+    cost = StepCost(
+        setting.sizes, setting.machine, dtype=setting.dtype, tensor_parallel=setting.tensor_parallel
+    )
     engine = VirtualEngine(scheduler, cost, overlap=overlap, slots_taken=slots_taken)
     _tell(scheduler, engine, cost, setting)
-    engine.run(arrivals_of(requests, n, ids_of))
     return engine
+
+
+def serve_fleet(
+    requests: Sequence[TraceRequest],
+    setting: Setting,
+    place: Place,
+    allocator: str = "prefix",
+    n: int | None = None,
+) -> Fleet:
+    """Serve a trace by several replicas behind a router and return them.
+
+    Raises:
+        ValueError: the setting does not fit.
+    """
+    fleet = Fleet(
+        lambda: new_engine(setting, allocator),
+        place.replicas,
+        ROUTERS[place.routing](),
+        setting.slots,
+    )
+    fleet.run(zip(arrivals_of(requests, n), map(asked_of, requests), strict=True))
+    return fleet
+
+
+def report_fleet(fleet: Fleet) -> dict[str, Any]:
+    """Return what a run was like for all replicas together: counts summed, means over replicas."""
+    used = [engine for engine in fleet.engines if engine.timings]
+    each = [_of_steps(engine.steps, engine) for engine in used]
+    told = of_timings([t for engine in used for t in engine.timings.values()])
+    for name in ("steps", "preempted", "computed", "again", "copied blocks", "swapped tokens"):
+        told[name] = sum(row[name] for row in each)
+    for name in ("running", "queue", "busy %", "waste %"):
+        told[name] = statistics.fmean(row[name] for row in each)
+    stats = [engine.scheduler.stats() for engine in used]
+    told["queue max"] = max(row["queue max"] for row in each)
+    told["again %"] = 100 * told["again"] / told["computed"]
+    told["hit %"] = 100 * sum(s.prefix_hit_tokens for s in stats) / max(
+        sum(s.prefix_query_tokens for s in stats), 1
+    )  # fmt: skip
+    told["busiest"] = max(fleet.sent) * len(fleet.sent) / sum(fleet.sent)
+    return told
 
 
 def _tell(scheduler: Scheduler, engine: VirtualEngine, cost: StepCost, setting: Setting) -> None:
@@ -303,29 +358,48 @@ def sweep(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each combination of what the command line lists."""
     choices = _choices(options.scheduler)
-    for prefix, n, block_size, budget, chosen, allocator, rate in itertools.product(
+    for prefix, n, block_size, budget, chosen, allocator, place, rate in itertools.product(
         options.prefix, options.n or [None], options.block_size, options.max_batched_tokens,
-        choices, options.allocators, options.rates or [None],
+        choices, options.allocators, places_of(options), options.rates or [None],
     ):  # fmt: skip
         is_paged = allocator not in POLICIES
         if not is_paged and block_size != options.block_size[0]:
             continue  # it has no blocks
-        trace = with_prefix(requests, prefix)
+        trace = with_prefix(_enough(requests, options.requests_per_gpu, place.gpus), prefix)
+        if rate is not None and options.rates_per_gpu:
+            rate *= place.gpus
         if rate is not None:
             trace = poisson(trace, rate, options.seed)
-        at = replace(setting, block_size=block_size, budget=budget, scheduler_options=chosen)
+        at = replace(
+            setting, block_size=block_size, budget=budget, scheduler_options=chosen,
+            tensor_parallel=place.tensor_parallel,
+        )  # fmt: skip
         started = time.process_time()
-        engine = serve(trace, at, allocator, n)
+        if place.replicas > 1:
+            told = report_fleet(serve_fleet(trace, at, place, allocator, n))
+        else:
+            told = report(serve(trace, at, allocator, n))
         said = ",".join(f"{key}={value}" for key, value in chosen.items()) or None
         row = {"allocator": allocator, "rate": rate, "n": n, "prefix": prefix or None,
                "block": block_size if is_paged else None, "budget": budget,
                "options": said}  # fmt: skip
-        row |= report(engine)
+        if options.replicas or options.gpus or options.tensor_parallel:
+            row = place.as_row() | row | {"slots": at.slots}
+        row |= told
         say(
-            f"{allocator}, rate {rate or 'of the trace'}: {row['seconds']:.1f} s served in "
+            f"{place}{allocator}, rate {rate or 'of the trace'}: {row['seconds']:.1f} s served in "
             f"{time.process_time() - started:.1f} s, {row['s/token']:.3g} s/token"
         )
         yield row
+
+
+def _enough(
+    requests: Sequence[TraceRequest], each: int | None, gpus: int
+) -> Sequence[TraceRequest]:
+    """Return so many requests for each GPU, the trace again and again where it has fewer."""
+    if each is None:
+        return requests
+    return [*itertools.islice(itertools.cycle(requests), each * gpus)]
 
 
 def _choices(pairs: Sequence[str]) -> list[dict[str, Any]]:
@@ -373,6 +447,26 @@ def _parser() -> argparse.ArgumentParser:
         "--model", default="llama-8b", help=f"{', '.join(MODELS)}, story or a directory"
     )
     where.add_argument("--dtype", default="bfloat16", help="of the products")
+    where.add_argument(
+        "--tensor-parallel", type=int, nargs="+", metavar="N", help="GPUs that share a model each"
+    )
+    where.add_argument(
+        "--replicas", type=int, nargs="+", metavar="N", help="servers behind one address"
+    )
+    where.add_argument(
+        "--gpus", type=int, nargs="+", metavar="N", help="the same, counted in GPUs of all replicas"
+    )
+    where.add_argument(
+        "--requests-per-gpu", type=int, metavar="N",
+        help="requests for each GPU, the trace again from its beginning where it has fewer",
+    )  # fmt: skip
+    where.add_argument(
+        "--routing", nargs="+", choices=ROUTERS, default=["prefix"],
+        help="which replica a request goes to (default: prefix)",
+    )  # fmt: skip
+    where.add_argument(
+        "--rates-per-gpu", action="store_true", help="--rates are for each GPU of all replicas"
+    )
     how = parser.add_argument_group("how it is served")
     how.add_argument(
         "--allocators", nargs="+", default=["prefix"], choices=ALLOCATORS,
@@ -387,7 +481,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scheduler", action="append", default=[], metavar="KEY=VALUE[,VALUE]",
         help="a keyword of Scheduler, may be repeated; several values are compared",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the document there too")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there, as they come")
     return parser
 
 
@@ -403,25 +497,38 @@ def main(argv: Sequence[str]) -> int:
         max_num_seqs=options.max_num_seqs,
         max_len=options.max_model_len,
     )
+    if options.requests_per_gpu and not options.rates:
+        raise ValueError(
+            "requests_per_gpu must come with rates, as a trace that is repeated has no "
+            f"times of its own, got {options.requests_per_gpu} alone"
+        )
+    if options.requests_per_gpu is not None and options.requests_per_gpu < 1:
+        raise ValueError(f"requests_per_gpu must be at least 1, got {options.requests_per_gpu}")
     requests = read_trace(options.trace) if options.trace else drawn_trace(options.requests or 1000)
     longest = setting.longest - max(options.prefix)
     fit = fitting(requests, longest, options.requests or len(requests))
     if not options.max_batched_tokens:
         options.max_batched_tokens = [8192 if profile.captures else 2048]
-    rows = list(sweep(fit, setting, options))
-    document = {
+    rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {
         "what": "requests served in virtual time: rates a second, times in seconds",
         "trace": Path(options.trace).name if options.trace else "drawn",
         "requests": len(fit),
         "model": options.model,
         "machine": profile.as_dict(),
-        "slots": setting.slots,
-        "max_num_seqs": setting.max_num_seqs,
-        "max_len": setting.longest,
-        "rows": rows,
     }
+    for row in sweep(fit, setting, options):
+        rows.append(row)
+        document |= {
+            "slots": rows[0].get("slots") or setting.slots,
+            "max_num_seqs": setting.max_num_seqs,
+            "max_len": setting.longest,
+            "rows": rows,
+        }
+        if options.json is not None:
+            write(document, options.json)
     shown = [c for c in COLUMNS if any(row.get(c) is not None for row in rows)]
-    print(f"{profile.name}, {options.model}: a cache of {setting.slots:,} tokens")
+    print(f"{profile.name}, {options.model}: a cache of {document['slots']:,} tokens")
     print(format_table(rows, shown))
     emit(document, options.json)
     return 0

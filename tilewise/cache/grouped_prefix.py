@@ -9,18 +9,20 @@ while its child's is read. Blocks therefore do not name each other as in `Prefix
 as long as it has a child, a block in some group, or a sequence that goes on behind it.
 
 A hit of h blocks is one that every group has: all h of them where there is no window, and with a
-window those that the query at position h * block_size sees.
+window those that the query at position h * block_size sees. With main memory (`Keeper`) a group has
+a block also where a slot there holds it; the node lists that slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 
-__all__ = ["GroupedPrefix", "PrefixNode", "first_block"]
+__all__ = ["GroupedPrefix", "Keeper", "PrefixNode", "first_block"]
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:
@@ -37,22 +39,47 @@ class PrefixNode:
         salt: of the root.
         number: of this node alone.
         blocks: of each group the block that holds it, -1 for none.
+        slots: of each group the block of main memory that holds it, -1 for none.
         num_users: sequences whose last known block it is.
         is_forgotten: nobody finds it any more, nor what follows it.
     """
 
     __slots__ = (
-        "blocks", "children", "is_forgotten", "num_users", "number", "parent", "salt", "tokens",
+        "blocks", "children", "is_forgotten", "num_users", "number", "parent", "salt", "slots",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
         self, parent: PrefixNode | None, salt: str, tokens: bytes, number: int, num_groups: int
     ) -> None:
         self.parent, self.salt, self.tokens, self.number = parent, salt, tokens, number
-        self.blocks = [-1] * num_groups
+        self.blocks, self.slots = [-1] * num_groups, [-1] * num_groups
         self.children: dict[bytes, PrefixNode] = {}
         self.num_users = 0
         self.is_forgotten = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it has a child, a sequence, a block or a slot."""
+        kept = max(self.blocks) >= 0 or max(self.slots) >= 0
+        return bool(self.children or self.num_users) or kept
+
+
+class Keeper(Protocol):
+    """Main memory behind the pools, see `engine.group_swap`."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is to be found there."""
+        ...
+
+    def keep(self, group: int, block: int, node: PrefixNode) -> None:
+        """Keep a known block that is about to be given away."""
+        ...
+
+    def take_off(self, group: int, node: PrefixNode) -> None:
+        """Drop what is kept of a node in a group, if anything is."""
+        ...
 
 
 class GroupedPrefix:
@@ -67,6 +94,7 @@ class GroupedPrefix:
         num_query_tokens: tokens of all admitted sequences, see count().
         num_hit_tokens: how many of them were found here.
         version: changes whenever a hit may.
+        keeper: main memory, if there is some.
     """
 
     def __init__(
@@ -75,6 +103,7 @@ class GroupedPrefix:
         self.allocators, self.windows, self.block_size = list(allocators), list(windows), block_size
         self.num_query_tokens = self.num_hit_tokens = 0
         self.version = 0
+        self.keeper: Keeper | None = None
         self._num_nodes = 0
         self._roots: dict[str, PrefixNode] = {}
         self._node_at: list[dict[int, PrefixNode]] = [{} for _ in self.allocators]
@@ -83,7 +112,7 @@ class GroupedPrefix:
 
     def find(
         self, token_ids: Sequence[int], salt: str = "", after: PrefixNode | None = None,
-        num_known: int = 0,
+        num_known: int = 0, *, in_slots: bool = False,
     ) -> list[PrefixNode]:  # fmt: skip
         """Return the nodes of the longest hit, which covers at most len(token_ids) - 1 tokens.
 
@@ -93,12 +122,14 @@ class GroupedPrefix:
             after: the node of the last block that the sequence has already, in every group as far
                 as its next query sees.
             num_known: blocks up to there; they are not in the result.
+            in_slots: what main memory has counts, too.
         """
         size = self.block_size
         node = self._roots.get(salt) if after is None else after
         if node is None or node.is_forgotten:
             return []
         found: list[PrefixNode] = []
+        in_slots = in_slots and self.keeper is not None and not self.keeper.is_paused
         runs = [num_known] * len(self.windows)  # blocks in a row, up to the last one
         num_hit = 0
         for i in range(num_known, (len(token_ids) - 1) // size):
@@ -108,7 +139,8 @@ class GroupedPrefix:
             found.append(node)
             is_hit = True
             for group, window in enumerate(self.windows):
-                runs[group] = runs[group] + 1 if node.blocks[group] >= 0 else 0
+                is_there = node.blocks[group] >= 0 or (in_slots and node.slots[group] >= 0)
+                runs[group] = runs[group] + 1 if is_there else 0
                 first = first_block((i + 1) * size, window, size)
                 is_hit &= runs[group] >= i + 1 - first
             if is_hit:
@@ -156,7 +188,7 @@ class GroupedPrefix:
         """Count it no more."""
         if node is not None:
             node.num_users -= 1
-            self._prune(node)
+            self.prune(node)
 
     def forget(self, token_ids: Sequence[int], salt: str) -> list[set[int]]:
         """Make all unfindable that begins with the first block of these tokens, whoever owns it.
@@ -183,8 +215,24 @@ class GroupedPrefix:
                     self._take_off(node, group)
                     self.allocators[group].unmark_cached(block)
                     forgotten[group].add(block)
-        self._prune(root)
+                if self.keeper is not None:
+                    self.keeper.take_off(group, node)
+        self.prune(root)
         return forgotten
+
+    def forget_block(self, group: int, block: int) -> bool:
+        """Make one block unfindable: what it was to hold has not arrived.
+
+        Returns:
+            Whether it was findable.
+        """
+        node = self._node_at[group].get(block)
+        if node is None:
+            return False
+        self._take_off(node, group)
+        self.allocators[group].unmark_cached(block)
+        self.prune(node)
+        return True
 
     def parent_of(self, block: int) -> int:
         """Return the first group's block before a known one of it; -1 where there is none."""
@@ -198,6 +246,10 @@ class GroupedPrefix:
 
     def reset(self) -> None:
         """Forget everything; no sequence holds blocks."""
+        if self.keeper is not None:
+            for node in self._all():
+                for group in range(len(self.allocators)):
+                    self.keeper.take_off(group, node)
         for group, blocks in enumerate(self._node_at):
             for block in blocks:
                 self.allocators[group].unmark_cached(block)
@@ -225,16 +277,14 @@ class GroupedPrefix:
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        nodes = list(self._roots.values())
-        for node in nodes:
-            nodes += node.children.values()
+        nodes = self._all()
         held = [id(node) for node in users]
         at: list[dict[int, PrefixNode]] = [
             {node.blocks[g]: node for node in nodes if node.blocks[g] >= 0}
             for g in range(len(self.allocators))
         ]
         cached = [{b for b in range(a.num_blocks) if a.is_cached(b)} for a in self.allocators]
-        needed = [n.children or n.num_users or max(n.blocks) >= 0 for n in nodes]
+        needed = [n.is_needed for n in nodes]
         rules = [
             (at == self._node_at, "a block holds one content, by which it is found"),
             (cached == [set(blocks) for blocks in at], "the pools keep exactly the known blocks"),
@@ -246,23 +296,32 @@ class GroupedPrefix:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
 
+    def _all(self) -> list[PrefixNode]:
+        """Return all nodes that can be found, each after its parent."""
+        nodes = list(self._roots.values())
+        for node in nodes:  # it grows meanwhile
+            nodes += node.children.values()
+        return nodes
+
     def _new(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> PrefixNode:
         self._num_nodes += 1
         return PrefixNode(parent, salt, tokens, self._num_nodes, len(self.allocators))
 
     def _evict(self, group: int, block: int) -> None:
         node = self._node_at[group][block]
+        if self.keeper is not None:
+            self.keeper.keep(group, block, node)
         self._take_off(node, group)
-        self._prune(node)
+        self.prune(node)
 
     def _take_off(self, node: PrefixNode, group: int) -> None:
         del self._node_at[group][node.blocks[group]]
         node.blocks[group] = -1
         self.version += 1
 
-    def _prune(self, node: PrefixNode) -> None:
+    def prune(self, node: PrefixNode) -> None:
         """Drop a node that nothing needs, and those before it that only it needed."""
-        while not (node.children or node.num_users or max(node.blocks) >= 0):
+        while not node.is_needed:
             self.version += 1
             if node.parent is None:
                 if self._roots.get(node.salt) is node:

@@ -244,6 +244,13 @@ class CacheSpec:
         """Bytes of one block of one group, in all of its layers."""
         return self.block_size * self.groups[group].bytes_per_token
 
+    @property
+    def group_shares(self) -> tuple[float, ...]:
+        """What part of a block of all groups a block of each is, in bytes."""
+        return tuple(
+            self.group_block_bytes(i) / self.bytes_per_block for i in range(len(self.groups))
+        )
+
     def part(self, group: int) -> CacheSpec:
         """Return the cache of one group as that of a model of its own."""
         own = self.groups[group]

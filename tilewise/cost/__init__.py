@@ -42,7 +42,14 @@ from tilewise.cost.ops import (
     visible_pairs,
     write_kv_cache_cost,
 )
-from tilewise.cost.step import StepCost, StepSeconds, StepWork, recompute_seconds, swap_seconds
+from tilewise.cost.step import (
+    StepCost,
+    StepSeconds,
+    StepWork,
+    recompute_seconds,
+    sum_seconds,
+    swap_seconds,
+)
 
 __all__ = [
     "H200",
@@ -80,6 +87,7 @@ __all__ = [
     "recompute_seconds",
     "rope_cost",
     "standard_attention_cost",
+    "sum_seconds",
     "swap_seconds",
     "visible_pairs",
     "wasted_slots",

@@ -31,6 +31,10 @@ class Machine:
         link_bandwidth: bytes/s between device and pinned main memory, one direction; 0 where the
             device computes in main memory and there is no link.
         link_s: what a transfer takes beside its bytes.
+        peer_bandwidth: bytes/s from a GPU to the others of its host, one direction; 0 where there
+            are none.
+        small_sum_s, large_sum_s: what a sum over several GPUs takes beside its bytes: where each
+            reads the buffers of all others at once, and where parts go around.
         stream_efficiency: share of read_bandwidth at which a step's products read their weights.
         product_efficiency: share of flops at which they multiply.
         key_efficiency: share of read_bandwidth at which attention reads keys and values.
@@ -61,6 +65,9 @@ class Machine:
     memory_bytes: float
     link_bandwidth: float = 0.0
     link_s: float = 0.0
+    peer_bandwidth: float = 0.0
+    small_sum_s: float = 0.0
+    large_sum_s: float = 0.0
     stream_efficiency: float = 1.0
     product_efficiency: float = 1.0
     key_efficiency: float = 1.0
@@ -87,7 +94,7 @@ class Machine:
         for each in fields(self):
             if each.name.endswith("_efficiency"):
                 _check(each.name, getattr(self, each.name), above=True)
-            elif each.name.endswith("_s") or each.name == "link_bandwidth":
+            elif each.name.endswith("_s") or each.name in ("link_bandwidth", "peer_bandwidth"):
                 _check(each.name, getattr(self, each.name), above=False)
         for dtype, rate in self.flops.items():
             _check(f"flops[{dtype!r}]", rate, above=True)
@@ -163,6 +170,8 @@ _HOST = "docs/benchmarks/engine_h200.json, host parts at batch 1, 32 and 256"
 _LINK = (
     "not measured: 64 GB/s of PCIe 5.0 x16, 0.85 of it as is usual for pinned memory, 10 us each"
 )
+_PEERS = "not measured: 450 GB/s of NVLink 4 one way, 0.8 of it as is usual for large collectives"
+_SUMS = "not measured: a kernel that waits for its peers twice, and NCCL's usual 20 us"
 
 _H200 = Machine(
     name="NVIDIA H200",
@@ -172,6 +181,9 @@ _H200 = Machine(
     memory_bytes=141e9,
     link_bandwidth=54e9,
     link_s=10e-6,
+    peer_bandwidth=360e9,
+    small_sum_s=7e-6,
+    large_sum_s=20e-6,
     stream_efficiency=0.93,
     product_efficiency=0.93,
     key_efficiency=0.97,
@@ -192,6 +204,9 @@ _H200 = Machine(
         "memory_bytes": "data sheet",
         "link_bandwidth": _LINK,
         "link_s": _LINK,
+        "peer_bandwidth": _PEERS,
+        "small_sum_s": _SUMS,
+        "large_sum_s": _SUMS,
         "stream_efficiency": "vLLM's step of Llama-3-8B at batch 1, 4.94 ms, which it gives as 4.9 "
         "(docs/benchmarks/engine_vllm_h200.json)",
         "product_efficiency": "vLLM's prefill of Llama-3-8B, 43,700 tokens/s, which it gives as "
@@ -210,14 +225,17 @@ _H200 = Machine(
 )
 
 
-def _derived(name: str, flops: float, read: float, memory: float, link: float) -> Machine:
+def _derived(
+    name: str, flops: float, read: float, memory: float, link: float, peers: float
+) -> Machine:
     """Return a GPU of which nothing was measured: its data sheet, times what an H200 reached.
 
     989 TFLOP/s and 4.8 TB/s are the H200's.
     """
     what = "not measured: its data sheet, times the share of its own that an H200 reached"
     shares = {"flops": flops / 989e12, "read": read / 4.8e12}
-    origins = dict.fromkeys(("flops", "read_bandwidth", "copy_bandwidth", "link_bandwidth"), what)
+    rates = ("flops", "read_bandwidth", "copy_bandwidth", "link_bandwidth", "peer_bandwidth")
+    origins = dict.fromkeys(rates, what)
     rest = "not measured: as on an H200"
     return replace(
         _H200,
@@ -227,6 +245,7 @@ def _derived(name: str, flops: float, read: float, memory: float, link: float) -
         copy_bandwidth=_H200.copy_bandwidth * shares["read"],
         memory_bytes=memory,
         link_bandwidth=0.85 * link,
+        peer_bandwidth=0.8 * peers,
         origins=dict.fromkeys(_H200.origins, rest) | origins | {"memory_bytes": "data sheet"},
     )
 
@@ -267,8 +286,8 @@ _CPU = Machine(
 
 MACHINES: dict[str, Machine] = {
     "h200": _H200,
-    "h100": _derived("NVIDIA H100 SXM", 989e12, 3.35e12, 80e9, 64e9),
-    "a100": _derived("NVIDIA A100 SXM 40 GB", 312e12, 1.555e12, 40e9, 32e9),
+    "h100": _derived("NVIDIA H100 SXM", 989e12, 3.35e12, 80e9, 64e9, 450e9),
+    "a100": _derived("NVIDIA A100 SXM 40 GB", 312e12, 1.555e12, 40e9, 32e9, 300e9),
     "cpu": _CPU,
 }
 """Profiles by the name that the command line takes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["Sizes", "read_sizes"]
@@ -49,7 +49,41 @@ class Sizes:
     @property
     def parameters(self) -> int:
         """Weights in memory, those of norms left out."""
-        return self.streamed_parameters + (0 if self.is_tied else self.vocab_size * self.hidden)
+        return self.streamed_parameters + (0 if self.is_tied else math.prod(self.head))
+
+    def shard(self, parallel: int) -> Sizes:
+        """Return the sizes of one of `parallel` shards: its part of every product and its heads.
+
+        Vocabulary and width of the residual stream stay the whole model's; see
+        `distributed.shards` for which dimension of a product is cut.
+
+        Raises:
+            ValueError: `parallel` divides the query heads not, or neither divides nor is a multiple
+                of the key heads.
+        """
+        heads, kv_heads = self.num_q_heads, self.num_kv_heads
+        if parallel < 1 or heads % parallel or (kv_heads % parallel and parallel % kv_heads):
+            raise ValueError(
+                f"tensor_parallel must divide {heads} query heads, and divide {kv_heads} key heads "
+                f"or be a multiple of them, got {parallel}"
+            )
+        own = max(kv_heads // parallel, 1)
+        products = []
+        for place, (wide, narrow) in enumerate(self.products):
+            if place == 0:  # q, k and v: a rank's heads, key heads repeated where there are fewer
+                products.append((wide, (heads // parallel + 2 * own) * self.head_dim))
+            elif place % 2:  # o and down: rows are cut, and what comes out is summed
+                products.append((wide // parallel, narrow))
+            else:
+                products.append((wide, narrow // parallel))
+        return replace(
+            self,
+            products=tuple(products),
+            head=(self.head[0], -(-self.head[1] // parallel)),
+            num_q_heads=heads // parallel,
+            num_kv_heads=own,
+            vocab_size=self.vocab_size,
+        )
 
     def cache_bytes(self, element_bytes: int = 2) -> int:
         """Bytes of one token's keys and values; one byte an element adds a float32 a head."""

@@ -5,6 +5,8 @@
     attention  keys and values read once a sequence; prompts at the rate of products
     head       a product for the rows that draw a token, whose logits are read again to draw
     kernels    each takes a moment beside its work; one that is not captured is launched by the host
+    sums       of tensor parallel shards: after attention, after the feed-forward block and after
+               the embedding, and the rows of logits that are put together
 
 On the host a step is scheduled and submitted before it runs, and its tokens are taken in after.
 """
@@ -18,12 +20,20 @@ from tilewise.cost.machine import Machine
 from tilewise.cost.model import Sizes
 from tilewise.cost.ops import activation_cost, norm_cost, product_cost
 
-__all__ = ["StepCost", "StepSeconds", "StepWork", "recompute_seconds", "swap_seconds"]
+__all__ = [
+    "StepCost",
+    "StepSeconds",
+    "StepWork",
+    "recompute_seconds",
+    "sum_seconds",
+    "swap_seconds",
+]
 
 # Kernels of a decode step of 28 layers on an H200: 320 at batch 1, where attention merges splits,
 # 292 at 256 (docs/benchmarks/engine_h200.json).
 KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
 LOGIT_BYTES = 4  # logits are float32 whatever the model is
+SMALL_SUM_BYTES = 256 << 10  # as `distributed.shard_group.SMALL_BYTES`; a test holds them equal
 
 
 class StepWork(NamedTuple):
@@ -78,9 +88,12 @@ class StepCost:
         machine: its profile.
         dtype: of the products, one that the profile knows.
         weight_itemsize, cache_itemsize: bytes of an element of the weights, and of the cache.
+        tensor_parallel: machines of this profile that hold a shard each and take every step
+            together; the time is that of one of them, and of the sums between them.
 
     Raises:
-        ValueError: the profile knows no products in this dtype.
+        ValueError: the profile knows no products in this dtype, or has no peers; or the model does
+            not divide, see `Sizes.shard`.
 
     Example:
         >>> cost = StepCost(sizes, machine("h200"))
@@ -95,9 +108,13 @@ class StepCost:
         dtype: str = "bfloat16",
         weight_itemsize: float = 2,
         cache_itemsize: int = 2,
+        tensor_parallel: int = 1,
     ) -> None:
         peaks = machine.peaks(dtype)
-        self.sizes, self.machine = sizes, machine
+        if tensor_parallel > 1 and not machine.peer_bandwidth:
+            raise ValueError(f"machine must have links to its peers, got {machine.name}")
+        sizes = sizes.shard(tensor_parallel)
+        self.sizes, self.machine, self.tensor_parallel = sizes, machine, tensor_parallel
         self.weight_itemsize = weight_itemsize
         self.itemsize = 4 if dtype == "float32" else 2
         self.cache_bytes = sizes.cache_bytes(cache_itemsize)
@@ -127,6 +144,7 @@ class StepCost:
         if head is None:
             head = self._heads[work.logits] = self._head_seconds(work.logits)
         seconds = layers + head + m.kernel_s * self._kernels + m.sample_s * work.samples
+        seconds += self.sums(work)
         reading = work.keys * self.cache_bytes / (m.read_bandwidth * m.key_efficiency)
         if not work.pairs:
             seconds += reading
@@ -138,6 +156,19 @@ class StepCost:
             seconds += swap_seconds(m, work.swapped_slots * self.cache_bytes, transfers=1)
         if work.copied_slots:
             seconds += 2 * work.copied_slots * self.cache_bytes / m.copy_bandwidth
+        return seconds
+
+    def sums(self, work: StepWork) -> float:
+        """Predict what the shards of a step wait for one another: 0 where there is one."""
+        if self.tensor_parallel == 1:
+            return 0.0
+        stream = work.tokens * self.sizes.hidden * self.itemsize
+        count = 2 * self.sizes.num_layers + 1
+        logits = work.logits * self.sizes.vocab_size * LOGIT_BYTES
+        gathered = logits * (self.tensor_parallel - 1) / self.tensor_parallel
+        seconds = count * sum_seconds(self.machine, stream, self.tensor_parallel)
+        if logits:
+            seconds += self.machine.large_sum_s + gathered / self.machine.peer_bandwidth
         return seconds
 
     @property
@@ -226,6 +257,28 @@ def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chun
         step = cost(StepWork(n, 1, int(is_last), int(is_last), start + n, pairs))
         seconds += max(step.launching, step.device)
     return seconds
+
+
+def sum_seconds(machine: Machine, num_bytes: float, parallel: int) -> float:
+    """Predict a sum over several GPUs of one host.
+
+    A small one reads the buffers of all others at once, (N - 1) times the message; of a large one
+    parts go around twice, 2 (N - 1) / N of it. Which is small `distributed.shard_group` says.
+
+    Args:
+        machine: one with links to its peers.
+        num_bytes: of the message.
+        parallel: GPUs, N.
+
+    Raises:
+        ValueError: the machine has no such links.
+    """
+    if not machine.peer_bandwidth:
+        raise ValueError(f"machine must have links to its peers, got {machine.name}")
+    if num_bytes <= SMALL_SUM_BYTES:
+        return machine.small_sum_s + (parallel - 1) * num_bytes / machine.peer_bandwidth
+    share = 2 * (parallel - 1) / parallel
+    return machine.large_sum_s + share * num_bytes / machine.peer_bandwidth
 
 
 def swap_seconds(machine: Machine, num_bytes: float, transfers: int) -> float:

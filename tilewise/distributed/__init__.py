@@ -1,5 +1,10 @@
 """More than one device: shards of a model, and attention over sequences that ranks share."""
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from tilewise.distributed.choose import context_parallel_attention, explain
 from tilewise.distributed.layout import shard_sequence
 from tilewise.distributed.ring import ring_attention
@@ -9,6 +14,19 @@ __all__ = [
     "context_parallel_attention",
     "explain",
     "ring_attention",
+    "serve_app",
     "shard_sequence",
     "ulysses_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return `serve_app`, which needs Ray and lies above the engine: imported when asked for."""
+    if name != "serve_app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module("tilewise.cluster.application").serve_app
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "ray":
+            raise
+        raise ImportError("serve_app needs Ray: pip install 'tilewise[ray]'") from None

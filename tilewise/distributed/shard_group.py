@@ -61,7 +61,7 @@ class ShardGroup:
         self.stack(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
-            self._refusal = self._share_buffer()
+            self._refusal = self._agreed(self._share_buffer())
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, of its dtype; `x` may be written to."""
@@ -107,6 +107,15 @@ class ShardGroup:
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)
+
+    def _agreed(self, refusal: str | None) -> str | None:
+        """Return why not where any rank has a reason: all must add up in the same way."""
+        refused = self.stack(torch.tensor([float(refusal is not None)], device=self.device))
+        if not refused.any():
+            return None
+        self._buffer = None
+        ranks = ", ".join(str(rank) for rank in refused.flatten().nonzero().flatten().tolist())
+        return refusal or f"rank {ranks} cannot"
 
     def _share_buffer(self) -> str | None:
         """Allocate the buffer that other ranks read; return why not, or None."""

@@ -5,6 +5,9 @@ o and down             columns of the weight; what the ranks give is summed (`Ro
 embedding and head     rows: a rank's part of the vocabulary
 all else               whole on every rank
 
+Latent attention is cut at its heads: the up-projections of queries, keys and values by rows. The
+down-projections, and so the latents that a cache holds, are whole on every rank.
+
 A shard is a decoder of the same class with fewer heads and a smaller intermediate size. Where there
 are more ranks than key heads, ranks that follow one another hold the same one.
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
@@ -101,7 +104,8 @@ def load_shard(
         path: as `load_model` takes it.
         group: the ranks.
         dtype: as `load_model` takes it.
-        random_weights: draw them, on each rank others; config.json is then enough.
+        random_weights: draw them, on each rank others but for what is whole on all; config.json is
+            then enough.
         is_int8: see `Decoder.pack_for_inference`.
 
     Raises:
@@ -110,18 +114,31 @@ def load_shard(
     """
     config = read_config(path)
     model = empty_model(shard_config(config, group.size), dtype, group.device)
+    cut = _Cut(config, group.rank, group.size)
     if random_weights:
         generator = torch.Generator(group.device).manual_seed(group.rank)
         model.init_weights(generator=generator)
+        _share_whole(model, cut, group)
     else:
         _clear_padding(model)
-        load_weights(model, path, part=_Cut(config, group.rank, group.size))
+        load_weights(model, path, part=cut)
     if group.rank > 0:
         _clear_biases(model)
     model = model.eval()
     model.pack_for_inference(is_int8=is_int8)
     _join(model, config, group)
     return model
+
+
+@torch.no_grad()
+def _share_whole(model: Decoder, cut: _Cut, group: ShardGroup) -> None:
+    """Give every rank the first one's parameters where none is cut."""
+    if group.size == 1:
+        return
+    for weight in model.weight_table():
+        if cut(weight, 0) is None:
+            parameter = model.get_parameter(weight.name)
+            parameter.copy_(group.stack(parameter.detach())[0])
 
 
 @torch.no_grad()
@@ -162,10 +179,17 @@ class _Cut:
             firsts = [sum(edges[: i + 1]) for i in range(len(parts))]
             spans = tuple((f + a, f + b) for f, (_, (a, b)) in zip(firsts, parts, strict=True))
             return Part(0, sum(edges), spans)
+        latent = self.config.latent
+        if name == "q_b_proj":
+            whole, span = self._heads("q")
+            return Part(0, whole, (span,))
+        if name == "kv_b_proj" and latent is not None:
+            whole, span = self._heads("q", latent.nope_dim + latent.v_head_dim)
+            return Part(0, whole, (span,))
         if name in ("gate_up_proj", "up_proj"):
             return Part(0, self.config.intermediate_size, (self._span("intermediate"),))
         if kind == "weight" and name == "o_proj":
-            whole, span = self._heads("q")
+            whole, span = self._heads("q", None if latent is None else latent.v_head_dim)
             return Part(1, whole, (span,))
         if kind == "weight" and name == "down_proj":
             return Part(1, self.config.intermediate_size, (self._span("intermediate"),))
@@ -175,9 +199,9 @@ class _Cut:
         share = getattr(self.config, f"{what}_size") // self.size
         return self.rank * share, (self.rank + 1) * share
 
-    def _heads(self, which: str) -> tuple[int, tuple[int, int]]:
-        """Return the channels of all heads, and those of the rank's."""
-        heads, dim = getattr(self.config, f"num_{which}_heads"), self.config.head_dim
+    def _heads(self, which: str, dim: int | None = None) -> tuple[int, tuple[int, int]]:
+        """Return the channels of all heads, and those of the rank's; head_dim each unless told."""
+        heads, dim = getattr(self.config, f"num_{which}_heads"), dim or self.config.head_dim
         share = max(heads // self.size, 1)
         first = self.rank * heads // self.size  # of repeated key heads: rounded down
         return heads * dim, (first * dim, (first + share) * dim)

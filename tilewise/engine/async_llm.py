@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ __all__ = ["AsyncLLM"]
 # Characters of a prompt that is made into tokens on another thread, so that it stops no other task:
 # 4,096 take about a millisecond.
 LONG_PROMPT = 4096
+Sink = Callable[[RequestOutput], bool]
 
 
 class AsyncLLM:
@@ -70,6 +71,7 @@ class AsyncLLM:
         priority: int = 0,
         deadline_s: float | None = None,
         max_queue_s: float | None = None,
+        sink: Sink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt and yield its output so far whenever there is more.
 
@@ -84,6 +86,10 @@ class AsyncLLM:
             request_id: unique among unfinished requests; None makes one.
             user, priority, deadline_s, max_queue_s: see `Request`.
             cache_salt: prompts share cached beginnings only with those of an equal salt.
+            sink: called on the event loop with each output but the last as it comes, in place of a
+                yield, which wakes a task and copies the output: this one goes on changing when the
+                sink has returned. Outputs for which it returns False are yielded after all, as is
+                the last one. What it raises is raised here.
 
         Raises:
             RequestError: the prompt can never be served, or the id is taken; QueueFullError if as
@@ -101,7 +107,7 @@ class AsyncLLM:
             "deadline_s": deadline_s,
             "max_queue_s": max_queue_s,
         }
-        return self._outputs(prompt, sampling_params or SamplingParams(), asked)
+        return self._outputs(prompt, sampling_params or SamplingParams(), asked, sink)
 
     async def embed(
         self,
@@ -140,34 +146,40 @@ class AsyncLLM:
         raise AssertionError("the last output of a request is finished")
 
     async def _outputs(
-        self, prompt: Prompt, sampling: SamplingParams, asked: dict[str, Any]
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        asked: dict[str, Any],
+        sink: Sink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if self._is_closed:
             raise EngineClosedError("the AsyncLLM was closed")
         generation = await self._prepare(prompt, sampling, asked)
-        reader = self._mailbox().reader()
+        reader = _Reader(self._mailbox(), generation, sink)
         generation.on_change = reader.tell
         request_id = generation.request.request_id
         self.llm.loop.submit(generation)
         self._live.setdefault(request_id, generation)
-        num_seen = 0
         try:
             while True:
                 await reader.changed.wait()
                 reader.changed.clear()
+                if reader.failure is not None:
+                    raise reader.failure
                 error = generation.error  # before the tokens that came before it are read
                 output = generation.snapshot()
                 num_tokens = sum(len(c.token_ids) for c in output.outputs)
                 if error is not None:
-                    if num_tokens > num_seen:
+                    if num_tokens > reader.num_seen:
                         yield replace(output, finished=False)
                     raise error
-                if num_tokens > num_seen or output.finished:
-                    num_seen = num_tokens
+                if num_tokens > reader.num_seen or output.finished:
+                    reader.num_seen = num_tokens
                     yield output
                 if output.finished:
                     return
         finally:
+            reader.sink = None
             if self._live.get(request_id) is generation:
                 del self._live[request_id]
             if not generation.output.finished:
@@ -193,6 +205,10 @@ class AsyncLLM:
     def picture(self) -> dict[str, Any]:
         """Return who holds which block now, see `Engine.picture`."""
         return self.llm.engine.picture()
+
+    def line(self, most: int) -> list[str]:
+        """Return the requests that wait, at most so many, the next one first."""
+        return self.llm.engine.line(most)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing is forgotten, while requests hold some."""
@@ -233,15 +249,39 @@ class AsyncLLM:
 
 
 class _Reader:
-    """One task that waits for one request."""
+    """One task that waits for one request, and the sink that takes outputs for it.
 
-    def __init__(self, mailbox: _Mailbox) -> None:
-        self._mailbox = mailbox
+    Attributes:
+        changed: the task is to look.
+        failure: what the sink raised.
+        num_seen: tokens of the outputs that were read.
+        is_told: it is in the mailbox.
+    """
+
+    def __init__(self, mailbox: _Mailbox, generation: Generation, sink: Sink | None) -> None:
+        self._mailbox, self._generation = mailbox, generation
+        self.sink = sink
         self.changed = asyncio.Event()
-        self.is_told = False  # it is in the mailbox
+        self.failure: Exception | None = None
+        self.num_seen = 0
+        self.is_told = False
+
+    def read(self) -> None:
+        """Give what is new to the sink, or wake the task; called on the event loop."""
+        # The task reads the end of a request, and what came while it had not read what came before.
+        if self.sink is not None and not self.changed.is_set():
+            try:
+                num_seen = self._generation.show(self.sink, self.num_seen)
+            except Exception as error:
+                self.failure = error
+            else:
+                if num_seen >= 0:
+                    self.num_seen = num_seen
+                    return
+        self.changed.set()
 
     def tell(self) -> None:
-        """Wake the task; called on the engine's thread."""
+        """Have it read; called on the engine's thread."""
         if not self.is_told:
             self.is_told = True
             self._mailbox.post(self)
@@ -258,10 +298,6 @@ class _Mailbox:
         self._loop = loop
         self._told: deque[_Reader] = deque()
         self._is_due = False
-
-    def reader(self) -> _Reader:
-        """Return a reader for the running task."""
-        return _Reader(self)
 
     def post(self, reader: _Reader) -> None:
         """Have a reader woken; called on the engine's thread.
@@ -284,4 +320,4 @@ class _Mailbox:
         while self._told:
             reader = self._told.popleft()
             reader.is_told = False
-            reader.changed.set()
+            reader.read()

@@ -125,6 +125,7 @@ class Batch:
         swap_out: (block, slot of main memory), read before anything of the step is written.
         swap_in: (slot, block), written after that and before block_copies.
         other_copies: block_copies of the groups of layers beyond the first.
+        other_moves: swap_out and swap_in of these.
     """
 
     sequences: tuple[ScheduledSequence, ...]
@@ -133,6 +134,14 @@ class Batch:
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
     other_copies: tuple[tuple[tuple[int, int], ...], ...] = ()
+    other_moves: tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...] = ()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a block of any group goes to main memory, or comes back."""
+        if self.swap_out or self.swap_in:
+            return True
+        return any(out or back for out, back in self.other_moves)
 
     @property
     def asks(self) -> bool:
@@ -174,7 +183,8 @@ class Batch:
             for s in self.sequences
         ]
         copies = self.other_copies[group - 1] if self.other_copies else self.block_copies
-        return replace(self, sequences=tuple(runs), block_copies=copies)
+        out, back = self.other_moves[group - 1] if self.other_moves else ((), ())
+        return replace(self, sequences=tuple(runs), block_copies=copies, swap_out=out, swap_in=back)
 
 
 # A token of a prompt, its log-probability, and the most likely tokens in its place with theirs.

@@ -24,7 +24,8 @@ from tilewise.engine.batch import Batch
 from tilewise.engine.inside import begin_inside
 from tilewise.engine.one_group import OneGroup
 from tilewise.engine.request import Sequence
-from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers
+from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers, spread
+from tilewise.engine.table_checks import check_blocks
 from tilewise.engine.trace import Trace
 
 __all__ = ["BlockTables"]
@@ -226,6 +227,19 @@ class BlockTables(OneGroup):
             self.swap.drop(seq)
         return True
 
+    def swap_out(self, family: list[Sequence]) -> bool:
+        """Keep in main memory what all the sequences have computed, or nothing.
+
+        Returns:
+            Whether there was room; the sequences still hold their blocks.
+        """
+        return self.swap is not None and self.swap.swap_out(family)
+
+    def num_kept(self, family: list[Sequence]) -> tuple[int, ...]:
+        """Return how many blocks of each group of layers swapping the sequences out would move."""
+        size = self.block_size
+        return (len({b for s in family for b in s.block_ids[: -(-s.num_computed_tokens // size)]}),)
+
     def is_coming(self, seq: Sequence) -> bool:
         """Whether the next step brings some of a sequence's blocks from main memory."""
         if self.swap is None or not self.swap.coming:
@@ -242,30 +256,33 @@ class BlockTables(OneGroup):
         if self.swap is not None:
             self._forget_blocks(self.swap.cancel())
 
-    def revoke(self, batch: Batch, later: list[Batch]) -> tuple[set[int], set[int]]:
+    def revoke(
+        self, batch: Batch, later: list[Batch], running: list[Sequence], waiting: list[Sequence]
+    ) -> tuple[list[Sequence], list[Sequence]]:
         """Make unfindable what a failed step was to move, and what was moved from there since.
 
         Args:
             batch: of the failed step.
             later: of the steps that began after it and are unfinished.
+            running: sequences that hold blocks.
+            waiting: those that hold none.
 
         Returns:
-            Device blocks and slots that do not hold what their owners think.
+            Of those that run and of those that wait, whose blocks and slots do not hold what they
+            think.
         """
         if self.swap is None:
-            return set(), set()
-        blocks = {block for _, block in batch.swap_in}
-        slots = {slot for _, slot in batch.swap_out}
+            return [], []
         pending = [(b.swap_out, b.swap_in, b.block_copies) for b in later]
         coming = tuple((slot, block) for block, slot in self.swap.coming.items())
         pending.append((tuple(self.swap.going), coming, ()))
-        for going, coming, copied in pending:
-            slots |= {slot for block, slot in going if block in blocks}
-            blocks |= {block for slot, block in coming if slot in slots}
-            blocks |= {copy for source, copy in copied if source in blocks}
+        blocks, slots = spread(batch, pending)
         self.swap.forget_slots(slots)
         self._forget_blocks(sorted(blocks))
-        return blocks, slots
+        return (
+            [seq for seq in running if not blocks.isdisjoint(seq.block_ids)],
+            [seq for seq in waiting if not slots.isdisjoint(seq.swap_slots)],
+        )
 
     def _forget_blocks(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -505,32 +522,7 @@ class BlockTables(OneGroup):
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        self.allocator.check_integrity()
-        owners = [0] * self.allocator.num_blocks
-        for blocks in (*(seq.block_ids for seq in holders), *self._fences, *self._read):
-            for block in blocks:
-                owners[block] += 1
-        counts = [self.allocator.ref_count(b) for b in range(self.allocator.num_blocks)]
-        rules = [
-            (owners == counts, "a ref count is the number of tables that hold the block"),
-            (
-                all(len(s.block_ids) >= self.blocks_for(s.num_scheduled_tokens) for s in holders),
-                "a table covers the computed tokens",
-            ),
-            (
-                all(s.num_told_blocks <= len(s.block_ids) for s in holders),
-                "a batch has told no more blocks than there are",
-            ),
-            (not self._copies, "no copy is left between steps"),
-        ]
-        if self.swap is not None:
-            self.swap.check_integrity(waiting)
-        if self.prefix is not None:
-            self.prefix.check_integrity()
-            rules.append((all(map(self._knows, holders)), "registered blocks hold their tokens"))
-        for holds, rule in rules:
-            if not holds:
-                raise AssertionError(f"broken invariant: {rule}")
+        check_blocks(self, holders, waiting)
 
     def let_go(self, blocks: list[int]) -> None:
         """Release blocks as soon as no step that has begun is unfinished."""
@@ -586,13 +578,3 @@ class BlockTables(OneGroup):
         """Blocks that reserving would take from the free list: new ones and revived ones."""
         revived = sum(self.allocator.ref_count(block) == 0 for block in hits)
         return self.blocks_for(seq.num_tokens) - len(hits) + revived
-
-    def _knows(self, seq: Sequence) -> bool:
-        assert self.prefix is not None
-        size = self.block_size
-        parent: int | str = seq.request.salt
-        for i, block in enumerate(seq.block_ids[: seq.num_registered_blocks]):
-            if not self.prefix.holds(block, parent, seq.token_ids[i * size : (i + 1) * size]):
-                return False
-            parent = block
-        return True

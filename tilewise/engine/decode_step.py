@@ -23,9 +23,10 @@ from tilewise import ops
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.device_batch import DeviceBatch
 from tilewise.engine.fused_layers import FUSED_ROWS, FusedLayers, why_not
-from tilewise.engine.runner import CausalModel
+from tilewise.engine.runner import CausalModel, head_logits
 from tilewise.models.llama import Llama
 from tilewise.nn.context import AttentionContext
+from tilewise.ops import SharedPrefixes
 from tilewise.ops.decode_rows import begin_decode, finish_decode
 
 __all__ = ["RING", "DecodeStep", "Results", "buckets"]
@@ -72,9 +73,10 @@ class DecodeStep:
         results: where the tokens go.
         bucket: rows of the step.
         batch_invariant: what `AttentionContext` takes.
+        shared: leading blocks that layers without a window read once for several rows.
 
     Attributes:
-        logits: (bucket, V) float32 of the last run.
+        logits: (bucket, V) of the last run, float32 or as the head rounds them.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class DecodeStep:
         bucket: int,
         *,
         batch_invariant: bool = False,
+        shared: SharedPrefixes | None = None,
     ) -> None:
         self.model, self.storage, self.batch, self.results = model, storage, batch, results
         self.bucket = bucket
@@ -97,7 +100,8 @@ class DecodeStep:
         device = batch.device
         # On a GPU a few rows wait more for launches than for memory.
         self._fused: FusedLayers | None = None
-        if bucket in FUSED_ROWS and not batch_invariant and _can_fuse(model, storage):
+        is_plain = not batch_invariant and shared is None
+        if bucket in FUSED_ROWS and is_plain and _can_fuse(model, storage):
             assert isinstance(model, Llama)
             self._fused = FusedLayers(model, storage, bucket)
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
@@ -109,6 +113,7 @@ class DecodeStep:
             block_table=batch.table[:bucket],
             slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
             batch_invariant=batch_invariant,
+            shared=shared,
             keeps_plans=True,
         )
         others = tuple(
@@ -116,6 +121,7 @@ class DecodeStep:
                 ctx,
                 block_table=other.table[:bucket],
                 slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
+                shared=None,
             )
             for other in batch.others
         )
@@ -157,38 +163,40 @@ class DecodeStep:
         assert self.logits is not None
         self._sample(self.logits)
 
-    def capture(self, pool: Any) -> None:
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
 
         What the step does for the first time (kernels that are compiled, plans, tables of angles,
-        workspaces of cuBLAS) it does before, twice.
+        the workspace of cuBLAS for a stream) it does before.
         """
-        self._graph = self._captured(self._compute, pool)
+        self._graph = self._captured(self._compute, pool, stream)
         self._graph_logits = self.logits
 
-    def capture_model(self, pool: Any) -> None:
+    def capture_model(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the step up to the head as a graph of its own, for `run_model`; likewise."""
 
         def compute() -> None:
             self._hidden = self._compute_hidden()
 
-        self._model_graph = self._captured(compute, pool)
+        self._model_graph = self._captured(compute, pool, stream)
 
     @torch.inference_mode()
-    def _captured(self, compute: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream(self.batch.device)
+    def _captured(
+        self, compute: Callable[[], None], pool: Any, stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
         stream.wait_stream(torch.cuda.current_stream(self.batch.device))
         with torch.cuda.stream(stream):
             compute()
-            compute()
         torch.cuda.current_stream(self.batch.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # Other threads may wait for an event meanwhile: of results, or of NCCL's watchdog.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             compute()
         return graph
 
     def _compute(self) -> None:
-        self.logits = self.model.compute_logits(self._compute_hidden())
+        self.logits = head_logits(self.model)(self._compute_hidden())
         self._sample(self.logits)
 
     def _compute_hidden(self) -> Tensor:

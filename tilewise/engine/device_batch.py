@@ -120,8 +120,10 @@ class DeviceBatch:
     ) -> None:
         self.max_num_seqs, self.max_blocks, self.block_size = max_num_seqs, max_blocks, block_size
         self.device = device
-        self._ints = torch.zeros((5, max_num_seqs), dtype=torch.int64, device=device)
-        self._words = torch.zeros((4, max_num_seqs), dtype=torch.int32, device=device)
+        # As wide as lets each row begin at a multiple of 16 bytes: kernels are compiled for that.
+        width = -(-max_num_seqs // 4) * 4
+        self._ints = torch.zeros((5, width), dtype=torch.int64, device=device)[:, :max_num_seqs]
+        self._words = torch.zeros((4, width), dtype=torch.int32, device=device)[:, :max_num_seqs]
         self.table = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
         self.fresh = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
         self.token, self.position, self.active, self.seed, self.counter = self._ints

@@ -37,13 +37,20 @@ from tilewise.engine.batch import (
 from tilewise.engine.block_copies import copy_in_all_layers
 from tilewise.engine.compilations import Compilations
 from tilewise.engine.decode_step import RING, DecodeStep, Results, buckets
-from tilewise.engine.device_batch import DeviceBatch
+from tilewise.engine.device_batch import Changes, DeviceBatch
 from tilewise.engine.host_cache import HostCache
 from tilewise.engine.prompt_scores import Chunk, PromptScores, finish, hand_over, score
 from tilewise.engine.prompt_steps import PromptSteps, can_capture
 from tilewise.engine.request import MOST_LOGPROBS
-from tilewise.engine.runner import SHARING_BYTES, CausalModel, Samples, is_device_lost
+from tilewise.engine.runner import (
+    SHARING_BYTES,
+    CausalModel,
+    Samples,
+    head_logits,
+    is_device_lost,
+)
 from tilewise.engine.sampler import most_likely
+from tilewise.engine.shared_groups import SharedGroups
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import shared_prefixes
 
@@ -69,10 +76,15 @@ class DeviceRunner:
 
     Attributes:
         steps: the decode steps by their number of rows.
+        shared_steps: those whose rows share prefixes; they are captured when they first run.
+        groups: who shares what in a step that decodes.
+        shares_captured: look for such rows where decode steps are captured, too. Not by default,
+            until such graphs have run on a GPU.
         host: main memory for blocks; may be set before the first step.
         prompts: the steps with prompts, where they are padded.
         captures: a step is captured as a CUDA graph when it first runs.
         compilations: kernels that were compiled since the runner was ready.
+        start_seconds: what `graphs.prepare` took for each of its parts.
     """
 
     def __init__(
@@ -94,8 +106,9 @@ class DeviceRunner:
         self.compilations = Compilations()
         layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
         self.sharing_tokens: int | None = None
-        is_latent = isinstance(storage.spec.kv, LatentSpec)
-        if self.device.type == "cuda" and not batch_invariant and not is_latent:
+        # The first group's tables say what is shared, and layers with a window do not share.
+        shares = not isinstance(storage.spec.kv, LatentSpec) and storage.spec.windows[0] is None
+        if self.device.type == "cuda" and not batch_invariant and shares:
             self.sharing_tokens = SHARING_BYTES // layer_bytes
         max_blocks = math.ceil(max_model_len / self.block_size)
         self.rows = DeviceBatch(
@@ -107,11 +120,14 @@ class DeviceRunner:
         self.pools = pooling.Pools()
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
+        self.shared_steps: dict[int, DecodeStep] = {}
+        self.groups = SharedGroups(max_num_seqs, max_blocks, self.block_size, self.device)
         self.prompts: PromptSteps | None = None
-        if max_num_batched_tokens is not None and can_capture(model, storage):
+        if max_num_batched_tokens is not None and can_capture(model):
             self.prompts = PromptSteps(model, storage, max_num_batched_tokens)
-        self.captures = False
-        self._pool: Any = None
+        self.captures = self.shares_captured = False
+        self.start_seconds: dict[str, float] = {}
+        self._capturing: tuple[Any, torch.cuda.Stream] | None = None
         self._place = 0  # of the next results, as the device counts
         is_cuda = self.device.type == "cuda"
         self._pinned = [
@@ -125,15 +141,16 @@ class DeviceRunner:
         """Kernels that were compiled since the runner was ready, see `start`."""
         return self.compilations.count
 
-    def step_of(self, bucket: int) -> DecodeStep:
+    def step_of(self, bucket: int, *, shares: bool = False) -> DecodeStep:
         """Return the decode step of so many rows, made when it is first asked for."""
-        step = self.steps.get(bucket)
+        steps = self.shared_steps if shares else self.steps
+        step = steps.get(bucket)
         if step is None:
-            step = DecodeStep(
+            step = steps[bucket] = DecodeStep(
                 self.model, self.storage, self.rows, self.results, bucket,
                 batch_invariant=self.batch_invariant,
+                shared=self.groups.prefixes(bucket) if shares else None,
             )  # fmt: skip
-            self.steps[bucket] = step
         return step
 
     def reset(self) -> None:
@@ -143,6 +160,7 @@ class DeviceRunner:
     def _forget_rows(self) -> None:
         """Forget what the device knows; sequences tell it anew when they run."""
         self.rows.reset()
+        self.groups.is_stale = True
         self.adjuster.reset()
         # A step that failed midway may have moved the device's count on.
         self.results.place.fill_((self._place - 1) % RING)
@@ -175,7 +193,7 @@ class DeviceRunner:
     def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
         changes = self.rows.take(batch, decodes=True)
         bucket = next(b for b in self.buckets if b >= self.rows.num_rows)
-        step = self._prepared(bucket, adjusts)
+        step = self._prepared(bucket, adjusts, self._finds_groups(batch, changes, bucket))
         self._copy_blocks(batch)
         self.rows.send(changes)
         asking = self._asking(batch.sequences, changes.rows)
@@ -203,13 +221,24 @@ class DeviceRunner:
         event = self._read([(target, self.results.values[place, :end])], logprobs)
         return _Handle(batch, changes.rows, target, logprobs, event, errors)
 
-    def _prepared(self, bucket: int, adjusts: bool) -> DecodeStep:
-        step = self.step_of(bucket)
+    def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
+        """Whether rows of a step share enough; looked for when the batch has changed."""
+        if self.sharing_tokens is None or (self.captures and not self.shares_captured):
+            return False
+        groups, rows = self.groups, self.rows
+        if groups.is_stale or batch.left or not changes.is_empty:
+            lengths = np.zeros(rows.num_rows, np.int64)
+            lengths[changes.rows] = [run.start + 1 for run in batch.sequences]
+            groups.find(rows.host_table[: rows.num_rows], lengths, bucket, self.sharing_tokens)
+        return groups.is_active
+
+    def _prepared(self, bucket: int, adjusts: bool, shares: bool) -> DecodeStep:
+        step = self.step_of(bucket, shares=shares)
         if self.captures and not (step.is_model_captured if adjusts else step.is_captured):
-            self.capture(bucket, of_model=adjusts)
+            self.capture(bucket, of_model=adjusts, shares=shares)
         return step
 
-    def capture(self, bucket: int, *, of_model: bool = False) -> None:
+    def capture(self, bucket: int, *, of_model: bool = False, shares: bool = False) -> None:
         """Capture the decode step of so many rows, or the part of it before the logits."""
         rows, place = self.rows, self.results.place
         with torch.inference_mode():
@@ -218,20 +247,25 @@ class DeviceRunner:
             rows.active.zero_()
             for fresh in kept[2:]:
                 fresh.fill_(-1)
-            step = self.step_of(bucket)
-            (step.capture_model if of_model else step.capture)(self._shared_pool())
+            step = self.step_of(bucket, shares=shares)
+            (step.capture_model if of_model else step.capture)(*self._captured_in())
             for x, value in zip(kept, state, strict=True):
                 x.copy_(value)
 
     def capture_prompts(self, size: int) -> None:
         """Capture the steps with prompts that are padded to one of `PromptSteps.sizes`."""
         assert self.prompts is not None
-        self.prompts.capture(size, self._shared_pool())
+        self.prompts.capture(size, *self._captured_in())
 
-    def _shared_pool(self) -> Any:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+    def _captured_in(self) -> tuple[Any, torch.cuda.Stream]:
+        """Return the pool of all graphs and the stream that they are captured on.
+
+        One stream, since torch keeps memory, and cuBLAS 32 MiB, for each that anything ran on.
+        """
+        if self._capturing is None:
+            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+            self._capturing = pool, stream
+        return self._capturing
 
     def _run(
         self, batch: Batch, adjusts: bool, chunks: list[Chunk], parts: list[pooling.Part]
@@ -239,6 +273,7 @@ class DeviceRunner:
         """Compute a step of which some sequences run more than one token, or draw not one."""
         rows, sequences = self.rows, batch.sequences
         changes = rows.take(batch, decodes=False)
+        self.groups.is_stale = True
         lengths = np.array([len(s.token_ids) for s in sequences], np.int64)
         starts = np.array([s.start for s in sequences], np.int64)
         edges = np.concatenate([[0], np.cumsum(lengths)])
@@ -257,7 +292,7 @@ class DeviceRunner:
         more = [
             ids, positions, slots, pending, row_of[owner[pending]], edges[1:][drawing] - 1,
             np.repeat(np.arange(len(drawing)), counts), firsts, row_of[drawing], seeds, counters,
-            row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), sampling.ravel(),
+            row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), *sampling,
         ]  # fmt: skip
         columns, offsets = positions // self.block_size, positions % self.block_size
         more += [
@@ -267,7 +302,8 @@ class DeviceRunner:
         sent = rows.send(changes, more)
         self._copy_blocks(batch)
         (ids_, positions_, slots_, pending_, pending_rows, logits_rows, repeats, firsts_, drawing_,
-         seeds_, counters_, rows_, cu, seqlens, words, *other_slots) = sent  # fmt: skip
+         seeds_, counters_, rows_, cu, seqlens, *rest) = sent  # fmt: skip
+        words, other_slots = rest[:4], rest[4:]
         if len(pending):
             ids_.index_copy_(0, pending_, rows.token.index_select(0, pending_rows))
         width = int((starts + lengths).max() - 1) // self.block_size + 1
@@ -313,7 +349,7 @@ class DeviceRunner:
             return _Handle(batch, [], nothing, None, event, scored=scored, sums=sums)
         if len(logits_rows) < len(hidden):
             hidden = hidden.index_select(0, logits_rows)
-        logits = self.model.compute_logits(hidden)
+        logits = (self.model.compute_logits if adjusts else head_logits(self.model))(hidden)
         samplers = [s for s in sequences for _ in range(s.num_samples)]
         repeated = [i for i, count in enumerate(counts.tolist()) for _ in range(count)]
         asking, raw = self._asking(samplers, repeated), None
@@ -326,7 +362,7 @@ class DeviceRunner:
                 logits, sequences, [place_of.get(i, -1) for i in range(len(sequences))],
                 tokens=rows.token, token_rows=changes.rows,
             )  # fmt: skip
-        pairs = self._sample(logits, words.view(4, -1), seeds_, counters_, repeats, counts)
+        pairs = self._sample(logits, words, seeds_, counters_, repeats, counts)
         rows.store_tokens(drawing_, pairs[:, 0].index_select(0, firsts_))
         logprobs = None
         if asking is not None and raw is not None:
@@ -352,19 +388,20 @@ class DeviceRunner:
         return score(chunks, logits_of, vocab, self.device)
 
     def _sample(
-        self, logits: Tensor, words: Tensor, seeds: Tensor, counters: Tensor, repeats: Tensor,
-        counts: NDArray[np.int64],
+        self, logits: Tensor, words: Sequence[Tensor], seeds: Tensor, counters: Tensor,
+        repeats: Tensor, counts: NDArray[np.int64],
     ) -> Tensor:  # fmt: skip
         """Return (samples, 2): token and whether the row of logits is finite."""
-        floats, total = words[:3].view(torch.float32), len(seeds)
-        step, parts = max(MAX_SAMPLED // logits.shape[1], 1), []
+        temperature, top_p, min_p = (part.view(torch.float32) for part in words[:3])
+        # A multiple of eight rows, so that all parts begin aligned.
+        total, step, parts = len(seeds), max(MAX_SAMPLED // logits.shape[1] // 8, 1) * 8, []
         is_single = int(counts.max()) == 1
         for first in range(0, total, step):
             some = slice(first, first + step)
             tokens, is_finite = ops.sample_tokens(
                 logits[some] if is_single else logits.index_select(0, repeats[some]),
-                temperature=floats[0, some], top_p=floats[1, some], min_p=floats[2, some],
-                top_k=words[3, some], seeds=seeds[some], counters=counters[some],
+                temperature=temperature[some], top_p=top_p[some], min_p=min_p[some],
+                top_k=words[3][some], seeds=seeds[some], counters=counters[some],
             )  # fmt: skip
             parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -433,7 +470,7 @@ class _Asking(NamedTuple):
 
     def found_in(self, logits: Tensor, tokens: Tensor) -> _Logprobs:
         """Compute them, of the model's logits and the token of each of these samples."""
-        vocab = logits.shape[1]
+        logits, vocab = logits.float(), logits.shape[1]
         if self.most > MOST_LOGPROBS:
             logprobs = logits.log_softmax(dim=-1)
             top, ids = most_likely(logprobs, min(self.most, vocab))

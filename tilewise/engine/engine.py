@@ -17,7 +17,7 @@ from typing import Any
 
 from tilewise.engine.batch import Batch, TokenEvent
 from tilewise.engine.explanation import explain
-from tilewise.engine.insight import picture
+from tilewise.engine.insight import line, picture
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.runner import Runner, Samples, StepHandle
@@ -111,6 +111,7 @@ class Engine:
             if not self._link_blocks:
                 self._link_blocks = self.runner.host.measure()
             scheduler.preemption.rates.link_blocks = self._link_blocks
+            scheduler.preemption.rates.group_shares = self.runner.host.group_shares
         self.scheduler = scheduler
         scheduler.max_in_flight = 2 if self.overlap else 1
 
@@ -218,7 +219,7 @@ class Engine:
         newer = [batch for batch, _ in self._unfinished]
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []
-        if any(batch.swap_out or batch.swap_in for batch in (failed, *newer)):
+        if any(batch.is_moving for batch in (failed, *newer)):
             self._withdraw(error)
         else:
             for batch in (failed, *newer):
@@ -328,6 +329,11 @@ class Engine:
         """Return who holds which block now, see `insight.picture`; any thread may ask."""
         with self.lock:
             return picture(self.scheduler)
+
+    def line(self, most: int) -> list[str]:
+        """Return who waits, the next one first, see `insight.line`; any thread may ask."""
+        with self.lock:
+            return line(self.scheduler, most)
 
     def _record(self, batch: Batch, samples: Samples | None, seconds: float) -> None:
         """Note what a step took; without samples it was run again, in parts."""

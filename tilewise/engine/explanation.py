@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewise.engine.group_swap import slots_of
 from tilewise.engine.scheduler import Scheduler
 
 __all__ = ["MOST_NAMED", "explain"]
@@ -44,7 +45,8 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
         num_cached = max(num_cached, *(seq.num_cached_tokens for seq in unfinished))
         if not is_running:
             behind = _behind(scheduler, request_id)
-    slots = {slot for seq in unfinished for slot in seq.swap_slots}
+    kept = [(i, s) for q in unfinished for i, own in enumerate(slots_of(q)) for s in own]
+    slots = {(group, slot) for group, slot in kept if slot >= 0}
     now = trace.clock()
     return {
         "request_id": request_id,
@@ -69,7 +71,8 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
 def _behind(scheduler: Scheduler, request_id: str) -> list[str]:
     """Return the ids of the requests that wait before one, or of all that run if there are none."""
     before: dict[str, None] = {}
-    for seq in scheduler.roster.waiting:
+    waiting = scheduler.roster.waiting
+    for seq in scheduler.order.line(waiting, len(waiting)):
         if seq.request.request_id == request_id:
             break
         before[seq.request.request_id] = None

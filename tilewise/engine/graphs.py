@@ -1,14 +1,15 @@
 """Getting a device's runner ready: kernels compiled, decode steps captured, before requests come.
 
-Triton compiles a kernel anew when an integer becomes 1 or a multiple of 16, and the tiles of
-attention follow from the lengths of a step, so a few prompts of chosen lengths are computed, alone,
-side by side, beside sequences that decode and after a common beginning. Steps with prompts and
-decode steps are captured from the largest to the smallest, in one pool of memory: the smaller ones
-find room in what the largest needed.
+The tiles of attention, and whether keys are split, follow from the lengths of a step, so steps of
+chosen lengths are computed, alone, side by side, beside sequences that decode and after a common
+beginning. (Lengths themselves are compiled into no kernel, see tests/engine/test_compiled_ahead.)
+Steps with prompts and decode steps are captured before, from the largest to the smallest, in one
+pool of memory: the smaller ones find room in what the largest needed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,19 +23,21 @@ from tilewise.engine.request import SamplingParams
 __all__ = ["MODES", "capture_all", "prepare", "warm_up_batches"]
 
 MODES = ("auto", "lazy", "off")
-# Prompts of a step in tokens: one token, few, a multiple of 16 and not, short and long ones; the
-# same beside each other, beside a sequence that decodes, and as many as there are.
-WARM_UP = (
-    (2,), (16,), (33,), (64,), (65,), (128,), (250,), (512,), (1000,), (2048,), (4099,),
-    (2, 2), (16, 16), (24, 40), (100, 156), (500, 524), (1000, 1000), (2000, 2096),
-    (1, 2), (1, 15), (1, 63), (1, 127), (1, 256), (1, 1, 510), (1, 1, 1021), (1, 1, 1, 4000),
-    (*[1] * 31, 33), (*[1] * 31, 500), (*[1] * 31, 2000), (*[1] * 63, 65), (*[1] * 127, 1000),
-    (*[1] * 127, 2001), (*[1] * 200, 100), (*[1] * 200, 3001), (*[1] * 200, 7000),
-    (17,) * 31, (64,) * 63, (100,) * 64, (31,) * 200, (900,) * 9, (16,) * 30 + (250,) * 8 + (2000,),
+# New tokens of runs for which attention has tiles of their own: those of few rows end at 16, 32 and
+# 64 of a key head, whatever the number of its queries.
+RUNS = (1, 2, 4, 8, 16, 32, 64, 100)
+# Other prompts, alone: few tiles of rows have their keys split, many have not; kernels of attention
+# over whole prompts, as latents take it, know odd lengths from others.
+PROMPTS = (37, 101, 250, 500, 1001, 2048, 4099)
+# (sequences that decode, new tokens of one beside them): few rows are merged by other programs than
+# many.
+MIXED = (
+    (1, 2), (1, 15), (1, 100), (1, 1000), (4, 16), (4, 64), (7, 8), (31, 8), (31, 100), (31, 2000),
+    (63, 8), (63, 100), (127, 2), (127, 1000), (200, 8), (200, 100), (200, 7000),
 )  # fmt: skip
-# New tokens of steps whose sequences share the 16 blocks before them.
-SHARED = ((1, 2), (1, 1, 3), (16, 16, 16, 16), (61, 64), (12, 500), (1, 1, 1000))
-
+# (sequences, new tokens of each): many tiles of rows of each width.
+MANY = ((200, 1), (40, 8), (64, 16), (64, 32), (16, 64), (9, 900))
+FAR = 512  # tokens before the new ones, where they matter: keys are split, and sequences merged
 # What `ops.adjust_logits` has kernels for: biases, masks, penalties, and the last two together.
 ADJUSTED: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": [0], "logit_bias": {0: 1.0}},
@@ -58,53 +61,107 @@ def prepare(
         is_lazy: capture a decode step when it first runs.
         show: takes a line of progress.
     """
+    if not is_lazy:
+        capture_all(runner, show)  # before the steps, which then launch little beside attention
+    captured = time.perf_counter()
     batches = warm_up_batches(runner, max_num_batched_tokens)
     threshold = runner.sharing_tokens
     for i, (batch, shares) in enumerate(batches):
         show(f"compiling kernels, step {i + 1} of {len(batches)}")
-        runner.sharing_tokens = 1 if shares and threshold is not None else threshold
+        # The sequences of all steps lie in the same blocks, most of which are not to be shared.
+        runner.sharing_tokens = 1 if shares and threshold is not None else None
         runner.submit(batch).result()  # keys that no step has written may be anything
     runner.sharing_tokens = threshold
     runner.reset()
-    if not is_lazy:
-        capture_all(runner, show)
+    runner.start_seconds |= {"warm-up steps": time.perf_counter() - captured}
     runner.captures = runner.device.type == "cuda"
     runner.compilations = Compilations()
 
 
 def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
     """Capture every decode step and every step with prompts, the largest first."""
-    sizes = [] if runner.prompts is None else runner.prompts.sizes[::-1]
-    for i, size in enumerate(sizes):
-        show(f"capturing steps with prompts, {i + 1} of {len(sizes)}")
-        runner.capture_prompts(size)
-    sizes = runner.buckets[::-1]
-    for i, bucket in enumerate(sizes):
-        show(f"capturing decode steps, {i + 1} of {len(sizes)}")
-        runner.capture(bucket)
-    torch.cuda.synchronize(runner.device)
+    prompts = [] if runner.prompts is None else runner.prompts.sizes
+    kinds: list[tuple[str, list[int], Callable[[int], None]]] = [
+        ("steps with prompts", prompts, runner.capture_prompts),
+        ("decode steps", runner.buckets, runner.capture),
+    ]
+    for kind, sizes, capture in kinds:
+        began = time.perf_counter()
+        for i, size in enumerate(reversed(sizes)):
+            show(f"capturing {kind}, {i + 1} of {len(sizes)}")
+            capture(size)
+        torch.cuda.synchronize(runner.device)
+        runner.start_seconds[f"capturing {kind}"] = time.perf_counter() - began
+
+
+def warm_up_steps(
+    max_num_seqs: int, max_tokens: int, max_len: int, block_size: int
+) -> list[tuple[tuple[int, ...], int, bool]]:
+    """Return steps that together launch every kernel of attention that a step may need.
+
+    Args:
+        max_num_seqs, max_tokens: of one step.
+        max_len: tokens of a sequence.
+        block_size: of the cache.
+
+    Returns:
+        New tokens of each sequence, the tokens before them, and whether the sequences share these.
+    """
+    plain: list[tuple[int, ...]] = [(run,) for run in (*RUNS, *PROMPTS)]
+    plain += [(*[1] * count, run) for count, run in MIXED] + [(run,) * n for n, run in MANY]
+    wanted = [(runs, start, False) for start in (0, FAR) for runs in plain]
+    shared: list[tuple[int, ...]] = [(run, run) for run in (*RUNS, 500)] + [
+        (run,) * n for n, run in MANY[:-1]
+    ]
+    # So few blocks as are shared at all, and more keys than one split has.
+    starts = sorted({8 * block_size, -(-max(8 * block_size, 272) // block_size) * block_size})
+    wanted += [(runs, start, True) for start in starts for runs in (*shared, (1, 1, 1000))]
+    steps = dict.fromkeys(
+        _cut(runs, start, shares, max_num_seqs, max_tokens, max_len)
+        for runs, start, shares in wanted
+    )
+    return [step for step in steps if step is not None]
+
+
+def _cut(
+    runs: tuple[int, ...], start: int, shares: bool, max_num_seqs: int, max_tokens: int,
+    max_len: int,
+) -> tuple[tuple[int, ...], int, bool] | None:  # fmt: skip
+    """Return a step as the limits allow it, or None where nothing of it is left."""
+    runs = runs[-min(max_num_seqs, max(1, max_tokens // 2)) :]  # the last is the longest
+    if not shares:
+        start = max(0, min(start, max_len - runs[-1]))
+    if len(set(runs)) == 1:
+        runs = tuple(min(run, max_len - start, max_tokens) for run in runs)
+        runs = runs[: max_tokens // runs[0]] if runs[0] > 0 else ()
+    else:
+        longest = min(max_len - start, max_tokens - len(runs) + 1)
+        runs = (*runs[:-1], min(runs[-1], longest))
+    if not runs or runs[-1] < 1 or (shares and len(runs) < 2):
+        return None
+    return runs, start, shares
 
 
 def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[tuple[Batch, bool]]:
-    """Return the steps of WARM_UP and SHARED that the limits allow, and whether they are of SHARED.
+    """Return the steps of `warm_up_steps`, and whether their sequences share what they begin with.
 
-    Those of too many tokens are cut short. One step more copies blocks and draws two samples with
-    their log-probabilities; three change logits in every way that is a kernel of its own.
+    One step more decodes, another copies blocks and draws two samples with their
+    log-probabilities; three change logits in every way that is a kernel of its own.
     """
     rows, size = runner.rows, runner.block_size
     longest = min(rows.max_blocks, *runner.storage.counts) * size
-    steps = dict.fromkeys(
-        (tuple(min(n, max_num_batched_tokens - len(runs) + 1, longest) for n in runs), 0)
-        for runs in WARM_UP
-    )
-    start = 16 * size
-    steps |= dict.fromkeys((runs, start) for runs in SHARED if start + max(runs) <= longest)
-    batches, first = [], 0
-    for runs, start in steps:
-        if len(runs) > rows.max_num_seqs or not 0 < sum(runs) <= max_num_batched_tokens:
+    steps = warm_up_steps(rows.max_num_seqs, max_num_batched_tokens, longest, size)
+    batches, first = [(Batch((_sequence(0, 1, 0, size),)), False)], 1
+    for runs, start, shares in steps:
+        if shares and runner.sharing_tokens is None:
             continue
-        sequences = tuple(_sequence(first + i, n, start, size) for i, n in enumerate(runs))
-        batches.append((Batch(sequences, left=tuple(range(first))), start > 0))
+        # Runs of one token that draw nothing are no decode step.
+        draws = int(max(runs) > 1)
+        sequences = tuple(
+            _sequence(first + i, n, start, size)._replace(num_samples=draws, seeds=(0,) * draws)
+            for i, n in enumerate(runs)
+        )
+        batches.append((Batch(sequences, left=tuple(range(first))), shares))
         first += len(runs)
     if min(runner.storage.counts) > 1 and longest > 1:
         asking = SamplingParams(n=2, logprobs=1)

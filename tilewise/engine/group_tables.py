@@ -15,74 +15,75 @@ many as its layers ever need at a time: those of a window and of a step. A seque
 gives back in front what it takes behind, unless others own it, too; then it may lack blocks like
 any other, and whoever comes first is served first, which is what the proof in `scheduler` needs.
 
+With main memory (`engine.group_swap`) what is swapped out of a sequence is what the query at its
+next token sees in each group, and a prefix is found where every group has it here or there.
+
 The events of a trace, and counts of blocks in stats, are those of the first group.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.grouped_prefix import GroupedPrefix, PrefixNode, first_block
 from tilewise.engine.admission import Limits, window_blocks
+from tilewise.engine.batch import Batch
 from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.group_moves import (
+    bring_back,
+    count_lacking,
+    count_seen,
+    revoke_moves,
+    seen,
+    take,
+)
+from tilewise.engine.group_places import Places, Pool, places_of
+from tilewise.engine.group_swap import GroupSwap
 from tilewise.engine.request import Sequence
 from tilewise.engine.swap_space import BlockStore, Transfers
+from tilewise.engine.table_checks import check_groups
 
 __all__ = ["GroupedTables", "Places", "tables_of"]
 
 
 def tables_of(
-    limits: Limits, enable_prefix_caching: bool, num_swap_blocks: int, store: BlockStore | None
+    limits: Limits,
+    enable_prefix_caching: bool,
+    num_swap_blocks: int | Seq[int],
+    store: BlockStore | None,
 ) -> BlockTables:
     """Return tables for the groups of layers of `limits`: plain ones where that is one of all keys.
 
+    Args:
+        limits: the groups, and blocks of each.
+        enable_prefix_caching: keep full blocks findable by content.
+        num_swap_blocks: blocks of main memory, of every group, or one number for each.
+        store: where cold prefixes go from there.
+
     Raises:
-        ValueError: there is to be main memory for blocks of several groups, or behind windows.
+        ValueError: there is not one number for each group, or there is to be a store for blocks of
+            several groups, or behind windows.
     """
+    slots = num_swap_blocks
+    swaps = [slots] * len(limits.windows) if isinstance(slots, int) else [*slots]
+    if len(swaps) != len(limits.windows):
+        raise ValueError(
+            f"num_swap_blocks must be one number for each of {len(limits.windows)} groups, "
+            f"got {swaps}"
+        )
     if limits.windows == (None,):
         size = limits.block_size
-        return BlockTables(limits.num_blocks, size, enable_prefix_caching, num_swap_blocks, store)
-    if num_swap_blocks:
+        return BlockTables(limits.num_blocks, size, enable_prefix_caching, swaps[0], store)
+    if store is not None:
         raise ValueError(
-            "num_swap_blocks must be 0 for layers with windows, whose blocks main memory does not "
-            f"keep, got {num_swap_blocks}"
+            "store must be None for layers with windows, whose blocks no file keeps, got one"
         )
     counts = (limits.num_blocks, *limits.other_blocks)
     return GroupedTables(
-        counts, limits.block_size, limits.windows, limits.max_run, enable_prefix_caching
+        counts, limits.block_size, limits.windows, limits.max_run, enable_prefix_caching, swaps
     )
-
-
-@dataclass(slots=True)
-class Places:
-    """Where the blocks of a sequence are, beside `Sequence.block_ids`.
-
-    Attributes:
-        tables: of groups 1, 2, ...; that of the first is the sequence's.
-        told: leading blocks of these that a batch has told, and that have not changed since.
-        gone: of every group, leading blocks that the sequence has no more.
-        node: of its last known block.
-    """
-
-    tables: list[list[int]]
-    told: list[int]
-    gone: list[int]
-    node: PrefixNode | None = None
-
-
-@dataclass(slots=True)
-class _Pool:
-    """Blocks of one group: what is copied in the next step, and what waits for unfinished ones."""
-
-    allocator: BlockAllocator
-    window: int | None
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    sources: Counter[int] = field(default_factory=Counter)
-    fences: deque[list[int]] = field(default_factory=deque)
 
 
 class GroupedTables(BlockTables):
@@ -94,6 +95,7 @@ class GroupedTables(BlockTables):
         windows: of each group, None for all keys.
         max_run: tokens of one sequence in one step at most.
         enable_prefix_caching: keep full blocks findable by content.
+        num_swap_blocks: blocks of main memory, of each group; none with () or zeros.
 
     Raises:
         ValueError: there is not one window for each number of blocks.
@@ -106,6 +108,7 @@ class GroupedTables(BlockTables):
         windows: Seq[int | None],
         max_run: int,
         enable_prefix_caching: bool,
+        num_swap_blocks: Seq[int] = (),
     ) -> None:
         if len(num_blocks) != len(windows) or not num_blocks:
             raise ValueError(
@@ -113,13 +116,20 @@ class GroupedTables(BlockTables):
             )
         super().__init__(num_blocks[0], block_size, enable_prefix_caching=False)
         allocators = [self.allocator, *map(BlockAllocator, num_blocks[1:])]
-        self.pools = [_Pool(a, w) for a, w in zip(allocators, windows, strict=True)]
+        self.pools = [Pool(a, w) for a, w in zip(allocators, windows, strict=True)]
         self.max_run = max_run
         self.tree: GroupedPrefix | None = None
         if enable_prefix_caching:
             self.tree = GroupedPrefix(allocators, windows, block_size)
             self.trace.watch(self.allocator)
+        self.group_swap = GroupSwap(num_swap_blocks, self.tree) if any(num_swap_blocks) else None
         self._found: tuple[Sequence, int, list[PrefixNode]] | None = None  # for whom, version
+        self._moves: list[tuple[Transfers, Transfers]] = []
+
+    @property
+    def memory(self) -> GroupSwap | None:
+        """Main memory behind the blocks; None without."""
+        return self.group_swap
 
     @property
     def prefix_counts(self) -> tuple[int, int]:
@@ -143,10 +153,22 @@ class GroupedTables(BlockTables):
         return any(any(pool.fences) for pool in self.pools)
 
     def begin_step(self) -> tuple[Transfers, Transfers]:
-        """Note that a step may use any block that has an owner now; nothing is swapped."""
+        """Note that a step may use any block that has an owner now.
+
+        Returns:
+            What it moves out and in, of the first group.
+        """
         for pool in self.pools:
             pool.fences.append([])
-        return (), ()
+        if self.group_swap is None:
+            return (), ()
+        first, *self._moves = self.group_swap.begin_step()
+        return first
+
+    def take_other_moves(self) -> tuple[tuple[Transfers, Transfers], ...]:
+        """Return what the step that has begun moves out and in, of groups 1, 2, ...."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
 
     def end_step(self, index: int) -> None:
         """Note that unfinished step `index`, 0 the oldest, has finished, or never will."""
@@ -157,17 +179,19 @@ class GroupedTables(BlockTables):
                 self._release(number, blocks)
             else:
                 pool.fences[index - 1] += blocks
+        if self.group_swap is not None:
+            self.group_swap.end_step(index)
 
     def parent_of(self, block: int) -> int:
         return self.tree.parent_of(block) if self.tree else -1
 
     def num_places(self, seq: Sequence) -> int:
         """Return how many blocks of tokens a sequence's tables have a place for."""
-        return min(map(len, (seq.block_ids, *_places(seq).tables)))
+        return min(map(len, (seq.block_ids, *places_of(seq).tables)))
 
     def tell(self, seq: Sequence) -> tuple[tuple[list[int], int], ...]:
         """Return for groups 1, 2, ... the table and its first new block, which a batch tells."""
-        places = _places(seq)
+        places = places_of(seq)
         others = tuple(zip(places.tables, places.told, strict=True))
         places.told = [len(table) for table in places.tables]
         return others
@@ -202,13 +226,14 @@ class GroupedTables(BlockTables):
         if hits:
             assert self.tree is not None
             self.tree.hold(hits[-1])  # before others' blocks are evicted for the new ones
+            if self.group_swap is not None:
+                self.group_swap.num_recalled += count_lacking(self, hits)
         tables, gone, size = list[list[int]](), list[int](), self.block_size
         for number, pool in enumerate(self.pools):
             first = first_block(len(hits) * size, pool.window, size)
-            found = [node.blocks[number] for node in hits[first:]]
-            pool.allocator.share(found)
-            fresh = self._end(seq, number, first, len(hits)) - len(hits)
-            tables.append([0] * first + found + pool.allocator.allocate(fresh))
+            count = self._end(seq, number, first, len(hits)) - len(hits)
+            found, fresh = take(self, number, hits[first:], count)
+            tables.append([0] * first + found + fresh)
             gone.append(first)
         seq.block_ids = tables[0]
         node = hits[-1] if hits else None
@@ -218,6 +243,60 @@ class GroupedTables(BlockTables):
         if self.tree is not None:
             self.tree.count(seq.num_tokens, seq.num_computed_tokens)
         return True
+
+    def swap_out(self, family: list[Sequence]) -> bool:
+        """As `BlockTables.swap_out`; nothing is kept of who has passed what it needs to go on."""
+        if self.group_swap is None or any(map(self.has_passed, family)):
+            return False
+        return self.group_swap.swap_out(family, [seen(self, seq) for seq in family])
+
+    def num_kept(self, family: list[Sequence]) -> tuple[int, ...]:
+        """Return how many blocks of each group swapping the sequences out would move."""
+        return count_seen(self, family)
+
+    def has_passed(self, seq: Sequence) -> bool:
+        """Whether a later step, unfinished or taken back, let go of what its next token sees."""
+        return any(
+            gone > first_block(seq.num_computed_tokens, pool.window, self.block_size)
+            for gone, pool in zip(places_of(seq).gone, self.pools, strict=True)
+        )
+
+    def swap_in(self, group: list[Sequence], spare: int) -> bool:
+        """As `BlockTables.swap_in`; here all full blocks that come back are findable from then."""
+        return bring_back(self, group, spare)
+
+    def is_coming(self, seq: Sequence) -> bool:
+        """Whether the next step brings some of a sequence's blocks from main memory."""
+        if self.group_swap is None:
+            return False
+        return any(
+            room.coming and not room.coming.keys().isdisjoint(self.held(seq, number))
+            for number, room in enumerate(self.group_swap.rooms)
+        )
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        """Let go of what main memory keeps of a sequence that waits."""
+        if self.group_swap is not None and seq.swap_slots:
+            self.group_swap.drop(seq)
+
+    def cancel_transfers(self) -> None:
+        """Move nothing more: nobody is unfinished, and no step may come."""
+        if self.group_swap is not None:
+            for number, blocks in enumerate(self.group_swap.cancel()):
+                self.forget_blocks(number, blocks)
+
+    def revoke(
+        self, batch: Batch, later: list[Batch], running: list[Sequence], waiting: list[Sequence]
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """As `BlockTables.revoke`."""
+        return revoke_moves(self, batch, later, running, waiting)
+
+    def forget_blocks(self, number: int, blocks: list[int]) -> None:
+        """Make single blocks of a group unfindable: what they were to hold has not arrived."""
+        if self.tree is not None:
+            forgotten = [block for block in blocks if self.tree.forget_block(number, block)]
+            if number == 0 and forgotten:
+                self.trace.note("forget", tuple(forgotten))
 
     def extend(self, seq: Sequence, end: int) -> bool:
         """Make positions num_scheduled_tokens ... end - 1 writable by this sequence alone.
@@ -234,7 +313,7 @@ class GroupedTables(BlockTables):
         for number, pool in enumerate(self.pools):
             if pool.window is not None:
                 self._pass(seq, number, first_block(start, pool.window, size))
-            table = self._table(seq, number)
+            table = self.table(seq, number)
             owners = pool.allocator.ref_count(table[first]) if first < len(table) else 1
             if owners > 1:  # those who have just got copies own the source no more
                 owners -= pool.sources[table[first]]
@@ -247,7 +326,7 @@ class GroupedTables(BlockTables):
             if is_shared:
                 self._copy(seq, number, first)
             if grown:
-                table = self._table(seq, number)
+                table = self.table(seq, number)
                 table += self.pools[number].allocator.allocate(grown)
                 if number == 0:
                     self.trace.note("extend", seq.seq_id, tuple(table[-grown:]))
@@ -255,7 +334,7 @@ class GroupedTables(BlockTables):
         return True
 
     def _copy(self, seq: Sequence, number: int, place: int) -> None:
-        pool, table = self.pools[number], self._table(seq, number)
+        pool, table = self.pools[number], self.table(seq, number)
         source = table[place]
         [copy] = pool.allocator.allocate(1)
         pool.copies.append((source, copy))
@@ -269,9 +348,9 @@ class GroupedTables(BlockTables):
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence start from all that its parent has computed."""
-        places = _places(parent)
+        places = places_of(parent)
         for number, pool in enumerate(self.pools):
-            pool.allocator.share(self._held(parent, number))
+            pool.allocator.share(self.held(parent, number))
         parent.shares_tail = child.shares_tail = True
         child.block_ids = list(parent.block_ids)
         tables = [list(table) for table in places.tables]
@@ -287,7 +366,7 @@ class GroupedTables(BlockTables):
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
         if seq.places is not None:
             for number in range(len(self.pools)):
-                self._let_go_of(number, self._held(seq, number))
+                self._let_go_of(number, self.held(seq, number))
             if self.tree is not None:
                 self.tree.drop(seq.places.node)
         seq.block_ids, seq.places = [], None
@@ -299,7 +378,7 @@ class GroupedTables(BlockTables):
         """Let go of the blocks behind the scheduled tokens, which were for drafts."""
         kept = self.blocks_for(seq.num_scheduled_tokens)
         for number in range(len(self.pools)):
-            table = self._table(seq, number)
+            table = self.table(seq, number)
             if kept >= len(table):
                 continue
             if number == 0:
@@ -314,7 +393,7 @@ class GroupedTables(BlockTables):
         num_full = seq.num_computed_tokens // size
         if tree is None or seq.is_doubtful or num_full == first:
             return
-        places, written = _places(seq), tuple(seq.block_ids[first:num_full])
+        places, written = places_of(seq), tuple(seq.block_ids[first:num_full])
         for i in range(first, num_full):
             tokens = seq.token_ids[i * size : (i + 1) * size]
             node = tree.child(places.node, seq.request.salt, tokens)
@@ -324,7 +403,7 @@ class GroupedTables(BlockTables):
             for number, pool in enumerate(self.pools):
                 if i < places.gone[number]:
                     continue  # a short window has passed it before its step had finished
-                table = self._table(seq, number)
+                table = self.table(seq, number)
                 kept = tree.put(node, number, table[i])
                 if kept != table[i]:
                     pool.allocator.share([kept])
@@ -356,7 +435,7 @@ class GroupedTables(BlockTables):
                 forgotten |= self.tree.forget(seq.token_ids, seq.request.salt)[0]
         self.trace.note("forget", tuple(forgotten))
         for seq in holders:
-            places = _places(seq)
+            places = places_of(seq)
             if places.node is not None and places.node.is_forgotten:
                 self.tree.drop(places.node)
                 places.node = None
@@ -374,13 +453,13 @@ class GroupedTables(BlockTables):
         tree, first, before = self.tree, seq.num_registered_blocks, seq.num_computed_tokens
         if tree is None or seq.is_doubtful or seq.scores_prompt:
             return 0
-        places, size = _places(seq), self.block_size
+        places, size = places_of(seq), self.block_size
         found = tree.find(seq.token_ids, seq.request.salt, places.node, first)
         if not found:
             return 0
         end = first + len(found)
         for number, pool in enumerate(self.pools):
-            table, gone = self._table(seq, number), places.gone[number]
+            table, gone = self.table(seq, number), places.gone[number]
             passed = max(gone, first_block(end * size, pool.window, size))
             taken = [node.blocks[number] for node in found[max(0, passed - first) :]]
             pool.allocator.share(taken)
@@ -410,7 +489,7 @@ class GroupedTables(BlockTables):
         first, size = seq.num_registered_blocks, self.block_size
         if self.tree is None or seq.is_doubtful or (first + 1) * size > len(seq.token_ids):
             return None
-        node = _places(seq).node
+        node = places_of(seq).node
         parent = seq.request.salt if node is None else node.number
         return parent, tuple(seq.token_ids[first * size : (first + 1) * size])
 
@@ -447,78 +526,7 @@ class GroupedTables(BlockTables):
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        rules = [
-            (all(s.places is not None for s in holders), "a sequence holds blocks in all groups"),
-            (all(s.places is None for s in waiting), "a sequence that waits holds none"),
-        ]
-        for number, pool in enumerate(self.pools):
-            pool.allocator.check_integrity()
-            owners = [0] * pool.allocator.num_blocks
-            for blocks in (*(self._held(seq, number) for seq in holders), *pool.fences):
-                for block in blocks:
-                    owners[block] += 1
-            counts = [pool.allocator.ref_count(b) for b in range(pool.allocator.num_blocks)]
-            rules += [
-                (owners == counts, "a ref count is the number of tables that hold the block"),
-                (not pool.copies, "no copy is left between steps"),
-                (
-                    all(
-                        len(self._table(s, number)) >= self.blocks_for(s.num_scheduled_tokens)
-                        for s in holders
-                    ),
-                    "a table covers the computed tokens",
-                ),
-                (
-                    all(
-                        _places(s).gone[number]
-                        <= first_block(s.num_scheduled_tokens, pool.window, self.block_size)
-                        for s in holders
-                    ),
-                    "what a later query sees is held",
-                ),
-                (
-                    all(self._is_bounded(s, number) for s in holders),
-                    "what lies behind the window is let go of",
-                ),
-                (
-                    all(_told(s, number) <= len(self._table(s, number)) for s in holders),
-                    "a batch has told no more blocks than there are",
-                ),
-            ]
-        if self.tree is not None:
-            nodes = [(s, _places(s).node) for s in holders]
-            self.tree.check_integrity([node for _, node in nodes if node is not None])
-            rules.append((all(map(self._is_known, holders)), "registered blocks hold their tokens"))
-        for holds, rule in rules:
-            if not holds:
-                raise AssertionError(f"broken invariant: {rule}")
-
-    def _is_known(self, seq: Sequence) -> bool:
-        """Whether the blocks of a sequence that are known are those of its tokens."""
-        assert self.tree is not None
-        node, depth = _places(seq).node, seq.num_registered_blocks
-        if node is None:
-            return depth == 0
-        if not self.tree.holds(node, depth, seq.token_ids, seq.request.salt):
-            return False
-        at: PrefixNode | None = node
-        for i in range(depth - 1, -1, -1):
-            assert at is not None
-            for number in range(len(self.pools)):
-                block = self._table(seq, number)[i]
-                if i >= _places(seq).gone[number] and at.blocks[number] not in (block, -1):
-                    return False
-            at = at.parent
-        return True
-
-    def _is_bounded(self, seq: Sequence, number: int) -> bool:
-        """Whether a sequence holds no more than a window and a step can need."""
-        window, table = self.pools[number].window, self._table(seq, number)
-        if window is None:
-            return True
-        held = len(table) - _places(seq).gone[number]
-        # One more than admission counts: a decode lets go when it begins a block.
-        return held <= window_blocks(window, self.max_run, self.block_size) + 1
+        check_groups(self, holders, waiting)
 
     def _hits(self, seq: Sequence) -> list[PrefixNode]:
         """Return the nodes of the cached blocks that a sequence begins with.
@@ -530,7 +538,7 @@ class GroupedTables(BlockTables):
         last = self._found
         if last is not None and last[0] is seq and last[1] == self.tree.version:
             return last[2]
-        found = self.tree.find(seq.token_ids, seq.request.salt)
+        found = self.tree.find(seq.token_ids, seq.request.salt, in_slots=True)
         self._found = seq, self.tree.version, found
         return found
 
@@ -539,9 +547,9 @@ class GroupedTables(BlockTables):
         demands, size = list[int](), self.block_size
         for number, pool in enumerate(self.pools):
             first = first_block(len(hits) * size, pool.window, size)
-            count = pool.allocator.ref_count
-            revived = sum(count(node.blocks[number]) == 0 for node in hits[first:])
-            demands.append(self._end(seq, number, first, len(hits)) - len(hits) + revived)
+            count, blocks = pool.allocator.ref_count, [n.blocks[number] for n in hits[first:]]
+            taken = sum(block < 0 or count(block) == 0 for block in blocks)  # brought, or revived
+            demands.append(self._end(seq, number, first, len(hits)) - len(hits) + taken)
         return demands
 
     def _end(self, seq: Sequence, number: int, first: int, num_hits: int) -> int:
@@ -554,26 +562,28 @@ class GroupedTables(BlockTables):
 
     def _pass(self, seq: Sequence, number: int, first: int) -> None:
         """Let go of a sequence's blocks before `first`; their numbers stay in its table."""
-        gone = _places(seq).gone
+        gone = places_of(seq).gone
         if first > gone[number]:
-            passed = self._table(seq, number)[gone[number] : first]
+            passed = self.table(seq, number)[gone[number] : first]
             gone[number] = first
             if number == 0:
                 self.trace.note("pass", seq.seq_id, first)
             self._let_go_of(number, passed)
 
-    def _table(self, seq: Sequence, number: int) -> list[int]:
-        return _places(seq).tables[number - 1] if number else seq.block_ids
+    def table(self, seq: Sequence, number: int) -> list[int]:
+        """Return the table of a sequence in a group."""
+        return places_of(seq).tables[number - 1] if number else seq.block_ids
 
-    def _held(self, seq: Sequence, number: int) -> list[int]:
-        return self._table(seq, number)[_places(seq).gone[number] :]
+    def held(self, seq: Sequence, number: int) -> list[int]:
+        """Return the blocks that a sequence holds in a group."""
+        return self.table(seq, number)[places_of(seq).gone[number] :]
 
     def _retell(self, seq: Sequence, number: int, place: int) -> None:
         """Let the next batch tell a sequence's blocks from `place` on."""
         if number == 0:
             seq.num_told_blocks = min(seq.num_told_blocks, place)
         else:
-            told = _places(seq).told
+            told = places_of(seq).told
             told[number - 1] = min(told[number - 1], place)
 
     def _let_go_of(self, number: int, blocks: Iterable[int]) -> None:
@@ -588,13 +598,3 @@ class GroupedTables(BlockTables):
         self.pools[number].allocator.release(blocks)
         if number == 0:
             self.trace.free(blocks)
-
-
-def _places(seq: Sequence) -> Places:
-    places = seq.places
-    assert isinstance(places, Places), "a sequence that holds blocks has places for them"
-    return places
-
-
-def _told(seq: Sequence, number: int) -> int:
-    return _places(seq).told[number - 1] if number else seq.num_told_blocks

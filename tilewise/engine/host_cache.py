@@ -6,7 +6,8 @@ in     after that: whatever reads a block that is on its way waits for it
 
 On a GPU both run on the one stream of `ops.swap_blocks`, in turn, beside the step if its sequences
 touch none of these blocks; the step after it waits for them in any case. On a CPU they are done
-when `move` returns. Source: Kwon et al. 2023, section 4.5.
+when `move` returns. Of a model whose layers are of several groups each has blocks of its own here,
+too. Source: Kwon et al. 2023, section 4.5.
 """
 
 from __future__ import annotations
@@ -33,25 +34,27 @@ class HostCache:
 
     Args:
         storage: the cache on the device.
-        num_blocks: blocks of main memory.
+        num_blocks: blocks of main memory, of every group of layers, or one number for each.
 
     Attributes:
         blocks: the memory, pinned where the device is a GPU.
+        group_shares: what part of a block of all groups a block of each is, in bytes.
 
     Raises:
         ValueError: main memory has no room.
     """
 
-    def __init__(self, storage: KVStorage, num_blocks: int) -> None:
+    def __init__(self, storage: KVStorage, num_blocks: int | tuple[int, ...]) -> None:
         self.storage = storage
         is_cuda = storage.whole[0].is_cuda
         try:
             self.blocks = KVStorage(storage.spec, num_blocks, "cpu", pinned=is_cuda)
         except (RuntimeError, MemoryError) as error:
             raise ValueError(
-                f"swap_space_gib must fit main memory, got {num_blocks:,} blocks of "
+                f"swap_space_gib must fit main memory, got {num_blocks} blocks of "
                 f"{storage.spec.bytes_per_block:,} bytes"
             ) from error
+        self.group_shares = storage.spec.group_shares
         self._under_way: list[BlockTransfer] = []
         self._last: BlockTransfer | None = None  # they run in turn
 
@@ -59,36 +62,46 @@ class HostCache:
         """Begin the transfers of a step, which is submitted next."""
         if self._under_way:
             self._let_device_wait()
-        if not (batch.swap_out or batch.swap_in):
+        if not batch.is_moving:
             return
-        if batch.swap_out:
-            self._under_way.append(self._out(batch.swap_out))
-        if batch.swap_in:
-            self._under_way.append(self._in(batch.swap_in))
+        is_touched = False
+        for group in range(len(self.storage.parts)):
+            part = batch.of_group(group)
+            if part.swap_out:
+                self._under_way.append(self._out(part.swap_out, group))
+            if part.swap_in:
+                self._under_way.append(self._in(part.swap_in, group))
+            moved = {block for block, _ in part.swap_out} | {block for _, block in part.swap_in}
+            if moved and not is_touched:
+                touched = {block for run in part.sequences for block in run.block_ids}
+                touched.update(block for pair in part.block_copies for block in pair)
+                is_touched = not moved.isdisjoint(touched)
         self._last = self._under_way[-1]
-        moved = {block for block, _ in batch.swap_out} | {block for _, block in batch.swap_in}
-        touched = {block for run in batch.sequences for block in run.block_ids}
-        touched.update(block for pair in batch.block_copies for block in pair)
-        if not moved.isdisjoint(touched):
+        if is_touched:
             self._let_device_wait()
 
     def measure(self) -> float:
-        """Return how many blocks move a second, one way; nobody owns a block yet.
+        """Return how many blocks of all groups move a second, one way; nobody owns a block yet.
 
         The first of some blocks are moved out and back, so nothing changes.
         """
-        count = min(TRIAL_BLOCKS, self.storage.num_blocks, self.blocks.num_blocks)
+        count = min(TRIAL_BLOCKS, *self.storage.counts, *self.blocks.counts)
         pairs = tuple((i, i) for i in range(count))
+        groups = range(len(self.storage.parts))
         seconds = float("inf")
         for _ in range(3):  # the first one touches the memory
             started = time.perf_counter()
-            for transfer in (self._out(pairs), self._in(pairs)):
-                transfer.synchronize()
+            for move in (self._out, self._in):
+                for transfer in [move(pairs, group) for group in groups]:
+                    transfer.synchronize()
             seconds = min(seconds, time.perf_counter() - started)
         return 2 * count / max(seconds, 1e-9)
 
     def read(self, slot: int) -> list[NDArray[np.uint8]]:
-        """Return a copy of a block's bytes, one array for each of the cache's tensors."""
+        """Return a copy of a block's bytes, one array for each of the cache's tensors.
+
+        Of a model whose layers are one group, as those of `write` and `sizes`.
+        """
         self._wait()
         return [part.clone().numpy().reshape(-1) for part in self._parts(slot)]
 
@@ -110,13 +123,11 @@ class HostCache:
             for whole in self.blocks.whole
         ]
 
-    def _out(self, pairs: tuple[tuple[int, int], ...]) -> BlockTransfer:
-        rows = self.storage.in_all_layers(torch.tensor(pairs, dtype=torch.int64), self.blocks)
-        return ops.swap_blocks(self.storage.whole, self.blocks.whole, rows)
+    def _out(self, pairs: tuple[tuple[int, int], ...], group: int) -> BlockTransfer:
+        return _swap(self.storage.parts[group], self.blocks.parts[group], pairs)
 
-    def _in(self, pairs: tuple[tuple[int, int], ...]) -> BlockTransfer:
-        rows = self.blocks.in_all_layers(torch.tensor(pairs, dtype=torch.int64), self.storage)
-        return ops.swap_blocks(self.blocks.whole, self.storage.whole, rows)
+    def _in(self, pairs: tuple[tuple[int, int], ...], group: int) -> BlockTransfer:
+        return _swap(self.blocks.parts[group], self.storage.parts[group], pairs)
 
     def _wait(self) -> None:
         """Let the host wait for all transfers: a step may have finished before its own had."""
@@ -130,3 +141,10 @@ class HostCache:
             if transfer.event is not None:  # not `wait`: the host need not
                 torch.cuda.current_stream(self.storage.whole[0].device).wait_event(transfer.event)
         self._under_way.clear()
+
+
+def _swap(
+    source: KVStorage, target: KVStorage, pairs: tuple[tuple[int, int], ...]
+) -> BlockTransfer:
+    rows = source.in_all_layers(torch.tensor(pairs, dtype=torch.int64), target)
+    return ops.swap_blocks(source.whole, target.whole, rows)

@@ -10,12 +10,12 @@ from tilewise.engine.stats import SchedulerStats
 if TYPE_CHECKING:
     from tilewise.engine.scheduler import Scheduler
 
-__all__ = ["check_integrity", "explain", "picture", "stats"]
+__all__ = ["check_integrity", "explain", "line", "picture", "stats"]
 
 
 def stats(scheduler: Scheduler) -> SchedulerStats:
     """Return a snapshot."""
-    running, swap = scheduler.roster.running, scheduler.tables.swap
+    running, swap = scheduler.roster.running, scheduler.tables.memory
     num_queried, num_hit = scheduler.tables.prefix_counts
     return SchedulerStats(
         num_running=len(running),
@@ -85,11 +85,12 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
         order: of these, those without an owner, the one to be evicted next first.
         budget: tokens of a step at most.
         tables: of the sequences that hold blocks: seq_id, request_id, index, blocks.
-        waiting: [request_id, index] of the samples that wait, first in line first.
+        waiting: [request_id, index] of the samples that wait, who is admitted next first.
         requests: of all these, what their event `arrive` had, and its time.
     """
     trace, pool = scheduler.trace, scheduler.tables.allocator
-    running, waiting = scheduler.roster.running, scheduler.roster.waiting
+    running = scheduler.roster.running
+    waiting = scheduler.order.line(scheduler.roster.waiting, len(scheduler.roster.waiting))
     blocks = range(scheduler.limits.num_blocks)
     known = [b for b in blocks if pool.is_cached(b)]
     requests = {seq.request.request_id: seq.request for seq in (*running, *waiting)}
@@ -126,6 +127,12 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
             if (account := accounts[key]) is not None
         ],
     }
+
+
+def line(scheduler: Scheduler, most: int) -> list[str]:
+    """Return the ids of the requests that wait, at most so many, who is admitted next first."""
+    waiting = scheduler.order.line(scheduler.roster.waiting, most)
+    return list(dict.fromkeys(seq.request.request_id for seq in waiting))
 
 
 def explain(scheduler: Scheduler, request_id: str) -> str:

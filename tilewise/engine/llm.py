@@ -109,10 +109,10 @@ class LLM:
         victim: who that is: the "newest", or the "cheapest", who loses the fewest tokens for each
             block that becomes free.
         swap_space_gib: main memory, GiB, for what is swapped out, and for blocks of prefixes that
-            the cache has no room for; they are found again there. 0 keeps nothing. Not for models
-            whose layers have windows.
+            the cache has no room for; they are found again there. 0 keeps nothing.
         offload_dir: where such blocks go when main memory is full, to be found again by whoever
-            has the same model, also later. All weights are read once to know the model.
+            has the same model, also later. All weights are read once to know the model. Not for
+            models whose layers have windows.
         offload_gib: bytes of that directory at most, GiB.
         seed: from which requests without a seed draw theirs.
         random_weights: draw the weights instead of reading them, to measure a model's speed; the
@@ -227,7 +227,7 @@ class LLM:
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
         max_model_len = context_length(max_model_len, self.config)
         spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
-        check_groups(self.config, spec, swap_space_gib, speculative)
+        check_groups(self.config, spec, offload_dir, speculative)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
         if not is_parallel:
             self.model.pack_for_inference(is_int8=is_int8)

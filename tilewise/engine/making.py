@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tilewise.cache.spec import CacheSpec
+from tilewise.cache.spec import CacheSpec, LatentSpec
 from tilewise.engine.block_files import BlockFiles
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
@@ -83,7 +83,7 @@ class EngineMaker:
         storage = allocate(self.spec, self.settings["num_blocks"], self.device)
         host = host_cache(storage, self.swap_space_gib)
         if host is not None:
-            self.settings["num_swap_blocks"] = host.blocks.num_blocks
+            self.settings["num_swap_blocks"] = host.blocks.counts
             store = block_files(self.offload_dir, host, self.identity, self.offload_gib)
             self.settings["store"] = store
             if store is not None:
@@ -107,15 +107,25 @@ class EngineMaker:
             max_model_len=self.max_model_len,
             gpu_memory_utilization=self.gpu_memory_utilization,
             has_graphs=self.graphs != "off",
+            captures_prompts=self._captures_prompts(),
         )
 
+    def _captures_prompts(self) -> bool:
+        """Whether steps with prompts are captured.
+
+        Over windows and latents `PromptSteps` captures them, too, but no such graph has run on a
+        GPU yet: until one has, these models' prompts are computed op by op.
+        """
+        return self.spec.windows == (None,) and not isinstance(self.spec.kv, LatentSpec)
+
     def _on_device(self, storage: Any) -> Runner:
+        most = self.max_num_batched_tokens
         runner = DeviceRunner(
             self.model,
             storage,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=most if self._captures_prompts() else None,
             batch_invariant=self.batch_invariant,
         )
         progress = Progress(terminal(self.use_progress))

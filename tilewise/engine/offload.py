@@ -41,6 +41,8 @@ def check_offload(
 def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
     """Return main memory for as many blocks as fit; None for 0 GiB.
 
+    Groups of layers share it as they share the cache on the device.
+
     Raises:
         ValueError: not even one block fits, or main memory has no room for them.
     """
@@ -52,7 +54,10 @@ def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
             f"swap_space_gib must hold at least one cache block of "
             f"{storage.spec.bytes_per_block:,} bytes, got {swap_space_gib}"
         )
-    return HostCache(storage, num_blocks)
+    if len(storage.parts) == 1:
+        return HostCache(storage, num_blocks)
+    part = swap_space_gib * GIB / storage.num_bytes
+    return HostCache(storage, tuple(max(1, int(part * count)) for count in storage.counts))
 
 
 def block_files(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
+from tilewise.engine.group_swap import GroupSwap
 from tilewise.engine.request import Sequence
+from tilewise.engine.swap_space import SwapSpace, Transfers
 
 __all__ = ["OneGroup"]
 
@@ -15,10 +17,12 @@ class OneGroup:
     Attributes:
         allocator: the pool.
         prefix: what is findable of it.
+        swap: main memory behind it, None without.
     """
 
     allocator: BlockAllocator
     prefix: PrefixCache | None
+    swap: SwapSpace | None
 
     @property
     def num_free(self) -> int:
@@ -48,6 +52,23 @@ class OneGroup:
     def take_other_copies(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return the copies (source, destination) of groups 1, 2, ... in the step that begins."""
         return ()
+
+    def take_other_moves(self) -> tuple[tuple[Transfers, Transfers], ...]:
+        """Return what the step that begins moves out and in, of groups 1, 2, ...."""
+        return ()
+
+    def held(self, seq: Sequence, number: int) -> list[int]:
+        """Return the blocks that a sequence holds in group `number`, 0 the only one."""
+        return seq.block_ids
+
+    def has_passed(self, seq: Sequence) -> bool:
+        """Whether a sequence has let go of what the query at its next token sees."""
+        return False
+
+    @property
+    def memory(self) -> SwapSpace | GroupSwap | None:
+        """Main memory behind the blocks; None without."""
+        return self.swap
 
     def tell(self, seq: Sequence) -> tuple[tuple[list[int], int], ...]:
         """Return for groups 1, 2, ... the table and its first new block, which a batch tells."""

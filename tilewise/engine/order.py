@@ -28,6 +28,7 @@ DRAWN is the paper's w_q, prompt tokens count 1.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -75,6 +76,10 @@ class Order:
     def place(self, seq: Sequence, waiting: list[Sequence]) -> int:
         """Return how many of those who wait come before one of them."""
         return waiting.index(seq)
+
+    def line(self, waiting: list[Sequence], most: int) -> list[Sequence]:
+        """Return the first of those who wait, at most so many, who is admitted next first."""
+        return waiting[:most]
 
     def charge(self, user: str, num_prompt_tokens: int, num_drawn_tokens: int) -> None:
         """Note what has been computed for a user."""
@@ -165,12 +170,15 @@ class FairOrder(Order):
 
     def place(self, seq: Sequence, waiting: list[Sequence]) -> int:
         """Return how many come before, if no counter changed until then."""
+        mine = self._key(seq)
+        return sum(self._key(s) < mine for s in waiting)
 
-        def key(s: Sequence) -> tuple[float, int, Rank]:
-            return (-math.inf, 0, s.rank) if s.rank[0] == 0 else self._turn(s)
+    def line(self, waiting: list[Sequence], most: int) -> list[Sequence]:
+        """Return the first ones, if no counter changed until then."""
+        return heapq.nsmallest(most, waiting, key=self._key)
 
-        mine = key(seq)
-        return sum(key(s) < mine for s in waiting)
+    def _key(self, seq: Sequence) -> tuple[float, int, Rank]:
+        return (-math.inf, 0, seq.rank) if seq.rank[0] == 0 else self._turn(seq)
 
     def charge(self, user: str, num_prompt_tokens: int, num_drawn_tokens: int) -> None:
         """Note what has been computed for a user."""

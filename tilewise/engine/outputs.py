@@ -197,6 +197,34 @@ class Generation:
                 return replace(self.output, outputs=hidden, metrics=replace(self.output.metrics))
             return self._copied()
 
+    def show(self, reader: Callable[[RequestOutput], bool], num_seen: int) -> int:
+        """Call a function with the output itself, without a copy, if it has more tokens than that.
+
+        The engine's thread waits meanwhile, and what the function keeps of the output changes. What
+        has ended is not shown, nor best_of samples: `snapshot` has the end.
+
+        Args:
+            reader: returns whether it has read the output.
+            num_seen: tokens of all samples that were read before.
+
+        Returns:
+            tokens of all samples that are read now; -1 where the reader has not, or it has ended.
+        """
+        with self._lock:
+            output = self.output
+            if output.finished or self.error is not None:
+                return -1
+            if self._chooses:
+                return num_seen
+            num_tokens = 0
+            for completion in output.outputs:
+                num_tokens += len(completion.token_ids)
+                if completion.finish_reason is None and self._streams is not None:
+                    completion.text = self._streams[completion.index].text
+            if num_tokens <= num_seen:
+                return num_seen
+            return num_tokens if reader(output) else -1
+
     def _copied(self) -> RequestOutput:
         # Of each stream after each step: dataclasses.replace would take five times as long.
         output, times = self.output, self.output.metrics

@@ -42,10 +42,13 @@ class Rates:
     Attributes:
         prefill_tokens: computed a second, in steps of prompts.
         link_blocks: moved a second between device and main memory, one way.
+        group_shares: where layers are of several groups, what part of a block of all of them a
+            block of each is; () counts all alike.
     """
 
     prefill_tokens: float = 0.0
     link_blocks: float = 0.0
+    group_shares: tuple[float, ...] = ()
 
 
 def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:
@@ -86,7 +89,7 @@ class Preemption:
         preemption: str = "auto",
         victim: str = "newest",
     ) -> None:
-        check_preemption(preemption, victim, has_swap_space=tables.swap is not None)
+        check_preemption(preemption, victim, has_swap_space=tables.memory is not None)
         self.roster, self.tables, self.beams = roster, tables, beams
         self.preemption, self.victim = preemption, victim
         self.rates = Rates()
@@ -107,13 +110,11 @@ class Preemption:
         first = max(first, 1)
         seq = self._choose(first)
         family = self._family(seq, first)
-        if family and self._prefers_swap(family):
-            swap = self.tables.swap
-            if swap is not None and swap.swap_out(family):
-                self.num_swapped += len(family)
-                for sample in reversed(family):
-                    self.recompute(sample)
-                return
+        if family and self._prefers_swap(family) and self.tables.swap_out(family):
+            self.num_swapped += len(family)
+            for sample in reversed(family):
+                self.recompute(sample)
+            return
         self.recompute(seq)
 
     def recompute(self, seq: Sequence) -> None:
@@ -141,12 +142,12 @@ class Preemption:
             batch: of the failed step.
             later: of the steps that began after it and are unfinished.
         """
-        blocks, slots = self.tables.revoke(batch, later)
-        for seq in [s for s in self.roster.running if not blocks.isdisjoint(s.block_ids)]:
+        roster = self.roster
+        spoilt, lost = self.tables.revoke(batch, later, roster.running, list(roster.waiting))
+        for seq in spoilt:
             self.recompute(seq)
-        for seq in self.roster.waiting:
-            if not slots.isdisjoint(seq.swap_slots):
-                self.tables.drop_swapped(seq)
+        for seq in lost:
+            self.tables.drop_swapped(seq)
 
     def forget(self, family: list[Sequence]) -> None:
         """Let go of what was kept of all who may have found blocks of samples that have failed."""
@@ -180,8 +181,8 @@ class Preemption:
 
     def _family(self, seq: Sequence, first: int) -> list[Sequence]:
         """Return who would be swapped with a sequence; nobody if that is not possible."""
-        swap, running = self.tables.swap, self.roster.running
-        if swap is None or self.preemption == "recompute" or seq.search is not None:
+        running = self.roster.running
+        if self.tables.memory is None or self.preemption == "recompute" or seq.search is not None:
             return []
         samples = self.roster.requests[seq.request.request_id]
         family = [s for s in samples if s.block_ids]
@@ -198,7 +199,8 @@ class Preemption:
         rates = self.rates
         if not (rates.prefill_tokens and rates.link_blocks):
             return False
-        size = self.tables.block_size
-        blocks = {b for s in family for b in s.block_ids[: -(-s.num_computed_tokens // size)]}
+        counts = self.tables.num_kept(family)
+        weights = rates.group_shares or (1.0,) * len(counts)
+        moved = sum(count * weight for count, weight in zip(counts, weights, strict=True))
         lost = sum(map(self._lost_tokens, family))
-        return 2 * len(blocks) / rates.link_blocks < lost / rates.prefill_tokens
+        return 2 * moved / rates.link_blocks < lost / rates.prefill_tokens

@@ -104,7 +104,8 @@ def score(chunks: Sequence[Chunk], logits_of: Callable[[Tensor], Tensor], vocab:
     targets = torch.tensor([t for c in chunks for t in c.targets], dtype=torch.int64)
     if device.type == "cuda":
         rows, targets = (x.pin_memory().to(device, non_blocking=True) for x in (rows, targets))
-    most, step = min(MOST_LOGPROBS, vocab), max(MAX_SCORED[device.type] // vocab, 1)
+    most = min(MOST_LOGPROBS, vocab)
+    step = max(MAX_SCORED[device.type] // vocab // 4, 1) * 4  # so that all parts begin aligned
     parts = []
     for first in range(0, len(rows), step):
         some = slice(first, first + step)

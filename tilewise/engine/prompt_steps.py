@@ -4,7 +4,8 @@ Computed op by op, such a step waits for the host: each of some dozen kernels a 
 of microseconds to launch, often longer than the device needs. What a layer computes beside its
 attention depends on nothing but the number of tokens, so it is captured for some numbers, and a
 step is padded to the next of them. Attention depends on every sequence's length: it stays outside,
-one call a layer between two graphs.
+one call a layer between two graphs, by the context of the layer's group. Attention over latents has
+the products by W_uk and W_uv with it: long prompts do without them.
 
     piece 0      embedding, norm, qkv product, rotation and write   of layer 0
     attention    of layer 0, by the step's own context
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +33,8 @@ from tilewise.nn.context import Attend, AttentionContext
 
 __all__ = ["PromptSteps", "can_capture", "prompt_sizes"]
 
-# Sizes that are not multiples of 16, and those of products for few rows, take kernels that a larger
-# step has not run yet.
-_FEW = 64
+# The context of a layer's group, and what `AttentionContext.attend` is given.
+_Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
 
 
 def prompt_sizes(most: int) -> list[int]:
@@ -48,12 +49,9 @@ def prompt_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def can_capture(model: CausalModel, storage: KVStorage) -> bool:
-    """Whether the model hands its attention to `AttentionContext.attend`, every layer once.
-
-    The layers must be one group: the pieces write to the slots of one.
-    """
-    return bool(getattr(model, "hands_attention_over", False)) and len(storage.spec.groups) == 1
+def can_capture(model: CausalModel) -> bool:
+    """Whether the model hands its attention to `AttentionContext.attend`, every layer once."""
+    return bool(getattr(model, "hands_attention_over", False))
 
 
 class PromptSteps:
@@ -72,16 +70,14 @@ class PromptSteps:
     """
 
     def __init__(self, model: CausalModel, storage: KVStorage, most: int) -> None:
-        if not can_capture(model, storage):
-            raise ValueError(
-                "model must hand its attention over, in one group of layers, "
-                f"got {type(model).__name__}"
-            )
+        if not can_capture(model):
+            raise ValueError(f"model must hand its attention over, got {type(model).__name__}")
         self.model, self.storage, self.sizes = model, storage, prompt_sizes(most)
         self.device = storage.layers[0][0].device
         self._ids = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=self.device)
-        self._slots = torch.full((most,), -1, dtype=torch.int64, device=self.device)
+        shape = (len(storage.parts), most)  # of each group of layers
+        self._slots = torch.full(shape, -1, dtype=torch.int64, device=self.device)
         self._buffers: dict[str, Tensor] = {}  # queries, outputs and hidden states of a step
         self._captured: dict[int, _Pieces] = {}
 
@@ -107,40 +103,41 @@ class PromptSteps:
         size = self.size_of(count)
         self._ids[:count].copy_(ids)
         self._positions[:count].copy_(positions)
-        self._slots[:count].copy_(ctx.slot_mapping)
+        for slots, own in zip(self._slots, (ctx, *ctx.others), strict=True):
+            slots[:count].copy_(own.slot_mapping)
         if count < size:
-            self._slots[count:size].fill_(-1)
+            self._slots[:, count:size].fill_(-1)
         pieces = self._captured.get(size)
         if pieces is not None:
             pieces.run(ctx, count)
             return self._buffers["hidden"][:count]
 
-        def attend(function: Attend, q: Tensor, v_dim: int) -> Tensor:
+        def attend(own: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
             # Whatever the padding's rows hold stays in them, but zeros keep them finite.
             o = q.new_zeros((*q.shape[:-1], v_dim))
-            o[:count] = function(q[:count], ctx)
+            o[:count] = function(q[:count], own)
             return o
 
-        return self._compute(size, replace(ctx, attend=attend))[:count]
+        return self._compute(size, ctx, attend)[:count]
 
     @torch.inference_mode()
-    def capture(self, size: int, pool: Any) -> None:
+    def capture(self, size: int, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the steps of one of `sizes` in a pool of `torch.cuda.graph_pool_handle`.
 
-        Before, the step is run once where it may need kernels or buffers for the first time.
+        Before, the step is run once: it may need kernels or buffers for the first time.
         """
         self._slots.fill_(-1)
-        stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            if not self._captured or size % 16 or size <= _FEW:
-                context = self._context(lambda _, q, v_dim: self._room(q, v_dim)[1])
-                self._buffer("hidden", self._compute(size, context))
+            context = self._context()
+            hidden = self._compute(
+                size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
+            )
+            self._buffer("hidden", hidden)
             pieces = _Pieces(pool, self._room)
-            context = self._context(pieces.cut)
             pieces.begin()
             try:
-                hidden = self._compute(size, context)
+                hidden = self._compute(size, context, pieces.cut)
                 self._buffer("hidden", hidden).copy_(hidden)
             finally:
                 pieces.end()
@@ -152,20 +149,26 @@ class PromptSteps:
             )
         self._captured[size] = pieces
 
-    def _context(self, attend: Callable[[Attend, Tensor, int], Tensor]) -> AttentionContext:
+    def _context(self) -> AttentionContext:
         """Return a context of no sequences, for a run whose attention is not computed."""
         nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
-        return AttentionContext(
+        ctx = AttentionContext(
             cu_seqlens_q=nothing,
             max_seqlen_q=1,
             seqlens_k=nothing[:0],
             block_table=nothing[:0, None],
             slot_mapping=nothing[:0],
-            attend=attend,
         )
+        others = (ctx,) * (len(self.storage.parts) - 1)
+        return replace(ctx, group_of=self.storage.spec.group_of, others=others)
 
-    def _compute(self, size: int, ctx: AttentionContext) -> Tensor:
-        ctx = replace(ctx, slot_mapping=self._slots[:size])
+    def _compute(self, size: int, ctx: AttentionContext, attend: _Attending) -> Tensor:
+        """Run the model over the padded step, its layers' attention being `attend`'s."""
+        ctx, *others = (
+            replace(own, slot_mapping=slots[:size], attend=partial(attend, own))
+            for own, slots in zip((ctx, *ctx.others), self._slots, strict=True)
+        )
+        ctx = replace(ctx, others=tuple(others))
         return self.model(self._ids[:size], self._positions[:size], ctx=ctx, kv=self.storage.layers)
 
     def _room(self, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
@@ -216,7 +219,7 @@ class _Pieces:
         """End the piece that was begun."""
         self.graphs[-1].capture_end()
 
-    def cut(self, function: Attend, q: Tensor, v_dim: int) -> Tensor:
+    def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
         """End a piece before a layer's attention, and begin the next with its output."""
         at = _Attention(function, *self._room(q, v_dim))
         at.q.copy_(q)
@@ -227,7 +230,7 @@ class _Pieces:
 
     def run(self, ctx: AttentionContext, count: int) -> None:
         """Replay the pieces, and compute the attention of the first `count` rows between them."""
-        for graph, at in zip(self.graphs, self.attention, strict=False):
+        for layer, (graph, at) in enumerate(zip(self.graphs, self.attention, strict=False)):
             graph.replay()
-            at.o[:count].copy_(at.function(at.q[:count], ctx))
+            at.o[:count].copy_(at.function(at.q[:count], ctx.of_layer(layer)))
         self.graphs[-1].replay()

@@ -12,7 +12,7 @@ from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_o
 
 if TYPE_CHECKING:
     from tilewise.engine.beams import BeamSearch
-    from tilewise.engine.group_tables import Places
+    from tilewise.engine.group_places import Places
     from tilewise.engine.speculative import Ngrams
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
@@ -328,8 +328,10 @@ class Sequence:
         was_admitted: it has held blocks, or its parent has.
         arrival_time: of its request, on the scheduler's clock.
         swap_slots: blocks in main memory that keep what it had computed when it was swapped out.
+        other_swap_slots: the same of the other groups of layers; in any of them -1 stands for what
+            its window has passed.
         num_swapped_tokens: how many tokens they keep.
-        places: its blocks in the other groups of layers, see `engine.group_tables`; None where all
+        places: its blocks in the other groups of layers, see `engine.group_places`; None where all
             layers are one group that keeps every token, and while it holds no blocks.
         is_stepwise: its next run needs the results of its last, so that no unfinished step may be
             beside it.
@@ -368,6 +370,7 @@ class Sequence:
     was_admitted: bool = False
     arrival_time: float = 0.0
     swap_slots: list[int] = field(default_factory=list)
+    other_swap_slots: list[list[int]] = field(default_factory=list)
     num_swapped_tokens: int = 0
     places: Places | None = None
 

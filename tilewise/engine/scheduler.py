@@ -122,7 +122,8 @@ class Scheduler:
         max_in_flight: steps that may be unfinished at a time, 1 or 2; may be set later.
         scheduling_policy, user_weights: in which order sequences come, see `engine.order`.
         preemption, victim: who loses its blocks, and how, see `engine.preemption`.
-        num_swap_blocks: blocks of main memory for what is swapped out and for cold prefixes.
+        num_swap_blocks: blocks of main memory for what is swapped out and for cold prefixes; of
+            every group of layers, or one number for each.
         store: where cold prefixes go from there.
         speculative: guess several tokens of a sequence and verify them in one step; None does not.
         max_waiting_requests: requests that may wait without having run; None is no bound.
@@ -130,7 +131,7 @@ class Scheduler:
         clock: seconds, for deadlines.
 
     Raises:
-        ValueError: a limit is out of its range, or main memory is to keep blocks of layers with
+        ValueError: a limit is out of its range, or a store is to keep blocks of layers with
             windows.
     """
 
@@ -151,7 +152,7 @@ class Scheduler:
         user_weights: Mapping[str, float] | None = None,
         preemption: str = "auto",
         victim: str = "newest",
-        num_swap_blocks: int = 0,
+        num_swap_blocks: int | Seq[int] = 0,
         store: BlockStore | None = None,
         speculative: PromptLookup | DraftModel | None = None,
         max_waiting_requests: int | None = None,
@@ -250,8 +251,9 @@ class Scheduler:
         sequences = tuple(self._describe(s, n) for s, n in runs)
         self.tables.note_peak(self.roster.running)
         batch = Batch(
-            sequences, copies, self.preemption.take_left(), *moved, self.tables.take_other_copies()
-        )
+            sequences, copies, self.preemption.take_left(), *moved,
+            self.tables.take_other_copies(), self.tables.take_other_moves(),
+        )  # fmt: skip
         self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
         for kind, pairs in zip(("swap_out", "swap_in"), moved, strict=True):
             if pairs:

@@ -74,13 +74,13 @@ def cache_spec(
 
 
 def check_groups(
-    config: ModelConfig, spec: CacheSpec, swap_space_gib: float, speculative: object
+    config: ModelConfig, spec: CacheSpec, offload_dir: object, speculative: object
 ) -> None:
     """Refuse what is not built for layers with windows, or for latents.
 
     Raises:
         ValueError: guesses are trees, whose mask attention with a window or over latents does not
-            take; there is to be main memory for blocks that a window passes, or a draft model that
+            take; there are to be files of blocks that a window passes, or a draft model that
             reads by the tables of a model that keeps no layer's keys whole.
     """
     kind = "latents" if config.latent is not None else "windows"
@@ -89,10 +89,10 @@ def check_groups(
     if spec.is_plain:
         return
     windows = ", ".join(str(w) for w in spec.windows if w is not None)
-    if swap_space_gib:
+    if offload_dir is not None:
         raise ValueError(
-            "swap_space_gib must be 0 for a model whose layers have windows (of "
-            f"{windows} tokens): main memory keeps whole sequences only, got {swap_space_gib}"
+            "offload_dir must be None for a model whose layers have windows (of "
+            f"{windows} tokens): files keep blocks of all layers only, got {offload_dir}"
         )
     if isinstance(speculative, DraftModel) and spec.windows[0] is not None:
         raise ValueError(

@@ -18,6 +18,7 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.runner import CausalModel, ModelRunner
 
 __all__ = [
+    "Blocks",
     "allocate",
     "available_memory",
     "blocks_on_cpu",
@@ -119,19 +120,25 @@ def allocate(spec: CacheSpec, num_blocks: Blocks, device: torch.device) -> KVSto
 
 
 def blocks_on_cpu(
-    spec: CacheSpec, max_num_seqs: int, max_model_len: int, max_run: int | None = None
+    spec: CacheSpec,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_run: int | None = None,
+    *,
+    num_processes: int = 1,
 ) -> Blocks:
     """Return blocks for max_num_seqs sequences of max_model_len tokens, in a quarter of the memory.
 
     Args:
         max_run: tokens of one sequence in a step, of which a group with a window keeps blocks; None
             is max_model_len.
+        num_processes: that share this memory, each with a cache of its own.
 
     Raises:
         ValueError: not even one block of each group fits.
     """
     wanted = max_num_seqs * -(-max_model_len // spec.block_size)
-    budget = int(available_memory() * CPU_FRACTION)
+    budget = int(available_memory() * CPU_FRACTION) // num_processes
     there = split_blocks(spec, budget, max_model_len, max_run)
     if isinstance(there, int):
         return min(wanted, there)

@@ -21,11 +21,33 @@ from typing import Protocol
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.contents import Content, Contents, Node, child_digest
 from tilewise.cache.prefix import PrefixCache
+from tilewise.engine.batch import Batch
 from tilewise.engine.request import Sequence
 
-__all__ = ["BlockStore", "SwapSpace", "Transfers"]
+__all__ = ["BlockStore", "SwapSpace", "Transfers", "spread"]
 
 Transfers = tuple[tuple[int, int], ...]
+
+
+def spread(
+    failed: Batch, later: Iterable[tuple[Transfers, Transfers, Transfers]]
+) -> tuple[set[int], set[int]]:
+    """Return what does not hold what its owners think after a step's transfers have failed.
+
+    Args:
+        failed: the step.
+        later: what moved since then, in turn: (block, slot), (slot, block), (block, its copy).
+
+    Returns:
+        Device blocks, and slots.
+    """
+    blocks = {block for _, block in failed.swap_in}
+    slots = {slot for _, slot in failed.swap_out}
+    for going, coming, copied in later:
+        slots |= {slot for block, slot in going if block in blocks}
+        blocks |= {block for slot, block in coming if slot in slots}
+        blocks |= {copy for source, copy in copied if source in blocks}
+    return blocks, slots
 
 
 class BlockStore(Protocol):

@@ -160,6 +160,7 @@ class VirtualEngine:
         timings: of every request, in the order of arrival.
         steps: see Steps.
         now: the host's time.
+        tell: called with what a step has done and when it ended; None calls nothing.
 
     Example:
         >>> engine = VirtualEngine(scheduler, StepCost(sizes, machine("h200")), overlap=True)
@@ -181,6 +182,7 @@ class VirtualEngine:
         self.timings: dict[str, Timing] = {}
         self.steps = Steps()
         self.now = 0.0
+        self.tell: Callable[[Sequence[TokenEvent], float], object] | None = None
         self._device_free = 0.0
         self._tokens = _Tokens()
         self._unfinished: deque[tuple[Batch, list[list[SampledToken]], float, StepSeconds]] = (
@@ -203,14 +205,19 @@ class VirtualEngine:
         """
         coming = iter(arrivals)
         following = next(coming, None)
-        while following is not None or self._unfinished or self.scheduler.has_unfinished():
+        while following is not None or self.has_work:
             while following is not None and following.seconds <= self.now:
-                self._add(following)
+                self.add(following)
                 following = self._next(coming, following)
-            if not self._step():
+            if not self.step():
                 assert following is not None, "who is unfinished runs"
                 self.now = max(self.now, following.seconds)
         return list(self.timings.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._unfinished) or self.scheduler.has_unfinished()
 
     def _next(self, coming: Iterable[Arrival], last: Arrival) -> Arrival | None:
         following = next(iter(coming), None)
@@ -220,7 +227,9 @@ class VirtualEngine:
             )
         return following
 
-    def _add(self, arrival: Arrival) -> None:
+    def add(self, arrival: Arrival) -> None:
+        """Take a request in, between two steps; the host's time is at least that of its arrival."""
+        self.now = max(self.now, arrival.seconds)
         request = arrival.request
         timing = Timing.of(arrival)
         try:
@@ -229,7 +238,7 @@ class VirtualEngine:
             timing.refusal = str(error)
         self.timings[request.request_id] = timing
 
-    def _step(self) -> bool:
+    def step(self) -> bool:
         """Run a step and return whether there was one."""
         self._submit()
         if not self._unfinished:
@@ -238,6 +247,8 @@ class VirtualEngine:
         self.now = max(self.now, end) + seconds.after
         events = self.scheduler.update(batch, drawn)
         take(self.timings, events, self.now)
+        if self.tell is not None:
+            self.tell(events, self.now)
         self.steps.ended.append(self.now)
         while self._unfinished and not self.scheduler.has_unfinished():
             batch, _, end, _ = self._unfinished.popleft()

@@ -18,7 +18,8 @@ __all__ = ["pause_transfers", "resume_transfers", "withdraw"]
 def withdraw(scheduler: Scheduler) -> None:
     """Take all unfinished steps back, as if they had not been scheduled.
 
-    The layers are one group: several move nothing, and what a window has passed is gone.
+    A sequence whose window has passed what its next token sees, now that this is an earlier one
+    again, is computed again: those blocks may be others' by now.
     """
     steps, preemption = list(scheduler._steps), scheduler.preemption
     for step in steps:
@@ -28,8 +29,13 @@ def withdraw(scheduler: Scheduler) -> None:
             if seq is not None and seq.num_preemptions == preemptions:
                 seq.num_scheduled_tokens, seq.num_pending = seq.num_computed_tokens, 0
     scheduler._steps.clear()
-    copies = {copy for step in steps for _, copy in step.batch.block_copies}
-    for seq in [s for s in scheduler.roster.running if not copies.isdisjoint(s.block_ids)]:
+    tables, running = scheduler.tables, scheduler.roster.running
+    for number in range(len(scheduler.limits.windows)):
+        batches = [step.batch.of_group(number) for step in steps]
+        copies = {copy for batch in batches for _, copy in batch.block_copies}
+        for seq in [s for s in running if not copies.isdisjoint(tables.held(s, number))]:
+            preemption.recompute(seq)
+    for seq in [s for s in running if tables.has_passed(s)]:
         preemption.recompute(seq)
     for i, step in enumerate(steps):
         preemption.revoke(step.batch, [later.batch for later in steps[i + 1 :]])
@@ -37,13 +43,13 @@ def withdraw(scheduler: Scheduler) -> None:
 
 def pause_transfers(scheduler: Scheduler) -> None:
     """Move nothing until resume_transfers(); whoever was swapped out is computed again."""
-    if scheduler.tables.swap is not None:
-        scheduler.tables.swap.is_paused = True
+    if scheduler.tables.memory is not None:
+        scheduler.tables.memory.is_paused = True
     for seq in scheduler.roster.waiting:
         scheduler.tables.drop_swapped(seq)
 
 
 def resume_transfers(scheduler: Scheduler) -> None:
     """Use main memory again."""
-    if scheduler.tables.swap is not None:
-        scheduler.tables.swap.is_paused = False
+    if scheduler.tables.memory is not None:
+        scheduler.tables.memory.is_paused = False

@@ -239,6 +239,19 @@ class ElementSpec:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class LinearSpec(ElementSpec):
+    """A product of few rows with a weight (outputs, channels).
+
+    Attributes:
+        addressable: the weight starts on a 16-byte boundary, and so does each of its rows.
+    """
+
+    outputs: int
+    channels: int
+    addressable: bool
+
+
 def dequantised(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x8 (B, S, H, D) * scale (B, H), multiplied in float32 and rounded to `dtype`."""
     return (x8.float() * scale.float()[:, None, :, None]).to(dtype)

@@ -32,10 +32,12 @@ class ModelConfig:
         windows: per layer, keys that a query sees, its own included; None is all before it.
         softmax_scales: per layer, what multiplies q . k.
         rope: None when the model learns its positions (GPT-2).
+        local_rope: of layers with a window, where it is another (Gemma 3).
         attention_bias, o_bias, mlp_bias: of q, k, v; of the output projection; of the feed-forward.
         qk_norm: each head of q and k is normalised before the rotation.
         latent: of latent attention (DeepSeek-V2), whose head_dim is that of a query, Dn + Dr; None
             keeps keys and values.
+        logit_softcap: c of c tanh(logits / c), by which logits are drawn in; None does not.
         eos_token_ids: any of them ends a text.
         dtype: name of the torch dtype that the checkpoint was saved in.
     """
@@ -54,12 +56,14 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     softmax_scales: tuple[float, ...]
     rope: RopeConfig | None = None
+    local_rope: RopeConfig | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     latent: LatentConfig | None = None
+    logit_softcap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"

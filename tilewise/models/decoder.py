@@ -98,14 +98,18 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
+        logits = self.head_logits(hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (..., vocab_size) as the head rounds them; `compute_logits` widens them."""
         head = self.lm_head if self.packed_head is None else self.packed_head
         if head is None:
             assert isinstance(self.embed_tokens, nn.Embedding)
             multiply = product if self.has_inference_bits else F.linear
-            logits = multiply(hidden, self.embed_tokens.weight)
-        else:
-            logits = head(hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()
+            return multiply(hidden, self.embed_tokens.weight)
+        logits: Tensor = head(hidden)
+        return logits
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
         """Lay the weights of all projections out as this CPU reads them fastest.

@@ -45,7 +45,14 @@ class DeepseekV2(PreNormDecoder):
     weight_prefix = "model."
     ignored_weights = (r".*rotary_emb\.inv_freq",)
 
-    hands_attention_over = False
+    @property
+    def hands_attention_over(self) -> bool:  # type: ignore[override]
+        """Whether all layers do: not with products folded in, see `absorb`, which skip queries."""
+        return all(
+            layer.attention.e is None and layer.attention.f is None
+            for layer in self.layers
+            if isinstance(layer, DeepseekLayer)
+        )
 
     def new_layer(self, config: ModelConfig, layer: int) -> DeepseekLayer:
         """Return a layer, by its number."""

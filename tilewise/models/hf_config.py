@@ -18,6 +18,7 @@ Json = Mapping[str, Any]
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
+    "Gemma3ForCausalLM": "gemma3_text",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -49,7 +50,11 @@ def read(config: Json) -> dict[str, Any]:
     if quantization:
         method = quantization.get("quant_method", "unknown")
         raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
-    others = {"GPT2LMHeadModel": _read_gpt2, "DeepseekV2ForCausalLM": _read_deepseek}
+    others = {
+        "GPT2LMHeadModel": _read_gpt2,
+        "DeepseekV2ForCausalLM": _read_deepseek,
+        "Gemma3ForCausalLM": _read_gemma3,
+    }
     reader = others.get(architecture, _read_llama)
     return {
         "architecture": architecture,
@@ -77,6 +82,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
         return shared | _write_gpt2(config)
     if config.latent is not None:
         return shared | _write_deepseek(config, config.rope, config.latent)
+    if config.architecture == "Gemma3ForCausalLM":
+        return shared | _write_gemma3(config, config.rope)
     return shared | _write_llama(config, config.rope)
 
 
@@ -185,6 +192,10 @@ def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | No
     if types is None:
         first = config.get("max_window_layers", 28)  # the default of Qwen's configuration class
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    return _windows_of_types(types, window)
+
+
+def _windows_of_types(types: Any, window: int) -> tuple[int | None, ...]:
     known = {"full_attention": None, "sliding_attention": window}
     unknown = [name for name in types if name not in known]
     if unknown:
@@ -294,6 +305,55 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
     }
 
 
+def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
+    """Gemma 3 for text; what is absent is as in its configuration class."""
+    num_layers = _count(config, "num_hidden_layers")
+    head_dim = _count_or(config, "head_dim", 256)
+    if config.get("use_bidirectional_attention"):
+        raise CheckpointError("use_bidirectional_attention must be false, got true")
+    types = config.get("layer_types")
+    if types is None:
+        every = _count_or(config, "sliding_window_pattern", 6)
+        types = [
+            "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
+            for layer in range(num_layers)
+        ]
+    cap = _number(config, "final_logit_softcapping", 0.0)
+    has_bias = bool(config.get("attention_bias", False))
+    scale = _number(config, "query_pre_attn_scalar", 256) ** -0.5
+    return {
+        "hidden_size": _count(config, "hidden_size"),
+        "intermediate_size": _count(config, "intermediate_size"),
+        "num_layers": num_layers,
+        "num_q_heads": _count(config, "num_attention_heads"),
+        "num_kv_heads": _count_or(config, "num_key_value_heads", 4),
+        "head_dim": head_dim,
+        "max_position_embeddings": _count_or(config, "max_position_embeddings", 131_072),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
+        "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
+        "windows": _windows_of_types(types, _count_or(config, "sliding_window", 4096)),
+        "softmax_scales": (scale,) * num_layers,
+        "rope": _gemma_rope(config, head_dim, "full_attention", "rope_theta", 1_000_000.0),
+        "local_rope": _gemma_rope(
+            config, head_dim, "sliding_attention", "rope_local_base_freq", 10_000.0
+        ),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "attention_bias": has_bias,
+        "o_bias": has_bias,
+        "logit_softcap": cap or None,
+    }
+
+
+def _gemma_rope(config: Json, head_dim: int, kind: str, base: str, theta: float) -> RopeConfig:
+    """Return how layers of a kind turn; the older spelling stretches the full ones only."""
+    settings = dict(_object(_object(config, "rope_parameters"), kind))
+    if not settings and kind == "full_attention":
+        settings = dict(_object(config, "rope_scaling"))
+    settings.setdefault("rope_theta", _number(config, base, theta))
+    positions = _count_or(config, "max_position_embeddings", 131_072)
+    return _rope({"max_position_embeddings": positions, "rope_parameters": settings}, head_dim)
+
+
 def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
     width, num_heads = _count(config, "n_embd"), _count(config, "n_head")
     num_layers = _count(config, "n_layer")
@@ -325,17 +385,24 @@ def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
     }
 
 
-def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
-    windows = [window for window in config.windows if window is not None]
-    fields: dict[str, Any] = {
+def _write_sizes(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that decoders with RMS norms have in common."""
+    return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_q_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm_eps,
+    }
+
+
+def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
+    windows = [window for window in config.windows if window is not None]
+    fields: dict[str, Any] = {
+        **_write_sizes(config),
+        "head_dim": config.head_dim,
         "hidden_act": config.hidden_act,
         "rope_parameters": _write_rope(config, rope),
     }
@@ -356,13 +423,7 @@ def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
 
 def _write_deepseek(config: ModelConfig, rope: RopeConfig, latent: LatentConfig) -> dict[str, Any]:
     return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_q_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_eps,
+        **_write_sizes(config),
         "hidden_act": config.hidden_act,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
@@ -373,6 +434,26 @@ def _write_deepseek(config: ModelConfig, rope: RopeConfig, latent: LatentConfig)
         "qk_rope_head_dim": latent.rope_dim,
         "v_head_dim": latent.v_head_dim,
         "rope_parameters": _write_rope(config, rope),
+    }
+
+
+def _write_gemma3(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
+    windows = [window for window in config.windows if window is not None]
+    return {
+        **_write_sizes(config),
+        "head_dim": config.head_dim,
+        "hidden_activation": config.hidden_act,
+        "attention_bias": config.attention_bias,
+        "query_pre_attn_scalar": round(config.softmax_scales[0] ** -2),
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": windows[0] if windows else config.max_position_embeddings,
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in config.windows
+        ],
+        "rope_parameters": {
+            "full_attention": _write_rope(config, rope),
+            "sliding_attention": _write_rope(config, config.local_rope or rope),
+        },
     }
 
 

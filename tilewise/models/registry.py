@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.deepseek import DeepseekV2
+from tilewise.models.gemma3 import Gemma3
 from tilewise.models.gpt2 import GPT2
 from tilewise.models.llama import Llama
 from tilewise.models.weights import load_weights
@@ -21,6 +22,7 @@ __all__ = ["MODELS", "build_model", "empty_model", "load_model"]
 MODELS: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "GPT2LMHeadModel": GPT2,
+    "Gemma3ForCausalLM": Gemma3,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
     "Qwen2ForCausalLM": Llama,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.layers import RMSNorm, project
+from tilewise.nn.layers import RMSNorm, ShiftedRMSNorm, project
 from tilewise.ops import PagedPlan
 
 __all__ = ["Attention"]
@@ -59,8 +59,11 @@ class Attention(nn.Module):
         num_heads = num_q_heads + 2 * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.q_norm: RMSNorm | ShiftedRMSNorm | None = None
+        self.k_norm: RMSNorm | ShiftedRMSNorm | None = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps)
 
     def forward(
         self,
@@ -108,7 +111,8 @@ class Attention(nn.Module):
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
         q_norm, k_norm = self.q_norm, self.k_norm
-        if rope is None or (torch.is_grad_enabled() and heads.requires_grad):
+        is_apart = isinstance(q_norm, ShiftedRMSNorm)  # the one kernel below rounds otherwise
+        if rope is None or is_apart or (torch.is_grad_enabled() and heads.requires_grad):
             q, k, v = self._rotated(heads, rope)
             ops.write_kv_cache(
                 k, v, k_cache, v_cache, ctx.slot_mapping, k_scale=k_scale, v_scale=v_scale

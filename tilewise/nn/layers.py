@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.ops import linear_pays
 
-__all__ = ["ACTIVATIONS", "MLP", "GatedMLP", "RMSNorm", "project"]
+__all__ = ["ACTIVATIONS", "MLP", "GatedMLP", "RMSNorm", "ShiftedRMSNorm", "project"]
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 
@@ -58,11 +59,11 @@ def _is_plain(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
     """Return linear(x); in inference, by `ops.linear` where that is faster for so few rows."""
-    few = x.is_cuda and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
+    few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
     if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
         weight, bias = linear.weight, linear.bias
         parameters = (weight,) if bias is None else (weight, bias)
-        if _fuses(x, *parameters) and ops.linear_pays(weight):
+        if _fuses(x, *parameters) and linear_pays(weight):
             return ops.linear(x, weight, bias)
     y: Tensor = linear(x)
     return y
@@ -101,6 +102,29 @@ class RMSNorm(nn.Module):
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         total = residual + x
         return F.rms_norm(total, self.weight.shape, None, self.eps) * self.weight, total
+
+    def extra_repr(self) -> str:
+        """Show the size in `print(model)`."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class ShiftedRMSNorm(nn.Module):
+    """The norm of Gemma: y = round(x / sqrt(mean(x^2) + eps) * (1 + weight)).
+
+    All but the last rounding is float32 (float64 for float64 input); `RMSNorm` rounds before the
+    weight multiplies, and its weight is not counted from 1.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of x (..., dim)."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        weight = 1.0 + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Show the size in `print(model)`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +136,8 @@ class MultiheadLatentAttention(nn.Module):
             Same shape as x.
 
         Raises:
-            ValueError: only one of ctx and kv is given, or the new tokens are a tree.
+            ValueError: only one of ctx and kv is given, the new tokens are a tree, or attention is
+                handed over after `absorb`.
         """
         if (ctx is None) != (kv is None):
             raise ValueError(
@@ -159,16 +162,21 @@ class MultiheadLatentAttention(nn.Module):
             return y
         cache, scale = _with_scale(kv)
         ops.write_latent_cache(latent, k_rope, cache, ctx.slot_mapping, latent_scale=scale)
+        if ctx.attend is not None:
+            if self.e is not None or self.f is not None:
+                raise ValueError("ctx.attend must be None after absorb(), got a function")
+            q = torch.cat(self._queries(c_q, rope), dim=-1)
+            o = ctx.attend(partial(self._attend, kv), q, self.v_head_dim)
+            y = self.o_proj(o.flatten(-2))
+            return y
         expanded = self._expanded_sequences(ctx)
-        if expanded is None or len(expanded) == 0:
+        if not expanded:
             return self._absorbed(c_q, rope, ctx, kv)
         if len(expanded) == ctx.block_table.shape[0]:
             return self._expanded(c_q, rope, ctx, kv)
         y = torch.empty_like(x)
-        chosen = torch.zeros(ctx.block_table.shape[0], dtype=torch.bool)
-        chosen[expanded] = True
-        for sequences, attend in ((chosen, self._expanded), (~chosen, self._absorbed)):
-            rows, part = _subset(ctx, sequences)
+        for rows, part, is_expanded in _both_kinds(ctx, expanded):
+            attend = self._expanded if is_expanded else self._absorbed
             y[rows] = attend(c_q[rows], (rope[0][rows], rope[1][rows]), part, kv)
         return y
 
@@ -248,6 +256,19 @@ class MultiheadLatentAttention(nn.Module):
         q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
         return q_nope, ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
 
+    def _attend(self, kv: LatentLayer, q: Tensor, ctx: AttentionContext) -> Tensor:
+        """Attend from rotated queries (T, Hq, Dn + Dr) to cached latents; return o (T, Hq, Dv)."""
+        expanded = self._expanded_sequences(ctx)
+        if not expanded:
+            return self._attend_absorbed(q, ctx, kv)
+        if len(expanded) == ctx.block_table.shape[0]:
+            return self._attend_expanded(q, ctx, kv)
+        o = q.new_empty((*q.shape[:2], self.v_head_dim))
+        for rows, part, is_expanded in _both_kinds(ctx, expanded):
+            attend = self._attend_expanded if is_expanded else self._attend_absorbed
+            o[rows] = attend(q[rows], part, kv)
+        return o
+
     def _absorbed(
         self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: LatentLayer
     ) -> Tensor:
@@ -261,8 +282,25 @@ class MultiheadLatentAttention(nn.Module):
             q_rope = torch.einsum("tm,hdm->thd", c_q, weight)
             q_rope = ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
             q_latent = torch.einsum("tm,hmr->thr", c_q, self.e)
+        o = self._attend_latents(q_latent, q_rope, ctx, kv)
+        if self.f is not None:
+            return torch.einsum("thr,hre->te", o, self.f)
+        y: Tensor = self.o_proj(self._times_up(o, is_invariant, is_key=False).flatten(-2))
+        return y
+
+    def _attend_absorbed(self, q: Tensor, ctx: AttentionContext, kv: LatentLayer) -> Tensor:
+        """Attend from queries (T, Hq, Dn + Dr) to the latents themselves; return o (T, Hq, Dv)."""
+        q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
+        q_latent = self._times_up(q_nope, ctx.batch_invariant, is_key=True)
+        o = self._attend_latents(q_latent, q_rope, ctx, kv)
+        return self._times_up(o, ctx.batch_invariant, is_key=False)
+
+    def _attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, ctx: AttentionContext, kv: LatentLayer
+    ) -> Tensor:
+        """Attend from (T, Hq, R) and (T, Hq, Dr) to cached latents; return o (T, Hq, R)."""
         cache, scale = _with_scale(kv)
-        o = ops.mla_decode(
+        o: Tensor = ops.mla_decode(
             q_latent.contiguous(),
             q_rope,
             cache,
@@ -274,10 +312,7 @@ class MultiheadLatentAttention(nn.Module):
             latent_scale=scale,
             batch_invariant=ctx.batch_invariant,
         )
-        if self.f is not None:
-            return torch.einsum("thr,hre->te", o, self.f)
-        y: Tensor = self.o_proj(self._times_up(o, is_invariant, is_key=False).flatten(-2))
-        return y
+        return o
 
     def _times_up(self, x: Tensor, is_invariant: bool, *, is_key: bool) -> Tensor:
         """Return x_h W_uk,h (T, Hq, R) of x (T, Hq, Dn), or x_h W_uv,h^T (T, Hq, Dv) of (T, Hq, R).
@@ -303,10 +338,16 @@ class MultiheadLatentAttention(nn.Module):
         self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: LatentLayer
     ) -> Tensor:
         """Attend from (T, m) to keys and values made of the cached latents."""
+        q = torch.cat(self._queries(c_q, rope), dim=-1)
+        y: Tensor = self.o_proj(self._attend_expanded(q, ctx, kv).flatten(-2))
+        return y
+
+    def _attend_expanded(self, q: Tensor, ctx: AttentionContext, kv: LatentLayer) -> Tensor:
+        """Attend from queries (T, Hq, Dn + Dr) to keys and values made of the cached latents."""
         w_uk, w_uv = self._up_projections()
         cache, scale = _with_scale(kv)
         o = ops.mla_prefill(
-            torch.cat(self._queries(c_q, rope), dim=-1),
+            q,
             cache,
             w_uk,
             w_uv,
@@ -318,8 +359,7 @@ class MultiheadLatentAttention(nn.Module):
             latent_scale=scale,
         )
         assert isinstance(o, Tensor)
-        y: Tensor = self.o_proj(o.flatten(-2))
-        return y
+        return o
 
     def _expanded_sequences(self, ctx: AttentionContext) -> list[int] | None:
         """Return which sequences attend expanded; with batch_invariant none does."""
@@ -336,6 +376,16 @@ class MultiheadLatentAttention(nn.Module):
 def _with_scale(kv: LatentLayer) -> tuple[Tensor, Tensor | None]:
     """Return latent_cache, and latent_scale of an 8-bit one."""
     return kv if isinstance(kv, tuple) else (kv, None)
+
+
+def _both_kinds(
+    ctx: AttentionContext, expanded: list[int]
+) -> Iterator[tuple[Tensor, AttentionContext, bool]]:
+    """Return rows and context of the sequences that attend expanded, then of the others."""
+    chosen = torch.zeros(ctx.block_table.shape[0], dtype=torch.bool)
+    chosen[expanded] = True
+    for is_expanded in (True, False):
+        yield *_subset(ctx, chosen if is_expanded else ~chosen), is_expanded
 
 
 def _subset(ctx: AttentionContext, chosen: Tensor) -> tuple[Tensor, AttentionContext]:

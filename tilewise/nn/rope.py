@@ -154,6 +154,7 @@ class RotaryEmbedding(nn.Module):
         self.config = config
         self._cos: Tensor | None = None
         self._sin: Tensor | None = None
+        self._both: Tensor | None = None  # side by side, where a look-up is a launch
 
     def reserve(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Make the tables cover positions 0 ... num_positions - 1 on `device`; return them."""
@@ -163,7 +164,7 @@ class RotaryEmbedding(nn.Module):
             # An inference-mode tensor could not be saved for a later backward pass.
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = self._compute(1 << (rows - 1).bit_length(), device)
-            self._cos, self._sin = cos, sin
+            self._cos, self._sin, self._both = cos, sin, None
         return cos, sin
 
     def prefix(self, seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -177,7 +178,14 @@ class RotaryEmbedding(nn.Module):
         if positions.device.type == "cpu" and not torch.compiler.is_compiling():
             needed = int(positions.max()) + 1 if positions.numel() else 0
         cos, sin = self.reserve(needed, positions.device)
-        return cos[positions], sin[positions]
+        if not positions.is_cuda or torch.compiler.is_compiling():
+            return cos[positions], sin[positions]
+        if self._both is None:
+            with torch.inference_mode(False):
+                self._both = torch.cat((cos, sin), dim=1)
+        found = self._both[positions]
+        half = cos.shape[1]
+        return found[..., :half], found[..., half:]
 
     def _compute(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
         inv_freq, scale = inverse_frequencies(self.config)

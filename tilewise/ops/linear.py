@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.spec import LinearSpec
+from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.linear import MOST_ROWS, pays
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean
@@ -58,7 +59,8 @@ def linear(
         x: (..., K), float16 or bfloat16, at most 32 rows in all, last dim contiguous.
         weight: (N, K), the dtype of x, last dim contiguous.
         bias: (N,), the dtype of x.
-        backend: "triton" or "reference"; None chooses. There is no kernel for CPUs.
+        backend: "gluon" (on Hopper), "triton" or "reference"; None chooses by the weight alone.
+            There is no kernel for CPUs.
 
     Returns:
         (..., N), a new contiguous tensor of x's dtype.
@@ -80,11 +82,35 @@ def linear_pays(weight: Tensor) -> bool:
     """Whether `linear` has been measured to be faster than cuBLAS for a weight of this shape."""
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
+    if _by_rows(_spec_of(weight)):
+        return True
     return pays(weight.shape[0], weight.shape[1], device.arch_of(weight.device))
 
 
+def _spec_of(weight: Tensor) -> LinearSpec:
+    outputs, channels = weight.shape
+    step = weight.stride(0) if outputs > 1 else 0
+    addressable = (weight.data_ptr() | step * weight.itemsize) % 16 == 0
+    return LinearSpec(weight.device.type, weight.dtype, outputs, channels, addressable)
+
+
+def _by_rows(spec: LinearSpec) -> bool:
+    """Whether Hopper's own kernel is the fastest there is for a weight."""
+    if not linear_rows.pays(spec.outputs, spec.channels):
+        return False
+    return dispatch.refusal("linear", "gluon", spec) is None
+
+
+def _backend_of(spec: LinearSpec, backend: str | None) -> str | None:
+    """Return the named backend, or the one that tables choose on a GPU."""
+    if backend is not None or spec.device_type != "cuda":
+        return backend
+    return "gluon" if _by_rows(spec) else "triton"
+
+
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-    name = dispatch.choose("linear", ElementSpec(x.device.type, x.dtype), backend)
+    spec = _spec_of(weight)
+    name = dispatch.choose("linear", spec, _backend_of(spec, backend))
     y: Tensor = dispatch.kernel_module("linear", name).launch(x, weight, bias)
     return y
 

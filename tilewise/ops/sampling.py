@@ -42,7 +42,8 @@ def sample_tokens(
     those of a float64 sampler: those whose number lies that near to a boundary.
 
     Args:
-        logits: (R, V) float32, last dim contiguous, V at most 2^20; -inf forbids a token.
+        logits: (R, V) float32, float16 or bfloat16, last dim contiguous, V at most 2^20; -inf
+            forbids a token.
         temperature: float32 (R,); 0 takes the first of the largest logits. None is 0 for all.
         top_k: int32 (R,); below 1 or at least V keeps all. None keeps all in every row.
         top_p: float32 (R,) in (0, 1]; 1 keeps all. None is 1 for all.
@@ -66,6 +67,11 @@ def sample_tokens(
         >>> ids, is_finite = sample_tokens(
         ...     logits, temperature=torch.ones(2), seeds=stream, counters=stream)
     """
+    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(
+            "logits must have dtype float32, float16 or bfloat16, "
+            f"got {checks.dtype_name(logits.dtype)}"
+        )
     _check_logits(logits)
     rows = (logits.shape[0],)
     for name, numbers, dtype in (
@@ -114,6 +120,7 @@ def token_logprobs(
     Example:
         >>> own, ids, values = token_logprobs(torch.randn(2, 100), torch.tensor([7, 8]), 5)
     """
+    checks.check_same_dtype("logits", logits, torch.float32)
     _check_logits(logits)
     checks.check_same_dtype("token_ids", token_ids, torch.int64)
     checks.check_shape("token_ids", token_ids, (logits.shape[0],))
@@ -129,21 +136,21 @@ def token_logprobs(
 
 
 def _check_logits(logits: Tensor) -> None:
-    checks.check_same_dtype("logits", logits, torch.float32)
     checks.check_dims("logits", logits, "(R, V)")
     if not 1 <= logits.shape[1] <= MOST_TOKENS:
         raise ValueError(f"logits must have 1 ... {MOST_TOKENS} columns, got {logits.shape[1]}")
     checks.check_last_dim_contiguous("logits", logits)
 
 
-def _module(logits: Tensor, backend: str | None) -> Any:
-    name = dispatch.choose("sampling", ElementSpec(logits.device.type, logits.dtype), backend)
-    return dispatch.kernel_module("sampling", name)
+def _name_of(logits: Tensor, backend: str | None) -> str:
+    return dispatch.choose("sampling", ElementSpec(logits.device.type, torch.float32), backend)
 
 
 def _sample_kernel(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *numbers, backend = arguments
-    tokens, is_finite = _module(logits, backend).sample_tokens(logits, *numbers)
+    name = _name_of(logits, backend)
+    wide = logits if name == "triton" else logits.float()  # whose kernels widen what they read
+    tokens, is_finite = dispatch.kernel_module("sampling", name).sample_tokens(wide, *numbers)
     return tokens, is_finite
 
 
@@ -155,7 +162,8 @@ def _sample_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _logprobs_kernel(
     logits: Tensor, token_ids: Tensor, count: int, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    own, ids, values = _module(logits, backend).token_logprobs(logits, token_ids, count)
+    module = dispatch.kernel_module("sampling", _name_of(logits, backend))
+    own, ids, values = module.token_logprobs(logits, token_ids, count)
     return own, ids, values
 
 

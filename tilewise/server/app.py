@@ -19,11 +19,12 @@ import tilewise
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.server.answers import DONE, CompletionAnswer, usage_of
-from tilewise.server.bridge import Bridge, Job, Prompt
+from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, unserved
 from tilewise.server.front import Front, caller_of
+from tilewise.server.job import DEAF, Job, Prompt, sink_of
 from tilewise.server.keys import KeyRing
 from tilewise.server.protocol import (
     ChatRequest,
@@ -168,7 +169,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     async def whole(job: Job) -> dict[str, Any]:
         prompts, answer = await prepare(job)
         async with contextlib.aclosing(
-            bridge.run(job, prompts, sampling, **options_of(request))
+            bridge.run(job, prompts, sampling, sink=DEAF, **options_of(request))
         ) as outputs:
             async for _ in outputs:
                 pass
@@ -180,13 +181,18 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
         prompts, answer = await prepare(job)
         options = request.stream_options
         is_told = options is not None and options.continuous_usage_stats
+
+        def events(place: int, output: RequestOutput) -> bytes:
+            refuse_if_late([output])
+            usage = usage_of(list(job.outputs.values())) if is_told else None
+            return answer.events(place, output, usage)
+
+        sink = sink_of(job, events)
         async with contextlib.aclosing(
-            bridge.run(job, prompts, sampling, **options_of(request))
+            bridge.run(job, prompts, sampling, sink=sink, **options_of(request))
         ) as outputs:
             async for place, output in outputs:
-                refuse_if_late([output])
-                usage = usage_of(list(job.outputs.values())) if is_told else None
-                chunk = answer.events(place, output, usage)
+                chunk = events(place, output)
                 if chunk:
                     yield chunk
         if options is not None and options.include_usage:

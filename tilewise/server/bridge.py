@@ -22,16 +22,17 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from tilewise.engine.embedding import EmbeddingOutput
+from tilewise.engine.embedding import EMBEDDING_PARAMS, EmbeddingOutput
 from tilewise.engine.outputs import RequestMetrics, RequestOutput
-from tilewise.engine.request import SamplingParams
+from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft
+from tilewise.server.job import Job, Prompt, Sink
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket
 from tilewise.server.metrics import Metrics
@@ -70,8 +71,12 @@ class AsyncEngine(Protocol):
         priority: int = 0,
         deadline_s: float | None = None,
         max_queue_s: float | None = None,
+        sink: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs that hold everything so far, until one is finished."""
+        """Yield outputs that hold everything so far, until one is finished.
+
+        All but the last go to `sink` while it returns True.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -107,50 +112,6 @@ class Loop(Protocol):
     def resume(self) -> None:
         """Undo pause()."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as the engine takes it; text is None when ids were given."""
-
-    text: str | None
-    ids: list[int]
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One request of a client.
-
-    Attributes:
-        job_id: also the engine's request id, followed by -1, -2 ... where it has more prompts.
-        caller: for whom.
-        task: that runs it.
-        arrived: seconds of time.perf_counter.
-        stopped: why it was stopped from outside; None if it was not.
-        sending_since: when the write began that has not ended; None between writes.
-        trace_headers: of the client's trace, where spans are written.
-        failure: what the client was told in place of an answer; None if it got one.
-    """
-
-    job_id: str
-    caller: Caller
-    task: asyncio.Task[Any]
-    arrived: float
-    stopped: ApiError | None = None
-    is_over: bool = False
-    sending_since: float | None = None
-    engine_ids: list[str] = field(default_factory=list)
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    first_token: float | None = None
-    last_token: float = 0.0
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
-    failure: str | None = None
-
-    def stop(self, error: ApiError) -> None:
-        """End it with this error, unless it has ended."""
-        if self.stopped is None and not self.is_over:
-            self.stopped = error
-            self.task.cancel()
 
 
 class Bridge:
@@ -319,8 +280,8 @@ class Bridge:
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
-    def check_length(self, caller: Caller, ids: Sequence[int]) -> None:
-        """Refuse a prompt that can never be served.
+    def check_prompt(self, caller: Caller, ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Refuse a prompt that can never be served, before the queue is asked for room.
 
         Raises:
             ApiError: 400, with the numbers.
@@ -341,6 +302,17 @@ class Bridge:
                 400, "prompt must hold at least 1 token, got 0", param="prompt",
                 code="invalid_value",
             )  # fmt: skip
+        vocab_size = self.llm.config.vocab_size
+        if max(ids) >= vocab_size:
+            raise ApiError(
+                400, f"prompt token ids must be below vocab_size {vocab_size}, got {max(ids)}",
+                code="invalid_value",
+            )  # fmt: skip
+        try:
+            length = SamplingParams(max_tokens=sampling.max_tokens)
+            self.llm.limits.check(Request("", list(ids), length))
+        except RequestError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
 
     async def run(
         self,
@@ -353,23 +325,33 @@ class Bridge:
         priority: int = 0,
         timeout: float | None = None,
         most: int | None = None,
+        sink: Sink | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield outputs of the prompts, each with its prompt's number, until all have finished.
 
         Args:
             most: samples of each prompt that are kept, the first ones; None keeps all.
+            sink: is given all but the last output of each prompt, while it takes them.
 
         Raises:
             ApiError: why it was refused, or what ended it.
         """
         asked = (user, cache_salt, priority, timeout)
-        with self._entered(job, prompts, *asked) as (ticket, keywords):
+        with self._entered(job, prompts, sampling, *asked) as (ticket, keywords):
             self.metrics.params_n.observe(sampling.n)
             if sampling.max_tokens is not None:
                 self.metrics.params_max_tokens.observe(sampling.max_tokens)
             outputs = [
-                self.llm.generate(_as_given(prompt), sampling, request_id=request_id, **keywords)
-                for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
+                self.llm.generate(
+                    _as_given(prompt),
+                    sampling,
+                    request_id=request_id,
+                    sink=None if sink is None else self._sink(job, ticket, place, most, sink),
+                    **keywords,
+                )
+                for place, (prompt, request_id) in enumerate(
+                    zip(prompts, job.engine_ids, strict=True)
+                )
             ]
             if len(outputs) == 1:  # of most requests; each generator in between costs each token
                 try:
@@ -401,7 +383,7 @@ class Bridge:
         """
         embed: Any = self.llm.embed  # type: ignore[attr-defined]
         asked = (user, cache_salt, priority, timeout)
-        with self._entered(job, prompts, *asked) as (ticket, keywords):
+        with self._entered(job, prompts, EMBEDDING_PARAMS, *asked) as (ticket, keywords):
             tasks = [
                 asyncio.ensure_future(
                     embed(_as_given(prompt), pooling=pooling, request_id=request_id, **keywords)
@@ -436,6 +418,7 @@ class Bridge:
         self,
         job: Job,
         prompts: Sequence[Prompt],
+        sampling: SamplingParams,
         user: str,
         cache_salt: str | None,
         priority: int,
@@ -444,7 +427,7 @@ class Bridge:
         """Hold a place in the queue; give it and what the engine is asked beside the prompts."""
         caller = job.caller
         for prompt in prompts:
-            self.check_length(caller, prompt.ids)
+            self.check_prompt(caller, prompt.ids, sampling)
         tokens = sum(len(prompt.ids) for prompt in prompts)
         ticket = self.queue.enter(caller, tokens, len(prompts))
         job.engine_ids = [
@@ -500,6 +483,19 @@ class Bridge:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
+
+    def _sink(
+        self, job: Job, ticket: Ticket, place: int, most: int | None, sink: Sink
+    ) -> Callable[[RequestOutput], bool]:
+        """Return what the engine calls with the outputs of one prompt."""
+
+        def take(output: RequestOutput) -> bool:
+            if not sink.is_open():
+                return False
+            sink.take(place, self._observe(job, ticket, place, output, most))
+            return True
+
+        return take
 
     def _observe(
         self, job: Job, ticket: Ticket, place: int, output: RequestOutput, most: int | None

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.server.answers import DONE, usage_of
-from tilewise.server.bridge import Job, Prompt
 from tilewise.server.chat import tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, unserved
+from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
 from tilewise.server.protocol import ChatRequest, sampling_of, shown
 from tilewise.server.reply import Reply
 from tilewise.server.structured import make_structured, structured_of
@@ -89,8 +89,10 @@ class ChatJob:
         is_open = text.rstrip().endswith("<think>")
         return lambda: ThinkParser(self._inner(), is_open)
 
-    async def outputs(self, job: Job, prompt: Prompt) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs."""
+    async def outputs(
+        self, job: Job, prompt: Prompt, sink: Sink | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the engine's outputs, but those that a sink takes."""
         request = self.request
         async with contextlib.aclosing(
             self._bridge.run(
@@ -102,12 +104,11 @@ class ChatJob:
                 priority=request.priority or 0,
                 timeout=request.timeout,
                 most=request.n or 1,
+                sink=sink,
             )
         ) as outputs:
             async for _, output in outputs:
-                for completion in output.outputs:
-                    if completion.finish_reason == "deadline" and not completion.token_ids:
-                        raise ApiError(504, "the deadline has passed before the first token")
+                _refuse_if_late(output)
                 yield output
 
     async def _prepare(self, job: Job) -> tuple[Prompt, ChatAnswer]:
@@ -134,7 +135,7 @@ class ChatJob:
 
     async def _whole(self, job: Job) -> dict[str, Any]:
         prompt, answer = await self._prepare(job)
-        async with contextlib.aclosing(self.outputs(job, prompt)) as outputs:
+        async with contextlib.aclosing(self.outputs(job, prompt, DEAF)) as outputs:
             async for _ in outputs:
                 pass
         return answer.whole(job.outputs[0])
@@ -143,9 +144,15 @@ class ChatJob:
         prompt, answer = await self._prepare(job)
         options = self.request.stream_options
         is_told = options is not None and options.continuous_usage_stats
-        async with contextlib.aclosing(self.outputs(job, prompt)) as outputs:
+
+        def events(_: int, output: RequestOutput) -> bytes:
+            _refuse_if_late(output)
+            return answer.events(output, usage_of([output]) if is_told else None)
+
+        sink = sink_of(job, events)
+        async with contextlib.aclosing(self.outputs(job, prompt, sink)) as outputs:
             async for output in outputs:
-                chunk = answer.events(output, usage_of([output]) if is_told else None)
+                chunk = events(0, output)
                 if chunk:
                     yield chunk
         if options is not None and options.include_usage:
@@ -206,6 +213,12 @@ class ChatJob:
         ):
             return {"skip_special_tokens": False}
         return {}
+
+
+def _refuse_if_late(output: RequestOutput) -> None:
+    for completion in output.outputs:
+        if completion.finish_reason == "deadline" and not completion.token_ids:
+            raise ApiError(504, "the deadline has passed before the first token")
 
 
 def _logprobs(request: ChatRequest) -> int | None:

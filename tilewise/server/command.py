@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tilewise.server.app import Service, build_app
-from tilewise.server.bridge import Bridge
+from tilewise.server.bridge import AsyncEngine, Bridge, Loop
 from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.keys import Caller, KeyRing, hash_of, read_keys
@@ -32,7 +32,7 @@ from tilewise.server.run import Server, ServerOptions, bind, run
 from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
 
-__all__ = ["serve"]
+__all__ = ["Steps", "application", "checked", "new_service", "serve"]
 
 LOG = logging.getLogger("tilewise.server")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -40,7 +40,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class _Steps:
+class Steps:
     """Tells on standard error what the start does and how long each step took."""
 
     def __init__(self) -> None:
@@ -67,24 +67,15 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     Raises:
         ValueError: an option is wrong, the port is in use, the model does not fit.
     """
-    steps = _Steps()
-    options = resolve(given)
-    _check(options)
-    keys = _keys(options)
-    host = options["host"]
-    if not keys and not options["allow_open"] and not _is_loopback(host):
-        raise ValueError(
-            "--host must be of this machine alone unless --api-key, --keys-file or --allow-open "
-            f"is given, got {host}"
-        )
+    steps = Steps()
+    options, keys = checked(given)
     tls = _tls(options)
-    sock = bind(host, options["port"])
+    sock = bind(options["host"], options["port"])
     try:
-        service = _service(model, options, keys, steps)
+        service, close = new_service(model, options, keys, steps)
     except BaseException:
         sock.close()
         raise
-    llm = service.bridge.llm
     address, port = sock.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     url = f"{'https' if tls else 'http'}://{shown}:{port}"
@@ -104,16 +95,7 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     server = Server(
-        build_app(
-            service,
-            [
-                admin_router(service),
-                embeddings_router(service),
-                live_router(service),
-                messages_router(service),
-                responses_router(service),
-            ],
-        ),
+        application(service),
         service.bridge,
         ServerOptions(shutdown_timeout_s=options["shutdown_timeout"], tls=tls),
         on_started=started,
@@ -124,7 +106,34 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     try:
         return run(server, sock)
     finally:
-        llm.llm.close(options["shutdown_timeout"])  # type: ignore[attr-defined]
+        close(options["shutdown_timeout"])
+
+
+def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]]:
+    """Return all options, and who may ask.
+
+    Args:
+        given: see `serve`.
+
+    Raises:
+        ValueError: an option is wrong, or the address is public and everybody might ask.
+    """
+    options = resolve(given)
+    _check(options)
+    keys = _keys(options)
+    host = options["host"]
+    if not keys and not options["allow_open"] and not _is_loopback(host):
+        raise ValueError(
+            "--host must be of this machine alone unless --api-key, --keys-file or --allow-open "
+            f"is given, got {host}"
+        )
+    return options, keys
+
+
+def application(service: Service) -> Any:
+    """Return the ASGI application of a service with all its routes."""
+    routers = (admin_router, embeddings_router, live_router, messages_router, responses_router)
+    return build_app(service, [router(service) for router in routers])
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -133,6 +142,7 @@ def _check(options: Mapping[str, Any]) -> None:
         "tool_call_parser": ("auto", "none", *TOOL_PARSERS),
         "reasoning_parser": ("auto", "none", "think"),
         "generation_config": ("auto", "none"),
+        "load_format": ("auto", "dummy"),
     }
     for name, allowed in choices.items():
         if options[name] not in allowed:
@@ -195,9 +205,19 @@ def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
     return context
 
 
-def _service(
-    model: str, options: Mapping[str, Any], keys: dict[str, Caller], steps: _Steps
-) -> Service:
+def new_service(
+    model: str, options: Mapping[str, Any], keys: dict[str, Caller], steps: Steps
+) -> tuple[Service, Callable[[float], object]]:
+    """Load a model; return what its routes serve, and what ends its engine within some seconds.
+
+    Args:
+        model: see LLM.
+        options, keys: of `checked`.
+        steps: told what the start does.
+
+    Raises:
+        ValueError: an option is wrong, or the model does not fit.
+    """
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
     from tilewise.engine.settings import model_directory
@@ -212,22 +232,33 @@ def _service(
         if flag.argument not in known:
             raise ValueError(f"{flag.flag} is not an option of this version's engine")
         settings[flag.argument] = value
+    if options["load_format"] == "dummy":
+        settings["random_weights"] = True
     settings |= _settings_of_keys(keys, options["scheduling_policy"])
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
     names = options["served_model_name"] or [directory.name if model == str(directory) else model]
     endpoint = options["otlp_traces_endpoint"]
     spans = None if endpoint is None else open_spans(endpoint, names[0])
-    llm = LLM(model, **settings)
-    sizes = llm.engine.scheduler.limits
+    engine: AsyncEngine
+    loop: Loop
+    close: Callable[[float], object]
+    if options["engine_process"]:
+        from tilewise.server.apart.remote import RemoteEngine
+
+        engine = loop = remote = RemoteEngine(model, settings)
+        devices, close = f"{remote.devices}, in process {remote.pid}", remote.close
+    else:
+        llm = LLM(model, **settings)
+        engine, loop, devices, close = AsyncLLM(llm), llm.loop, llm.devices, llm.close
+    sizes = engine.limits
     steps.done(
         f"model loaded, kernels compiled, a cache of {sizes.num_blocks * sizes.block_size:,} "
-        f"tokens made on {llm.devices}"
+        f"tokens made on {devices}"
     )
-    engine = AsyncLLM(llm)
     bridge = Bridge(
         engine,
-        llm.loop,
+        loop,
         queue=Queue(
             max_requests=options["max_num_queued_reqs"],
             max_tokens=options["max_num_queued_tokens"],
@@ -251,7 +282,7 @@ def _service(
         steps.done("chat template's process started")
     parser, thinks = options["tool_call_parser"], options["reasoning_parser"]
     text = source or ""
-    return Service(
+    service = Service(
         bridge,
         names,
         template,
@@ -263,6 +294,7 @@ def _service(
         else (None if parser == "none" else parser),
         thinks="<think>" in text or "</think>" in text if thinks == "auto" else thinks == "think",
     )
+    return service, close
 
 
 def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[str, Any]:

@@ -167,9 +167,10 @@ class Queue:
         """Accept requests of `tokens` prompt tokens together.
 
         Raises:
-            ApiError: 429, the key has too much in the queue, at once or in this minute; 503, all
-                keys together have.
+            ApiError: 400, it would be too much for an empty queue; 429, the key has too much in the
+                queue, at once or in this minute; 503, all keys together have.
         """
+        self._check_possible(caller, tokens, requests)
         load = self._keys.setdefault(caller.name, _Load())
         now = self._clock()
         self._check_key(caller, load, tokens, requests, now)
@@ -214,6 +215,30 @@ class Queue:
             if is_served:
                 load.departures.append((now, ticket.requests, ticket.tokens))
 
+    def _check_possible(self, caller: Caller, tokens: int, requests: int) -> None:
+        """Refuse what would never be let in, whatever the queue holds now: to wait is no use."""
+        a_minute = caller.tokens_per_minute
+        if a_minute is not None and tokens > a_minute:
+            raise ApiError(
+                400, f"prompt must be at most the {a_minute:,} tokens a minute of this key, got "
+                f"{tokens:,}", param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        at_once = caller.max_requests
+        bounds = [("requests", requests, at_once, "that this key may have at once")]
+        for whose, (most, most_tokens) in (
+            ("its queue", self._key_bounds), ("the queue", self._bounds),
+        ):  # fmt: skip
+            bounds += [
+                ("requests", requests, most, f"that {whose} holds"),
+                ("prompt tokens", tokens, most_tokens, f"that {whose} holds"),
+            ]
+        for name, value, bound, which in bounds:
+            if bound is not None and value > bound:
+                raise ApiError(
+                    400, f"{name} of a request must be at most the {bound:,} {which}, got "
+                    f"{value:,}", code="too_many",
+                )  # fmt: skip
+
     def _check_key(
         self, caller: Caller, load: _Load, tokens: int, requests: int, now: float
     ) -> None:
@@ -228,11 +253,6 @@ class Queue:
             return
         while load.spent and load.spent[0][0] <= now - MINUTE_S:
             load.spent_tokens -= load.spent.popleft()[1]
-        if tokens > limit:
-            raise ApiError(
-                400, f"prompt must be at most the {limit:,} tokens a minute of this key, got "
-                f"{tokens:,}", param="prompt", code="context_length_exceeded",
-            )  # fmt: skip
         if load.spent_tokens + tokens > limit:
             excess, wait = load.spent_tokens + tokens - limit, MINUTE_S
             for then, count in load.spent:
@@ -252,12 +272,6 @@ class Queue:
     ) -> None:  # fmt: skip
         names = ("requests", "prompt tokens")
         found = (load.waiting + requests, load.waiting_tokens + tokens)
-        for name, bound, value in zip(names, bounds, found, strict=True):
-            if value > bound and load.waiting == 0:  # alone, it would never be let in
-                raise ApiError(
-                    400, f"{name} of a request must be at most the {bound:,} that {whose} holds, "
-                    f"got {value:,}", code="too_many",
-                )  # fmt: skip
         for name, bound, value in zip(names, bounds, found, strict=True):
             if value > bound:
                 excess = (max(0, found[0] - bounds[0]), max(0, found[1] - bounds[1]))

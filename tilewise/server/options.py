@@ -84,6 +84,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag("reasoning_parser", str, "auto", "think, none; auto is by the template", "chats", "NAME"),
     Flag("generation_config", str, "auto", "auto: fields left out are those of the model's "
          "generation_config.json; none: OpenAI's defaults", "chats", "NAME"),
+    Flag("engine_process", bool, False, "the engine in a process of its own, which shares no "
+         "interpreter with HTTP", "the engine"),
+    Flag("load_format", str, "auto", "auto: read the model's weights; dummy: draw them, to measure "
+         "speed, which needs a config.json only", "the engine", "NAME"),
     _engine("device", str, "cpu, cuda, cuda:1 ...", "NAME"),
     _engine("dtype", str, "of the parameters, e.g. bfloat16", "DTYPE"),
     _engine("kv_cache_dtype", str, "of the cache, e.g. bfloat16, int8, fp8_e4m3", "DTYPE"),

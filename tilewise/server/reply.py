@@ -13,9 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from tilewise.server.answers import event
-from tilewise.server.bridge import Bridge, Job
+from tilewise.server.bridge import Bridge
 from tilewise.server.errors import ApiError, ClientLeft
 from tilewise.server.front import Receive, Scope, Send, caller_of, trace_headers
+from tilewise.server.job import Direct, Job
 
 __all__ = ["Reply", "read_body"]
 
@@ -51,10 +52,6 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     except ClientDisconnect:
         raise ClientLeft from None
     return bytes(body)
-
-
-def _cannot_push(_: bytes) -> bool:
-    return False  # of a server that is not ours
 
 
 def _too_long(limit: int, size: int) -> ApiError:
@@ -106,8 +103,8 @@ class Reply(Response):
                         told = await self._whole(job)
                         body = told if isinstance(told, bytes) else json.dumps(told).encode()
                     else:
-                        push = scope.get("state", {}).get("push", _cannot_push)
-                        await self._write_stream(job, send, push)
+                        # A server that is not ours has none.
+                        await self._write_stream(job, send, scope["state"].get("direct"))
             except (ApiError, asyncio.CancelledError):
                 raise
             except Exception as error:
@@ -121,7 +118,7 @@ class Reply(Response):
         if self._whole is not None:
             await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _write_stream(self, job: Job, send: Send, push: Callable[[bytes], bool]) -> None:
+    async def _write_stream(self, job: Job, send: Send, direct: Direct | None) -> None:
         assert self._stream is not None
         async with contextlib.aclosing(self._stream(job)) as chunks:
             async for chunk in chunks:
@@ -129,7 +126,10 @@ class Reply(Response):
                     self._is_started = True
                     start = {"type": "http.response.start", "status": 200}
                     await send({**start, "headers": _STREAM_HEADERS})
-                if not push(chunk):
+                    job.direct = direct
+                if job.direct is not None and job.direct.is_open():
+                    job.direct.push(chunk)
+                else:
                     message = {"type": "http.response.body", "body": chunk, "more_body": True}
                     await self._bridge.send(job, send, message)
         await self._bridge.send(job, send, {"type": "http.response.body", "more_body": False})

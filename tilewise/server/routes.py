@@ -28,6 +28,7 @@ __all__ = ["admin_only", "admin_router", "engine_method"]
 
 MOST_EVENTS = 10_000  # of one answer
 MOST_TOKENS = 1024  # likewise
+MOST_IN_LINE = 1000  # likewise
 
 
 class AbortRequest(BaseModel):
@@ -112,6 +113,19 @@ def admin_router(service: Service) -> APIRouter:
                     _tokens(service, job, place, sample, first, end) if may_read else None
                 )
         return JSONResponse({"id": request_id, "prompts": told})
+
+    @router.get("/v1/queue")
+    async def queue(request: Request, limit: int = 100) -> Response:
+        """Name the requests that wait, who is admitted next first."""
+        admin_only(request)
+        if not 1 <= limit <= MOST_IN_LINE:
+            raise ApiError(
+                400, f"limit must be in 1 ... {MOST_IN_LINE}, got {limit}", param="limit",
+                code="invalid_value",
+            )  # fmt: skip
+        # A step holds the engine's lock, for which the event loop must not wait.
+        line = await asyncio.to_thread(engine_method(bridge.llm, "line"), limit)
+        return JSONResponse({"object": "list", "data": line})
 
     @router.get("/v1/trace")
     async def trace(request: Request, since: int = 0, limit: int = 1000) -> Response:

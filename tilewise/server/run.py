@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tilewise.server.bridge import Bridge
 from tilewise.server.errors import ApiError
+from tilewise.server.job import Direct
 
 __all__ = ["Server", "ServerOptions", "bind", "run"]
 
@@ -88,24 +89,29 @@ class _Protocol(H11Protocol):
         super().connection_made(transport)
         # The application cuts the connection of a client that does not read: to close it would be
         # to wait for that client.
-        self.app_state = {**self.app_state, "cut": transport.abort, "push": self._push}
+        self.app_state = {
+            **self.app_state,
+            "cut": transport.abort,
+            "direct": Direct(self._is_open, self._push),
+        }
         self._late: asyncio.TimerHandle | None = None
         self._await_headers()
 
-    def _push(self, part: bytes) -> bool:
+    def _is_open(self) -> bool:
+        """Whether parts of a streamed answer may be pushed.
+
+        If not, send() must write them, which waits for a client that reads slowly.
+        """
+        is_chunked = self.conn.their_http_version == b"1.1"
+        return is_chunked and not self.flow.write_paused and not self.transport.is_closing()
+
+    def _push(self, part: bytes) -> None:
         """Write a part of a streamed answer at once, in one chunk.
 
         It goes by the state machine of HTTP, which would do nothing else with it and takes longer
         than all the rest that a token costs here.
-
-        Returns:
-            Whether it was written; if not, send() must, which waits for a client that reads slowly.
         """
-        is_chunked = self.conn.their_http_version == b"1.1"
-        if not is_chunked or self.flow.write_paused or self.transport.is_closing():
-            return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-        return True
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -113,7 +113,7 @@ def _llama(
         assert isinstance(layer, LlamaLayer)
         attention = layer.attention
         q, k, v = _split(attention, linear(_rms_norm(x, layer.attention_norm), attention.qkv_proj))
-        if attention.q_norm is not None and attention.k_norm is not None:
+        if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
             q, k = _rms_norm(q, attention.q_norm), _rms_norm(k, attention.k_norm)
         o = attend(
             _rotate(q, cos, sin), _rotate(k, cos, sin), v, documents, attention.softmax_scale,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from tilewise.bench.engines import measure, workloads
@@ -61,6 +63,30 @@ def test_an_engine_that_fails_keeps_its_place_and_disturbs_no_other(tmp_path):
     assert str(found["tilewise"]) == "out of memory"
     assert len(calls) == 2
     assert len(found["vllm"]) == 2
+
+
+def test_nothing_begins_when_the_seconds_are_over_and_what_was_measured_stays(tmp_path):
+    timed = bench(tmp_path, seconds=1000.0, timeout=5000.0)
+    assert not timed.is_over
+    assert 999 < timed.timeout <= 1000
+    calls = []
+    process = Fake("tilewise", 0.01, calls)
+    competitor = measure.Competitor("tilewise", "tilewise", {})
+    workload = workloads.fixed(2, 8, 4, vocab_size=100)
+
+    def over_after(count):
+        return lambda self: len(calls) >= count
+
+    class Over(measure.Bench):
+        is_over = property(over_after(3))  # after a warm-up and one turn of two runs
+
+    short = Over({}, json_path=None, folder=tmp_path, repeats=5, timeout=1.0)
+    found = short._turns(workload, [(competitor, process)])
+    assert len(found["tilewise"]) == 1
+    session = measure.Session("story", None, [workload], [competitor], None)
+    short._started = lambda *_: contextlib.nullcontext([(competitor, process)])
+    short._run_together(session, [competitor])
+    assert [row["error"] for row in short.rows] == ["not measured: no time was left"]
 
 
 def test_a_prompt_alone_has_no_decode():

@@ -6,7 +6,14 @@ import os
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.engine.checkpoint import VOCAB, write_tokenizer
 from tests.models.tiny import save_hf
@@ -42,13 +49,44 @@ def assert_nothing_stays(workers) -> None:
 
 def write_model(path, head_dim: int = 8):
     """Save a random model of eight query heads and two key heads, with a tokenizer."""
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB, hidden_size=8 * head_dim, intermediate_size=16 * head_dim,
-            num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=head_dim,
-            attention_bias=True, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
-        )
-    ).eval()  # fmt: skip
+    return write(
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        path,
+        hidden_size=8 * head_dim,
+        intermediate_size=16 * head_dim,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        attention_bias=True,
+    )
+
+
+def write_windows(path):
+    """Save one whose layers have a window, none, and the window again."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return write(
+        Qwen2ForCausalLM, Qwen2Config, path, num_hidden_layers=3, num_key_value_heads=2,
+        use_sliding_window=True, sliding_window=11, layer_types=kinds,
+    )  # fmt: skip
+
+
+def write_latents(path):
+    """Save one whose layers keep latents."""
+    return write(
+        DeepseekV2ForCausalLM, DeepseekV2Config, path, first_k_dense_replace=2, kv_lora_rank=24,
+        q_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
+        attention_bias=True,
+    )  # fmt: skip
+
+
+def write(model_class, config_class, path, **fields):
+    """Save a random model of eight query heads, each parameter large enough to matter."""
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "max_position_embeddings": 256, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    model = model_class(config_class(**(shape | fields))).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed.thread_group import ThreadGroup
-from tests.engine.tensor_parallel.conftest import SETTINGS
+from tests.engine.tensor_parallel.conftest import SETTINGS, write_latents, write_windows
 from tilewise.cache.storage import KVStorage
 from tilewise.distributed.shards import load_shard
 from tilewise.engine.device_runner import DeviceRunner
@@ -56,7 +56,8 @@ class _Ranks:
     @staticmethod
     def _make(path, group):
         model = load_shard(path, group)
-        spec = cache_spec(model.config, SETTINGS["block_size"], torch.float32)
+        longest = SETTINGS["max_model_len"]
+        spec = cache_spec(model.config, SETTINGS["block_size"], torch.float32, longest)
         storage = KVStorage(spec, SETTINGS["num_blocks"])
         return DeviceRunner(
             model, storage, max_num_seqs=SETTINGS["max_num_seqs"],
@@ -93,15 +94,24 @@ class _Handle:
         return read_samples(json.loads(told[0]))
 
 
-@pytest.fixture(scope="module")
-def both(checkpoint):
+def _both(path):
     settings = {**SETTINGS, "swap_space_gib": 0.0}
-    whole, shards = (LLM(checkpoint, **settings) for _ in range(2))
-    runner = _Ranks(checkpoint, shards.engine.runner.storage)
+    whole, shards = (LLM(path, **settings) for _ in range(2))
+    runner = _Ranks(path, shards.engine.runner.storage)
     shards.engine = Engine(shards._new_scheduler(), runner, overlap=True)
     yield whole, shards
     whole.close()
     shards.close()
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint):
+    yield from _both(checkpoint)
+
+
+@pytest.fixture(scope="module", params=[write_windows, write_latents])
+def both_of_kind(request, tmp_path_factory):
+    yield from _both(request.param(tmp_path_factory.mktemp("kind")))
 
 
 @pytest.mark.parametrize(
@@ -115,11 +125,19 @@ def both(checkpoint):
     ids=["greedy", "drawn", "scored", "adjusted"],
 )
 def test_rows_of_shards_give_the_tokens_of_the_whole(both, options):
+    _assert_same_tokens(*both, **options)
+
+
+def test_rows_of_groups_and_of_latents_give_the_tokens_of_the_whole(both_of_kind):
+    _assert_same_tokens(*both_of_kind, temperature=0.0, max_tokens=40)
+
+
+def _assert_same_tokens(whole, shards, **options):
     prompts = [
         {"prompt_token_ids": [(7 * i + n) % 290 for i in range(n)]} for n in (1, 30, 9, 22, 41)
     ]
     params = SamplingParams(ignore_eos=True, **options)
-    want, got = (llm.generate(prompts, params) for llm in both)
+    want, got = (llm.generate(prompts, params) for llm in (whole, shards))
     for mine, theirs in zip(got, want, strict=True):
         assert [c.token_ids for c in mine.outputs] == [c.token_ids for c in theirs.outputs]
-    both[1].loop.call(both[1].engine.scheduler.check_integrity)
+    shards.loop.call(shards.engine.scheduler.check_integrity)

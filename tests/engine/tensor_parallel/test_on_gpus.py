@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.tensor_parallel.conftest import write_model
+from tests.engine.tensor_parallel.conftest import write_latents, write_model, write_windows
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 
@@ -66,6 +66,23 @@ def test_two_gpus_give_the_tokens_of_one(checkpoint, graphs, dtype):
         assert [[c.token_ids for c in o.outputs] for o in first] == [
             [c.token_ids for c in o.outputs] for o in second
         ]
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("write", [write_windows, write_latents])
+def test_windows_and_latents_on_two_gpus_give_the_tokens_of_one(write, tmp_path):
+    path = write(tmp_path)
+    settings = {
+        "device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_blocks": 64,
+        "max_model_len": 128, "max_num_batched_tokens": 64,
+    }  # fmt: skip
+    whole = LLM(path, **settings)
+    want = _generate(whole)
+    whole.close()
+    llm = LLM(path, tensor_parallel_size=2, **settings)
+    try:
+        _assert_same_up_to_ties(_generate(llm), want, MARGINS["float32"])
     finally:
         llm.close()
 

@@ -52,11 +52,13 @@ def _same(got: ScheduledSequence, want: ScheduledSequence) -> None:
 
 def test_a_step_arrives_as_it_was():
     wire = _Wire()
-    batch = Batch((_run(seeds=(2**63 - 1,)),), ((1, 2),), (5,), ((3, 4),), ((6, 7),))
+    others = {"other_copies": (((8, 9),), ()), "other_moves": ((((1, 0),), ((2, 3),)), ((), ()))}
+    batch = Batch((_run(seeds=(2**63 - 1,)),), ((1, 2),), (5,), ((3, 4),), ((6, 7),), **others)
     got = wire.pass_on(batch)
     _same(got.sequences[0], batch.sequences[0])
     assert (got.block_copies, got.left) == (batch.block_copies, batch.left)
     assert (got.swap_out, got.swap_in) == (batch.swap_out, batch.swap_in)
+    assert (got.other_copies, got.other_moves) == (batch.other_copies, batch.other_moves)
 
 
 def test_only_what_is_new_travels():
@@ -72,6 +74,21 @@ def test_only_what_is_new_travels():
     same = then._replace(start=3, first_new_block=101)
     _same(wire.pass_on(Batch((same,))).sequences[0], same)
     assert len(json.dumps(wire.message)) < 80
+
+
+def test_tables_of_every_group_travel_and_only_what_is_new_of_them():
+    wire = _Wire()
+    first = _run(others=(([4, 5], 0), ([8], 0)))
+    got = wire.pass_on(Batch((first,), other_copies=(((1, 2),), ())))
+    _same(got.sequences[0], first)
+    assert got.other_copies == (((1, 2),), ())
+    then = first._replace(first_new_block=2, others=(([4, 5, 6], 2), ([8, 9], 0)))
+    _same(wire.pass_on(Batch((then,))).sequences[0], then)
+    assert wire.message[0][0][-1] == [(2, [6]), (0, [8, 9])]
+    wire.pass_on(Batch((_run(seq_id=4, others=(([], 0), ([], 0))),), left=(3,)))
+    back = first._replace(others=(([1, 2], 1), ([3], 1)))  # it was told a table that has gone
+    got = wire.pass_on(Batch((back,))).sequences[0]
+    assert got.others == (([1, 2], 0), ([3], 0))
 
 
 def test_after_a_reset_all_is_told_again():
@@ -163,8 +180,7 @@ def test_a_frame_that_is_no_data_is_an_error():
 
 
 def test_every_field_of_a_step_travels():
-    # `known` is read by draft models only, which other processes do not have; models of several
-    # groups of layers, which `others` is for, are refused there.
+    # `known` is read by draft models only, which other processes do not have.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",
@@ -173,6 +189,7 @@ def test_every_field_of_a_step_travels():
     assert set(ScheduledSequence._fields) == told
     assert set(Batch.__slots__) == {
         "sequences", "block_copies", "left", "swap_out", "swap_in", "other_copies",
+        "other_moves",
     }  # fmt: skip
     assert set(Asked._fields) == {
         "adjusts", "token_ids", "num_prompt_tokens", "end_ids", "bad_word_ids", "new_matcher",

@@ -61,9 +61,21 @@ def test_long_and_wide_calls_keep_the_budget(name: str, dtype: torch.dtype) -> N
     check(LONG[name], dtype)
 
 
+# Every day long calls in one dtype: how panels and strips are walked depends on none.
 @needs_tiles
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("name", [*CASES, *LONG])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(
+            name,
+            dtype,
+            marks=[pytest.mark.slow] * (name in LONG and dtype is not torch.bfloat16),
+            id=f"{name}-{str(dtype)[6:]}",
+        )
+        for name in [*CASES, *LONG]
+        for dtype in DTYPES
+    ],
+)
 def test_vector_units_keep_the_budget_where_the_matrix_unit_is_taken(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,9 @@
-"""Weights of 8 bits: numpy's definition of them, products beside float64, bits, and small CPUs."""
+"""Weights of 8 bits: numpy's definition of them, products beside float64, and bits.
+
+CPUs with less are in test_step.py, where a process tries both kinds of weights.
+"""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -138,37 +137,3 @@ def test_what_is_not_finite_has_no_int8(bad):
     weight[2, 69] = float(bad)
     with pytest.raises(ValueError, match="weight must be finite"):
         pack_int8(weight)
-
-
-# What LLVM would be told of other CPUs is put in place before any kernel is made.
-OTHER_CPU = """
-import torch
-from tilewise.kernels.cpu.machine import simd
-simd.HAS_TILES = False
-if {registers} == 16:
-    simd.HAS_BF16_DOT, simd.REGISTER_BYTES, simd.NUM_REGISTERS = False, 32, 16
-from tilewise.ops.panels import multiply, pack_int8, unpack
-from tilewise.testing import assert_within_budget
-for dtype in ({dtypes}):
-    weight, x = torch.randn(80, 104).to(dtype), torch.randn(37, 104).to(dtype)
-    panels = pack_int8(weight)[0]
-    stood = unpack(panels._replace(dtype=torch.float32))
-    y = multiply(x, panels)
-    assert_within_budget(y, x.double() @ stood.double().T, x @ stood.to(dtype).T)
-    for rows in (1, 3, 6):
-        assert torch.equal(multiply(x[:rows], panels), y[:rows])
-"""
-
-
-@pytest.mark.parametrize(
-    ("registers", "dtypes"),
-    [(32, "torch.bfloat16,"), (16, "torch.bfloat16, torch.float16")],
-    ids=["no tiles", "AVX2"],
-)
-def test_cpus_with_less_compute_the_same_function(registers, dtypes, tmp_path):
-    code = OTHER_CPU.format(registers=registers, dtypes=dtypes)
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

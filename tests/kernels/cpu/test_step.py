@@ -121,15 +121,17 @@ from tilewise.kernels.cpu.machine import simd
 simd.HAS_TILES = False
 if {registers} == 16:
     simd.HAS_BF16_DOT, simd.REGISTER_BYTES, simd.NUM_REGISTERS = False, 32, 16
-from tilewise.kernels.cpu.step import product
-from tilewise.ops.panels import multiply, pack
+from tilewise.ops.panels import multiply, pack, pack_int8, unpack
 from tilewise.testing import assert_within_budget
 for dtype in ({dtypes}):
-    weight, x = torch.randn(80, 72).to(dtype), torch.randn(37, 72).to(dtype)
-    y = multiply(x, pack(weight))
-    assert_within_budget(y, x.double() @ weight.double().T, x @ weight.T)
-    for rows in (1, 3, 6):
-        assert torch.equal(multiply(x[:rows], pack(weight)), y[:rows])
+    weight, x = torch.randn(80, 104).to(dtype), torch.randn(37, 104).to(dtype)
+    bytes_ = pack_int8(weight)[0]
+    stood = unpack(bytes_._replace(dtype=torch.float32))
+    for panels, w in ((pack(weight), weight), (bytes_, stood)):
+        y = multiply(x, panels)
+        assert_within_budget(y, x.double() @ w.double().T, x @ w.to(dtype).T)
+        for rows in (1, 3, 6):
+            assert torch.equal(multiply(x[:rows], panels), y[:rows])
 """
 
 

@@ -213,6 +213,33 @@ OTHERS = {
     ),
 }  # fmt: skip
 
+_ROWS = "step/rows:_multiply"
+PRODUCTS = {
+    "a_stage_multiplied_before_it_is_there": _without(
+        _ROWS, "mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)", "few_rows"
+    ),
+    "the_wrong_phase_of_a_stage": Mutation(
+        _ROWS, "(step // shape.stages) & 1", "step & 1", "few_rows"
+    ),
+    "another_stage_loaded": Mutation(
+        _ROWS, "ahead * shape.tile_k, stage)", "ahead * shape.tile_k, ahead % 2)", "few_rows"
+    ),
+    "a_stage_loaded_before_its_product_is_done": Mutation(
+        _ROWS, "warpgroup_mma_wait(0", "warpgroup_mma_wait(1", "few_rows"
+    ),
+    "the_bytes_of_x_forgotten": Mutation(
+        "step/rows:_load", "weight.block_type.nbytes + x.block_type.nbytes",
+        "weight.block_type.nbytes", "few_rows",
+    ),
+    "the_bytes_of_an_early_weight_forgotten": Mutation(
+        "step/rows:_begin", "weight.block_type.nbytes + x.block_type.nbytes",
+        "x.block_type.nbytes", "few_rows_early",
+    ),
+    "arrivals_left_behind": _without(
+        "step/rows:linear_rows_kernel", "gl.atomic_xchg(arrived + tile, 0)", "few_rows"
+    ),
+}  # fmt: skip
+
 # The race of 2026-11-22 (docs/hopper.md): the copy engine goes past a barrier.
 _RELEASE, _FENCE = "device/barriers:release_loaded", "fence_async_shared()"
 UNFENCED = {
@@ -231,4 +258,4 @@ UNFENCED = {
         "            partition_barrier()\n", "backward_prepost",
     ),
 }  # fmt: skip
-HANDOVERS = FORWARD | BACKWARD | OTHERS | UNFENCED
+HANDOVERS = FORWARD | BACKWARD | OTHERS | PRODUCTS | UNFENCED

@@ -6,6 +6,7 @@ Each is one run of the emulator: its results are judged there, and what its warp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem
 from tests.kernels.gluon import test_fp8_emulated as test_gluon_fp8_emulated
+from tests.kernels.gluon import test_linear as test_gluon_linear
 from tests.kernels.gluon import test_mla as test_gluon_mla
 from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
 from tests.kernels.gluon import test_paged as test_gluon_paged
@@ -136,6 +138,17 @@ def _paged(seed: int, program: Program) -> list[Recording]:
     return recordings
 
 
+def _rows(seed: int, program: Program, *, early: bool = False) -> list[Recording]:
+    torch.manual_seed(0)
+    x, weight, bias = test_gluon_linear.make_product(5, 704, 130)
+    tile = test_gluon_linear.RowsTile(64, 64, 2, 2, early=early)
+    with recorded() as recordings:
+        y = test_gluon_linear.run_emulated(x, weight, bias, tile, seed, program, stages=3)
+    truth = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(y.double(), truth, rtol=1e-2, atol=1e-2)
+    return recordings
+
+
 _LITTLE = ((100, 100), (30, 60), (140, 140))
 CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "packed_causal": Attention(PACKED).run,
@@ -177,6 +190,8 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "paged_decode": _paged,
     "latents": _latents,
     "latents_of_8_bits": _latents_of_bytes,
+    "few_rows": _rows,
+    "few_rows_early": functools.partial(_rows, early=True),
 }  # fmt: skip
 
 

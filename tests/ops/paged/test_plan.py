@@ -55,6 +55,37 @@ def test_a_plan_is_reused_for_other_caches_scales_and_sinks(backend: str) -> Non
 
 
 @interpreted
+@pytest.mark.parametrize(("heads", "v_dim"), [(1, 128), (4, 32), (6, 24)])
+@pytest.mark.parametrize("runs", [[1, 1, 0, 1], [3, 1, 0, 2]], ids=str)
+def test_the_last_program_merges_all_splits_and_leaves_the_counters_at_0(
+    runs: list[int], heads: int, v_dim: int
+) -> None:
+    # 1,200 keys in splits of 64: more than one step of the merge where a group has 4 heads.
+    k_cache, _, table, seqlens_k = make_paged_cache([1200, 64, 70, 65], 16, 1, 32)
+    v_cache = torch.randn(*k_cache.shape[:-1], v_dim)
+    q = torch.randn(sum(runs), heads, 32)
+    options: dict[str, Any] = {
+        "block_table": table,
+        "seqlens_k": seqlens_k,
+        "cu_seqlens_q": torch.tensor([0, *runs]).cumsum(0).int(),
+        "max_seqlen_q": max(runs),
+        "sinks": torch.randn(heads),
+        "return_lse": True,
+    }
+    want = paged_attention(q, k_cache, v_cache, backend="reference", **options)
+    options["backend"] = "triton"
+    plan = plan_paged_attention(q, k_cache, v_cache, **options)
+    splits = int(plan.records[:, 7].amax())
+    assert splits > 8
+    before = plan.records.clone()
+    for _ in range(2):
+        got = paged_attention(q, k_cache, v_cache, plan=plan, **options)
+        for a, b in zip(want, got, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert torch.equal(plan.records, before)
+
+
+@interpreted
 def test_update_follows_new_lengths_at_the_same_address() -> None:
     tensors, options = _call([700, 20, 90], [1, 1, 1])
     options["backend"] = "triton"
@@ -134,3 +165,49 @@ def test_compiled_calls_take_a_plan_and_refuse_that_of_others() -> None:
     assert torch.equal(got, paged_attention(*tensors, **options))
     with pytest.raises(ValueError, match="plan must be for softcap 2.0, got one for 0.0"):
         compiled(*tensors, plan=plan, softcap=2.0, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (8, 8), (64, 2)], ids=str)
+@pytest.mark.parametrize("lengths", [[1024] * 32, [1, 40_000, 700, 0, 90], [5000]], ids=len)
+def test_a_captured_plan_merges_on_a_gpu_as_a_second_kernel_does(
+    heads: tuple[int, int], lengths: list[int]
+) -> None:
+    num_heads, num_kv_heads = heads
+    cache = make_paged_cache(lengths, 16, num_kv_heads, 128, dtype=torch.bfloat16, device="cuda")
+    k_cache, v_cache, table, seqlens_k = cache
+    q = torch.randn(len(lengths), num_heads, 128, dtype=torch.bfloat16, device="cuda")
+    options: dict[str, Any] = {
+        "block_table": table,
+        "seqlens_k": seqlens_k,
+        "cu_seqlens_q": torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda"),
+        "max_seqlen_q": 1,
+        "return_lse": True,
+    }
+    plan = plan_paged_attention(q, k_cache, v_cache, **options)
+    paged_attention(q, k_cache, v_cache, plan=plan, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = paged_attention(q, k_cache, v_cache, plan=plan, **options)
+    for shorter in (0, 300):
+        seqlens_k.sub_(shorter).clamp_(min=0)
+        plan.update(seqlens_k, options["cu_seqlens_q"])
+        want = paged_attention(q, k_cache, v_cache, **options)
+        on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in options.items()}
+        exact = paged_attention(
+            *(x.cpu().double() for x in (q, k_cache, v_cache)), backend="reference", **on_cpu
+        )
+        first = None
+        for _ in range(200):
+            for part in got:
+                part.fill_(float("nan"))
+            graph.replay()
+            if first is None:
+                first = [part.clone() for part in got]
+            for part, same in zip(got, first, strict=True):
+                assert torch.equal(part, same)
+        assert first is not None
+        for a, b, truth, bound in zip(first, want, exact, (2e-2, 1e-4), strict=True):
+            torch.testing.assert_close(a.cpu().double(), truth, rtol=bound, atol=bound)
+            torch.testing.assert_close(b.cpu().double(), truth, rtol=bound, atol=bound)

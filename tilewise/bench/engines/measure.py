@@ -130,6 +130,7 @@ class Bench:
         document: what goes into the JSON file beside rows and starts.
         json_path: of that file, or None.
         folder: for configurations, logs and converted models.
+        seconds: after which nothing new begins, and what runs is stopped; None is no limit.
     """
 
     def __init__(
@@ -142,13 +143,27 @@ class Bench:
         timeout: float,
         trace: str | None = None,
         looks_inside: bool = True,
+        seconds: float | None = None,
     ) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
         self.rows: list[Row] = []
         self.starts: list[Row] = []
         self.document = document | {"starts": self.starts, "rows": self.rows}
         self.json_path, self.folder = json_path, folder
-        self.repeats, self.timeout = repeats, timeout
+        self.repeats, self._timeout = repeats, timeout
         self.trace, self.looks_inside = trace, looks_inside
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the seconds of all are used up."""
+        return self._end is not None and time.monotonic() >= self._end
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a start or a run may take, of what is left for all."""
+        if self._end is None:
+            return self._timeout
+        return max(1.0, min(self._timeout, self._end - time.monotonic()))
 
     def run(self, session: Session, *, in_turns: bool) -> None:
         """Measure a session: its engines in turns within each workload, or one after the other.
@@ -166,6 +181,11 @@ class Bench:
     def _run_together(self, session: Session, competitors: Sequence[Competitor]) -> None:
         with self._started(session, competitors) as processes:
             for workload in session.workloads:
+                if self.is_over:
+                    for competitor, _ in processes:
+                        row = self._row(session, workload, competitor)
+                        self.rows.append(row | {"error": "not measured: no time was left"})
+                    continue
                 turns = self._turns(workload, processes)
                 ids: dict[int | None, list[list[int]]] = {}
                 for competitor, process in processes:
@@ -230,6 +250,8 @@ class Bench:
         """Run a workload on every engine, in turns: a machine that drifts is fair to all."""
         found: dict[str, list[Row] | EngineFailed] = {c.label: [] for c, _ in processes}
         for turn in range(self.repeats + 1):
+            if turn > 1 and self.is_over:
+                break  # what was measured counts
             for competitor, process in processes:
                 so_far = found[competitor.label]
                 if isinstance(so_far, EngineFailed):

@@ -75,7 +75,8 @@ class Measured:
 
     Args:
         settings: "directory", "device", "dtype", "random_weights", "max_num_seqs", "max_len",
-            "memory" (the share of a GPU's), "prefix_caching", "threads", and what LLM calls
+            "memory" (the share of a GPU's), "num_blocks" (None is what that share holds),
+            "prefix_caching", "threads", and what LLM calls
             "graphs", "weight_dtype", "max_num_batched_tokens", "kv_cache_dtype" and
             "tensor_parallel_size".
 
@@ -91,8 +92,10 @@ class Measured:
         unknown = set(given) - set(inspect.signature(LLM.__init__).parameters)
         if unknown:
             raise ValueError(f"LLM must take {', '.join(sorted(unknown))}, it does not")
-        blocks = None
-        if self.device == "cpu":  # as many as the workload needs, whatever is free
+        blocks = settings.get("num_blocks")
+        if (
+            blocks is None and self.device == "cpu"
+        ):  # as many as the workload needs, whatever is free
             blocks = settings["max_num_seqs"] * (-(-settings["max_len"] // 16) + 1)
         self.compilations = Compilations()
         self.llm = LLM(
@@ -119,8 +122,10 @@ class Measured:
             "loaded after start": self.compilations.loaded - self.at_start[1],
         }
         runner = self.llm.engine.runner
-        if isinstance(runner, DeviceRunner) and runner.compilations.names:
-            facts["kernels after start"] = list(runner.compilations.names)
+        if isinstance(runner, DeviceRunner):
+            facts |= {f"{part}, s": round(t, 2) for part, t in runner.start_seconds.items()}
+            if runner.compilations.names:
+                facts["kernels after start"] = list(runner.compilations.names)
         if isinstance(runner, ParallelRunner) and self.device == "cuda":
             facts["small sums"] = runner.why_no_symmetric_memory or "symmetric memory"
         elif self.device == "cuda":

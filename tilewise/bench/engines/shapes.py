@@ -77,6 +77,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
+    "llama-3-70b": _LLAMA_3
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
     # Llama 3.2's, of 1.24 B parameters.
     "llama-1b": _LLAMA_3
     | {

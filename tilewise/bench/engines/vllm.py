@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["Measured"]
+__all__ = ["SERVER_ENVIRONMENT", "Measured"]
 
 # One process without a network, the sampler that needs nothing compiled, and no calls home.
 _ENVIRONMENT = {
@@ -21,6 +21,10 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
+}
+# Of its server, whose engine is a process of its own.
+SERVER_ENVIRONMENT = {
+    name: value for name, value in _ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
 }
 
 

@@ -9,7 +9,7 @@ which holds its heads' part of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from tilewise.cache.spec import CacheSpec
-from tilewise.cache.storage import num_blocks_for
 from tilewise.distributed.shards import check_shards, shard_config
 from tilewise.engine.batch import Batch
 from tilewise.engine.engine import Engine
@@ -25,7 +24,7 @@ from tilewise.engine.loop import EngineLoop
 from tilewise.engine.runner import Samples
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import cache_dtype, cache_spec
-from tilewise.engine.sizing import CPU_FRACTION, available_memory
+from tilewise.engine.sizing import Blocks, blocks_on_cpu
 from tilewise.engine.tensor_parallel.processes import Workers
 from tilewise.engine.tensor_parallel.wire import BatchWriter, read_samples
 from tilewise.errors import WorkerLostError
@@ -72,11 +71,6 @@ def check_tensor_parallel(
             f"torch sees, got {size}"
         )
     check_shards(config, size)
-    if config.latent is not None or any(config.windows):
-        raise ValueError(
-            "tensor_parallel_size must be 1 for a model with windows of attention or latents, "
-            f"got {size}"
-        )
     if batch_invariant and device.type == "cuda":
         raise ValueError(
             "batch_invariant must be False with tensor_parallel_size above 1 on GPUs, where the "
@@ -93,11 +87,11 @@ class RemoteStorage:
     """What is known here of a cache that lies in other processes.
 
     Attributes:
-        spec: of all workers together.
-        num_blocks: of each.
+        spec: of all workers together; of latents, which each holds whole, that of one.
+        num_blocks: of each, for every group of layers where there are several.
     """
 
-    def __init__(self, spec: CacheSpec, num_blocks: int) -> None:
+    def __init__(self, spec: CacheSpec, num_blocks: Blocks) -> None:
         self.spec, self.num_blocks = spec, num_blocks
 
 
@@ -105,11 +99,13 @@ class RemoteHost:
     """Main memory for blocks, in the processes of the workers.
 
     Attributes:
-        num_blocks: of each.
+        num_blocks: of each, and of every group of layers.
+        group_shares: see `HostCache`.
     """
 
-    def __init__(self, num_blocks: int, link_blocks: float) -> None:
+    def __init__(self, num_blocks: int, link_blocks: float, spec: CacheSpec) -> None:
         self.num_blocks, self._link_blocks = num_blocks, link_blocks
+        self.group_shares = spec.group_shares
 
     def measure(self) -> float:
         """Return how many blocks the slowest worker moved a second when it started."""
@@ -203,12 +199,20 @@ def engine_of_workers(
     Args:
         scheduler_settings: read by new_scheduler; how many blocks there are goes in there.
     """
-    runner = start(directory, model, size, device, **settings)
+    longest_run = scheduler_settings["long_prefill_token_threshold"]
+    runner = start(directory, model, size, device, longest_run=longest_run, **settings)
     scheduler_settings["num_blocks"] = runner.storage.num_blocks
     if runner.host is not None:
         scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
     has_graphs = device.type == "cuda" and settings["graphs"] != "off"
     return Engine(new_scheduler(), runner, overlap=has_graphs)
+
+
+def fewest(found: Sequence[Any]) -> Blocks:
+    """Return the blocks that every worker has room for, of what each says: a number, or a list."""
+    if isinstance(found[0], int):
+        return int(min(found))
+    return tuple(min(counts) for counts in zip(*found, strict=True))
 
 
 def start(
@@ -218,6 +222,7 @@ def start(
     device: torch.device,
     *,
     swap_space_gib: float,
+    longest_run: int | None = None,
     **settings: Any,
 ) -> ParallelRunner:
     """Start the workers, each with its shard and its part of the cache.
@@ -228,6 +233,7 @@ def start(
         size: workers.
         device: of the workers.
         swap_space_gib: main memory of all together.
+        longest_run: tokens of one prompt in a step; None is as many as a step has.
         settings: plain data, see `worker`; num_blocks may be None.
 
     Raises:
@@ -238,7 +244,8 @@ def start(
     config, dtype = model.config, model.dtype
     part = shard_config(config, size)
     kv_dtype = cache_dtype(settings["kv_cache_dtype"], dtype)
-    spec = cache_spec(part, settings["block_size"], kv_dtype)
+    longest = settings["max_model_len"]
+    spec = cache_spec(part, settings["block_size"], kv_dtype, longest)
     num_swap_blocks = int(swap_space_gib * GIB) // (size * spec.bytes_per_block)
     if swap_space_gib and num_swap_blocks < 1:
         raise ValueError(
@@ -262,11 +269,13 @@ def start(
         num_blocks = settings["num_blocks"]
         found = workers.words()
         if num_blocks is None and device.type == "cuda":
-            num_blocks = min(found)
+            num_blocks = fewest(found)
         elif num_blocks is None:
-            budget = int(available_memory() * CPU_FRACTION) // size
-            context = -(-settings["max_model_len"] // spec.block_size)
-            num_blocks = min(settings["max_num_seqs"] * context, num_blocks_for(spec, budget))
+            most = settings["max_num_batched_tokens"]
+            run = min(longest_run or most, most, longest)
+            num_blocks = blocks_on_cpu(
+                spec, settings["max_num_seqs"], longest, run, num_processes=size
+            )
         workers.tell(["size", num_blocks, num_swap_blocks])
         rates, refusals = zip(*workers.words(), strict=True)
     except BaseException:
@@ -275,8 +284,8 @@ def start(
     whole = replace(
         config, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
     )
-    storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype), num_blocks)
-    host = RemoteHost(num_swap_blocks, min(rates)) if num_swap_blocks else None
+    storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype, longest), num_blocks)
+    host = RemoteHost(num_swap_blocks, min(rates), spec) if num_swap_blocks else None
     runner = ParallelRunner(workers, storage, host)
     runner.why_no_symmetric_memory = refusals[0]
     return runner

@@ -114,12 +114,15 @@ class BatchWriter:
         for seq_id in batch.left:
             self._known.pop(seq_id, None)
         rows = [self._row(run) for run in batch.sequences]
-        return [rows, batch.block_copies, batch.left, batch.swap_out, batch.swap_in]
+        return [
+            rows, batch.block_copies, batch.left, batch.swap_out, batch.swap_in, batch.other_copies,
+            batch.other_moves,
+        ]  # fmt: skip
 
     def _row(self, run: ScheduledSequence) -> list[Any]:
-        known, first = self._known.get(run.seq_id), run.first_new_block
+        known, first, others = self._known.get(run.seq_id), run.first_new_block, run.others
         if known is None:
-            known, first = _Known(), 0
+            known, first, others = _Known(), 0, tuple((blocks, 0) for blocks, _ in others)
             self._known[run.seq_id] = known
         news: dict[str, Any] = {}
         if known.sampling is not run.sampling:
@@ -133,6 +136,7 @@ class BatchWriter:
         return [
             run.seq_id, run.token_ids, run.start, first, run.block_ids[first:], run.num_samples,
             run.num_generated, run.is_chosen, run.num_drafts, run.draft_parents, news,
+            [(new, blocks[new:]) for blocks, new in others],
         ]  # fmt: skip
 
     def _asked(self, run: ScheduledSequence, asked: Asked, known: _Known) -> list[Any]:
@@ -194,21 +198,26 @@ class BatchReader:
 
     def read(self, message: Sequence[Any]) -> Batch:
         """Return the batch that a `BatchWriter` was given."""
-        rows, copies, left, swap_out, swap_in = message
+        rows, copies, left, swap_out, swap_in, other_copies, other_moves = message
         for seq_id in left:
             self._told.pop(seq_id, None)
         return Batch(
             tuple(map(self._run, rows)), _pairs(copies), tuple(left), _pairs(swap_out),
-            _pairs(swap_in),
+            _pairs(swap_in), tuple(map(_pairs, other_copies)),
+            tuple((_pairs(out), _pairs(back)) for out, back in other_moves),
         )  # fmt: skip
 
     def _run(self, row: Sequence[Any]) -> ScheduledSequence:
         (seq_id, token_ids, start, first, blocks, num_samples, num_generated, is_chosen,
-         num_drafts, draft_parents, news) = row  # fmt: skip
+         num_drafts, draft_parents, news, others) = row  # fmt: skip
         told = self._told.get(seq_id)
         if told is None:
             told = self._told[seq_id] = _Told()
         told.block_ids[first:] = blocks
+        if len(told.others) < len(others):
+            told.others = [[] for _ in others]
+        for table, (new, blocks) in zip(told.others, others, strict=True):
+            table[new:] = blocks
         if news:
             self._take(told, news)
         return ScheduledSequence(
@@ -225,6 +234,7 @@ class BatchReader:
             is_chosen=is_chosen,
             num_drafts=num_drafts,
             draft_parents=tuple(draft_parents),
+            others=tuple((told.others[i], new) for i, (new, _) in enumerate(others)),
         )
 
     def _take(self, told: _Told, news: Mapping[str, Any]) -> None:
@@ -255,10 +265,11 @@ class BatchReader:
 
 
 class _Told:
-    __slots__ = ("asked", "block_ids", "sampling", "seeds", "token_ids")
+    __slots__ = ("asked", "block_ids", "others", "sampling", "seeds", "token_ids")
 
     def __init__(self) -> None:
         self.block_ids: list[int] = []
+        self.others: list[list[int]] = []  # of groups of layers beyond the first
         self.sampling: SamplingParams = _Sampling()
         self.seeds: tuple[int, ...] = ()
         self.token_ids: list[int] = []

@@ -34,7 +34,7 @@ from tilewise.engine.options import Options
 from tilewise.engine.runner import Runner, StepHandle
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
 from tilewise.engine.settings import cache_spec
-from tilewise.engine.sizing import allocate, blocks_on_cuda, warm_up
+from tilewise.engine.sizing import Blocks, allocate, blocks_on_cuda, warm_up
 from tilewise.engine.tensor_parallel.sharded_runner import ShardedRunner
 from tilewise.engine.tensor_parallel.wire import (
     BatchReader,
@@ -133,27 +133,27 @@ class _Worker:
             is_int8=settings["is_int8"],
         )
         dtype = getattr(torch, settings["kv_cache_dtype"])
-        self.spec: CacheSpec = cache_spec(self.model.config, settings["block_size"], dtype)
+        self.spec: CacheSpec = cache_spec(
+            self.model.config, settings["block_size"], dtype, settings["max_model_len"]
+        )
         self.reader = BatchReader(self._new_matcher)
         self._options: Options | None = None
         self.runner: Runner
 
-    def num_blocks(self) -> int:
+    def num_blocks(self) -> Blocks:
         """Return how many blocks this device has room for; 0 on a CPU, where the parent counts."""
         if self.device.type != "cuda" or self.settings["num_blocks"] is not None:
             return 0
         names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-        found = blocks_on_cuda(
+        return blocks_on_cuda(
             self.model, self.spec, self.device,
             gpu_memory_utilization=self.settings["gpu_memory_utilization"],
             has_graphs=self.settings["graphs"] != "off",
             captures_prompts=False,  # nor does `make_runner`
             **{name: self.settings[name] for name in names},
         )  # fmt: skip
-        assert isinstance(found, int)  # of one group of layers, see `check_tensor_parallel`
-        return found
 
-    def make_runner(self, num_blocks: int, num_swap_blocks: int) -> tuple[float, str | None]:
+    def make_runner(self, num_blocks: Blocks, num_swap_blocks: int) -> tuple[float, str | None]:
         """Allocate the cache and get ready.
 
         Returns:

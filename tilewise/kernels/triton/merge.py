@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_ELEMENTS = 2048  # of each input: two 16-byte loads of 2-byte elements a thread of four warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "seqlen", "stride_lah", "stride_lbh", "stride_loh"])
 def _merge_kernel(
     o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, o_ptr, lse_ptr, num_rows, seqlen, num_heads,
     stride_ab, stride_as, stride_ah, stride_bb, stride_bs, stride_bh,
@@ -87,8 +87,16 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
     tile_r = max(1, TILE_ELEMENTS // tile_dv)
     _merge_kernel[(triton.cdiv(lse.numel(), tile_r),)](
         o_a, lse_a, o_b, lse_b, o, lse, lse.numel(), seqlen, num_heads,
-        *(stride for t in outs for stride in t.stride()[:3]),
-        *(stride for t in lses for stride in t.stride()),
+        *(stride for t in outs for stride in _strides(t)[:3]),
+        *(stride for t in lses for stride in _strides(t)),
         V_HEAD_DIM=v_head_dim, TILE_R=tile_r, TILE_DV=tile_dv, num_warps=4,
     )  # fmt: skip
     return o, lse
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of x, that of a batch of one as 0: it is as long as the packed rows are.
+
+    Triton would compile anew where such a length is a multiple of 16.
+    """
+    return x.stride() if x.shape[0] > 1 else (0, *x.stride()[1:])

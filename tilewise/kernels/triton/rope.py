@@ -85,11 +85,14 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
     if half == 0:
         return out.copy_(x)
+    # That of a batch of one is as long as the packed rows, and a multiple of 16 now and then.
+    by_batch = [t.stride(0) if batch > 1 else 0 for t in (batched, result, cos, sin)]
     tile_half = triton.next_power_of_2(half)
     tile_h = min(triton.next_power_of_2(num_heads), max(1, TILE_PAIRS // tile_half))
     _rope_kernel[(batch * seqlen, triton.cdiv(num_heads, tile_h))](
         batched, cos, sin, result, seqlen, num_heads,
-        *batched.stride()[:3], *result.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
+        by_batch[0], *batched.stride()[1:3], by_batch[1], *result.stride()[1:3],
+        by_batch[2], cos.stride(1), by_batch[3], sin.stride(1),
         HALF=half, HEAD_DIM=head_dim, INTERLEAVED=interleaved, TILE_H=tile_h, TILE_HALF=tile_half,
         TILE_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)), num_warps=4,
     )  # fmt: skip

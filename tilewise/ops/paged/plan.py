@@ -19,8 +19,10 @@ class PagedPlan:
     """Which keys each program of a paged attention call reads; from `plan_paged_attention`.
 
     Attributes:
-        records: int32 (pairs, 8) on the device, at an address that `update` keeps; no rows where
-            the kernels of the call decide nothing beforehand (long runs, and every call on a CPU).
+        records: int32 (rows, 8) on the device, at an address that `update` keeps: what programs
+            read, and counters of theirs; no rows where the kernels of the call decide nothing
+            beforehand (long runs, and every call on a CPU). Calls of one plan share the counters
+            and must follow one another, as those of one stream do.
         spec: what the calls must have in common with the one it was made for.
         backend: whose kernels read it.
         made_for: both in words; a call that differs is refused when it runs, compiled ones too.

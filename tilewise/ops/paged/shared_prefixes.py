@@ -37,6 +37,22 @@ class SharedPrefixes:
     saved_tokens: int
     block_size: int
 
+    @classmethod
+    def in_buffers(
+        cls, skipped: Tensor, table: Tensor, lengths: Tensor, edges: Tensor, rows: Tensor,
+        block_size: int,
+    ) -> SharedPrefixes:  # fmt: skip
+        """Return one pass over groups in buffers that change under a captured CUDA graph.
+
+        Args:
+            skipped: int32 (B,), tokens that a sequence's group reads for it; 0 of those in none.
+            table, lengths, edges, rows: as in `SharedLevel`, of as many groups as there may be:
+                those that are not there have no rows, and `rows` is all B, those in no group last.
+            block_size: tokens of a cache block.
+        """
+        level = SharedLevel(table, lengths, edges, rows, max_rows=rows.shape[0])
+        return cls(skipped, (level,), 0, block_size)
+
     def keys(self) -> SharedKeys:
         """What kernels need of it."""
         return SharedKeys(self.skipped, self.levels)

@@ -1069,7 +1069,7 @@ function lists() {
   for (const { name } of pool.waiting.values()) waiting.set(name, (waiting.get(name) ?? 0) + 1);
   $("n-waiting").textContent = waiting.size;
   $("n-running").textContent = running.size;
-  fill($("waiting"), waiting, (name) => {
+  fill($("waiting"), ordered(waiting), (name) => {
     const request = pool.request(name);
     const known = told.get(name);
     const age = request.arrived === null ? "" : `for ${seconds(Math.max(0, now() - request.arrived))}`;
@@ -1121,6 +1121,22 @@ function fill(list, entries, say) {
   while (list.children.length > shown.length) list.lastChild.remove();
 }
 
+// Who waits, the next one first: events say who does, the order is the policy's and changes.
+let inLine = [];
+async function readLine() {
+  const answer = await ask(`/v1/queue?limit=${MOST_LISTED}`);
+  if (answer.ok) inLine = (await answer.json()).data;
+}
+
+// [name, samples] of those who wait, in their order; in a film, of which no policy is known, that of
+// their arrival, as who was preempted keeps its place.
+function ordered(waiting) {
+  const place = film ? new Map() : new Map(inLine.map((name, i) => [name, i]));
+  const key = (name) => place.get(name) ?? Infinity;
+  return [...waiting].sort(([a], [b]) =>
+    key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : pool.request(a).number - pool.request(b).number);
+}
+
 // Asks for those that can be seen, a few at a time.
 async function explainSome() {
   const names = new Set();
@@ -1156,7 +1172,7 @@ async function everySecond() {
   for (let turn = 0; ; turn++) {
     try {
       if (!document.hidden) {
-        if (!film && isFollowing) await explainSome();
+        if (!film && isFollowing) await Promise.all([explainSome(), pool.waiting.size ? readLine() : null]);
         tiles();
         lists();
         detail();

@@ -163,8 +163,8 @@ def _run(statement: str, values: _Values) -> None:
         named_barrier(number, threads, blocks=found[1] == "sync")
     elif opcode == "cp.async.bulk.wait_group":
         copies.wait_group(int(operands[0]))
-    elif opcode in (".reg", "bar.warp.sync") or opcode.startswith("fence."):
-        pass  # one warp is one actor; fences of global memory are not judged
+    elif opcode in (".reg", "bar.warp.sync") or opcode.startswith(("fence.", "griddepcontrol.")):
+        pass  # one warp is one actor; fences of global memory are not judged, nor kernels' order
     elif opcode in _INSTRUCTIONS:
         sources = [_operand(text, values) for text in operands[1:]]
         _assign(operands[0], _INSTRUCTIONS[opcode](*sources), values)

@@ -21,7 +21,7 @@ from tests.kernels.gluon.emulator.program import Program
 from tests.kernels.gluon.emulator.recording import Recording
 from tests.kernels.gluon.emulator.registers import Register, Scalar
 
-_OPTIONS = ("num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug")
+_OPTIONS = ("num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug", "launch_pdl")
 _UNCHANGED = Program()
 _recordings: list[list[Recording]] = []
 

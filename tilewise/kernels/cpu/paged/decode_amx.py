@@ -362,16 +362,23 @@ def _pack_group(address, v_row, column, low, high, zeros, panels, units):
 
 
 @inlined
-def _fetch_group(address, row_bytes, row_size):
-    for row in range(ROWS):
-        for line in range(0, row_size, _LINE):
-            prefetch(address + row * row_bytes + line)
+def _fetch_group(address, row_bytes, head_bytes, row_size, index, heads):
+    """Fetch this head's share of the rows of a group of 16 keys: all heads of some rows.
+
+    So memory is asked for in its own order. A head's own part of every row would be one line in
+    each few, which the hardware's prefetcher does not follow.
+    """
+    for row in range(ROWS * index // heads, ROWS * (index + 1) // heads):
+        for head in range(heads):
+            for line in range(0, row_size, _LINE):
+                prefetch(address + row * row_bytes + head * head_bytes + line)
 
 
 @inlined
-def _score_tile(like, work, zeros, k_row, v_row, k_offset, v_offset, is_direct, group, at, side, ld,
-                ldv, low, high, begin, end):  # fmt: skip
+def _score_tile(like, work, zeros, k_row, v_row, k_offset, v_offset, k_head, v_head, is_direct,
+                group, index, heads, at, side, ld, ldv, low, high, begin, end):  # fmt: skip
     """Scores of keys low ... high - 1 of a tile for the rows of one head; values are packed."""
+    k_first, v_first = k_offset - index * k_head, v_offset - index * v_head
     for column in range(begin, end, WORD):
         for place in range(column // ROWS, column // ROWS + 2):
             _pack_group(work.at[GROUPS + place] + v_offset, v_row, place * ROWS, low, high, zeros,
@@ -379,8 +386,8 @@ def _score_tile(like, work, zeros, k_row, v_row, k_offset, v_offset, is_direct, 
             if is_direct:  # the next tile's rows travel to the L2 cache meanwhile
                 next_k, next_v = work.at[2 * GROUPS + place], work.at[3 * GROUPS + place]
                 if next_k != 0:
-                    _fetch_group(next_k + k_offset, k_row, 2 * ld)
-                    _fetch_group(next_v + v_offset, v_row, 2 * ldv)
+                    _fetch_group(next_k + k_first, k_row, k_head, 2 * ld, index, heads)
+                    _fetch_group(next_v + v_first, v_row, v_head, 2 * ldv, index, heads)
         # A group of which no key is seen need not exist: its scores are never used.
         k_0, k_1 = work.at[column // ROWS], work.at[column // ROWS + 1]
         k_0 = k_0 if k_0 != 0 else k_1
@@ -471,8 +478,8 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
             else:
                 _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv)
             _score_tile(
-                like, pointers, zeros, k_row, v_row, k_offset, v_offset, is_direct, sizes.group, at,
-                side, ld, ldv, low, high, begin, end,
+                like, pointers, zeros, k_row, v_row, k_offset, v_offset, sizes.k_head, sizes.v_head,
+                is_direct, sizes.group, index, heads, at, side, ld, ldv, low, high, begin, end,
             )  # fmt: skip
             if not rule.is_scaled_only:
                 _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, length - 1 - key,

@@ -115,6 +115,12 @@ def _form_of_tiles(dtype: torch.dtype, rows: int, columns: int) -> Form:
 
 
 @functools.cache
+def _form_of_matrix(dtype: torch.dtype, rows: int, columns: int) -> Form:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
+    return _form_of((rows, columns), layout, dtype)
+
+
+@functools.cache
 def _form_of_numbers(dtype: torch.dtype, *block: int) -> Form:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     return _form_of(block, layout, dtype)
@@ -175,6 +181,18 @@ def _remember(key: tuple[object, ...], found: Described, tensor: Tensor) -> Tens
         _recent.popitem(last=False)
     _recent[key] = made
     return made
+
+
+def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return the descriptor of (rows, columns) tiles of a matrix, as WGMMA wants them."""
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
+    found = _recent.get(key)
+    if found is not None:
+        return found
+    # TMA wants a multiple of 16 bytes even where there is only one row.
+    strides = (tensor.stride(0) if tensor.shape[0] > 1 else columns, 1)
+    form = _form_of_matrix(tensor.dtype, rows, columns)
+    return _remember(key, Described(tensor, tuple(tensor.shape), strides, form), tensor)
 
 
 def row_descriptor(tensor: Tensor, count: int) -> Any:

@@ -23,7 +23,6 @@ from tilewise.kernels.triton.paged.splits import FIELDS, launch_plan
 
 __all__ = ["fill_plan", "launch", "plan_pairs", "why_not"]
 
-_HOPPER = 9
 _WIDTHS = (64, 128)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
@@ -32,13 +31,7 @@ _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8
 
 def why_not(spec: PagedSpec) -> str | None:
     """Say why this kernel cannot run `spec`, or return None when it can."""
-    if spec.device_type != "cuda":
-        return f"device must be cuda, got {spec.device_type}"
-    # Without a GPU at hand the answer is for Hopper, as that of the other backends is.
-    arch = device.arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if arch // 10 != _HOPPER:
-        return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
-    return why_not_decode(spec)
+    return device.why_not_hopper(spec.device_type) or why_not_decode(spec)
 
 
 def why_not_decode(spec: PagedSpec) -> str | None:

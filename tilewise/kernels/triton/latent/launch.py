@@ -120,7 +120,7 @@ def _attend_latents(
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
-                               "num_pairs", "min_run"])  # fmt: skip
+                               "num_pairs", "min_run", "stride_lh"])  # fmt: skip
 def _latent_kernel(
     q_ptr, q_rope_ptr, cache_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
     block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, scale_ptr, stride_sb, stride_sp,

@@ -4,8 +4,10 @@ what     flash-decoding (Dao et al. 2023) over a block table: partial o and lse 
          sequence's keys, then one merge by log-sum-exp
 grid     split kernel: (pairs * Hk, tiles of rows), a pair being (sequence, split), heads fastest so
          that neighbours read neighbouring bytes; merge kernel: (B * run, Hq)
-program  reads the record of its pair from a plan or makes it (see `paged_plan`), folds its keys; a
-         sequence with one split is written straight to o and lse
+program  reads the record of its pair from a plan or makes it (see `splits`), folds its keys; a
+         sequence with one split is written straight to o and lse. With a plan there is no second
+         kernel: the plan has a counter for each (sequence, key head, tile of rows), and the program
+         that is the last to raise it merges all splits, in their order, and sets it back to 0
 traffic  K and V once (once per tile of rows), q once per split; partials 4 * (Dv + 1) bytes per
          row and split, which is under 1 % of the keys for splits of 512 keys or more
 numerics as in `keys`; partial o float32 and normalised; weights of the merge are exp2(lse - max)
@@ -41,7 +43,7 @@ FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
-                               "num_pairs"])  # fmt: skip
+                               "num_pairs", "stride_lh"])  # fmt: skip
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, bounds_ptr, records_ptr,
     block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
@@ -56,7 +58,8 @@ def _split_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     KIND: tl.constexpr,
     FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr, HAS_PLAN: tl.constexpr,
-    FIELDS: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    MERGES: tl.constexpr, FIELDS: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % NUM_KV_HEADS
     pair = tl.program_id(0) // NUM_KV_HEADS
@@ -81,7 +84,7 @@ def _split_kernel(
     if num_splits == 0:
         return
     split = pair - first_pair
-    if not ALONE and (split == 0) and (tl.program_id(0) % NUM_KV_HEADS == 0):
+    if not (ALONE or MERGES) and (split == 0) and (tl.program_id(0) % NUM_KV_HEADS == 0):
         tl.store(bounds_ptr + 2 * seq, first_pair)
         tl.store(bounds_ptr + 2 * seq + 1, num_splits)
 
@@ -131,9 +134,69 @@ def _split_kernel(
         part = (pair.to(tl.int64) * NUM_KV_HEADS + head) * (max_run * GROUP) + row
         tl.store(part_o_ptr + part[:, None] * V_HEAD_DIM + offs_dv[None, :], o, mask=inside)
         tl.store(part_lse_ptr + part, lse, mask=in_run)
+        if MERGES:
+            counter = records_ptr + num_pairs * FIELDS + tl.program_id(1)
+            counter += (seq * NUM_KV_HEADS + head) * tl.num_programs(1)
+            tl.debug_barrier()  # all threads have stored their parts before one tells of them
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+                tl.store(counter, 0)
+                _merge_parts(
+                    part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh,
+                    first_pair, num_splits, start, run, max_run, head,
+                    NUM_KV_HEADS, GROUP, TILE_G, V_HEAD_DIM, TILE_DV, TILE_M)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["max_run"])
+@triton.jit
+def _merge_parts(
+    part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh,
+    first_pair, num_splits, start, run, max_run, head,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, TILE_DV: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a sequence into o and lse of this program's tile of rows."""
+    TILE_R: tl.constexpr = TILE_G if TILE_G < TILE_M else TILE_M
+    # At once as many splits as make 4,096 numbers, 32 registers a thread: four programs fit an SM.
+    WANTED: tl.constexpr = 4096 // (TILE_R * TILE_DV)
+    PARTS: tl.constexpr = WANTED if WANTED > 1 else 1
+    offs_s = tl.arange(0, PARTS)
+    offs_dv = tl.arange(0, TILE_DV)
+    first_row = tl.program_id(1) * TILE_M
+    for row_base in range(first_row, tl.minimum(first_row + TILE_M, run * GROUP), TILE_R):
+        row = row_base + tl.arange(0, TILE_R)
+        is_row = row < run * GROUP
+        acc = tl.zeros([TILE_R, TILE_DV], dtype=tl.float32)
+        l = tl.zeros([TILE_R], dtype=tl.float32)
+        m = tl.full([TILE_R], LOWEST, dtype=tl.float32)
+        for base in range(0, num_splits, PARTS):
+            split = base + offs_s
+            part = (first_pair + split).to(tl.int64) * NUM_KV_HEADS + head
+            part = part[:, None] * (max_run * GROUP) + row[None, :]
+            inside = (split < num_splits)[:, None] & is_row[None, :]
+            # From L2, where the other programs have left them.
+            part_lse = tl.load(
+                part_lse_ptr + part, mask=inside, other=float("-inf"), cache_modifier=".cg"
+            )
+            part_o = tl.load(
+                part_o_ptr + part[:, :, None] * V_HEAD_DIM + offs_dv[None, None, :],
+                mask=inside[:, :, None] & (offs_dv < V_HEAD_DIM)[None, None, :], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            m_new = tl.maximum(m, tl.max(part_lse, 0))
+            weight = tl.math.exp2((part_lse - m_new[None, :]) * LOG2E)
+            alpha = tl.math.exp2((m - m_new) * LOG2E)
+            acc = acc * alpha[:, None] + tl.sum(part_o * weight[:, :, None], 0)
+            l = l * alpha + tl.sum(weight, 0)
+            m = m_new
+        o, lse = normalise(acc, l, m * LOG2E)
+        token = start + row // GROUP
+        q_head = head * GROUP + row % GROUP
+        o_row = o_ptr + token.to(tl.int64) * stride_ot + q_head * stride_oh
+        inside = is_row[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
+        tl.store(o_row[:, None] + offs_dv[None, :], o.to(o_ptr.dtype.element_ty), mask=inside)
+        tl.store(lse_ptr + q_head * stride_lh + token, lse, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["max_run", "stride_lh"])
 def _merge_kernel(
     part_o_ptr, part_lse_ptr, bounds_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
     stride_ot, stride_oh, stride_lh, max_run,
@@ -204,7 +267,8 @@ def launch_decode(
         o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place; other rows are left alone.
         plan: from `tiles.plan_splits` for this spec, config and max_run.
         clears: also write the rows past the last sequence (o = 0, lse = -inf).
-        records: of `paged_plan.launch_plan`, for this plan; None makes them in every program.
+        records: of `splits.launch_plan`, for this plan, and behind them `counter_rows` rows that
+            are 0 before and after; None has programs make them, and a second kernel merge.
         start: launches (kernel, grid, *arguments, **constants).
     """
     group = spec.group_size
@@ -212,9 +276,11 @@ def launch_decode(
     num_heads = spec.num_kv_heads * plan.num_pairs
     parts = plan.num_pairs * spec.num_kv_heads * rows
     part_o, part_lse, bounds = o, lse, seqlens_k  # where they are never touched
+    merges = records is not None and not plan.alone
     if not plan.alone:
         part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
+    if not (plan.alone or merges):
         bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=q.device)
     start(
         _split_kernel,
@@ -235,13 +301,21 @@ def launch_decode(
         WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
         HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
         FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears, HAS_PLAN=records is not None,
-        FIELDS=FIELDS, TILE_B=TILE_B,
+        MERGES=merges, FIELDS=FIELDS, TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    if plan.alone:
+    if plan.alone or merges:
         return
     launch_merge(part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run, start=start)
+
+
+def counter_rows(spec: PagedSpec, config: TileConfig, plan: SplitPlan, max_run: int) -> int:
+    """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended."""
+    if plan.alone:
+        return 0
+    tiles = triton.cdiv(max_run * spec.group_size, config.tile_m)
+    return int(triton.cdiv(spec.num_seqs * spec.num_kv_heads * tiles, FIELDS.value))
 
 
 def launch_merge(

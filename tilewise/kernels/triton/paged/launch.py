@@ -129,16 +129,21 @@ def _planned(spec: PagedSpec, work: PagedWork, sm_count: int) -> SplitPlan:
 
 
 def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
-    """Return how many records a plan of `spec` has; 0 where no kernel would read them."""
+    """Return how many rows a plan of `spec` has; 0 where no kernel would read them."""
     if spec.has_tree or spec.has_shared or spec.num_tokens == 0:
         return 0
     sm_count = device.sm_count_of(where)
     work = tiles.paged_work(spec, device.arch_of(where), sm_count)
-    return _planned(spec, work, sm_count).num_pairs if work.split_run > 0 else 0
+    if work.split_run == 0:
+        return 0
+    splits = _planned(spec, work, sm_count)
+    return splits.num_pairs + paged_decode.counter_rows(
+        spec, work.split_config, splits, work.split_run
+    )
 
 
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
-    """Write the records of these lengths, as many as `plan_pairs` says."""
+    """Write the records of these lengths into the first rows; the counters behind them stay 0."""
     sm_count = device.sm_count_of(records.device)
     work = tiles.paged_work(spec, device.arch_of(records.device), sm_count)
     launch_plan(

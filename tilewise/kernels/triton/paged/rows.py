@@ -40,7 +40,7 @@ TILE_B = 128  # sequences scanned at once
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_run", "num_items", "target_items",
-                               "split_tiles"])  # fmt: skip
+                               "split_tiles", "stride_lh", "stride_table"])  # fmt: skip
 def _rows_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
     block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr, rows_ptr, skipped_ptr,

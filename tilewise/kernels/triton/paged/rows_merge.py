@@ -23,7 +23,7 @@ from tilewise.kernels.triton.paged.keys import LOWEST, MERGE_TILE, add_parts
 from tilewise.kernels.triton.start import Start
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lh"])
 def _merge_kernel(
     part_o_ptr, part_lse_ptr, plan_ptr, cu_seqlens_q_ptr, rows_ptr, o_ptr, lse_ptr,
     stride_ot, stride_oh, stride_lh,

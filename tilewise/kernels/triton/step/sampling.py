@@ -51,6 +51,12 @@ ROUNDS = tl.constexpr(10)
 
 
 @triton.jit
+def _logits(at, inside):
+    """Logits at these addresses, widened; -inf outside."""
+    return tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def _order(logit):
     """An int32 that is ordered as logits are; -0 is 0, which it equals."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
@@ -104,7 +110,7 @@ def _chunk_kernel(
     row, chunk = (program // chunks).to(tl.int64), program % chunks
     group = tl.arange(0, CHUNK // GROUP)
     token = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    logit = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf"))
+    logit = _logits(logits_ptr + row * stride + token, token < vocab)
     # A NaN counts as infinity, so that its row shows it.
     peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
     if HAS_PEAKS:
@@ -169,7 +175,7 @@ def _draw_from_all(
     ratio = mass.to(tl.float64) / tl.maximum(share, 1).to(tl.float64)
     inside = tl.minimum((inside.to(tl.float64) * ratio).to(tl.int64), mass - 1)
     token = chosen * CHUNK + tl.arange(0, CHUNK)
-    logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+    logit = _logits(row_ptr + token, token < vocab)
     weight = _weights(logit, tl.load(top_ptr + chosen), slope)
     before = tl.sum((tl.cumsum(weight, 0) <= inside).to(tl.int32), 0)
     return chosen * CHUNK + tl.minimum(before, CHUNK - 1)
@@ -240,7 +246,7 @@ def _list_candidates(
         read = tl.load(group_ptr + index, mask=index < number, other=0)
         token = read[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         inside = (index < number)[:, None] & (token < vocab)
-        logit = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
+        logit = _logits(row_ptr + token, inside)
         keep = tl.reshape(inside & (_order(logit) >= cutoff.to(tl.int32)), [CANDIDATES])
         at = found + tl.cumsum(keep.to(tl.int32), 0) - 1
         keep = keep & (at < CANDIDATES)
@@ -290,7 +296,7 @@ def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
     count = tl.zeros([TILE], tl.int32)
     for first in range(0, vocab, TILE):
         token = first + tl.arange(0, TILE)
-        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        logit = _logits(row_ptr + token, token < vocab)
         count += ((_order(logit) >= bound.to(tl.int32)) & (token < vocab)).to(tl.int32)
     return tl.sum(count, 0)
 
@@ -302,7 +308,7 @@ def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl
     mass_2, mass_3 = mass_1, mass_1
     for first in range(0, vocab, TILE):
         token = first + tl.arange(0, TILE)
-        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        logit = _logits(row_ptr + token, token < vocab)
         weight, order = _weights(logit, top, slope), _order(logit)
         mass_1 += tl.where(order >= bound_1.to(tl.int32), weight, 0)
         mass_2 += tl.where(order >= bound_2.to(tl.int32), weight, 0)
@@ -345,7 +351,7 @@ def _draw_by_reading_all(
     before, chosen = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
     for first in range(0, vocab, TILE):
         token = first + tl.arange(0, TILE)
-        logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        logit = _logits(row_ptr + token, token < vocab)
         weight = _weights(logit, top, slope)
         weight = tl.where(_order(logit) >= bound.to(tl.int32), weight, 0)
         mass = tl.sum(weight, 0)
@@ -453,7 +459,7 @@ def _draw_kernel(
     else:
         chunk = tl.min(tl.where(tops == top, number, TILE_CHUNKS), 0)
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        logit = tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf"))
+        logit = _logits(row_ptr + tokens, tokens < vocab)
         token = tl.min(tl.where((logit == top) & (tokens < vocab), tokens, vocab - 1), 0)
     tl.store(token_ptr + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
@@ -484,7 +490,7 @@ def _logprob_kernel(
             # Of equal ones the first; a group of padding only when nothing else is left.
             chosen = tl.min(tl.where((peaks == peak) & (group < groups), group, TILE_GROUPS), 0)
             token = chosen * GROUP + tl.arange(0, GROUP)
-            logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+            logit = _logits(row_ptr + token, token < vocab)
             logit = tl.where(logit != logit, float("inf"), logit)
             # Tokens come in the order of values, then of ids: equal ones up to the last are taken.
             is_next = (logit == peak) & (token > tl.where(peak < last_peak, -1, last))

@@ -1,0 +1,71 @@
+"""Our server beside another: the made model, what is judged, and a whole run of a tiny shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.scripts import load
+from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.models.config import read_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def peers():
+    return load("serve_peers")
+
+
+def test_every_id_of_the_made_model_has_a_text_of_its_own(peers, tmp_path):
+    folder = peers.write_model("tiny", tmp_path / "tiny")
+    tokenizer, size = load_tokenizer(folder), read_config(folder).vocab_size
+    texts = [tokenizer.token_bytes(i) for i in range(size)]
+    assert len(set(texts)) == size
+    assert tokenizer.decode([300, 4095, tokenizer.eos_token_id]) == " w300 w4095"
+    for text in ("plain", "caf\u00e9 \u2192 \U0001f600\n"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def server(rate, *times):
+    (ttft, itl) = times
+    both = {"ttft": {"p50": ttft, "p99": 2 * ttft}, "itl": {"p50": itl, "p99": 2 * itl}}
+    return {"most": {"runs": [rate, rate]}, "rate": both}
+
+
+def test_rows_hold_by_their_bounds(peers, capsys):
+    document = {
+        "direct_tokens_per_second": [1000.0, 1000.0],
+        "servers": {"tilewise": server(950.0, 10.0, 5.0), "vllm": server(900.0, 9.0, 6.0)},
+    }
+    found = peers.held(document)
+    assert {name for name, one in found.items() if not one["holds"]} == {
+        "ttft p50 over vllm's", "ttft p99 over vllm's",
+    }  # fmt: skip
+    assert found["of the engine called directly"]["found"] == 0.95
+    assert "FAILS  ttft p99 over vllm's: 1.111" in capsys.readouterr().out
+    assert peers.held({"servers": {}}) == {}
+    alone = {"direct_tokens_per_second": [1000.0], "servers": {"tilewise": server(800.0, 1, 1)}}
+    assert [one["holds"] for one in peers.held(alone).values()] == [False]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_tiny_shape_is_measured_to_the_end(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/serve_peers.py", "--device", "cpu", "--shape", "tiny",
+         "--requests", "6", "--lengths", "4", "8", "--peers", "none", "--repeats", "1",
+         "--ours", "engine-process", "--json", str(tmp_path / "found.json")],
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["servers"]["tilewise"]["most"]["failed"] == 0
+    assert found["servers"]["tilewise"]["rate"]["failed"] == 0
+    assert found["holds"].keys() == {"of the engine called directly"}

@@ -1,0 +1,86 @@
+"""Models with windows, and of latents: the same tokens from 1, 2 and 4 processes.
+
+Windows make groups of layers, each with block tables of its own on every rank. Latents are whole on
+every rank, and the heads that read them are shared.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.tensor_parallel.conftest import (
+    SETTINGS,
+    assert_nothing_stays,
+    write_latents,
+    write_windows,
+)
+from tests.engine.tensor_parallel.test_equal import _greedy, _prompts, _run
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.engine import sizing
+from tilewise.engine.llm import LLM
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.tensor_parallel.runner import fewest
+
+KINDS = {"windows": write_windows, "latents": write_latents}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request, tmp_path_factory):
+    """The kind, and an LLM for each size, started when it is first asked for."""
+    path = KINDS[request.param](tmp_path_factory.mktemp(request.param))
+    made: dict[int, LLM] = {}
+
+    def of(size: int) -> LLM:
+        if size not in made:
+            made[size] = LLM(path, tensor_parallel_size=size, **SETTINGS)
+        return made[size]
+
+    yield request.param, of
+    for size, llm in made.items():
+        assert llm.close()
+        if size > 1:
+            assert_nothing_stays(llm.engine.runner.workers)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_chunks_and_lost_blocks(kind, size):
+    _, llms = kind
+    prompts = _prompts(20, 61, 3, 24, 25, 30)
+    for preemption in ("recompute", "swap"):
+        want, *_ = _run(llms(1), prompts, _greedy(30), preemption)
+        got, counts, _ = _run(llms(size), prompts, _greedy(30), preemption)
+        assert counts["num_preemptions"] > 0
+        assert (counts["num_swapped"] > 0) == (preemption == "swap")
+        assert got == want
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_common_beginnings_and_forks(kind, size):
+    _, llms = kind
+    [long] = _prompts(33)
+    prompts = [{"prompt_token_ids": [*long["prompt_token_ids"], i]} for i in range(3)]
+    params = SamplingParams(n=2, temperature=0.9, top_p=0.95, seed=11, max_tokens=20)
+    want, *_ = _run(llms(1), prompts, params)
+    got, counts, _ = _run(llms(size), prompts, params)
+    assert counts["prefix_hit_tokens"] > 0
+    assert got == want
+
+
+def test_the_cache_is_the_one_of_the_whole_model(kind):
+    _, llms = kind
+    storages = [llms(size).engine.runner.storage for size in (1, 2, 4)]
+    assert len({storage.num_blocks for storage in storages}) == 1
+    assert len({storage.spec.windows for storage in storages}) == 1
+
+
+def test_every_worker_has_room_for_the_blocks():
+    assert fewest([70, 64, 66]) == 64
+    assert fewest([[70, 9], [64, 12]]) == (64, 9)
+
+
+def test_processes_of_one_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(sizing, "available_memory", lambda: 2**20)
+    spec = CacheSpec.of_windows(4, KVSpec(1, 8, 8, torch.float32), [None, 11, 11])
+    alone, shared = (sizing.blocks_on_cpu(spec, 999, 999, 24, num_processes=n) for n in (1, 4))
+    assert all(0 < mine <= theirs // 4 + 1 for mine, theirs in zip(shared, alone, strict=True))

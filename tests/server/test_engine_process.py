@@ -1,0 +1,350 @@
+"""An engine in a process of its own does what one in the server's does; both end together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from tests.server.serving import serving, wait_for
+from tilewise.engine.async_llm import AsyncLLM
+from tilewise.engine.beams import BeamSearchParams
+from tilewise.engine.llm import LLM
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.errors import CheckpointError, EngineClosedError, RequestError
+from tilewise.server.apart import wire
+from tilewise.server.apart.host import LOOK_S, Host
+from tilewise.server.apart.remote import RemoteEngine
+from tilewise.server.embeddings import embeddings_router
+from tilewise.server.live import live_router
+from tilewise.server.routes import admin_router
+
+SETTINGS = {"device": "cpu", "num_blocks": 64, "max_num_seqs": 8}
+PROMPT = "Once upon a time there was a little dog."
+
+
+@pytest.fixture(scope="module")
+def llm():
+    made = LLM("story", **SETTINGS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def remote():
+    made = RemoteEngine("story", SETTINGS)
+    yield made
+    assert made.close(5.0)
+    assert made._process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def running(remote):
+    def routers(service):
+        return [admin_router(service), embeddings_router(service), live_router(service)]
+
+    with serving(remote, loop=remote, routers=routers) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def near(llm):
+    with serving(AsyncLLM(llm), loop=llm.loop, routers=lambda s: [embeddings_router(s)]) as server:
+        yield server
+
+
+def ask(running, path="/v1/completions", **body):
+    content = {"prompt": PROMPT, "max_tokens": 24, **body} if path == "/v1/completions" else body
+    return httpx.post(f"{running.url}{path}", json=content, timeout=60)
+
+
+def without_names(answer):
+    return {name: answer[name] for name in ("choices", "usage")}
+
+
+FIELDS = {
+    "greedy": {"temperature": 0},
+    "samples": {"n": 3, "seed": 5, "return_token_ids": True},
+    "log-probabilities": {"logprobs": 3, "seed": 1, "prompt_logprobs": 2},
+    "stop": {"seed": 2, "stop": [" the", "."], "include_stop_str_in_output": True},
+    "best of": {"seed": 3, "n": 2, "best_of": 4},
+    "beams": {"use_beam_search": True, "n": 2, "best_of": 3, "logprobs": 1},
+    "choice": {"structured_outputs": {"choice": ["yes", "no"]}, "seed": 7},
+    "biases": {"seed": 4, "logit_bias": {"300": 3.0}, "presence_penalty": 0.5, "min_tokens": 4},
+    "several prompts": {"prompt": ["A dog", [5, 6, 7]], "seed": 6, "echo": True},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_means_what_it_means_in_one_process(running, near, name):
+    fields = FIELDS[name]
+    near_by, far = ask(near, **fields), ask(running, **fields)
+    assert near_by.status_code == far.status_code == 200, far.text
+    wanted = without_names(near_by.json())
+    found = without_names(far.json())
+    for one in (wanted, found):
+        one["usage"].pop("prompt_tokens_details")  # each has a cache of its own
+    assert found == wanted
+    text: dict[int, str] = {}
+    with httpx.stream(
+        "POST", f"{running.url}/v1/completions", timeout=60,
+        json={"prompt": PROMPT, "max_tokens": 24, **fields, "stream": True},
+    ) as answer:  # fmt: skip
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    text[choice["index"]] = text.get(choice["index"], "") + choice["text"]
+    assert text == {choice["index"]: choice["text"] for choice in wanted["choices"]}
+
+
+def test_embeddings_are_the_same(running, near):
+    asked = {"path": "/v1/embeddings", "input": [PROMPT, "A cat"]}
+    near_by, far = ask(near, **asked).json(), ask(running, **asked).json()
+    assert far["data"] == near_by["data"]
+
+
+def test_what_is_wrong_is_told_as_in_one_process(running):
+    for body, status in (
+        ({"prompt": [5] * 5000}, 400),
+        ({"structured_outputs": {"regex": "("}}, 400),
+        ({"logit_bias": {"99999": 1.0}}, 400),
+        ({"max_tokens": 1000, "prompt": [5] * 300}, 200),
+    ):
+        answer = ask(running, **body)
+        assert answer.status_code == status, answer.text
+
+
+def test_the_engine_is_asked_across(running, remote):
+    assert ask(running, max_tokens=2).status_code == 200
+    stats = remote.stats()
+    assert stats.scheduler.num_blocks == 64
+    assert stats.scheduler.step_tokens.counts
+    assert "tilewise:num_requests_running" in httpx.get(f"{running.url}/metrics").text
+    events = httpx.get(f"{running.url}/v1/trace?limit=10000").json()["data"]
+    assert {"arrive", "admit", "finish"} <= {event["kind"] for event in events}
+    assert remote.picture()["num_blocks"] == 64
+    assert httpx.get(f"{running.url}/v1/queue").json()["data"] == []
+    assert remote.explain("nobody")["state"] == "unknown"
+    assert httpx.post(f"{running.url}/reset_prefix_cache").json() == {"reset": True}
+    assert httpx.post(f"{running.url}/pause").status_code == 200
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert httpx.post(f"{running.url}/resume").status_code == 200
+    assert remote.last_step_time is not None
+
+
+def test_steps_without_a_token_are_told_of():
+    """As those of a long prompt are: the engine would seem to hang."""
+    ours, stream = socket.socketpair()
+    our_calls, calls = socket.socketpair()
+    loop = SimpleNamespace(is_alive=True, last_step_time=None, num_restarts=0)
+    host = Host(SimpleNamespace(loop=loop, close=lambda _: True), stream, calls)
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    try:
+        ours.settimeout(10)
+        for seconds in (1.5, 2.5):
+            loop.last_step_time = seconds
+            news = wire.msgspec.msgpack.decode(wire.receive(ours), type=wire.News)
+            assert (news.last_step_time, news.deltas) == (seconds, [])
+    finally:
+        ours.close()
+        our_calls.close()
+        thread.join(10)
+        assert not thread.is_alive()
+        time.sleep(2 * LOOK_S)  # for the thread that sends
+        stream.close()
+        calls.close()
+
+
+def test_a_client_that_leaves_frees_its_blocks(running, remote):
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    for _ in range(5):  # a machine that others use may let it end first
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            if remote.stats().scheduler.num_running:
+                break
+    else:
+        pytest.fail("no request was left while it ran")
+    wait_for(lambda: remote.stats().scheduler.blocks_used == 0)
+    wait_for(lambda: not running.bridge.jobs)
+    assert not remote._pending
+
+
+def test_many_clients_that_leave_or_stay_leave_nothing_behind(running, remote):
+    whole = []
+
+    def client(number):
+        draw = random.Random(number)
+        for turn in range(3):
+            body = {"prompt": f"{PROMPT} {number}", "max_tokens": 30, "ignore_eos": True,
+                    "stream": True, "n": draw.choice((1, 1, 3)), "seed": turn}  # fmt: skip
+            with httpx.stream(
+                "POST", f"{running.url}/v1/completions", json=body, timeout=60
+            ) as answer:
+                lines = answer.iter_lines()
+                if draw.random() < 0.5:
+                    for _ in range(draw.randrange(12)):
+                        next(lines, None)
+                else:
+                    whole.append("".join(lines).endswith("data: [DONE]"))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert whole
+    assert all(whole)
+    wait_for(lambda: not running.bridge.jobs)
+    wait_for(lambda: remote.stats().scheduler.blocks_used == 0)
+    assert not remote._pending
+    assert running.tasks() == []
+
+
+def test_an_administrator_aborts(running, remote):
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True,
+            "request_id": "mine"}  # fmt: skip
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        httpx.post(f"{running.url}/abort", json={"request_ids": ["cmpl-mine"]})
+        assert '"finish_reason":"abort"' in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(n=2, stop=["a"], logit_bias={3: 1.0}, seed=4, bad_words=["dog"]),
+        SamplingParams(structured=StructuredOutputs(json={"type": "object"}), max_tokens=None),
+        BeamSearchParams(3, max_tokens=5, length_penalty=0.5, early_stopping=True),
+    ],
+)
+def test_sampling_goes_there_unchanged(sampling):
+    told = wire.frame(wire.told_sampling(sampling))
+    [body] = wire.frames(bytearray(told))
+    assert wire.sampling_of(wire.msgspec.msgpack.decode(body)) == sampling
+
+
+def test_functions_do_not_leave_their_process():
+    with pytest.raises(RequestError, match="logits_processors must be None"):
+        wire.told_sampling(SamplingParams(logits_processors=[lambda ids, logits: logits]))
+
+
+def test_messages_may_be_cut_anywhere():
+    whole = b"".join(wire.frame([i, "x" * i]) for i in range(40))
+    for step in (1, 3, 7, 100):
+        buffer, found = bytearray(), []
+        for i in range(0, len(whole), step):
+            buffer += whole[i : i + step]
+            found += [wire.msgspec.msgpack.decode(body) for body in wire.frames(buffer)]
+        assert found == [[i, "x" * i] for i in range(40)]
+        assert not buffer
+
+
+def test_an_exception_keeps_its_class_or_becomes_a_plain_one():
+    for error in (RequestError("a"), EngineClosedError("b"), TimeoutError("c"), KeyError("d")):
+        assert type(wire.error_of(wire.failure_of(error))) is type(error)
+    odd = wire.error_of(wire.Failure("Exit", "x"))
+    assert type(odd) is RuntimeError
+    assert type(wire.error_of(wire.Failure("__doc__", "x"))) is RuntimeError
+
+
+def test_what_the_engine_refuses_at_its_start_is_raised_here(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        RemoteEngine(str(tmp_path), {})
+    with pytest.raises(ValueError, match="preemption must be"):
+        RemoteEngine("story", {"preemption": "never"})
+
+
+def test_an_engine_that_is_killed_fails_its_requests_and_ends_the_server():
+    engine = RemoteEngine("story", SETTINGS)
+    try:
+        with serving(engine, loop=engine) as running:
+            body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+            with httpx.stream(
+                "POST", f"{running.url}/v1/completions", json=body, timeout=60
+            ) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                os.kill(engine.pid, signal.SIGKILL)
+                assert "the engine's process has ended" in "".join(lines)
+            running._thread.join(20)
+            assert not running._thread.is_alive()
+            assert running.server.exit_code == 1
+        assert not engine.is_alive
+
+        async def late():
+            async for _ in engine.generate({"prompt_token_ids": [1]}):
+                raise AssertionError("an engine that has ended gives nothing")
+
+        with pytest.raises(EngineClosedError):
+            asyncio.run(late())
+    finally:
+        engine.close(1.0)
+
+
+def test_an_engine_whose_server_is_killed_ends():
+    code = (
+        "from tilewise.server.apart.remote import RemoteEngine\n"
+        f"engine = RemoteEngine('story', {SETTINGS!r})\n"
+        "print(engine.pid, flush=True)\n"
+        "import time; time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        assert os.path.exists(f"/proc/{pid}")
+        server.kill()
+    wait_for(lambda: not _runs(pid))
+
+
+def _runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(300)
+def test_the_command_serves_drains_and_ends_both():
+    command = [sys.executable, "-m", "tilewise", "serve", "--port", "0", "--num-blocks", "64",
+               "--engine-process"]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        url, pid, lines = None, None, []
+        for line in server.stderr:
+            lines.append(line)
+            if "in process " in line:
+                pid = int(line.split("in process ")[1].split()[0])
+            if " at http" in line:
+                url = line.split(" at ")[1].split()[0]
+                break
+        assert url is not None, "".join(lines)
+        assert pid is not None
+        body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            found = answer.iter_lines()
+            next(found)
+            server.terminate()
+            assert "".join(found).endswith("data: [DONE]"), "what runs may end"
+        for _ in server.stderr:
+            pass
+        assert server.wait(60) == 0
+    begun = time.monotonic()
+    wait_for(lambda: not _runs(pid))
+    assert time.monotonic() - begun < 10

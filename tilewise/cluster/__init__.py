@@ -1,0 +1,1 @@
+"""Several servers behind one address: which of them a request goes to, and how it gets there."""

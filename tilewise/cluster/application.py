@@ -1,0 +1,308 @@
+"""The Ray Serve application: N replicas of the server behind one gateway.
+
+    HTTP -> Ray's proxy -> gateway (one) -> replicas, each an engine with the routes of a server
+
+The gateway chooses the replica (`cluster.router`) and Ray Serve reaches it, starts and ends
+replicas, and drains them: a replica that shall end gets nothing new and ends when its requests
+have. A replica's GPUs are one bundle of a placement group, which lies on one node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tilewise.cluster.directory import DIRECTORY
+from tilewise.cluster.gateway import Call, Gateway, Start
+from tilewise.cluster.router import PrefixRouter, RoundRobin
+from tilewise.errors import ReplicaLostError
+
+__all__ = ["APP", "ROUTERS", "serve_app"]
+
+APP = "tilewise"  # name of the application in Ray Serve
+REPLICA = "replica"
+ROUTERS = {"prefix": PrefixRouter, "round-robin": RoundRobin}
+# Ray's own queue of a replica would hide requests from the router and from the engine's queue,
+# which refuses by its own limits: it has no bound that is ever met.
+MOST_REQUESTS = 100_000
+# Seconds without a step after which Ray ends a replica, unless stall_s is given: a step may wait
+# for a kernel that is compiled, and a replica that is ended for it would compile it again.
+STALL_S = 300.0
+NOT_MEANT = 421  # HTTP's "misdirected request": a replica got what was another's
+
+
+class Replica:
+    """A server without sockets: an engine and the routes, called with requests.
+
+    Args:
+        model: see LLM.
+        options: of `tilewise serve`, by name.
+    """
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        from tilewise.server.command import Steps, application, checked, new_service
+
+        settings, keys = checked(options)
+        self.service, self._close = new_service(model, settings, keys, Steps())
+        self.app = application(self.service)
+        self.name = serve.get_replica_context().replica_id.unique_id
+
+    async def call(
+        self, method: str, path: str, query: bytes, headers: Any, body: bytes, *, target: str
+    ) -> AsyncGenerator[Any, None]:
+        """Serve one request: yield its status and headers, then the parts of its body."""
+        if target != self.name:
+            yield (NOT_MEANT, [])
+            return
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
+            "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": query,
+            "root_path": "", "headers": headers, "client": None, "server": None, "state": {},
+        }  # fmt: skip
+        has_left = asyncio.Event()
+        inbox: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+        parts: asyncio.Queue[Any] = asyncio.Queue(64)
+
+        async def receive() -> dict[str, Any]:
+            if inbox:
+                return inbox.pop()
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                await parts.put((message["status"], [(n, v) for n, v in message["headers"]]))
+            else:
+                if message.get("body"):
+                    await parts.put(bytes(message["body"]))
+
+        async def run() -> None:
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                await parts.put(None)
+
+        task = asyncio.ensure_future(run())
+        try:
+            while (part := await parts.get()) is not None:
+                yield part
+            await task
+        finally:
+            has_left.set()
+            if not task.done():
+                with suppress(asyncio.TimeoutError, asyncio.CancelledError):
+                    await asyncio.wait_for(task, 5.0)
+
+    async def check_health(self) -> None:
+        """Raise when the engine computes nothing any more: Ray starts another replica then."""
+        trouble = self.service.bridge.trouble()
+        if trouble is not None:
+            raise RuntimeError(trouble)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return what the gateway must know: how many tokens the cache keeps."""
+        limits = self.service.bridge.llm.limits
+        return {"capacity": int(limits.num_blocks * limits.block_size)}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the load, see `cluster.autoscale`."""
+        from tilewise.cluster.autoscale import load_of
+
+        stats = self.service.bridge.llm.stats().scheduler
+        seats = self.service.bridge.llm.limits.max_num_seqs
+        load = load_of(stats.num_running, stats.num_waiting, seats, stats.used_fraction)
+        return {"load": float(load)}
+
+    def __del__(self) -> None:
+        """End the engine; Ray calls this when the last request has ended."""
+        service = getattr(self, "service", None)
+        if service is not None:
+            self._close(5.0)
+            service.template.renderer.close()
+
+
+class _Replicas:
+    """Reaches replicas by a handle of Ray Serve."""
+
+    def __init__(self, handle: Any) -> None:
+        # This also begins to ask Ray who is there.
+        self._handle = handle.options(stream=True, method_name="call")
+
+    def replicas(self) -> dict[str, int]:
+        """Return those that Ray sends requests to."""
+        return DIRECTORY.replicas(REPLICA)
+
+    async def open(self, name: str, call: Call) -> AsyncGenerator[Start | bytes, None]:
+        """Send a request to a replica."""
+        answer = self._handle.remote(
+            call.method, call.path, call.query, list(call.headers), call.body, target=name
+        )
+        is_over = False
+        try:
+            async for part in answer:
+                if isinstance(part, bytes):
+                    yield part
+                elif part[0] == NOT_MEANT:
+                    raise ReplicaLostError(f"replica {name} takes no requests any more")
+                else:
+                    yield Start(part[0], tuple((bytes(n), bytes(v)) for n, v in part[1]))
+            is_over = True
+        except (RayActorError, DeploymentUnavailableError, TaskCancelledError) as error:
+            is_over = True
+            DIRECTORY.drop(REPLICA, name)
+            said = " ".join(str(error).split())[:200]
+            raise ReplicaLostError(f"replica {name}: {said}") from None
+        finally:
+            if not is_over:
+                with contextlib.suppress(Exception):
+                    answer.cancel()
+
+
+class _Relay(Response):
+    """A response that the gateway writes itself."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__()
+        self._gateway = gateway
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve."""
+        await self._gateway(scope, receive, send)
+
+
+class Front:
+    """The gateway as a deployment.
+
+    Args:
+        replicas: handle of theirs.
+        routing: one of ROUTERS.
+        max_body_bytes: of a request.
+    """
+
+    def __init__(self, replicas: Any, routing: str, max_body_bytes: int) -> None:
+        self.gateway = Gateway(_Replicas(replicas), ROUTERS[routing](), max_body_bytes)
+
+    async def __call__(self, request: Request) -> Response:
+        """Serve one request."""
+        return _Relay(self.gateway)
+
+
+def serve_app(
+    model: str = "story",
+    *,
+    replicas: int = 1,
+    max_replicas: int | None = None,
+    routing: str = "prefix",
+    num_cpus: float = 1.0,
+    num_gpus: float | None = None,
+    upscale_delay_s: float = 10.0,
+    downscale_delay_s: float = 300.0,
+    **options: Any,
+) -> Any:
+    """Return a Ray Serve application: replicas of one server behind one OpenAI-compatible address.
+
+    Run again on the same cluster it replaces the replicas one by one; an old one ends when its
+    requests have. One replica alone is followed by another one before it ends, but for one with
+    GPUs, which may be all there are: then requests wait, and after 30 s are refused.
+
+    Args:
+        model: checkpoint directory, on every node, or "story".
+        replicas: servers; the fewest where they are scaled.
+        max_replicas: the most; None scales nothing.
+        routing: "prefix" (where the beginning is cached, weighed against load) or "round-robin".
+        num_cpus: cores that each replica reserves.
+        num_gpus: GPUs of each; None is tensor_parallel_size with a cuda device, none else.
+        upscale_delay_s, downscale_delay_s: how long more or fewer are wanted before that is done.
+        options: of `tilewise serve` by name, those of its sockets left out.
+
+    Returns:
+        What `ray.serve.run(app, name=APP)` takes.
+
+    Raises:
+        ValueError: a number is out of its range, or an option is wrong.
+
+    Example:
+        >>> from ray import serve
+        >>> from tilewise.distributed import serve_app
+        >>> serve.run(serve_app("story", replicas=3), name="tilewise")
+    """
+    from tilewise.server.command import checked
+
+    settings, _ = checked(options)
+    if "stall_s" not in options:
+        settings["stall_s"] = STALL_S
+    if replicas < 1:
+        raise ValueError(f"replicas must be at least 1, got {replicas}")
+    if max_replicas is not None and max_replicas < replicas:
+        raise ValueError(f"max_replicas must be at least replicas {replicas}, got {max_replicas}")
+    if routing not in ROUTERS:
+        raise ValueError(f"routing must be one of {', '.join(ROUTERS)}, got {routing!r}")
+    if num_gpus is None:
+        is_cuda = str(settings["device"] or "").startswith("cuda")
+        num_gpus = float(settings["tensor_parallel_size"] or 1) if is_cuda else 0.0
+    for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    bundle = {"CPU": num_cpus, "GPU": num_gpus}
+    bundle = {name: value for name, value in bundle.items() if value}
+    scaling: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas is not None:
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=replicas,
+                max_replicas=max_replicas,
+                upscale_delay_s=upscale_delay_s,
+                downscale_delay_s=downscale_delay_s,
+                look_back_period_s=10.0,
+                policy=AutoscalingPolicy(policy_function="tilewise.cluster.autoscale:policy"),
+            )
+        }
+    placed: dict[str, Any] = {"ray_actor_options": {"num_cpus": num_cpus, "num_gpus": num_gpus}}
+    if num_gpus > 1:
+        placed |= {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
+    servers = serve.deployment(
+        Replica,
+        name=REPLICA,
+        max_ongoing_requests=MOST_REQUESTS,
+        graceful_shutdown_timeout_s=settings["shutdown_timeout"],
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=2.0,
+        # GPUs that are free may not be there; cores are not used up by being reserved.
+        max_surge_percent=0 if num_gpus else 100 if replicas == 1 else 0,
+        request_router_config=RequestRouterConfig(
+            request_router_class="tilewise.cluster.directed.DirectedRouter",
+            request_routing_stats_period_s=1.0,
+        ),
+        **scaling,
+        **placed,
+    )
+    front = serve.deployment(
+        Front,
+        name="gateway",
+        max_surge_percent=100,  # a new one is ready before the old one ends: all requests pass it
+        max_ongoing_requests=MOST_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=settings["shutdown_timeout"],
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    # All of them, so that no variable or file of another node says otherwise.
+    handle = servers.bind(model, {n: v for n, v in settings.items() if v is not None})
+    return front.bind(handle, routing, settings["max_body_bytes"])
+
+
+def running_replicas() -> int:
+    """Return how many replicas Ray Serve says are running."""
+    status = serve.status().applications.get(APP)
+    if status is None or REPLICA not in status.deployments:
+        return 0
+    return int(status.deployments[REPLICA].replica_states.get("RUNNING", 0))

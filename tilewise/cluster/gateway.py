@@ -1,0 +1,368 @@
+"""One address before several servers: each request goes to one of them, and its answer back.
+
+    client -> Gateway -> Router: which replica -> Backend: its answer, part by part -> client
+
+An answer begins for the client when its first part is there. A replica that is lost before has the
+request sent to another one; a stream that is cut ends with an event that says so. Plain ASGI; how
+replicas are reached is the backend's. No torch, no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tilewise.cluster.prompts import asked_of
+from tilewise.cluster.router import CAPACITY, Asked, Router
+from tilewise.errors import ReplicaLostError
+from tilewise.server.errors import ApiError
+
+__all__ = ["Backend", "Call", "Gateway", "Start"]
+
+LOG = logging.getLogger("tilewise.cluster")
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+ATTEMPTS = 3  # replicas that a request is sent to at most
+WAIT_S = 30.0  # for a replica to come where there is none
+LOOK_S = 0.1
+# What every replica is asked, as it tells or changes that one alone.
+EVERY = frozenset({"/abort", "/metrics", "/pause", "/reset_prefix_cache", "/resume", "/v1/usage"})
+REPLICA = b"x-tilewise-replica"  # who answered; of a request: who shall
+_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request, as it is sent to a replica."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How an answer begins."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+
+
+class Backend(Protocol):
+    """Reaches replicas."""
+
+    def replicas(self) -> Mapping[str, int]:
+        """Return the replicas that take requests, and the tokens that each keeps (0: not known)."""
+
+    def open(self, name: str, call: Call) -> AsyncGenerator[Start | bytes, None]:
+        """Send a request and yield how the answer begins, and its parts.
+
+        Raises:
+            ReplicaLostError: the replica is gone, or went meanwhile.
+        """
+
+
+class Gateway:
+    """Forwards requests to replicas; see the module.
+
+    Args:
+        backend: reaches them.
+        router: chooses among them.
+        max_body_bytes: of a request; 413 above.
+    """
+
+    def __init__(self, backend: Backend, router: Router, max_body_bytes: int = 32 << 20) -> None:
+        self.backend, self.router, self.max_body_bytes = backend, router, max_body_bytes
+        self.wait_s = WAIT_S
+        self.counts = {"requests": 0, "retried": 0, "cut": 0}
+        self._joined: dict[str, int] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            return
+        try:
+            body = await self._body(receive)
+            if body is None:
+                return
+            headers = tuple((bytes(n), bytes(v)) for n, v in scope["headers"])
+            call = Call(
+                scope["method"], scope["path"], scope.get("query_string", b""), headers, body
+            )
+            await self._serve(call, receive, send)
+        except ApiError as error:
+            await _answer(send, error.status, error.body, error.headers)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """Return a request's body; None if its client has left."""
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self.max_body_bytes:
+                raise ApiError(
+                    413, f"body must be at most {self.max_body_bytes:,} bytes, got {len(body):,}"
+                )
+            if not message.get("more_body"):
+                return bytes(body)
+
+    async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
+        if call.path in ("/health", "/ready") and call.method == "GET":
+            if self._names():
+                await _answer(send, 200, {"status": "ok" if call.path == "/health" else "ready"})
+            else:
+                await _answer(send, 503, {"status": "not ready", "reason": "there is no replica"})
+            return
+        asked_for = next((v.decode("latin-1") for n, v in call.headers if n == REPLICA), None)
+        if asked_for is not None and asked_for not in self._names():
+            raise ApiError(
+                404, f"x-tilewise-replica must be one of {', '.join(self._joined)}, "
+                f"got {asked_for[:80]}",
+            )  # fmt: skip
+        if asked_for is None and call.path in EVERY:
+            await self._ask_all(call, send)
+            return
+        forward = asyncio.ensure_future(self._forward(call, send, asked_for))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({forward, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not forward.done():
+                forward.cancel()  # for a client that has left: its replica stops, too
+                with suppress(asyncio.CancelledError):
+                    await forward
+                return
+            forward.result()
+        finally:
+            leaving.cancel()
+            forward.cancel()
+
+    def _names(self) -> tuple[str, ...]:
+        """Tell the router who came and who left, and return who is there."""
+        known = self.backend.replicas()
+        for name, capacity in known.items():
+            if self._joined.get(name) != capacity:
+                self.router.join(name, capacity or CAPACITY)
+                self._joined[name] = capacity
+        for name in [name for name in self._joined if name not in known]:
+            self.router.leave(name)
+            del self._joined[name]
+        return tuple(known)
+
+    async def _forward(self, call: Call, send: Send, asked_for: str | None) -> None:
+        headers = {n.decode("latin-1").lower(): v.decode("latin-1") for n, v in call.headers}
+        asked = asked_of(call.path, headers, call.body)
+        self.counts["requests"] += 1
+        tried: list[str] = []
+        answer = _Answer(call, send)
+        while True:
+            name = await self._choose(asked, tried, asked_for)
+            if name is None:
+                raise ApiError(
+                    503, "a replica must be there to serve the request, got none"
+                    + (f" beside {len(tried)} that failed" if tried else ""),
+                    code="no_replica", retry_after_s=1,
+                )  # fmt: skip
+            tried.append(name)
+            is_last = asked_for is not None or len(tried) >= ATTEMPTS
+            ticket = object()
+            self.router.sent(ticket, asked, name)
+            try:
+                if await self._one(name, call, answer, ticket, is_last):
+                    return
+            except ReplicaLostError as error:
+                LOG.warning("replica %s is lost: %s", name, error)
+                if answer.is_begun:
+                    self.counts["cut"] += 1
+                    await answer.cut(name)
+                    return
+                if is_last:
+                    raise ApiError(
+                        502, f"a replica must answer, got {len(tried)} that were lost; the last: "
+                        f"{error}", code="replica_lost",
+                    ) from error  # fmt: skip
+            finally:
+                self.router.ended(ticket, answer.output_tokens)
+            self.counts["retried"] += 1
+
+    async def _one(
+        self, name: str, call: Call, answer: _Answer, ticket: object, is_last: bool
+    ) -> bool:
+        """Have one replica answer; return False if another one shall."""
+        async with aclosing(self.backend.open(name, call)) as parts:
+            start = None
+            async for part in parts:
+                if isinstance(part, Start):
+                    start = part
+                    # It shuts down, or its engine has ended: nothing of the request was done.
+                    if start.status == 503 and not is_last and len(self._names()) > 1:
+                        return False
+                elif start is not None:
+                    if not answer.is_begun:
+                        self.router.answers(ticket)
+                        await answer.begin(start, name)
+                    await answer.write(part)
+            if start is None:
+                raise ReplicaLostError(f"replica {name} must answer, got nothing")
+            if not answer.is_begun:
+                await answer.begin(start, name)
+            await answer.end()
+            return True
+
+    async def _choose(self, asked: Asked, tried: list[str], asked_for: str | None) -> str | None:
+        """Return a replica that was not tried; wait for one where there is none at all."""
+        for _ in range(max(1, round(self.wait_s / LOOK_S))):
+            names = [n for n in self._names() if n not in tried]
+            if asked_for is not None:
+                names = [asked_for] if asked_for in names else []
+            name = self.router.choose(asked, names)
+            if name is not None or asked_for is not None:
+                return name
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    async def _ask_all(self, call: Call, send: Send) -> None:
+        """Ask every replica and answer with what each says, and the worst status."""
+        names = self._names()
+        # One after the other: Ray Serve takes two calls at once of one request for the same.
+        told = [await self._ask(name, call) for name in names]
+        status = max((status for status, _ in told), default=503)
+        if call.path == "/metrics" and status == 200:
+            text = merge_metrics({name: body for name, (_, body) in zip(names, told, strict=True)})
+            await _answer(send, 200, text)
+            return
+        answers = {name: _json(body) for name, (_, body) in zip(names, told, strict=True)}
+        await _answer(send, status, {"replicas": answers})
+
+    async def _ask(self, name: str, call: Call) -> tuple[int, bytes]:
+        status, body = 502, bytearray()
+        try:
+            async with aclosing(self.backend.open(name, call)) as parts:
+                async for part in parts:
+                    if isinstance(part, Start):
+                        status = part.status
+                    else:
+                        body += part
+        except ReplicaLostError as error:
+            return 502, json.dumps(ApiError(502, str(error), code="replica_lost").body).encode()
+        return status, bytes(body)
+
+
+class _Answer:
+    """What a client has been sent of its answer."""
+
+    def __init__(self, call: Call, send: Send) -> None:
+        self._call, self._send = call, send
+        self.is_begun = False
+        self._is_stream = False
+        self._events = 0
+        self._told: int | None = None
+
+    @property
+    def output_tokens(self) -> int | None:
+        """Of the answer, as it tells them, or about; None where nothing is known."""
+        return self._told if self._told is not None else self._events or None
+
+    async def begin(self, start: Start, name: str) -> None:
+        self.is_begun = True
+        kinds = [value for key, value in start.headers if key.lower() == b"content-type"]
+        self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+        headers = [*start.headers, (REPLICA, name.encode("latin-1", "replace"))]
+        await self._send(
+            {"type": "http.response.start", "status": start.status, "headers": headers}
+        )
+
+    async def write(self, part: bytes) -> None:
+        if self._is_stream:
+            self._events += part.count(b"data:")
+        found = _TOKENS.findall(part)
+        if found:
+            self._told = int(found[-1])
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def cut(self, name: str) -> None:
+        """End a stream whose replica is lost; what is no stream ends short of its length."""
+        if self._is_stream:
+            error = ApiError(
+                502, f"replica {name} was lost in the midst of this answer; what came is right, "
+                "and the rest is missing", code="replica_lost",
+            )  # fmt: skip
+            await self._send({"type": "http.response.body",
+                              "body": _last_event(self._call.path, error),
+                              "more_body": True})  # fmt: skip
+            await self.end()
+            return
+        raise ReplicaLostError(f"replica {name} was lost in the midst of an answer")
+
+
+def _last_event(path: str, error: ApiError) -> bytes:
+    """Return an error as the event that clients of a route read."""
+    if path == "/v1/messages":
+        told = {"type": "error", "error": {"type": "api_error", "message": error.message}}
+        return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
+    if path == "/v1/responses":
+        told = {"type": "error", "code": error.code, "message": error.message}
+        return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
+    return b"data: " + json.dumps(error.body).encode() + b"\n\n"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer(
+    send: Send, status: int, told: dict[str, Any] | bytes, headers: Mapping[str, str] | None = None
+) -> None:
+    is_text = isinstance(told, bytes)
+    body = told if isinstance(told, bytes) else json.dumps(told).encode()
+    kind = b"text/plain; version=0.0.4; charset=utf-8" if is_text else b"application/json"
+    more = [(n.lower().encode(), v.encode()) for n, v in (headers or {}).items()]
+    start = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": status, "headers": start})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode("utf-8", "replace")
+
+
+def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
+    """Return Prometheus's texts of several replicas as one, a label saying whose each line is."""
+    heads: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        family = ""
+        for line in text.decode().splitlines():
+            if line.startswith("#"):
+                family = line.split(" ", 3)[2] if line.count(" ") >= 2 else family
+                known = heads.setdefault(family, [])
+                if line not in known:
+                    known.append(line)
+            elif line:
+                metric, brace, rest = line.partition("{")
+                if brace:
+                    told = f'{metric}{{replica="{name}",{rest}'
+                else:
+                    metric, _, rest = line.partition(" ")
+                    told = f'{metric}{{replica="{name}"}} {rest}'
+                lines.setdefault(family, []).append(told)
+    merged = [row for family in heads for row in (*heads[family], *lines.get(family, ()))]
+    return ("\n".join(merged) + "\n").encode()

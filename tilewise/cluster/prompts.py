@@ -1,0 +1,96 @@
+"""What of a request's body decides where it goes: how its prompt begins, and how much it asks for.
+
+Prompts are not made into tokens here. A text is cut into pieces of 256 bytes, about 64 tokens, and
+a list of ids into pieces of 64; each piece's hash is of all before it, too. Of a chat the pieces
+are those of its messages and tools as they were sent: equal ones become equal prompts. What a key
+or a salt keeps apart in the prefix cache begins with another hash. No torch, no Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tilewise.cluster.router import Asked
+
+__all__ = ["asked_of"]
+
+PIECE_TOKENS = 64
+BYTES_A_TOKEN = 4  # of English text; of others more tokens are computed than counted
+MOST_PIECES = 2048  # of a prompt: 131,072 tokens
+# Fields of a chat in the order in which templates write them.
+_CHAT = ("chat_template", "tools", "system", "instructions")
+_MESSAGES = {"/v1/chat/completions": "messages", "/v1/messages": "messages",
+             "/v1/responses": "input"}  # fmt: skip
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
+    """Return what decides where a request goes; a body that is no request has no beginning.
+
+    Args:
+        path: of the route.
+        headers: with names in small letters.
+        body: as it came; it is the replica that judges it.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):  # brackets in brackets, a thousand deep
+        fields = None
+    if not isinstance(fields, dict):
+        return Asked(prompt_tokens=len(body) // BYTES_A_TOKEN)
+    key = headers.get("authorization") or headers.get("x-api-key") or ""
+    seed = hash((key, str(fields.get("cache_salt"))))
+    runs: list[Any] = []
+    if path in _MESSAGES:
+        runs = [fields[name] for name in _CHAT if fields.get(name) is not None]
+        messages = fields.get(_MESSAGES[path])
+        runs += messages if isinstance(messages, list) else [messages]
+    else:
+        prompt: Any = fields.get("prompt", fields.get("input", ""))
+        # Of several prompts the first decides.
+        is_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        runs = [prompt[0] if is_several else prompt]
+    ids = runs[0] if len(runs) == 1 and isinstance(runs[0], list) else None
+    pieces: tuple[int, ...]
+    if ids is not None and all(isinstance(i, int) for i in ids):
+        tokens = len(ids)
+        pieces = tuple(_chained(seed, (tuple(ids[i : i + PIECE_TOKENS]) for i in _starts(tokens))))
+    else:
+        text = b"".join(_bytes(run) for run in runs)
+        tokens = len(text) // BYTES_A_TOKEN
+        size = PIECE_TOKENS * BYTES_A_TOKEN
+        pieces = tuple(_chained(seed, (text[size * i // PIECE_TOKENS :][:size]
+                                       for i in _starts(tokens))))  # fmt: skip
+    return Asked(pieces, PIECE_TOKENS, tokens, _output_tokens(fields))
+
+
+def _starts(tokens: int) -> range:
+    """Return where whole pieces begin, in tokens."""
+    return range(0, min(tokens - PIECE_TOKENS + 1, MOST_PIECES * PIECE_TOKENS), PIECE_TOKENS)
+
+
+def _chained(seed: int, pieces: Iterator[Any]) -> Iterator[int]:
+    before = seed
+    for piece in pieces:
+        before = hash((before, piece))
+        yield before
+
+
+def _bytes(run: Any) -> bytes:
+    if isinstance(run, str):
+        return run.encode("utf-8", "replace")
+    try:
+        text = json.dumps(run, ensure_ascii=False, sort_keys=True)
+    except RecursionError:
+        return b""
+    return text.encode("utf-8", "replace")
+
+
+def _output_tokens(fields: Mapping[str, Any]) -> int | None:
+    found = next((fields[name] for name in _LIMITS if fields.get(name) is not None), None)
+    samples = fields.get("n") or 1
+    if not isinstance(found, int) or isinstance(found, bool) or not isinstance(samples, int):
+        return None
+    return max(found, 0) * max(samples, 1)

@@ -1,0 +1,290 @@
+"""Which replica a request goes to: where its beginning is kept, weighed against the work there.
+
+    cost of a replica  = work that it has not done + tokens of this prompt that it has not kept
+    work of a request  = tokens of its prompt that were not kept, until its first token is there,
+                         and output_weight times the tokens of its answer, until it has ended
+
+The cheapest replica is taken. So a beginning that many prompts have stays on one replica until the
+work there outweighs computing it once more, and is then kept on two. What a replica keeps is what
+was sent there: the least recently sent goes first, as in the replica's own cache, which is never
+asked. No torch, no Ray: a replica is a name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["Asked", "PrefixRouter", "RoundRobin", "Router"]
+
+# What a token of an answer costs beside one of a prompt: on an H200 a decode step of 256 rows takes
+# 34 us a row and a step of a prompt 23 us a token (docs/benchmarks/engine_h200.json and
+# engine_vllm_h200.json), steps of fewer rows more.
+OUTPUT_WEIGHT = 2.0
+# Tokens of an answer before any has ended, and how much each that ends moves the mean.
+FIRST_OUTPUT, OUTPUT_SHARE = 128.0, 0.02
+# Tokens that a replica keeps when it has not said how many: those of Llama-3-8B on 80 GB.
+CAPACITY = 400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What of a request decides where it goes.
+
+    Attributes:
+        pieces: a hash for each run of the prompt and all before it: equal pieces are equal
+            beginnings.
+        piece_tokens: tokens of a piece, about.
+        prompt_tokens: of the whole prompt, about.
+        output_tokens: of the answer at most; None where the request does not say.
+    """
+
+    pieces: tuple[int, ...] = ()
+    piece_tokens: int = 64
+    prompt_tokens: int = 0
+    output_tokens: int | None = None
+
+
+class Router(Protocol):
+    """Chooses replicas, and is told what becomes of requests; a ticket is one request's."""
+
+    def join(self, name: str, capacity: int = CAPACITY) -> None:
+        """Add a replica that keeps so many tokens; again: tell how many it keeps."""
+
+    def leave(self, name: str) -> None:
+        """Forget a replica."""
+
+    def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
+        """Return a replica, one of `among` where that is given; None where there is none."""
+
+    def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
+        """Note that a request was sent to a replica."""
+
+    def answers(self, ticket: Hashable) -> None:
+        """Note that its first token is there."""
+
+    def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
+        """Note that it has ended, with so many tokens if that is known."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    number: int  # in the order in which they came
+    capacity: int
+    work: float = 0.0
+    kept: OrderedDict[int, int] = field(
+        default_factory=OrderedDict
+    )  # piece -> tokens, oldest first
+    kept_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Sent:
+    name: str
+    prompt_work: float
+    output_work: float
+
+
+class PrefixRouter:
+    """Takes the replica with the least work, computing the prompt's rest there included.
+
+    Args:
+        output_weight: what a token of an answer costs beside one of a prompt.
+
+    Example:
+        >>> router = PrefixRouter()
+        >>> router.join("a"), router.join("b")
+        >>> name = router.choose(asked)
+        >>> router.sent("request 1", asked, name)
+    """
+
+    def __init__(self, *, output_weight: float = OUTPUT_WEIGHT) -> None:
+        if not 0 <= output_weight < float("inf"):
+            raise ValueError(f"output_weight must be finite and at least 0, got {output_weight}")
+        self.output_weight = output_weight
+        self.mean_output = FIRST_OUTPUT
+        self._replicas: dict[str, _Replica] = {}
+        self._holders: dict[int, int] = {}  # piece -> bits of the replicas that keep it
+        self._by_number: dict[int, str] = {}
+        self._sent: dict[Hashable, _Sent] = {}
+        self._next = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The replicas, in the order in which they came."""
+        return tuple(self._replicas)
+
+    def join(self, name: str, capacity: int = CAPACITY) -> None:
+        """Add a replica; one that is there is told how much it keeps.
+
+        Raises:
+            ValueError: the capacity is below 1.
+        """
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 token, got {capacity}")
+        known = self._replicas.get(name)
+        if known is not None:
+            known.capacity = capacity
+            self._evict(known)
+            return
+        self._replicas[name] = _Replica(self._next, capacity)
+        self._by_number[self._next] = name
+        self._next += 1
+
+    def leave(self, name: str) -> None:
+        """Forget a replica, what it keeps and the work that it had."""
+        gone = self._replicas.pop(name, None)
+        if gone is None:
+            return
+        del self._by_number[gone.number]
+        for piece in gone.kept:
+            self._release(piece, gone.number)
+        for ticket in [t for t, s in self._sent.items() if s.name == name]:
+            del self._sent[ticket]
+
+    def work(self, name: str) -> float:
+        """Return the work of a replica that is not done, in tokens of prompts."""
+        return self._replicas[name].work
+
+    def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
+        """Return the cheapest replica; of equal ones the one that keeps least, then the oldest."""
+        found = self._kept(asked)
+        best: tuple[float, int, int] | None = None
+        chosen = None
+        for name, replica in self._replicas.items():
+            if among is not None and name not in among:
+                continue
+            cost = replica.work + asked.prompt_tokens - found.get(name, 0)
+            key = (cost, replica.kept_tokens, replica.number)
+            if best is None or key < best:
+                best, chosen = key, name
+        return chosen
+
+    def kept(self, asked: Asked, name: str) -> int:
+        """Return how many tokens of a prompt a replica keeps."""
+        return self._kept(asked).get(name, 0)
+
+    def _kept(self, asked: Asked) -> dict[str, int]:
+        """Return how many tokens of a prompt each replica keeps; who keeps none is not there."""
+        found: dict[str, int] = {}
+        among, length = -1, 0
+        for piece in asked.pieces:
+            holders = self._holders.get(piece, 0) & among
+            if among != holders and length:
+                self._note(found, among & ~holders, length, asked)
+            among = holders
+            if not among:
+                break
+            length += asked.piece_tokens
+        if among > 0:
+            self._note(found, among, length, asked)
+        return found
+
+    def _note(self, found: dict[str, int], bits: int, length: int, asked: Asked) -> None:
+        while bits:
+            lowest = bits & -bits
+            found[self._by_number[lowest.bit_length() - 1]] = min(length, asked.prompt_tokens)
+            bits ^= lowest
+
+    def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
+        """Note that a request was sent to a replica, which keeps its prompt from now on.
+
+        Raises:
+            ValueError: there is no such replica, or the ticket is another request's.
+        """
+        replica = self._replicas.get(name)
+        if replica is None:
+            raise ValueError(f"name must be one of {', '.join(self._replicas)}, got {name!r}")
+        if ticket in self._sent:
+            raise ValueError(f"ticket must be a request's own, got {ticket!r} again")
+        output = self.mean_output
+        if asked.output_tokens is not None:
+            output = min(output, asked.output_tokens)
+        work = _Sent(
+            name,
+            float(max(asked.prompt_tokens - self.kept(asked, name), 0)),
+            self.output_weight * output,
+        )
+        self._sent[ticket] = work
+        replica.work += work.prompt_work + work.output_work
+        bit = 1 << replica.number
+        for piece in reversed(asked.pieces):  # the beginning was used last: it goes last
+            if piece in replica.kept:
+                replica.kept.move_to_end(piece)
+                continue
+            replica.kept[piece] = asked.piece_tokens
+            replica.kept_tokens += asked.piece_tokens
+            self._holders[piece] = self._holders.get(piece, 0) | bit
+        self._evict(replica)
+
+    def answers(self, ticket: Hashable) -> None:
+        """Note that a request's first token is there: its prompt is no work any more."""
+        sent = self._sent.get(ticket)
+        if sent is not None:
+            self._replicas[sent.name].work -= sent.prompt_work
+            sent.prompt_work = 0.0
+
+    def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
+        """Note that a request has ended, however; one that is not known is let be."""
+        if output_tokens is not None:
+            self.mean_output += OUTPUT_SHARE * (output_tokens - self.mean_output)
+        sent = self._sent.pop(ticket, None)
+        if sent is not None:
+            self._replicas[sent.name].work -= sent.prompt_work + sent.output_work
+
+    def _evict(self, replica: _Replica) -> None:
+        while replica.kept_tokens > replica.capacity:
+            piece, tokens = replica.kept.popitem(last=False)
+            replica.kept_tokens -= tokens
+            self._release(piece, replica.number)
+
+    def _release(self, piece: int, number: int) -> None:
+        left = self._holders[piece] & ~(1 << number)
+        if left:
+            self._holders[piece] = left
+        else:
+            del self._holders[piece]
+
+
+class RoundRobin:
+    """Takes the replicas in turn, whatever they keep and have to do: what to compare with."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._last = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The replicas, in the order in which they came."""
+        return tuple(self._names)
+
+    def join(self, name: str, capacity: int = CAPACITY) -> None:
+        """Add a replica; how much it keeps is not minded."""
+        if name not in self._names:
+            self._names.append(name)
+
+    def leave(self, name: str) -> None:
+        """Forget a replica."""
+        if name in self._names:
+            self._names.remove(name)
+
+    def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
+        """Return the replica after the one that a request was sent to last."""
+        names = self._names
+        first = names.index(self._last) + 1 if self._last in names else 0
+        for name in names[first:] + names[:first]:
+            if among is None or name in among:
+                return name
+        return None
+
+    def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
+        """Note whose turn it was."""
+        self._last = name
+
+    def answers(self, ticket: Hashable) -> None:
+        """Note nothing."""
+
+    def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
+        """Note nothing."""

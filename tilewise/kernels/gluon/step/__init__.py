@@ -1,0 +1,1 @@
+"""Products between attention, for a step of few rows."""

@@ -1,0 +1,175 @@
+"""The product of few rows on Hopper: which calls its own kernel takes, and where it is launched.
+
+The contract is that of `kernels.triton.step.linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.host.descriptors import (
+    addressable,
+    matrix_descriptor,
+    why_no_descriptor,
+)
+from tilewise.kernels.gluon.host.launch import launch as start
+from tilewise.kernels.gluon.step.rows import Shape, linear_rows_kernel
+from tilewise.kernels.spec import LinearSpec
+from tilewise.kernels.tiles import linear_rows as tiles
+from tilewise.kernels.tiles.linear_rows import RowsTile
+
+__all__ = ["forget_counters", "launch", "why_not", "why_not_product"]
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_COUNTERS = 1 << 20  # of a device: what launches inside of graphs take is never given back
+_TOGETHER = 32  # counters of 128 bytes: every launch's start where Triton takes it for aligned
+_OF_A_STREAM = 1 << 12  # counters of the launches of one stream outside of graphs
+
+
+def why_not(spec: LinearSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    return device.why_not_hopper(spec.device_type) or why_not_product(spec)
+
+
+def why_not_product(spec: LinearSpec) -> str | None:
+    """Say why the kernel cannot run `spec` on Hopper, or return None when it can."""
+    if spec.dtype not in _DTYPES:
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    if spec.channels % 8:
+        return f"K must be a multiple of 8, got {spec.channels}"
+    if not spec.addressable:
+        return "weight must start on a 16-byte boundary and have rows that are multiples of 16"
+    return None
+
+
+def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None) -> Tensor:
+    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,); as many rows as fit a tile.
+
+    Args:
+        tile: instead of the table's, for tuning and tests.
+    """
+    outputs, channels = weight.shape
+    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    reason = why_no_descriptor(weight)
+    if reason is not None:
+        raise ValueError(f"weight must be addressable by TMA: {reason}")
+    x = addressable(x.reshape(-1, channels))  # a copy lives until the kernel is launched
+    if tile is None:
+        tile = tiles.tile_of(outputs, channels)
+        # Outside of a graph the kernel before may be one that writes the weight.
+        if tile.early and not (x.is_cuda and _capturing()):
+            _run_once(x, weight, bias, torch.empty_like(y), tile)
+            tile = tile._replace(early=False)
+    _run(x, weight, bias, y, tile)
+    return y
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile) -> None:
+    """Compute y of x (rows, K), which TMA can read."""
+    outputs, channels = weight.shape
+    rows = x.shape[0]
+    if rows > tiles.most_rows(tile):
+        raise ValueError(f"x must have at most {tiles.most_rows(tile)} rows, got {rows}")
+    padded = tiles.row_tile(rows)
+    stages = tiles.stages_of(tile, padded, channels)
+    if stages == 0:
+        raise ValueError(f"two stages of {tile} must fit shared memory for {padded} rows")
+    parts = tiles.parts_of(tile, channels)
+    num_tiles = -(-outputs // tile.tile_n)
+    sums = arrived = y  # never touched
+    if parts > 1:
+        size = num_tiles * parts * tile.tile_n * padded
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = _counters(num_tiles, x.device)
+    shape = Shape(
+        padded, tile.tile_n, tile.tile_k, stages, parts, tile.num_warps, tile.early,
+        bias is not None,
+    )  # fmt: skip
+    options = {"launch_pdl": True} if tile.early else {}
+    start(
+        linear_rows_kernel, num_tiles * parts,
+        matrix_descriptor(weight, tile.tile_n, tile.tile_k),
+        matrix_descriptor(x, padded, tile.tile_k),
+        y if bias is None else bias, y, sums, arrived, rows, outputs, channels,
+        tiles.channels_of_part(tile, channels), shape=shape, num_warps=tile.num_warps, **options,
+    )  # fmt: skip
+
+
+_ran: set[tuple[object, ...]] = set()
+
+
+def _run_once(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile) -> None:
+    """Run what graphs will run, so that none has to compile and load it while it is captured."""
+    padded, address = tiles.row_tile(x.shape[0]), 0 if bias is None else bias.data_ptr() % 16
+    key = (tile, padded, weight.shape, x.dtype, x.device, bias is None, address)
+    if key not in _ran:
+        _run(x, weight, bias, y, tile)
+        _ran.add(key)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+class _Counters:
+    """Zeros of one device, which every launch leaves as zeros.
+
+    Launches of a stream come one after the other and share theirs. One in a graph has its own for
+    good: another graph may run at the same time, and lives as long as it likes.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self._zeros = torch.zeros(_COUNTERS, dtype=torch.int32, device=where)
+        torch.cuda.current_stream(where).synchronize()  # other streams take them, too
+        self._used = 0
+        self._of_stream: dict[int, int] = {}
+
+    def take(self, count: int, stream: int, capturing: bool) -> Tensor | None:
+        """Return `count` of them, None where there are not so many."""
+        if capturing:
+            return self._next(count)
+        if count > _OF_A_STREAM:
+            return None
+        begin = self._of_stream.get(stream)
+        if begin is not None:
+            return self._zeros[begin : begin + count]
+        found = self._next(_OF_A_STREAM)
+        if found is None:
+            return None
+        self._of_stream[stream] = self._used - _OF_A_STREAM
+        return found[:count]
+
+    def _next(self, count: int) -> Tensor | None:
+        count = -(-count // _TOGETHER) * _TOGETHER
+        if self._used + count > _COUNTERS:
+            return None
+        self._used += count
+        return self._zeros[self._used - count : self._used]
+
+
+_of_device: dict[int, _Counters] = {}
+
+
+def _counters(count: int, where: torch.device) -> Tensor:
+    """Return `count` zeros for the next launch of the current stream."""
+    if where.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=where)
+    capturing = _capturing()
+    index = torch.cuda.current_device()
+    known = _of_device.get(index)
+    if known is None and not capturing:
+        known = _of_device[index] = _Counters(where)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    found = None if known is None else known.take(count, stream, capturing)
+    if found is None:  # a graph before anything else: it fills its own at each replay
+        found = torch.zeros(count, dtype=torch.int32, device=where)
+    return found
+
+
+def forget_counters() -> None:
+    """Take new zeros from here on; no graph that was captured before may be replayed again."""
+    _of_device.clear()

@@ -1,0 +1,192 @@
+"""A product of few rows with a weight matrix on Hopper: TMA rings, WGMMA, and nothing padded to 64.
+
+What: y = x weight^T + bias for up to 256 rows of x.
+Grid: (tiles of outputs * parts of K,), parts fastest.
+One CTA: TILE_N outputs of all rows over its part of K. Its warps start copies of weight and x a
+ring ahead and multiply them as they come; the last CTA of a tile to end adds up the parts.
+Traffic: the weight once; x from L2 once a CTA; with parts 8 bytes for each output, row and part.
+Numerics: products of 16-bit numbers, summed in float32 along K, then parts in their order: what a
+row of y is does not depend on how many others there are, nor on which CTA ends last.
+
+The weight is WGMMA's left operand and x its right one: rows are the columns of the sum, of which
+there may be 8, and outputs its rows, of which there are always plenty.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon.device.barriers import barriers
+from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+
+
+class Shape(NamedTuple):
+    """Constexpr: what changes the code."""
+
+    rows: int  # of x, padded: 8, 16, 32 ... 256
+    tile_n: int  # outputs of a CTA, 64 for each warpgroup or a multiple
+    tile_k: int  # channels of a stage
+    stages: int
+    parts: int  # CTAs that share a tile of outputs
+    num_warps: int
+    early: bool  # the weight is loaded before the kernel before has ended
+    has_bias: bool
+
+
+class Ring(NamedTuple):
+    """Shared memory: stages of the weight and of x, and barriers that open when one is filled."""
+
+    weight: object
+    x: object
+    full: object
+
+
+@gluon.constexpr_function
+def _sum_layout(num_warps, rows):
+    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, rows, 16])
+
+
+@gluon.constexpr_function
+def _store_layout(num_warps, tile_n):
+    """Return how y (rows, outputs) is stored: 16 bytes a thread, of one row by neighbours."""
+    across = min(32, tile_n // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def _each(instruction: gl.constexpr, shape: gl.constexpr):
+    """Run an instruction in every thread."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [shape.num_warps], [0])
+    thread = gl.arange(0, 32 * shape.num_warps, lanes)
+    gl.inline_asm_elementwise(
+        f"{instruction}; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _load(weight, x, ring, output, channel, stage):
+    """Start the copies of one stage."""
+    full = ring.full.index(stage)
+    mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
+    tma_load(weight, [output, channel], full, ring.weight.index(stage))
+    tma_load(x, [0, channel], full, ring.x.index(stage))
+
+
+@gluon.jit
+def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
+    """Start the copies of the first `count` stages."""
+    if shape.early:
+        # The next kernel may begin where there is room: it waits for this one's end as well.
+        _each("griddepcontrol.launch_dependents", shape)
+        for stage in range(count):
+            full = ring.full.index(stage)
+            mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
+            at = [output, channel + stage * shape.tile_k]
+            tma_load(weight, at, full, ring.weight.index(stage))
+        # Nobody writes the weight; whatever else is read or written follows the kernel before.
+        _each("griddepcontrol.wait", shape)
+        for stage in range(count):
+            at = [0, channel + stage * shape.tile_k]
+            tma_load(x, at, ring.full.index(stage), ring.x.index(stage))
+    else:
+        for stage in range(count):
+            _load(weight, x, ring, output, channel + stage * shape.tile_k, stage)
+
+
+@gluon.jit
+def _multiply(weight, x, ring, output, first, steps, shape: gl.constexpr):
+    """Return the float32 sums (TILE_N, rows) of `steps` stages of channels from `first` on."""
+    layout: gl.constexpr = _sum_layout(shape.num_warps, shape.rows)
+    size: gl.constexpr = [shape.tile_n, shape.rows]
+    acc = gl.zeros(size, gl.float32, layout)
+    for step in range(steps):
+        stage = step % shape.stages
+        mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)
+        right = ring.x.index(stage).permute((1, 0))
+        acc = warpgroup_mma(ring.weight.index(stage), right, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        ahead = step + shape.stages
+        if ahead < steps:
+            partition_barrier()  # every warp's part of the product is done
+            _load(weight, x, ring, output, first + ahead * shape.tile_k, stage)
+    return acc
+
+
+@gluon.jit
+def _places(shape: gl.constexpr):
+    """Return where the sums of a CTA lie in its part of the workspace, in their own layout."""
+    layout: gl.constexpr = _sum_layout(shape.num_warps, shape.rows)
+    output = gl.arange(0, shape.tile_n, gl.SliceLayout(1, layout))
+    row = gl.arange(0, shape.rows, gl.SliceLayout(0, layout))
+    return gl.expand_dims(output * shape.rows, 1) + gl.expand_dims(row, 0)
+
+
+@gluon.jit
+def _finish(total, bias, y, first_output, rows, outputs, shape: gl.constexpr):
+    """Add the bias to sums (TILE_N, rows), round them, and store them turned around."""
+    if shape.has_bias:
+        output = first_output + gl.arange(0, shape.tile_n, gl.SliceLayout(1, total.type.layout))
+        added = gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)
+        total = total + gl.expand_dims(added, 1)
+    layout: gl.constexpr = _store_layout(shape.num_warps, shape.tile_n)
+    rounded = gl.convert_layout(total.to(y.dtype.element_ty).permute((1, 0)), layout)
+    row = gl.expand_dims(gl.arange(0, shape.rows, gl.SliceLayout(1, layout)), 1)
+    output = first_output + gl.arange(0, shape.tile_n, gl.SliceLayout(0, layout))
+    output = gl.expand_dims(output, 0)
+    at = row.to(gl.int64) * outputs + output
+    gl.store(y + at, rounded, mask=(row < rows) & (output < outputs))
+
+
+@gluon.jit(do_not_specialize=["rows", "channels", "part_channels"])
+def linear_rows_kernel(
+    weight, x, bias, y, sums, arrived, rows, outputs, channels, part_channels,
+    shape: gl.constexpr,
+):  # fmt: skip
+    """Compute y; see the module's docstring.
+
+    weight, x: descriptors of (N, K) and (rows, K); sums: float32, TILE_N * shape.rows for each CTA,
+    and arrived: int32 zeros, one for each tile of outputs, which are zeros again afterwards; both
+    are used with parts alone. part_channels: of a part, a multiple of the stages' channels.
+    """
+    ring = Ring(
+        gl.allocate_shared_memory(
+            weight.dtype, [shape.stages, shape.tile_n, shape.tile_k], weight.layout
+        ),
+        gl.allocate_shared_memory(x.dtype, [shape.stages, shape.rows, shape.tile_k], x.layout),
+        barriers(shape.stages, 1),
+    )
+    fence_async_shared()
+    partition_barrier()
+    tile = gl.program_id(0) // shape.parts
+    part = gl.program_id(0) - tile * shape.parts
+    output = tile * shape.tile_n
+    first = part * part_channels
+    steps = gl.cdiv(gl.minimum(part_channels, channels - first), shape.tile_k)
+    _begin(weight, x, ring, output, first, gl.minimum(steps, shape.stages), shape)
+    acc = _multiply(weight, x, ring, output, first, steps, shape)
+    if shape.parts == 1:
+        _finish(acc, bias, y, output, rows, outputs, shape)
+    else:
+        size: gl.constexpr = shape.tile_n * shape.rows
+        PARTS: gl.constexpr = shape.parts
+        place = _places(shape)
+        mine = sums + gl.program_id(0).to(gl.int64) * size
+        gl.store(mine + place, acc)
+        partition_barrier()  # all warps have stored what one of them tells of
+        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
+        if before == PARTS - 1:
+            gl.atomic_xchg(arrived + tile, 0)
+            theirs = sums + tile.to(gl.int64) * (PARTS * size)
+            total = gl.load(theirs + place, cache_modifier=".cg")
+            for other in gl.static_range(1, PARTS):
+                total += gl.load(theirs + (other * size + place), cache_modifier=".cg")
+            _finish(total, bias, y, output, rows, outputs, shape)

@@ -1,0 +1,119 @@
+"""How Hopper's own product of few rows is cut, and for which weights it is chosen: pure tables.
+
+Every number here but the stages follows from the shape of the weight: so does the order in which
+a row's channels are summed, whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PART_UNIT = 128  # channels of a part are a multiple: of every tile_k
+SHARED = 228 * 1024  # bytes of a multiprocessor, of which a CTA takes 1,024 for the system
+_SHARED_CTA = 227 * 1024  # bytes of a CTA at most
+_SHARED_BESIDE = 256  # for barriers; the result is turned around where the ring was
+MOST_STAGES = 12
+ROW_TILES = (8, 16, 32, 64, 128, 256)
+MOST_SUMS = 128  # float32 registers of a thread
+
+
+class RowsTile(NamedTuple):
+    """How a product is cut.
+
+    Attributes:
+        tile_n: outputs of a CTA.
+        tile_k: channels of a stage, 64 or 128.
+        parts: CTAs that share a tile of outputs, each with its channels.
+        ctas: of a multiprocessor, among which its shared memory is divided.
+        num_warps: 4 or 8.
+        early: in a graph the weight is loaded while the kernel before still runs, which must not
+            be one that writes it.
+    """
+
+    tile_n: int
+    tile_k: int
+    parts: int
+    ctas: int
+    num_warps: int = 4
+    early: bool = False
+
+
+# (outputs, channels) -> tile, and whether it is chosen. Measured on an H200 (132 SMs, 2026-11-23,
+# torch 2.11, triton 3.6; docs/benchmarks/linear_rows_h200.json), bfloat16, microseconds in a graph
+# over copies of the weight, for 1 row and for 32: this kernel, the better of cuBLAS and our Triton
+# kernel at each; a percentage is of 4.4 TB/s, this kernel, for 32 rows.
+#
+#     channels -> outputs      1 row           32 rows
+#       4,096 ->  28,672    54.47   54.76    56.74   56.78    94 %
+#      14,336 ->   4,096    30.47   29.53    31.57   32.17    84 %
+#       4,096 ->   4,096    11.55   11.21    12.28   12.97    62 %
+#       4,096 ->   6,144    14.29   15.45    15.08   15.73    76 %
+#       1,024 ->   4,096     4.78    5.04     5.23    4.92    36 %
+#       2,048 ->   1,024     5.14    4.22     6.04    4.67    16 %
+#       1,024 ->   6,144     5.49    5.97     5.83    5.94    49 %
+#       3,072 ->   1,024     5.81    4.84     6.74    5.46    21 %
+#
+# The Triton kernel, which is the peer for 1 row of the second and third, takes 46 and 17 us for 32.
+_TABLE: dict[tuple[int, int], tuple[RowsTile, bool]] = {
+    (28672, 4096): (RowsTile(128, 128, 1, 2), True),
+    (4096, 14336): (RowsTile(64, 128, 2, 2), True),
+    (4096, 4096): (RowsTile(64, 128, 2, 2), True),
+    (6144, 4096): (RowsTile(64, 128, 1, 2), True),
+    (4096, 1024): (RowsTile(64, 128, 1, 2), False),
+    (6144, 1024): (RowsTile(64, 128, 1, 2), False),
+    (1024, 2048): (RowsTile(64, 128, 4, 2), False),
+    (1024, 3072): (RowsTile(64, 128, 4, 2), False),
+}
+# Other weights are cut by the rule that gives the first four, and chosen between their sizes: small
+# ones wait for one another (three microseconds of each product), and of heads nothing is known.
+_ENOUGH_TILES, _WANTED_CTAS = 96, 128  # for an H200's 132 multiprocessors
+_LEAST_CHANNELS = 256  # of a part
+_LEAST_ELEMENTS, _MOST_OUTPUTS = 1 << 24, 1 << 16
+
+
+def tile_of(outputs: int, channels: int) -> RowsTile:
+    """Return the tile of a product; it does not depend on the number of rows."""
+    found = _TABLE.get((outputs, channels))
+    if found is not None:
+        return found[0]
+    tile_n = 128 if outputs > 16384 else 64
+    tiles = -(-outputs // tile_n)
+    parts = 1 if tiles >= _ENOUGH_TILES else -(-_WANTED_CTAS // tiles)
+    return RowsTile(tile_n, 128, min(parts, max(1, channels // _LEAST_CHANNELS), 8), 2)
+
+
+def pays(outputs: int, channels: int) -> bool:
+    """Whether the product is chosen on Hopper: faster than its peers, or slower by 3 % at most."""
+    found = _TABLE.get((outputs, channels))
+    if found is not None:
+        return found[1]
+    return outputs * channels >= _LEAST_ELEMENTS and outputs <= _MOST_OUTPUTS
+
+
+def row_tile(rows: int) -> int:
+    """Return how many rows a product of `rows` is padded to."""
+    return next(padded for padded in ROW_TILES if rows <= padded)
+
+
+def most_rows(tile: RowsTile) -> int:
+    """Return how many rows a tile can have: their sums must fit a thread's registers."""
+    return max(rows for rows in ROW_TILES if tile.tile_n * rows <= MOST_SUMS * 32 * tile.num_warps)
+
+
+def channels_of_part(tile: RowsTile, channels: int) -> int:
+    """Return the channels of every part but the last, which may have fewer."""
+    units = -(-channels // PART_UNIT)
+    return -(-units // tile.parts) * PART_UNIT
+
+
+def parts_of(tile: RowsTile, channels: int) -> int:
+    """Return how many parts have channels."""
+    return -(-channels // channels_of_part(tile, channels))
+
+
+def stages_of(tile: RowsTile, padded_rows: int, channels: int) -> int:
+    """Return how many stages fit shared memory, at most those of a part; 0 where two do not."""
+    room = min(SHARED // tile.ctas - 1024, _SHARED_CTA) - _SHARED_BESIDE
+    fitting = room // (2 * tile.tile_k * (tile.tile_n + padded_rows))
+    needed = -(-min(channels, channels_of_part(tile, channels)) // tile.tile_k)
+    return 0 if fitting < min(2, needed) else min(fitting, needed, MOST_STAGES)

@@ -1,0 +1,265 @@
+"""The engine's end: an LLM in a process of its own, which ends with the server's.
+
+    python -m tilewise.server.apart.host STREAM CALLS      descriptors of two sockets
+
+The first message of the calls' socket has the arguments of LLM; the answer says what was made, or
+why not. Three threads: one reads requests, one answers calls, one sends what has changed, all that
+has changed since it sent last in one message: while the server is busy, steps are merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from tilewise.engine.llm import LLM
+from tilewise.engine.outputs import Generation, RequestOutput
+from tilewise.server.apart.wire import (
+    Ask,
+    Choice,
+    Delta,
+    Drop,
+    End,
+    News,
+    failure_of,
+    frame,
+    receive,
+    sampling_of,
+)
+
+__all__ = ["Host", "main"]
+
+LOOK_S = 0.25  # between two looks at whether the engine lives
+
+
+class _Entry:
+    """A request of the server: what it was told, and what it is to be told."""
+
+    def __init__(self, number: int, tell: Callable[[_Entry], None]) -> None:
+        self.number = number
+        self.generation: Generation | None = None
+        self.refusal: Exception | None = None
+        self.is_dropped = False
+        self.is_told = False  # it is in the outbox
+        self._tell = tell
+        self._num_seen = 0
+        self._seen: dict[int, tuple[int, int, str | None]] = {}
+        self._delta: Delta | None = None
+
+    def changed(self) -> None:
+        """Have it sent; called on the engine's thread."""
+        if not self.is_told:
+            self.is_told = True
+            self._tell(self)
+
+    def message(self) -> Delta | End | None:
+        """Return what is new, None if nothing is."""
+        generation = self.generation
+        if self.refusal is not None or generation is None:
+            return End(self.number, None, failure_of(self.refusal or RuntimeError("it was lost")))
+        self._delta = None
+        self._num_seen = max(self._num_seen, generation.show(self._read, self._num_seen))
+        if self._delta is not None:
+            return self._delta
+        error = generation.error  # before the tokens that came before it are read
+        if error is None and not generation.output.finished:
+            return None
+        output = dataclasses.asdict(generation.snapshot())
+        return End(self.number, output, None if error is None else failure_of(error))
+
+    def _read(self, output: RequestOutput) -> bool:
+        choices = []
+        for place, completion in enumerate(output.outputs):
+            chars, tokens, ended = self._seen.get(place, (0, 0, None))
+            if ended is not None:
+                continue
+            text, token_ids = completion.text[chars:], completion.token_ids[tokens:]
+            reason, logprobs = completion.finish_reason, completion.logprobs
+            if not token_ids and not text and reason is None:
+                continue
+            choices.append(
+                Choice(
+                    place,
+                    token_ids,
+                    text,
+                    None if logprobs is None else logprobs[tokens:],
+                    completion.cumulative_logprob,
+                    reason,
+                    completion.stop_reason,
+                )
+            )
+            self._seen[place] = (chars + len(text), tokens + len(token_ids), reason)
+        self._delta = Delta(self.number, output.num_cached_tokens, choices)
+        return True
+
+
+class Host:
+    """Serves one server over two sockets; see the module.
+
+    Args:
+        llm: the engine.
+        stream: requests and what becomes of them.
+        calls: of the server, answered one at a time.
+    """
+
+    def __init__(self, llm: LLM, stream: socket.socket, calls: socket.socket) -> None:
+        self._llm, self._stream, self._calls = llm, stream, calls
+        self._entries: dict[int, _Entry] = {}
+        self._outbox: deque[_Entry] = deque()
+        self._is_due = threading.Event()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tilewise-prepare")
+        self._is_over = False
+        self._step_told: float | None = None
+
+    def run(self) -> None:
+        """Serve until the server has gone."""
+        for work in (self._send_all, self._answer_all):
+            threading.Thread(target=work, daemon=True).start()
+        decode = msgspec.msgpack.Decoder(Ask | Drop).decode
+        with suppress(EOFError, OSError):
+            while True:
+                message = decode(receive(self._stream))
+                if isinstance(message, Drop):
+                    self._drop(message.number)
+                else:
+                    self._ask(message)
+        self._is_over = True
+        self._llm.close(0.0)
+
+    def _ask(self, message: Ask) -> None:
+        entry = self._entries[message.number] = _Entry(message.number, self._post)
+        if "structured" in message.sampling:  # a grammar takes long to compile
+            self._pool.submit(self._submit, entry, message)
+        else:
+            self._submit(entry, message)
+
+    def _submit(self, entry: _Entry, message: Ask) -> None:
+        prompt: dict[str, Any] = {"prompt_token_ids": message.prompt_token_ids}
+        if message.prompt is not None:
+            prompt["prompt"] = message.prompt
+        try:
+            sampling = sampling_of(message.sampling)
+            generation = self._llm.prepare(prompt, sampling, **message.asked)
+            generation.on_change = entry.changed
+            entry.generation = generation
+            if not entry.is_dropped:
+                self._llm.loop.submit(generation)
+        except Exception as error:
+            entry.refusal = error
+            entry.changed()
+
+    def _drop(self, number: int) -> None:
+        entry = self._entries.pop(number, None)
+        if entry is not None:
+            entry.is_dropped = True
+            if entry.generation is not None:
+                self._llm.loop.drop_soon(entry.generation)
+
+    def _post(self, entry: _Entry) -> None:
+        self._outbox.append(entry)
+        self._is_due.set()
+
+    def _send_all(self) -> None:
+        with suppress(OSError):  # the server has gone: run() sees it, too
+            while not self._is_over:
+                is_due = self._is_due.wait(LOOK_S)
+                is_alive = self._llm.loop.is_alive  # before the last ones are sent
+                # A long prompt takes many steps before there is a token to tell of.
+                if is_due or self._llm.loop.last_step_time != self._step_told:
+                    self._is_due.clear()
+                    self._send()
+                if not is_alive and not self._is_over:
+                    os._exit(1)  # the server ends, too, so that a supervisor starts both anew
+
+    def _send(self) -> None:
+        deltas: list[Delta] = []
+        ends: list[End] = []
+        while self._outbox:
+            entry = self._outbox.popleft()
+            entry.is_told = False
+            if entry.is_dropped:
+                continue
+            message = entry.message()
+            if isinstance(message, End):
+                self._entries.pop(entry.number, None)
+                entry.is_dropped = True  # nothing follows
+                ends.append(message)
+            elif message is not None:
+                deltas.append(message)
+        loop = self._llm.loop
+        self._step_told = loop.last_step_time
+        parts = [frame(News(self._step_told, loop.num_restarts, deltas))]
+        self._stream.sendall(b"".join([*parts, *map(frame, ends)]))
+
+    def _answer_all(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                name, arguments = msgspec.msgpack.decode(receive(self._calls))
+                try:
+                    answer = [True, msgspec.to_builtins(self._call(name, arguments))]
+                except Exception as error:
+                    answer = [False, failure_of(error)]
+                self._calls.sendall(frame(answer))
+
+    def _call(self, name: str, arguments: list[Any]) -> Any:
+        llm, engine = self._llm, self._llm.engine
+        calls: dict[str, Callable[..., Any]] = {
+            "stats": engine.stats,
+            "explain": engine.explain,
+            "trace": engine.trace,
+            "picture": engine.picture,
+            "line": engine.line,
+            "pause": llm.loop.pause,
+            "resume": llm.loop.resume,
+            "abort": self._abort,
+            "caught_up": lambda: llm.loop.call(lambda: None),
+            "reset_prefix_cache": llm.reset_prefix_cache,
+            "is_alive": lambda: llm.loop.is_alive,
+            "close": self._close,
+        }
+        return calls[name](*arguments)
+
+    def _close(self, timeout_s: float | None) -> bool:
+        self._is_over = True
+        return self._llm.close(timeout_s)
+
+    def _abort(self, request_id: str) -> None:
+        self._llm.loop.abort(request_id)
+        self._llm.loop.call(lambda: None)
+
+
+def main(stream_number: int, calls_number: int) -> None:
+    """Make the engine that the server asks for, and serve it."""
+    # An interrupt of the terminal, or of a supervisor, is for the server, which lets requests end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    stream, calls = (socket.socket(fileno=n) for n in (stream_number, calls_number))
+    model, settings = msgspec.msgpack.decode(receive(calls))
+    try:
+        llm = LLM(model, **settings)
+    except Exception as error:
+        calls.sendall(frame([False, failure_of(error)]))
+        return
+    limits = dataclasses.asdict(llm.engine.scheduler.limits)
+    made = {"limits": limits, "devices": llm.devices, "vocab_size": llm.config.vocab_size}
+    calls.sendall(frame([True, made]))
+    gc.collect()
+    gc.freeze()
+    Host(llm, stream, calls).run()
+    os._exit(0)  # threads of the engine may be in a step that nobody needs
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,400 @@
+"""The server's end of an engine in another process: what `bridge` needs of AsyncLLM and EngineLoop.
+
+What comes is applied to one RequestOutput for each request, which its reader is given as it is: it
+goes on changing when the reader has awaited something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from tilewise.engine.admission import Limits
+from tilewise.engine.embedding import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    check_pooling,
+    embedding_of,
+)
+from tilewise.engine.engine import EngineStats
+from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.settings import model_directory
+from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.errors import EngineClosedError
+from tilewise.server.apart.wire import (
+    Ask,
+    Delta,
+    Drop,
+    End,
+    Failure,
+    News,
+    error_of,
+    frame,
+    frames,
+    receive,
+    told_sampling,
+)
+
+__all__ = ["RemoteEngine"]
+
+Sink = Callable[[RequestOutput], bool]
+PATIENCE_S = 5.0  # for a process that was told to end, until it is killed
+
+
+class _Pending:
+    """A request that has not ended."""
+
+    def __init__(self, output: RequestOutput, sink: Sink | None) -> None:
+        self.output, self.sink = output, sink
+        self.changed = asyncio.Event()
+        self.failure: Exception | None = None
+        self.error: Exception | None = None
+        self.num_tokens = self.num_seen = 0
+
+    def take(self, delta: Delta) -> None:
+        """Add what is new, and give it to the sink or wake the task."""
+        output = self.output
+        output.num_cached_tokens = delta.num_cached_tokens
+        for new in delta.choices:
+            completion = output.outputs[new.place]
+            completion.token_ids += new.token_ids
+            completion.text += new.text
+            if new.logprobs is not None:
+                if completion.logprobs is None:
+                    completion.logprobs = []
+                completion.logprobs += new.logprobs
+            completion.cumulative_logprob = new.cumulative_logprob
+            completion.finish_reason = new.finish_reason
+            completion.stop_reason = new.stop_reason
+            self.num_tokens += len(new.token_ids)
+        if self.sink is not None and not self.changed.is_set():
+            try:
+                if self.sink(output):
+                    self.num_seen = self.num_tokens
+                    return
+            except Exception as error:
+                self.failure = error
+        self.changed.set()
+
+    def end(self, output: RequestOutput | None, error: Exception | None) -> None:
+        """Take the whole output, and what has ended it."""
+        if output is not None:
+            self.output = output
+            self.num_tokens = sum(len(c.token_ids) for c in output.outputs)
+        self.error = error
+        self.changed.set()
+
+
+class RemoteEngine(asyncio.Protocol):
+    """An engine in a process of its own, which this starts and ends.
+
+    It is used by one event loop. Its own death fails all requests with EngineClosedError, and
+    `is_alive` says so; the end of this process ends it.
+
+    Args:
+        model: see LLM.
+        settings: arguments of LLM, of plain numbers, texts and tables.
+
+    Raises:
+        Exception: what LLM raised, see there.
+        RuntimeError: the process has ended before it said anything.
+
+    Attributes:
+        tokenizer, limits: of the model and its engine.
+        config: of the model's configuration, vocab_size.
+        devices: see LLM.
+        last_step_time, num_restarts: see EngineLoop; at most a quarter of a second late.
+    """
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        calls, their_calls = socket.socketpair()
+        numbers = (theirs.fileno(), their_calls.fileno())
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tilewise.server.apart.host", *map(str, numbers)],
+            pass_fds=numbers,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt of the terminal is the server's business
+        )
+        theirs.close()
+        their_calls.close()
+        self._stream, self._calls = ours, calls
+        self._lock = threading.Lock()  # around a call and its answer
+        self._transport: asyncio.Transport | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connecting: asyncio.Lock | None = None
+        self._buffer = bytearray()
+        self._decode = msgspec.msgpack.Decoder(News | End).decode
+        self._numbers = itertools.count()
+        self._names = itertools.count()
+        self._pending: dict[int, _Pending] = {}
+        self._ended: str | None = None
+        self.last_step_time: float | None = None
+        self.num_restarts = 0
+        try:
+            calls.sendall(frame([model, settings]))
+            told = self._answer()
+        except BaseException as error:
+            if not isinstance(error, EOFError):
+                self._process.kill()
+            code = self._process.wait()
+            ours.close()
+            calls.close()
+            if isinstance(error, EOFError | ConnectionError):
+                message = f"the engine's process must start, it ended with {code}"
+                raise RuntimeError(message) from None
+            raise
+        self.devices: str = told["devices"]
+        self.limits = msgspec.convert(told["limits"], Limits)
+        self.config = SimpleNamespace(vocab_size=told["vocab_size"])
+        self.tokenizer = load_tokenizer(model_directory(model))
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._process.pid
+
+    # ---- what `bridge.Loop` asks for
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken."""
+        if self._ended is None and self._process.poll() is not None:
+            self._die(f"the engine's process has ended with {self._process.returncode}")
+        return self._ended is None
+
+    def pause(self) -> None:
+        """Let no further step begin."""
+        self._call("pause")
+
+    def resume(self) -> None:
+        """Undo pause()."""
+        self._call("resume")
+
+    # ---- what `bridge.AsyncEngine` asks for, see AsyncLLM
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
+        sink: Sink | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue one prompt and yield its output so far, see `AsyncLLM.generate`.
+
+        An output that was yielded goes on changing with the next await.
+        """
+        asked = {
+            "request_id": request_id, "user": user, "salt": cache_salt, "priority": priority,
+            "deadline_s": deadline_s, "max_queue_s": max_queue_s,
+        }  # fmt: skip
+        return self._outputs(prompt, sampling_params or SamplingParams(), asked, sink)
+
+    async def embed(
+        self,
+        prompt: Any,
+        *,
+        pooling: str = "mean",
+        request_id: str | None = None,
+        user: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        max_queue_s: float | None = None,
+    ) -> EmbeddingOutput:
+        """Return the embedding of one prompt, see `AsyncLLM.embed`."""
+        asked = {
+            "request_id": request_id, "user": user, "salt": cache_salt, "priority": priority,
+            "deadline_s": deadline_s, "max_queue_s": max_queue_s,
+            "pooling": check_pooling(pooling),
+        }  # fmt: skip
+        outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked, None)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.finished:
+                    return embedding_of(output, pooling)
+        raise AssertionError("the last output of a request is finished")
+
+    async def _outputs(
+        self, prompt: Any, sampling: SamplingParams, asked: dict[str, Any], sink: Sink | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        transport = await self._connected()
+        number, ids, text = next(self._numbers), prompt["prompt_token_ids"], prompt.get("prompt")
+        if asked["request_id"] is None:
+            asked["request_id"] = f"remote-{next(self._names)}"
+        told = told_sampling(sampling)
+        output = RequestOutput(
+            asked["request_id"], text, list(ids),
+            [CompletionOutput(index) for index in range(sampling.n)],
+            RequestMetrics(time.perf_counter()),
+        )  # fmt: skip
+        pending = self._pending[number] = _Pending(output, sink)
+        transport.write(frame(Ask(number, list(ids), text, told, asked)))
+        try:
+            while True:
+                await pending.changed.wait()
+                pending.changed.clear()
+                if pending.failure is not None:
+                    raise pending.failure
+                output, error = pending.output, pending.error
+                if error is not None:
+                    if pending.num_tokens > pending.num_seen:
+                        yield replace(output, finished=False)
+                    raise error
+                if pending.num_tokens > pending.num_seen or output.finished:
+                    pending.num_seen = pending.num_tokens
+                    yield output
+                if output.finished:
+                    return
+        finally:
+            pending.sink = None
+            if self._pending.pop(number, None) is not None and not pending.output.finished:
+                transport.write(frame(Drop(number)))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request of any caller with finish_reason "abort"; unknown ones are ignored."""
+        with suppress(EngineClosedError):
+            await asyncio.to_thread(self._call, "abort", request_id)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of counts and times."""
+        return msgspec.convert(self._call("stats"), EngineStats)
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Say what a request waits for, see `Engine.explain`."""
+        told: dict[str, Any] = self._call("explain", request_id)
+        return told
+
+    def trace(self, since: int = 0) -> list[dict[str, Any]]:
+        """Return what the engine decided of late, see `Engine.trace`."""
+        told: list[dict[str, Any]] = self._call("trace", since)
+        return told
+
+    def picture(self) -> dict[str, Any]:
+        """Return who holds which block now, see `Engine.picture`."""
+        told: dict[str, Any] = self._call("picture")
+        return told
+
+    def line(self, most: int) -> list[str]:
+        """Return the requests that wait, see `Engine.line`."""
+        told: list[str] = self._call("line", most)
+        return told
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False while requests hold some."""
+        return bool(await asyncio.to_thread(self._call, "reset_prefix_cache"))
+
+    async def aclose(self) -> None:
+        """Take no more requests and end those of this object."""
+        for pending in list(self._pending.values()):
+            pending.end(None, EngineClosedError("the engine was closed"))
+        with suppress(EngineClosedError):
+            await asyncio.to_thread(self._call, "caught_up")
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End the process; return whether it ended by itself, with all that it had to write."""
+        has_ended = False
+        with suppress(EngineClosedError):
+            has_ended = bool(self._call("close", timeout_s))
+        self._ended = self._ended or "the engine was closed"
+        self._stream.close()
+        self._calls.close()
+        try:
+            self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            has_ended = False
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        return has_ended
+
+    # ---- the sockets
+
+    async def _connected(self) -> asyncio.Transport:
+        if self._ended is not None:
+            raise EngineClosedError(self._ended)
+        if self._connecting is None:
+            self._connecting = asyncio.Lock()
+        async with self._connecting:
+            if self._transport is None:
+                self._loop = asyncio.get_running_loop()
+                self._stream.setblocking(False)
+                self._transport, _ = await self._loop.create_unix_connection(
+                    lambda: self, sock=self._stream
+                )
+        return self._transport
+
+    def data_received(self, data: bytes) -> None:
+        """Apply the messages that are whole."""
+        self._buffer += data
+        for body in frames(self._buffer):
+            message = self._decode(body)
+            if isinstance(message, End):
+                pending = self._pending.get(message.number)
+                if pending is not None:
+                    failure = message.failure
+                    output = None if message.output is None else _output_of(message.output)
+                    pending.end(output, None if failure is None else error_of(failure))
+                continue
+            self.last_step_time, self.num_restarts = message.last_step_time, message.num_restarts
+            for delta in message.deltas:
+                pending = self._pending.get(delta.number)
+                if pending is not None:
+                    pending.take(delta)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail what is unfinished."""
+        self._die("the engine's process has ended")
+
+    def _die(self, why: str) -> None:
+        self._ended = self._ended or why
+        for pending in list(self._pending.values()):
+            pending.end(None, EngineClosedError(self._ended))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self._ended is not None:
+            raise EngineClosedError(self._ended)
+        with self._lock:
+            try:
+                self._calls.sendall(frame([name, arguments]))
+                return self._answer()
+            except (EOFError, OSError) as error:
+                raise EngineClosedError(f"the engine's process has ended: {error}") from None
+
+    def _answer(self) -> Any:
+        is_well, value = msgspec.msgpack.decode(receive(self._calls), strict=False)
+        if not is_well:
+            raise error_of(msgspec.convert(value, Failure))
+        return value
+
+
+def _output_of(told: dict[str, Any]) -> RequestOutput:
+    """Return an output that was told as a table."""
+    outputs = [CompletionOutput(**one) for one in told.pop("outputs")]
+    metrics, state = RequestMetrics(**told.pop("metrics")), told.pop("prompt_state")
+    return RequestOutput(
+        outputs=outputs,
+        metrics=metrics,
+        prompt_state=None if state is None else tuple(state),
+        **told,
+    )

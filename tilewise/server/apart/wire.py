@@ -1,0 +1,204 @@
+"""What the server and an engine in another process say to each other: MessagePack in frames.
+
+    server -> Ask, Drop -> engine          server <- News, End <- engine       (the stream)
+    server -> [name, arguments] -> engine  server <- [True, value] <- engine   (calls, in turn)
+
+A frame is four bytes of length and as many of MessagePack, over a socket pair that no other process
+can open. Nothing is pickled: what comes is numbers, texts and lists of them, checked by its types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from tilewise import errors
+from tilewise.engine.beams import BeamSearchParams
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.errors import RequestError
+
+__all__ = [
+    "Ask",
+    "Choice",
+    "Delta",
+    "Drop",
+    "End",
+    "Failure",
+    "News",
+    "error_of",
+    "failure_of",
+    "frame",
+    "frames",
+    "receive",
+    "sampling_of",
+    "told_sampling",
+]
+
+_LENGTH = struct.Struct("<I")
+MOST_BYTES = 1 << 31
+Logprobs = list[dict[int, float]] | None
+
+
+class Ask(msgspec.Struct, array_like=True, tag=True):
+    """A request; `asked` is of `Request`."""
+
+    number: int
+    prompt_token_ids: list[int]
+    prompt: str | None
+    sampling: dict[str, Any]
+    asked: dict[str, Any]
+
+
+class Drop(msgspec.Struct, array_like=True, tag=True):
+    """Nobody reads a request any more."""
+
+    number: int
+
+
+class Choice(msgspec.Struct, array_like=True):
+    """What is new of a sample; text and finish_reason are as in `CompletionOutput`."""
+
+    place: int
+    token_ids: list[int]
+    text: str
+    logprobs: Logprobs
+    cumulative_logprob: float | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What is new of a request that goes on."""
+
+    number: int
+    num_cached_tokens: int
+    choices: list[Choice]
+
+
+class News(msgspec.Struct, array_like=True, tag=True):
+    """What is new of all requests since the last one, and of the engine."""
+
+    last_step_time: float | None
+    num_restarts: int
+    deltas: list[Delta]
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """An exception: the name of its class, and its message."""
+
+    kind: str
+    message: str
+
+
+class End(msgspec.Struct, array_like=True, tag=True):
+    """The whole output of a request that has ended, None where it never began."""
+
+    number: int
+    output: dict[str, Any] | None
+    failure: Failure | None
+
+
+def frame(message: Any) -> bytes:
+    """Return a message as it is sent."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def frames(buffer: bytearray) -> list[bytes]:
+    """Take the whole messages out of what was received."""
+    found, start = [], 0
+    while len(buffer) - start >= _LENGTH.size:
+        end = start + _LENGTH.size + _LENGTH.unpack_from(buffer, start)[0]
+        if end > len(buffer):
+            break
+        found.append(bytes(buffer[start + _LENGTH.size : end]))
+        start = end
+    del buffer[:start]
+    return found
+
+
+def receive(sock: socket.socket) -> bytes:
+    """Return the next message of a socket that blocks.
+
+    Raises:
+        EOFError: the other end is closed.
+    """
+    return _exactly(sock, _LENGTH.unpack(_exactly(sock, _LENGTH.size))[0])
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        part = sock.recv(min(count - len(found), 1 << 20))
+        if not part:
+            raise EOFError("the other end is closed")
+        found += part
+    return bytes(found)
+
+
+def told_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """Return what differs from the defaults, and "beams" where it is a search.
+
+    Raises:
+        RequestError: it holds functions, which do not leave their process.
+    """
+    if sampling.logits_processors:
+        raise RequestError(
+            "logits_processors must be None for an engine in another process, as functions do not "
+            f"leave theirs, got {len(sampling.logits_processors)}"
+        )
+    names = [field.name for field in dataclasses.fields(sampling) if field.init]
+    if isinstance(sampling, BeamSearchParams):
+        names = list(_SEARCH)
+    told = {name: getattr(sampling, name) for name in names}
+    if isinstance(sampling, BeamSearchParams):
+        return {**told, "beams": True}
+    defaults = SamplingParams()
+    told = {name: value for name, value in told.items() if value != getattr(defaults, name)}
+    if sampling.structured is not None:
+        given = dataclasses.asdict(sampling.structured)
+        told["structured"] = {name: value for name, value in given.items() if value is not None}
+    if sampling.logit_bias is not None:
+        told["logit_bias"] = dict(sampling.logit_bias)
+    return told
+
+
+_SEARCH = (
+    "beam_width", "length_penalty", "early_stopping", "max_tokens", "stop_token_ids", "ignore_eos",
+    "logprobs",
+)  # fmt: skip
+
+
+def sampling_of(told: dict[str, Any]) -> SamplingParams:
+    """Return the sampling that was told."""
+    told = dict(told)
+    if told.pop("beams", False):
+        return BeamSearchParams(**told)
+    if "structured" in told:
+        told["structured"] = StructuredOutputs(**told["structured"])
+    return SamplingParams(**told)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return an exception as it is sent."""
+    return Failure(type(error).__name__, str(error))
+
+
+_BUILTIN: dict[str, type[Exception]] = {
+    one.__name__: one
+    for one in (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError, TimeoutError,
+                FloatingPointError, MemoryError)
+}  # fmt: skip
+
+
+def error_of(failure: Failure) -> Exception:
+    """Return the exception that was sent; one of a class that is not known is a RuntimeError."""
+    kind = getattr(errors, failure.kind, None) or _BUILTIN.get(failure.kind)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind(failure.message)
+    return RuntimeError(f"{failure.kind}: {failure.message}")
