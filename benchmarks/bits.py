@@ -5,9 +5,10 @@
     python benchmarks/bits.py --compare before.json
 
 Calls of attention, its gradient, paged attention and latents, dense and packed, with every
-argument: on the CPU's kernels, and on Triton's in its interpreter. Needs the repository, whose
-tests repair the interpreter, and no GPU. The exit status is 1 where a hash is another one. Hashes
-of two machines differ: kernels use what a machine's vector unit has.
+argument: on the CPU's kernels, and on Triton's in its interpreter; with `--device cuda` on the
+GPU's, where `--part 3/8` is the third eighth of the calls, for processes side by side. Needs the
+repository, whose tests repair the interpreter. The exit status is 1 where a hash is another one.
+Hashes of two machines differ: kernels use what a machine's vector unit has.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_INTERPRET", "0" if "cuda" in sys.argv else "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -29,7 +30,9 @@ from torch import Tensor
 
 from tests.kernels import interpreter
 from tilewise import masks, ops
+from tilewise.errors import UnsupportedError
 
+_IS_ON_GPU = "cuda" in sys.argv
 Options = dict[str, Any]
 DENSE: dict[str, Callable[[int, int, int, int], Options]] = {
     "plain": lambda b, h, m, n: {},
@@ -58,6 +61,11 @@ DENSE: dict[str, Callable[[int, int, int, int], Options]] = {
 }  # fmt: skip
 SHAPES = {"small": (2, 4, 2, 37, 50, 16, 24), "wide": (2, 2, 2, 70, 130, 64, 64)}
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+_ON_A_CPU = ["cpu", "triton", "reference"]
+DEVICE = "cuda" if _IS_ON_GPU else "cpu"
+if _IS_ON_GPU:  # slow in the interpreter
+    SHAPES["grouped"] = (2, 8, 2, 200, 333, 128, 128)
+    SHAPES["separate_dq"] = (2, 4, 2, 200, 333, 192, 128)
 
 
 def _dense(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
@@ -80,19 +88,28 @@ def _dense(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
 
 
 def _both(q: Tensor, k: Tensor, v: Tensor, given: Options, backend: str) -> list[Tensor]:
-    """Return results and gradients, of three calls alike: later ones must not differ."""
+    """Return results and gradients, of two calls alike: the later one must not differ."""
+    q, k, v, *values = map(_moved, (q, k, v, *given.values()))
+    given = dict(zip(given, values, strict=True), deterministic=backend == "gluon")
     leaves = [q, k, v, *(x for x in given.values() if isinstance(x, Tensor) and x.requires_grad)]
     weights: list[Tensor] = []
     first: list[Tensor] = []
     for _ in range(2):
         run = ops.attention_varlen if "cu_seqlens_q" in given else ops.attention
         o, lse = run(q, k, v, return_lse=True, backend=backend, **given)
-        weights = weights or [torch.randn(x.shape).to(x.dtype) for x in (o, lse)]
+        weights = weights or [_moved(torch.randn(x.shape).to(x.dtype)) for x in (o, lse)]
         lse = lse.masked_fill(lse.isinf(), 0.0)
         found = [o, lse, *torch.autograd.grad((o, lse), leaves, weights)]
         first = first or found
         assert all(map(torch.equal, first, found)), "a repeated call has other bits"
     return first
+
+
+def _moved(x: Any) -> Any:
+    """Return a tensor or a mask on the device of the calls: all is drawn on the CPU."""
+    if isinstance(x, Tensor):
+        return x.detach().to(DEVICE).requires_grad_(x.requires_grad)
+    return x.to(DEVICE) if isinstance(x, masks.BlockMask) else x
 
 
 def _packed(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
@@ -122,6 +139,7 @@ def _odd(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
         return _both(*(x.requires_grad_() for x in (q, k, v)), {"causal": True}, backend)
 
     yield f"{backend}/odd/one_query", lambda: call(3, 1, 77)
+    yield f"{backend}/odd/few_queries", lambda: call(1, 2, 5000)
     yield f"{backend}/odd/no_query", lambda: call(2, 0, 7)
     yield f"{backend}/odd/no_key", lambda: call(2, 7, 0)
     yield f"{backend}/odd/heads_first", lambda: call(2, 40, 50, heads_first=True)
@@ -132,11 +150,16 @@ def _paged(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
         lengths = [50, 3, 0, 33][: len(runs)]
         starts = torch.tensor([0, *torch.tensor(runs).cumsum(0).tolist()], dtype=torch.int32)
         caches = [torch.randn(40, 16, 2, 32).to(dtype) for _ in "kv"]
-        o, lse = ops.paged_attention(
+        tensors = (
             torch.randn(sum(runs), 4, 32).to(dtype), *caches,
-            block_table=torch.randperm(40)[:16].view(4, 4)[: len(runs)].int(),
-            seqlens_k=torch.tensor(lengths, dtype=torch.int32), cu_seqlens_q=starts,
-            max_seqlen_q=max(runs), return_lse=True, backend=backend, **more,
+            torch.randperm(40)[:16].view(4, 4)[: len(runs)].int(),
+            torch.tensor(lengths, dtype=torch.int32), starts,
+        )  # fmt: skip
+        q, k, v, block_table, seqlens_k, starts = map(_moved, tensors)
+        o, lse = ops.paged_attention(
+            q, k, v, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=starts,
+            max_seqlen_q=max(runs), return_lse=True, backend=backend,
+            **{name: _moved(x) for name, x in more.items()},
         )  # fmt: skip
         return [o, lse]
 
@@ -151,12 +174,15 @@ def _paged(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
 
 def _latent(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
     def call(run: int, dtype: torch.dtype) -> list[Tensor]:
-        o, lse = ops.mla_decode(
+        tensors = (
             torch.randn(2 * run, 4, 64).to(dtype), torch.randn(2 * run, 4, 16).to(dtype),
-            torch.randn(20, 16, 80).to(dtype),
-            block_table=torch.randperm(20)[:8].view(2, 4).int(),
-            seqlens_k=torch.tensor([50, 20], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, run, 2 * run], dtype=torch.int32),
+            torch.randn(20, 16, 80).to(dtype), torch.randperm(20)[:8].view(2, 4).int(),
+            torch.tensor([50, 20], dtype=torch.int32),
+            torch.tensor([0, run, 2 * run], dtype=torch.int32),
+        )  # fmt: skip
+        q, q_rope, cache, block_table, seqlens_k, starts = map(_moved, tensors)
+        o, lse = ops.mla_decode(
+            q, q_rope, cache, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=starts,
             max_seqlen_q=run, softmax_scale=0.1, return_lse=True, backend=backend,
         )  # fmt: skip
         return [o, lse]
@@ -169,38 +195,55 @@ def _latent(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
 def _hash(tensors: list[Tensor]) -> str:
     total = hashlib.sha256()
     for x in tensors:
-        x = x.detach().contiguous()
+        x = x.detach().cpu().contiguous()
         total.update(f"{tuple(x.shape)} {x.dtype}".encode())
         total.update(x.view(torch.uint8).numpy().tobytes() if x.numel() else b"")
     return total.hexdigest()[:16]
+
+
+def _calls(
+    backends: list[str] | None, words: list[str]
+) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
+    """Return all calls whose names hold one of the words."""
+    for backend in backends or (["gluon", "triton"] if _IS_ON_GPU else _ON_A_CPU):
+        for cases in (_dense, _packed, _odd, _paged, _latent):
+            for name, call in cases(backend):
+                if not words or any(word in name for word in words):
+                    yield name, call
 
 
 def main() -> int:
     """Hash all calls whose names hold one of the words."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("words", nargs="*", help="parts of names; all calls without any")
-    parser.add_argument("--backends", nargs="*", default=["cpu", "triton", "reference"])
+    parser.add_argument("--backends", nargs="*", help="cpu, triton and reference; or the GPU's two")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--part", default="1/1", help="which part of the calls, of how many")
     parser.add_argument("--write", type=Path, help="file for the hashes")
     parser.add_argument("--compare", type=Path, help="file of hashes to compare with")
     options = parser.parse_args()
-    interpreter.repair()
+    if not _IS_ON_GPU:
+        interpreter.repair()
+    part, parts = map(int, options.part.split("/"))
     found: dict[str, str] = {}
     wanted = json.loads(options.compare.read_text()) if options.compare else {}
     changed = []
-    for backend in options.backends:
-        for cases in (_dense, _packed, _odd, _paged, _latent):
-            for name, call in cases(backend):
-                if options.words and not any(word in name for word in options.words):
-                    continue
-                torch.manual_seed(0)
-                found[name] = _hash(call())
-                if wanted and wanted.get(name) != found[name]:
-                    changed.append(name)
-                    print(f"CHANGED {name}", flush=True)
-    if options.write:
-        options.write.write_text(json.dumps(found, indent=1) + "\n")
+    for index, (name, call) in enumerate(_calls(options.backends, options.words)):
+        if index % parts != part - 1:
+            continue
+        torch.manual_seed(0)
+        try:
+            found[name] = _hash(call())
+        except UnsupportedError as error:
+            found[name] = f"refused: {error}"
+        if options.write:
+            options.write.write_text(json.dumps(found, indent=1) + "\n")
+        if name in wanted and wanted[name] != found[name]:
+            changed.append(name)
+            print(f"CHANGED {name}", flush=True)
     if options.compare:
-        print(f"{len(changed)} of {len(found)} calls have other bits")
+        known = len(wanted.keys() & found.keys())
+        print(f"{len(changed)} of {known} calls have other bits, {len(found) - known} are new")
     return min(1, len(changed))
 
 
