@@ -30,6 +30,7 @@ Results = tuple[Tensor | None, ...]
 GRADIENT_TENSORS = ("do", "dlse", "o", "lse", *AttentionTensors._fields)
 _META = torch.device("meta")
 _ALIGNMENT = 16  # bytes: kernels are compiled for multiples of it, and again for other addresses
+_new = tuple.__new__  # a named tuple in a third of the time of its class
 
 
 class Layout(NamedTuple):
@@ -47,7 +48,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Layout:
         """Return that of a tensor."""
-        return cls(x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT == 0)
+        return _new(cls, (x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT == 0))
 
     def meta(self) -> Tensor:
         """Return a tensor without memory that lies so."""
@@ -86,8 +87,13 @@ class Call(NamedTuple):
         return Call(spec, self.device, (do, None, do, rows, *self.layouts))
 
 
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
+def _contiguous(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    strides, step = list[int](), 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size or 1
+    strides.reverse()
+    return _new(Layout, (shape, tuple(strides), dtype, True))
 
 
 class Refusal(NamedTuple):
@@ -137,12 +143,14 @@ class Place(NamedTuple):
     Attributes:
         kind: what kernels are compiled for: dtype, whether it starts at a multiple of 16 bytes,
             and device.
+        slot: which one its address is where a run lists addresses; that of a buffer is its number.
     """
 
     buffer: int
     offset: int  # bytes
     view: View | None
     kind: tuple[torch.dtype, bool, torch.device]
+    slot: int
 
     def fill(self, run: Run) -> Tensor:
         """Return the tensor."""
@@ -155,14 +163,13 @@ class Buffer(NamedTuple):
     Attributes:
         kind: "input", "result" (allocated by itself), "work" (allocated for the call), "made" (by a
             step) or "asked" (for when a call begins).
-        whole: the tensor that it is; None where only views of it are known.
+        whole: the tensor that it is, on "meta"; None where only views of it are known.
     """
 
     kind: str
-    whole: Layout | None
+    whole: Tensor | None
     num_bytes: int
     dtype: torch.dtype
-    ask: Callable[[int], Tensor] | None = None
 
 
 class Run:
@@ -255,16 +262,12 @@ class LaunchPlan:
 
     def __init__(
         self, device: torch.device, num_inputs: int, buffers: list[Buffer],
-        actions: list[Compute | Launch], results: list[int | None],
-        tiles: Callable[[], dict[str, TileConfig]],
+        asked: list[tuple[int, Callable[[int], Tensor]]], actions: list[Compute | Launch],
+        results: list[int | None], tiles: Callable[[], dict[str, TileConfig]],
     ) -> None:  # fmt: skip
         self.device, self._tiles, self.actions = device, tiles, actions
         self._num_inputs, self._buffers, self._results = num_inputs, buffers, results
-        self._asked: list[tuple[int, Callable[[int], Tensor]]] = []
-        for index in range(num_inputs, len(buffers)):
-            ask = buffers[index].ask
-            if ask is not None:
-                self._asked.append((index, ask))
+        self._asked = asked
 
     @property
     def tiles(self) -> dict[str, TileConfig]:
@@ -340,13 +343,15 @@ class Maker:
         self._storages: dict[int, int] = {}  # of the first buffers, which one each is
         self._num_stored = 0
         self._actions: list[Compute | Launch] = []
+        self._asked: list[tuple[int, Callable[[int], Tensor]]] = []
         for index, layout in enumerate(call.layouts):
             if layout is None:
                 self._buffers.append(_NOTHING)
                 continue
-            self._buffers.append(Buffer("input", layout, 0, layout.dtype))
+            x = self.inputs[index]
+            self._buffers.append(_new(Buffer, ("input", x, 0, layout.dtype)))
             kind = (layout.dtype, layout.is_aligned, self.device)
-            self._places[id(self.inputs[index])] = Place(index, 0, None, kind)
+            self._places[id(x)] = _new(Place, (index, 0, None, kind, index))
 
     @property
     def tensors(self) -> AttentionTensors:
@@ -363,10 +368,12 @@ class Maker:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory that launches write."""
-        x = torch.empty(shape, dtype=dtype, device=_META)
-        self._places[id(x)] = Place(len(self._buffers), 0, None, (dtype, True, self.device))
+        x = _contiguous(shape, dtype).meta()
+        index = len(self._buffers)
+        kind = (dtype, True, self.device)
+        self._places[id(x)] = _new(Place, (index, 0, None, kind, index))
         self._kept.append(x)
-        self._buffers.append(Buffer("work", Layout(x.shape, x.stride(), dtype), x.nbytes, dtype))
+        self._buffers.append(_new(Buffer, ("work", x, x.nbytes, dtype)))
         return x
 
     def is_aligned(self, x: Tensor) -> bool:
@@ -413,8 +420,8 @@ class Maker:
 
     def ask(self, make: Callable[[int], Tensor], like: Tensor) -> Tensor:
         """Return what `make(stream)` returns when a call begins; it lies like `like`, on "meta"."""
-        whole = Layout(like.shape, like.stride(), like.dtype)
-        self._add(like, Buffer("asked", whole, like.nbytes, like.dtype, make))
+        index = self._add(like, Buffer("asked", like, like.nbytes, like.dtype))
+        self._asked.append((index, make))
         return like
 
     def finish(
@@ -427,7 +434,7 @@ class Maker:
             tiles: says those of the plan.
         """
         indices = [None if x is None else self._as_result(x) for x in results]
-        kinds = self._buffers, self._actions, indices, tiles
+        kinds = self._buffers, self._asked, self._actions, indices, tiles
         return self._plan(self.device, len(self.inputs), *kinds)
 
     def _as_result(self, x: Tensor) -> int:
@@ -436,8 +443,7 @@ class Maker:
         if buffer.kind == "work":
             assert x.is_contiguous(), "a result is contiguous"
             assert x.nbytes == buffer.num_bytes, "a result is all of an allocation"
-            whole = Layout(x.shape, x.stride(), x.dtype)
-            self._buffers[index] = Buffer("result", whole, x.nbytes, x.dtype)
+            self._buffers[index] = _new(Buffer, ("result", x, x.nbytes, x.dtype))
         return index
 
     # What a backend may do otherwise.
@@ -467,19 +473,17 @@ class Maker:
         if index is None:
             size = x.untyped_storage().nbytes()
             is_whole = x.nbytes == size and x.is_contiguous()
-            whole = Layout(x.shape, x.stride(), x.dtype) if is_whole else None
-            index = self._add(x, Buffer("work", whole, size, x.dtype))
+            index = self._add(x, Buffer("work", x if is_whole else None, size, x.dtype))
         offset, stride = int(x.storage_offset()), x.stride()
         buffer = self._buffers[index]
         whole, at = buffer.whole, offset * x.itemsize
         is_aligned = at % _ALIGNMENT == 0
         if buffer.kind == "input":
-            assert whole is not None
-            is_aligned = is_aligned and whole.is_aligned
-        view: View | None = View(x.dtype, x.shape, stride, offset)
-        if whole is not None and offset == 0 and whole[:3] == (x.shape, stride, x.dtype):
-            view = None
-        return Place(index, at, view, (x.dtype, is_aligned, self.device))
+            is_aligned = is_aligned and self._places[id(whole)].kind[1]
+        view = View(x.dtype, x.shape, stride, offset)
+        is_whole = whole is not None and offset == 0 and view[:3] == _view_of(whole)
+        seen = None if is_whole else view
+        return Place(index, at, seen, (x.dtype, is_aligned, self.device), index)
 
     def _buffer_of(self, x: Tensor) -> int | None:
         """Return which buffer a tensor lies in, None for one that is new."""
@@ -494,8 +498,7 @@ class Maker:
         return self._storages.get(x.untyped_storage()._cdata)
 
     def _add_made(self, x: Tensor) -> int:
-        whole = Layout(x.shape, x.stride(), x.dtype)
-        return self._add(x, Buffer("made", whole, x.nbytes, x.dtype))
+        return self._add(x, Buffer("made", x, x.nbytes, x.dtype))
 
     def _add(self, x: Tensor, buffer: Buffer) -> int:
         """Add the buffer that `x` is, or lies in where its layout is not known."""
@@ -503,8 +506,12 @@ class Maker:
         self._kept.append(x)
         self._buffers.append(buffer)
         if buffer.whole is not None:
-            self._places[id(x)] = Place(index, 0, None, (x.dtype, True, self.device))
+            self._places[id(x)] = Place(index, 0, None, (x.dtype, True, self.device), index)
         return index
+
+
+def _view_of(x: Tensor) -> tuple[object, ...]:
+    return x.dtype, x.shape, x.stride()
 
 
 _NOTHING = Buffer("input", None, 0, torch.uint8)

@@ -173,7 +173,6 @@ def ring_size(spec: AttentionSpec, num_sms: int) -> int:
     return 1 if spec.deterministic else num_sms // 2
 
 
-@functools.lru_cache(maxsize=256)
 def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of a call in which every query head has dk and dv of its own."""
     return spec._replace(num_kv_heads=spec.num_q_heads)
@@ -193,7 +192,6 @@ class PrePostPlan(NamedTuple):
     rows: int  # each of them
 
 
-@functools.lru_cache(maxsize=256)
 def prepost_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) -> PrePostPlan:
     """Return the PrePostPlan of a call whose heads are launched in sections."""
     heads = spec.batch * spec.num_kv_heads

@@ -23,12 +23,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descrip
 
 from tilewise.kernels.gluon.host.descriptors import driver, form_of, parameters_of
 
-__all__ = ["Config", "Grid", "Prepared", "calls_of", "launch", "observed"]
+__all__ = ["Calls", "Config", "Grid", "Prepared", "calls_of", "launch", "observed"]
 
 Grid = tuple[int, int]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_REMEMBERED = 1024
-_remembered: dict[tuple[object, ...], _Calls] = {}
+_remembered: dict[tuple[object, ...], Calls] = {}
 _lock = threading.Lock()
 
 
@@ -67,7 +67,7 @@ def launch(
         _refuse_numbers_in_tuples(arguments)
         if len(_remembered) >= _MAX_REMEMBERED:
             _remembered.clear()
-        calls = _remembered[key] = _Calls(kernel, leaves, _specialised(kernel, arguments))
+        calls = _remembered[key] = Calls(kernel, leaves, _specialised(kernel, arguments))
     size = grid if isinstance(grid, tuple) else (grid, 1)
     kind = calls.kind_of(leaves)
     prepared = calls.prepared.get(kind)
@@ -90,7 +90,7 @@ def _key(
 
 def calls_of(
     kernel: Any, types: tuple[type, ...], *, num_warps: int = 4, **constants: Any
-) -> _Calls | None:
+) -> Calls | None:
     """Return what is prepared for launches of `kernel` with leaves of these types."""
     return _remembered.get(_key(kernel, types, num_warps, constants))
 
@@ -116,7 +116,7 @@ def _specialised(kernel: Any, arguments: tuple[Any, ...]) -> list[int]:
     return places
 
 
-class _Calls:
+class Calls:
     """Calls of one kernel whose arguments have the same types; what was prepared for their kinds.
 
     Attributes:
@@ -229,7 +229,7 @@ class Prepared:
             pointers[position] = ctypes.addressof(self._scratch)
         return pointers
 
-    def start(self, grid: Grid, leaves: list[Any], calls: _Calls) -> bool:
+    def start(self, grid: Grid, leaves: list[Any], calls: Calls) -> bool:
         """Launch with these arguments; False when a number does not fit its parameter."""
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         with _lock:

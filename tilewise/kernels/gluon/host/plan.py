@@ -14,7 +14,7 @@ import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.kernels import plan
 from tilewise.kernels.gluon.host import descriptors
 from tilewise.kernels.gluon.host.descriptors import Described, Maps, encode
-from tilewise.kernels.gluon.host.launch import Grid, Prepared, calls_of, launch, observed
+from tilewise.kernels.gluon.host.launch import Calls, Grid, Prepared, calls_of, launch, observed
 from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
 _MAX_MET = 256
 _PIECE = 512  # bytes; what torch's allocator aligns to
+_new = tuple.__new__  # a named tuple in a third of the time of its class
 Slots = Callable[[Sequence[int]], tuple[int, ...]]
 
 try:  # what torch's own compiler allocates with, in a third of the time
@@ -52,7 +53,8 @@ class Run(plan.Run):
     """The buffers of a call on a GPU.
 
     Attributes:
-        at: addresses, of each buffer and then of `LaunchPlan.inner`; 0 before a buffer is made.
+        at: addresses, of each buffer and from the end those inside of them; 0 before a buffer is
+            made.
     """
 
     __slots__ = ("_plan", "at", "has_addresses", "workspace")
@@ -64,10 +66,6 @@ class Run(plan.Run):
         super().__init__(tensors, stream)
         self.at, self.workspace, self._plan = at, workspace, its_plan
         self.has_addresses = its_plan.has_addresses
-
-    def slot_of(self, place: Place) -> int:
-        """Return which of the addresses is that of a place inside of a buffer."""
-        return self._plan.slot_of(place)
 
     def buffer(self, index: int) -> Tensor:
         """Return all of a buffer, of the workspace where it is part of that."""
@@ -111,22 +109,22 @@ class Launch(plan.Launch):
         assert isinstance(run, Run)
         addressed = self._addressed
         if addressed is None and run.has_addresses and not self._is_tritons:
-            addressed = self._address(self._find(), run)
+            addressed = self._address(self._find())
         if addressed is None or observed():
             prepared = launch(self.kernel, self.grid, *self._filled(run), **self.options)
             if addressed is None and not self._is_tritons:
-                self._address(prepared, run)
+                self._address(prepared)
             return
         addressed.start(run.stream, run.at)
 
-    def _address(self, prepared: Prepared | None, run: Run) -> _Addressed | None:
+    def _address(self, prepared: Prepared | None) -> _Addressed | None:
         """Make the launch one to which addresses are given, where that is possible."""
         if prepared is None:
             return None
         if prepared.parameters is None:
             prepared.parameters = _Parameters(prepared, self._leaves)
         try:
-            self._addressed = _Addressed(prepared.parameters, self.grid, self._leaves, run.slot_of)
+            self._addressed = _Addressed(prepared.parameters, self.grid, self._leaves)
         except struct.error:  # a number that does not fit its parameter
             self._is_tritons = True
         return self._addressed
@@ -149,18 +147,44 @@ class Launch(plan.Launch):
 
     def _find(self) -> Prepared | None:
         """Return what starts the kernel where launches of its kind were prepared before."""
-        leaves = self._leaves
-        types = tuple(map(_LAUNCHED_AS.__getitem__, map(type, leaves)))
-        calls = calls_of(self.kernel, types, **self.options)
-        if calls is None:
-            return None
-        return calls.prepared.get(
-            (
-                *[leaves[i].form.kind for i in calls.descriptors],
-                *[leaves[i].kind for i in calls.tensors],
-                *[leaves[i] for i in calls.specialised],
-            )
-        )
+        leaves, last = self._leaves, _found.get(id(self.kernel))
+        types = [*map(type, leaves)]
+        if last is not None and last.types == types and last.options == self.options:
+            calls, kind = last.calls, _kind_of(leaves, last.calls)
+            if last.kind == kind:
+                return last.prepared
+        else:
+            launched = tuple(map(_LAUNCHED_AS.__getitem__, types))
+            found = calls_of(self.kernel, launched, **self.options)
+            if found is None:
+                return None
+            calls, kind = found, _kind_of(leaves, found)
+        prepared = calls.prepared.get(kind)
+        if prepared is not None:
+            _found[id(self.kernel)] = _Found(types, self.options, kind, calls, prepared)
+        return prepared
+
+
+class _Found(NamedTuple):
+    """What was found last for a kernel: to compare with it takes half the time of a search."""
+
+    types: list[type]
+    options: dict[str, Any]
+    kind: tuple[Any, ...]
+    calls: Calls
+    prepared: Prepared
+
+
+_found: dict[int, _Found] = {}  # by the id of a kernel, which its calls keep alive
+
+
+def _kind_of(leaves: list[Any], calls: Calls) -> tuple[Any, ...]:
+    """Return `Calls.kind_of` of the tensors that places and descriptors stand for."""
+    return (
+        *[leaves[i].form.kind for i in calls.descriptors],
+        *[leaves[i].kind for i in calls.tensors],
+        *[leaves[i] for i in calls.specialised],
+    )
 
 
 class _Types(dict[type, type]):
@@ -239,27 +263,21 @@ class _Addressed:
 
     Args:
         leaves: the arguments one by one, with places.
-        slots: which of the addresses that `start` is given a place inside of a buffer has.
     """
 
     __slots__ = ("_constants", "_descriptors", "_grid", "_maps", "_met", "_parameters", "_tensors")
 
-    def __init__(
-        self, parameters: _Parameters, grid: int | Grid, leaves: list[Any],
-        slots: Callable[[Place], int],
-    ) -> None:  # fmt: skip
+    def __init__(self, parameters: _Parameters, grid: int | Grid, leaves: list[Any]) -> None:
         self._parameters = parameters
         self._grid = grid if isinstance(grid, tuple) else (grid, 1)
         self._constants = parameters.packed(leaves)
-        places = [leaves[i] for i in parameters.tensors]
-        self._tensors = _picker([p.buffer if p.offset == 0 else slots(p) for p in places])
+        self._tensors = _picker([leaves[i].slot for i in parameters.tensors])
         self._descriptors = [leaves[i] for i in parameters.descriptors]
-        places = [each.base for each in self._descriptors]
-        self._maps = _picker([p.buffer if p.offset == 0 else slots(p) for p in places])
+        self._maps = _picker([each.base.slot for each in self._descriptors])
         self._met: dict[tuple[int, ...], Maps] = {}
 
     def start(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on `stream`; addresses: of all places that `slots` knows."""
+        """Launch on `stream`; addresses: those of a run, by slot."""
         places = self._maps(addresses)
         maps = self._met.get(places) or self._meet(places)
         self._parameters.submit(self._grid, stream, self._tensors(addresses), self._constants, maps)
@@ -293,7 +311,7 @@ class LaunchPlan(plan.LaunchPlan):
         has_addresses: whether launches take them, as on a GPU.
     """
 
-    # inner: numbers of the places inside of buffers, by buffer and offset.
+    # inner: slots of the places inside of buffers, by buffer and offset.
     def __init__(
         self, device: torch.device, num_inputs: int, buffers: list[Buffer], *rest: Any,
         inner: dict[tuple[int, int], int],
@@ -309,15 +327,11 @@ class LaunchPlan(plan.LaunchPlan):
                 size += -(-each.num_bytes // _PIECE) * _PIECE
             elif each.kind == "result":
                 assert each.whole is not None
-                shape, stride, *_ = each.whole
-                self._made.append((index, (tuple(shape), tuple(stride), each.dtype)))
+                layout = (tuple(each.whole.shape), each.whole.stride(), each.dtype)
+                self._made.append((index, layout))
         self._workspace = ((size,), (1,), torch.uint8)
-        self._inner = {place: len(buffers) + number for place, number in inner.items()}
+        self._inner = inner
         self.has_addresses = _is_on_gpu(device)
-
-    def slot_of(self, place: Place) -> int:
-        """Return which of a run's addresses is that of a place inside of a buffer."""
-        return self._inner[place.buffer, place.offset]
 
     def place_inner(self, at: list[int], buffer: int) -> None:
         """Write the addresses inside of a buffer that was made."""
@@ -379,37 +393,36 @@ class Maker(plan.Maker):
 
     def _place_of_view(self, x: Tensor) -> Place:
         found = super()._place_of_view(x)
-        if found.offset > 0:
-            self._inner.setdefault((found.buffer, found.offset), len(self._inner))
-        return found
+        if found.offset == 0:
+            return found
+        # Those of buffers come first, and how many there will be is not known yet.
+        slot = self._inner.setdefault((found.buffer, found.offset), -1 - len(self._inner))
+        return found._replace(slot=slot)
 
     def launch(self, kernel: Any, grid: int | Grid, *arguments: Any, **options: Any) -> None:
         """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
         leaves, tuples = list(arguments), list[tuple[int, type, int]]()
+        places = self._places
         for index in _visited(tuple(map(type, arguments))):
             argument = arguments[index]
-            if not isinstance(argument, tuple) or type(argument) is Described:
-                leaves[index] = self.placed(argument)
+            if type(argument) is Described:
+                base, shape, strides, form = argument
+                base = places.get(id(base)) or self.place(base)
+                leaves[index] = _new(Described, (base, shape, strides, form))
+                continue
+            if not isinstance(argument, tuple):
+                leaves[index] = places.get(id(argument)) or self.placed(argument)
                 continue
             if any(isinstance(field, int) for field in argument):
                 # Only Triton's launcher takes numbers inside of tuples.
                 super().launch(kernel, grid, *arguments, **options)
                 return
             tuples.append((index, type(argument), len(argument)))
-            leaves[index : index + 1] = [x if x is None else self.placed(x) for x in argument]
+            leaves[index : index + 1] = [
+                x if x is None else places.get(id(x)) or self.placed(x) for x in argument
+            ]
         tuples.reverse()
         self._actions.append(Launch(kernel, grid, leaves, tuples, options))
-
-    def placed(self, argument: Any) -> Any:
-        """Return an argument with places for tensors and descriptors."""
-        kind = type(argument)
-        if kind is Tensor:
-            return self._places.get(id(argument)) or self.place(argument)
-        if kind is Described:
-            base, shape, strides, form = argument
-            base = self._places.get(id(base)) or self.place(base)
-            return Described(base, shape, strides, form)
-        return super().placed(argument)
 
     def addressable(self, x: Tensor) -> Tensor:
         """Return `x`, or a copy of it where TMA cannot read it in place."""
