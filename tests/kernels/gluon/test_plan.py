@@ -132,6 +132,18 @@ class TestRunning:
         encoded.append([value[1] for value in example.launched()[-1] if type(value) is tuple])
         assert encoded[0] == encoded[1] == encoded[2] == encoded[3] != []
 
+    def test_keeps_descriptors_of_few_addresses(self, example, monkeypatch):
+        monkeypatch.setattr(host, "_MAX_MET", 3)
+        monkeypatch.setattr(host, "_met_by", [])
+        plans, kept = [example.ready(), example.ready(number=4)], []
+        for _ in range(5):
+            for plan in plans:
+                kept.append((make(), make()))  # at other addresses than all before
+                plan.run(*kept[-1])
+                assert example.launched()[-1][0][0] == kept[-1][1].data_ptr()
+        launches = [launch for plan in plans for launch in plan.actions]
+        assert 0 < sum(len(launch._addressed._met) for launch in launches) <= 3
+
     def test_runs_on_the_stream_of_the_moment(self, example):
         plan = example.ready()
         with mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=99):

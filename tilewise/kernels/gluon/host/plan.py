@@ -28,7 +28,7 @@ from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
-_MAX_MET = 256
+_MAX_MET = 8192  # of all plans together: some 2 KB each
 _PIECE = 512  # bytes; what torch's allocator aligns to
 _new = tuple.__new__  # a named tuple in a third of the time of its class
 Slots = Callable[[Sequence[int]], tuple[int, ...]]
@@ -284,13 +284,21 @@ class _Addressed:
 
     def _meet(self, places: tuple[int, ...]) -> Maps:
         """Return the descriptors' 128 bytes where their tensors lie at these addresses."""
-        if len(self._met) >= _MAX_MET:
-            self._met.clear()
         maps = Maps(len(places))
         for each, at, address in zip(self._descriptors, maps.places, places, strict=True):
             encode(each, at, address)
-        self._met[places] = maps
+        with _meeting:
+            if len(_met_by) >= _MAX_MET:
+                for met in _met_by:
+                    met.clear()
+                _met_by.clear()
+            _met_by.append(self._met)
+            self._met[places] = maps
         return maps
+
+
+_met_by: list[dict[tuple[int, ...], Maps]] = []  # who holds maps, once for each of them
+_meeting = threading.Lock()
 
 
 def _picker(slots: list[int]) -> Slots:
