@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -65,7 +63,7 @@ def test_wide_float32_heads_need_more_shared_memory_than_small_devices_have(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(facts, "arch_of", lambda _: 86)
     assert "132 KiB of shared memory" in kernels.why_not(wide)
-    assert kernels.why_not(replace(wide, head_dim=256)) is None
-    assert kernels.why_not(replace(wide, dtype=torch.bfloat16)) is None
+    assert kernels.why_not(wide._replace(head_dim=256)) is None
+    assert kernels.why_not(wide._replace(dtype=torch.bfloat16)) is None
     monkeypatch.setattr(facts, "arch_of", lambda _: 90)
     assert kernels.why_not(wide) is None
