@@ -394,7 +394,7 @@ class Maker:
             like: lies as the result does; one of `tensors` where `function` writes to that.
         """
         places = [self.place(x) for x in tensors]
-        made = self._add_made(like) if self._buffer_of(like) is None else None
+        made = None if any(like is x for x in tensors) else self._add_made(like)
         self._actions.append(Compute(function, places, made))
         return like
 
