@@ -26,7 +26,7 @@ def test_every_candidate_of_a_part_is_timed_and_written(tmp_path: Path) -> None:
 
     out = tmp_path / "rows.json"
     rows = tune.tune_attention(
-        out, 60, head_dims=(1024 // 8,), seqlens=(128,), parts=("dq",), tokens=128, device="cpu",
+        out, 600, head_dims=(1024 // 8,), seqlens=(128,), parts=("dq",), tokens=128, device="cpu",
         time_call=time_call,
     )  # fmt: skip
     tiles = candidates(tune.make_spec(128, 128, True), "dq", 90)
