@@ -51,7 +51,7 @@ class Variant(NamedTuple):
     right: bool  # keys far to its right are
     ruled: bool  # windows or lengths hide keys of the first block (of any, with a block mask)
     factored: bool  # the last step of the logits is a positive factor, which rides in an fma
-    bounded: bool  # every logit is at most `factor`, so no maximum is needed
+    bounded: bool  # no logit exceeds `factor` in size, so a maximum need not be followed
     softcap: str  # "none", "fast" (tanh of the special function unit) or "exact"
     alibi: bool
     slanted: bool  # ALiBi where no row sees a key behind its own, and the logits are factored

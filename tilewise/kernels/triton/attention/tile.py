@@ -50,7 +50,7 @@ class Variant(NamedTuple):
     mask_k: int
     ruled: bool  # beside a block mask, windows or lengths hide keys too
     dropout: bool
-    plain: bool  # s = softmax_scale * q . k with a positive scale: the scale rides in the fma
+    plain: bool  # 16 bits, s = softmax_scale * q . k, a positive scale: it rides in the fma
 
 
 class Extras(NamedTuple):
