@@ -72,7 +72,9 @@ def judge(problem: Problem, program: Program | None = None) -> int:
     return count
 
 
-@pytest.mark.parametrize(("softcap", "dtype"), [(15.0, BRAIN), (30.0, BRAIN), (50.0, BRAIN), (15.0, HALF), (0.0, BRAIN)])
+@pytest.mark.parametrize(
+    ("softcap", "dtype"), [(15.0, BRAIN), (30.0, BRAIN), (50.0, BRAIN), (15.0, HALF), (0.0, BRAIN)]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_o_is_the_value(name: str, softcap: float, dtype: torch.dtype) -> None:
     assert judge(problem_of(name, softcap, dtype)) > 0
@@ -124,6 +126,10 @@ def test_any_logit_may_stand_for_the_maximum(name: str) -> None:
     assert_forward_right(problem, forward(problem))
 
 
+def compare(problem: Problem, program: Program) -> None:
+    assert_forward_right(problem, forward(problem, program=program))
+
+
 _FOLD, _ATTEND = "forward/softmax:fold", "forward/warpgroup:_attend"
 MISTAKES = {
     "the_cap_is_the_maximum_of_every_row": Mutation(
@@ -148,9 +154,9 @@ MISTAKES = {
 def test_a_mistake_is_seen(name: str) -> None:
     mistake = MISTAKES[name]
     program = mistake.program()
+    if mistake.call in CALLS:
+        problem, run = problem_of(mistake.call, 15.0, BRAIN), judge
+    else:
+        problem, run = capped(mistake.call), compare
     with pytest.raises(AssertionError):
-        if mistake.call in CALLS:
-            judge(problem_of(mistake.call, 15.0, BRAIN), program)
-        else:
-            problem = capped(mistake.call)
-            assert_forward_right(problem, forward(problem, program=program))
+        run(problem, program)

@@ -51,7 +51,8 @@ def test_of_a_window_of_the_own_key(kind: tuple[str, torch.dtype], softcap: floa
     ds = float(do.double().norm(dim=-1).max() * v.detach().double().norm(dim=-1).max())
     assert dq.abs().max() <= _UNIT[dtype] * ds * k.detach().abs().max()
     assert dk.abs().max() <= _UNIT[dtype] * ds * 2 * q.detach().abs().max()
-    assert torch.allclose(dv.double(), do.double().unflatten(2, (2, 2)).sum(3), 1e-2, 1e-5)
+    rounding = 4e-3 if dtype.itemsize == 2 else 1e-5  # of two numbers of size 1 that are added
+    assert torch.allclose(dv.double(), do.double().unflatten(2, (2, 2)).sum(3), 1e-2, rounding)
 
 
 @pytest.mark.parametrize("softcap", CAPS)

@@ -90,9 +90,9 @@ def fold(
 ):  # fmt: skip
     """Fold a block of logits s (64, n) into m (64,) and l (64, 4).
 
-    BOUNDED: logits are bounded, so that any of them may stand for the maximum: m is that of the first
-        block that shows a key to the row, and stays; alpha is 1. A row of one key so has p = 1,
-        which is exact in 16 bits, too, and o = v.
+    BOUNDED: logits are bounded, so that any of them may stand for the maximum: m is that of the
+        first block that shows a key to the row, and stays; alpha is 1. A row of one key so has
+        p = 1, which is exact in 16 bits, too, and o = v.
     MASKED: rows may have seen nothing yet, and s may hold -inf. Where it is not, m is finite.
     added: None, or (64, 4), what FACTORED logits lack beside their factor: a number for each thread
         of a row.

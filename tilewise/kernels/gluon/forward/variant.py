@@ -65,7 +65,7 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
         ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
         factored=scaled and (slanted or not spec.has_alibi),
         bounded=scaled
-        and not spec.has_alibi
+        and not (spec.has_alibi or spec.needs_max)
         and softcap == "fast"
         and spec.softcap <= _WIDEST_BOUND,
         softcap=softcap,
@@ -80,6 +80,7 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
         sinks=spec.has_sinks,
         packed=spec.is_varlen,
         lengths=spec.has_seqlens_k,
+        maxima=spec.needs_max,
         short=_is_short(spec, tile),
     )
 

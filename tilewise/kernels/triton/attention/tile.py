@@ -79,6 +79,7 @@ class Extras(NamedTuple):
     philox: object = None  # int64 (2,): seed and offset of dropout
     threshold: object = None  # of 65,536: how many drop a probability
     keep_scale: object = None  # of those that stay
+    maxima: object = None  # where the largest logit of each row goes, as lse lies
 
 
 class Scores(NamedTuple):
