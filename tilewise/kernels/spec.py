@@ -256,8 +256,12 @@ class LinearSpec(ElementSpec):
 
 
 def dequantised(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x8 (B, S, H, D) * scale (B, H), multiplied in float32 and rounded to `dtype`."""
-    return (x8.float() * scale.float()[:, None, :, None]).to(dtype)
+    """Return x8 (B, S, H, D) * scale, multiplied in float32 and rounded to `dtype`.
+
+    scale: (B, H), or (B, H, S) where each token has one.
+    """
+    rows = scale.float()[:, None, :] if scale.dim() == 2 else scale.float().transpose(1, 2)
+    return (x8.float() * rows.unsqueeze(-1)).to(dtype)
 
 
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:
