@@ -106,11 +106,11 @@ def _tilewise_mask(case: Case) -> Run:
 def _fp8(case: Case, *, per_token: bool = False) -> Run:
     """Ours in 8 bits, the whole op: 16-bit tensors are quantised in each call."""
     _plain(case)
-    rule = {"causal": case.problem.causal, "per_token": per_token}
+    is_causal = case.problem.causal
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
-            return ops.attention_fp8(q, k, v, **rule)
+            return ops.attention_fp8(q, k, v, causal=is_causal, per_token=per_token)
 
     return _run(case, function, no_backward=_FP8_FORWARD, is_8_bit=True)
 

@@ -186,6 +186,26 @@ def test_on_a_gpu(backend: str, name: str) -> None:
         if key not in ("sinks", "dropout_p", "seed")
     }
     wanted = logits(q, k, **known).amax((0, 2, 3))
-    # Hopper's tanh is good to 2**-11.
-    rtol = 1e-3 if name == "capped" and backend == "gluon" else 1e-5
-    torch.testing.assert_close(most.cpu().double(), wanted, rtol=rtol, atol=1e-5)
+    # Hopper's tanh is good to 2**-11; tensor cores cut off the last bits of a float32 sum.
+    rtol = 1e-3 if name == "capped" and backend == "gluon" else 1e-4
+    torch.testing.assert_close(most.cpu().double(), wanted, rtol=rtol, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["gluon", "triton"])
+def test_of_packed_sequences_on_a_gpu(backend: str) -> None:
+    """Rows past the last sequence, which are NaN, do not count."""
+    ends = [0, 300, 301, 301, 900]
+    q, k = draw(905, HEADS, 64), draw(905, KEY_HEADS, 64)
+    q[900:], k[900:] = math.nan, math.nan
+    cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    most = attention_varlen(
+        q.cuda(), k.cuda(), k.cuda(), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=599,
+        max_seqlen_k=599, causal=True, return_max_logits=True, backend=backend,
+    )[1]  # fmt: skip
+    parts = [
+        logits(q[None, a:b], k[None, a:b], causal=True).amax((0, 2, 3))
+        for a, b in ((0, 300), (300, 301), (301, 900))
+    ]
+    wanted = torch.stack(parts).amax(0)
+    torch.testing.assert_close(most.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
