@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tilewise.ops.adjust_logits import adjust_logits
     from tilewise.ops.attention.api import attention, attention_varlen
     from tilewise.ops.attention.dropout import dropout_keep_mask
-    from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads
+    from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
     from tilewise.ops.explain import Explanation, explain
     from tilewise.ops.latent.api import mla_decode, write_latent_cache
     from tilewise.ops.latent.expanded import mla_attention, mla_prefill
@@ -89,6 +89,7 @@ __all__ = [
     "plan_paged_attention",
     "precompile",
     "quantize_heads",
+    "quantize_tokens",
     "rms_norm",
     "rope_write_kv_cache",
     "sample_tokens",
@@ -134,6 +135,7 @@ _LAZY = {
     "plan_paged_attention": "tilewise.ops",
     "precompile": "tilewise.ops",
     "quantize_heads": "tilewise.ops",
+    "quantize_tokens": "tilewise.ops",
     "rms_norm": "tilewise.ops",
     "rope_write_kv_cache": "tilewise.ops",
     "sample_tokens": "tilewise.ops",

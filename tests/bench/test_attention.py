@@ -281,6 +281,28 @@ def test_shapes_that_peers_publish_are_those_of_their_tables():
     assert all(problem.batch == 1 and problem.causal for problem in problems)
 
 
+@pytest.mark.parametrize("peer", ["tilewise_fp8", "tilewise_fp8_tokens"])
+def test_8_bits_are_judged_by_what_they_round(peer):
+    problem = replace(SMALL, table="fp8", peers=(peer,), ops=("forward",))
+    rows = measure.measure(problem, "cpu", CEILINGS, budget())
+    assert numbers(rows).keys() == {("forward", peer)}
+
+
+def test_kernels_of_8_bits_need_a_gpu():
+    problem = replace(SMALL, table="fp8", peers=("tilewise_fp8_tokens_kernel",), ops=("forward",))
+    [row] = measure.measure(problem, "cpu", CEILINGS, budget())
+    assert "this peer must have a GPU" in row["error"]
+
+
+def test_the_table_of_8_bits_has_kernel_and_op_with_both_kinds_of_scales():
+    problems = tables.fp8(tables.SCALES["cuda"])
+    assert len(problems) == 12
+    assert {problem.ops for problem in problems} == {("forward",)}
+    assert all(set(problem.peers) <= set(peers.PEERS) for problem in problems)
+    assert len(problems[0].peers) == 5
+    assert tables.fp8(tables.SCALES["cpu"]) == []
+
+
 def test_peers_that_are_not_installed_are_named_and_left_out(monkeypatch, capsys):
     asked = []
     monkeypatch.setitem(tables.SCALES, "cpu", TINY)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
 from tests.kernels.compile_cases_mla import mla_spec
-from tests.kernels.planned import hopper_backward, hopper_forward
+from tests.kernels.planned import hopper_backward, hopper_results
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
@@ -71,7 +71,7 @@ def _tensors(spec: AttentionSpec) -> dict[str, Any]:
 def launch_forward(spec: AttentionSpec) -> None:
     """Call the launcher of the forward pass."""
     tensors = _tensors(spec)
-    hopper_forward(tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), spec, **tensors)
+    hopper_results(tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), spec, **tensors)
 
 
 def launch_backward(spec: AttentionSpec) -> None:
@@ -145,6 +145,8 @@ _FEATURES: dict[str, dict[str, object]] = {
         "has_sinks": True, "has_bias": True, "mask_tile": (128, 128), "dropout_p": 0.1,
     },
 }  # fmt: skip
+# Forward passes that also write the largest logit of each row.
+_MAXIMA = {"d64-long-causal", "d128-causal", "d128-full", "d256-causal", "d128-softcap"}
 # Of the backward pass, where dq has a kernel of its own: name -> (head dim, changes).
 _APART: dict[str, tuple[int, dict[str, object]]] = {
     "d256-bias": (256, {"has_bias": True}),
@@ -229,6 +231,8 @@ def attention_cases() -> Iterator[GluonCase]:
             reason = why_not(spec)
             if reason is None:
                 yield _case(f"{part}-{name}", launch, spec)
+                if part == "fwd" and name in _MAXIMA:
+                    yield _case(f"fwd-{name}-maxima", launch, spec._replace(needs_max=True))
             else:
                 REFUSED[f"{part}-{name}"] = reason
     for name, (head_dim, changes) in _APART.items():

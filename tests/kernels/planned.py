@@ -68,15 +68,20 @@ def hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **others: Any
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse of Hopper's forward kernel, whatever the device."""
+    o, lse = hopper_results(q, k, v, spec, **others)
+    assert o is not None
+    assert lse is not None
+    return o, lse
+
+
+def hopper_results(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **others: Any) -> Results:
+    """Return all results of Hopper's forward kernel, row maxima too where the spec needs them."""
     from tilewise.kernels.gluon.forward.launch import add_fwd
     from tilewise.kernels.gluon.host.plan import Maker
 
     tensors = tensors_of(q, k, v, **others)
     maker = Maker(Call.of(spec, tensors))
-    o, lse = maker.finish(add_fwd(maker, spec, maker.tensors)).run(*tensors)
-    assert o is not None
-    assert lse is not None
-    return o, lse
+    return maker.finish(add_fwd(maker, spec, maker.tensors)).run(*tensors)
 
 
 def hopper_backward(*given: Any, **others: Any) -> Results:

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-OPS = [f"attention_{name}" for name in ("fwd", "bwd", "tangent", "second", "curve")]
+OPS = [f"attention_{name}" for name in ("fwd", "fwd_max", "bwd", "tangent", "second", "curve")]
 
 
 def _options(**given) -> tuple:
@@ -37,7 +37,7 @@ def _options(**given) -> tuple:
 
 
 def _calls(*, packed: bool) -> dict[str, tuple]:
-    """Calls of the five ops of attention with every optional argument, on leaves."""
+    """Calls of the ops of attention with every optional argument, on leaves."""
 
     def leaf(*shape: int) -> torch.Tensor:
         return torch.randn(shape, requires_grad=True)
@@ -64,6 +64,7 @@ def _calls(*, packed: bool) -> dict[str, tuple]:
     do_, dlse_ = do.detach(), dlse.detach()
     return {
         "attention_fwd": (q, k, v, *options),
+        "attention_fwd_max": (q, k, v, *options),
         "attention_bwd": (do, dlse, *call, True, *options),
         "attention_tangent": (*call, *along, *options),
         # No gradient is registered for these: a third derivative is refused.

@@ -1,9 +1,10 @@
 """`tilewise bench attention`: attention beside torch's own, in time and memory, in one run.
 
 Tables: dense (N from 512 on), window, blocks, varlen, features, head_dims, derivatives, published
-(shapes that peers publish figures of; on a GPU). --peers adds FlashAttention-3 and 4 where they are
-installed, and "x best peer" compares with the fastest peer of the row. The peers
-are scaled_dot_product_attention by backend (sdpa_...), FlexAttention compiled for the shape (flex),
+(shapes that peers publish figures of; on a GPU), fp8 (8 bits: kernel and whole op; on a GPU).
+--peers adds FlashAttention-3 and 4 where they are installed, and "x best peer" compares with the
+fastest peer of the row. The peers are
+scaled_dot_product_attention by backend (sdpa_...), FlexAttention compiled for the shape (flex),
 varlen_attn, and softmax(QK^T)V in bfloat16 (standard). backward is the backward pass alone,
 peak_MB what a pass needs beyond its inputs. FLOPs are counted as in the FlashAttention papers over
 the visible entries. A result that differs from sampled float64 rows, or their gradients, gets no

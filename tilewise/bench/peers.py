@@ -22,6 +22,7 @@ from tilewise import ops
 from tilewise.bench import flex
 from tilewise.bench.case import DROPOUT_P, Case, block_mask
 from tilewise.errors import UnsupportedError
+from tilewise.ops.attention.fp8_op import Fp8Options, make_spec
 
 OURS = "tilewise"  # names of our own rows start with it
 
@@ -41,6 +42,7 @@ class Run:
         compiles: its first call does, and tells nothing of the others.
         has_own_dropout: it drops what nobody else can know.
         no_backward: why it has no gradient, None when it has one.
+        is_8_bit: its inputs are rounded to e4m3, and what it returns is off by that.
     """
 
     function: Function
@@ -51,6 +53,7 @@ class Run:
     compiles: bool = False
     has_own_dropout: bool = False
     no_backward: str | None = None
+    is_8_bit: bool = False
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,6 +101,44 @@ def _tilewise_mask(case: Case) -> Run:
     """Ours with the whole rule in a BlockMask, nothing native."""
     mask = block_mask(case.problem, case.device)
     return _run(case, lambda q, k, v: ops.attention(q, k, v, mask=mask, **case.options))
+
+
+def _fp8(case: Case, *, per_token: bool = False) -> Run:
+    """Ours in 8 bits, the whole op: 16-bit tensors are quantised in each call."""
+    _plain(case)
+    is_causal = case.problem.causal
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            return ops.attention_fp8(q, k, v, causal=is_causal, per_token=per_token)
+
+    return _run(case, function, no_backward=_FP8_FORWARD, is_8_bit=True)
+
+
+def _fp8_kernel(case: Case, *, per_token: bool = False) -> Run:
+    """Ours in 8 bits, the kernel alone: tensors are quantised and laid out before."""
+    _plain(case)
+    if case.device.type != "cuda":
+        raise UnsupportedError(f"this peer must have a GPU, got {case.device.type}")
+    from tilewise.kernels.gluon.attention import fp8, quantise
+
+    q, k, v = (x.detach() for x in (case.q, case.k, case.v))
+    numbers = (None, None, None, None, None, per_token, -1, 0 if case.problem.causal else -1)
+    options = Fp8Options(*numbers, q.shape[-1] ** -0.5, 0.0, None)
+    spec = make_spec(q, k, v, options)
+    reason = fp8.why_not(spec)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    quantize = quantise.quantize_qkv_by_token if per_token else quantise.quantize_qkv
+    ready = quantize(q, k, v, rotation=None, seqlens_k=None)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fp8.run(ready, spec, dtype=q.dtype)[0]
+
+    return _run(case, function, no_backward=_FP8_FORWARD, is_8_bit=True)
+
+
+_FP8_FORWARD = "8 bits are for the forward pass"
 
 
 def _sdpa(backend: SDPBackend, case: Case) -> Run:
@@ -242,6 +283,10 @@ PEERS: dict[str, Callable[[Case], Run]] = {
     "tilewise": _tilewise,
     "tilewise_mask": _tilewise_mask,
     "tilewise_triton": partial(_tilewise, backend="triton"),
+    "tilewise_fp8": _fp8,
+    "tilewise_fp8_tokens": partial(_fp8, per_token=True),
+    "tilewise_fp8_kernel": _fp8_kernel,
+    "tilewise_fp8_tokens_kernel": partial(_fp8_kernel, per_token=True),
     "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),

@@ -36,6 +36,7 @@ class Scale:
         peers: of the dense table, ours first.
         published_seqlens: N of the shapes that peers publish figures of; () leaves them out.
         published_heads: query heads of those.
+        fp8_head_dims: D of the table of 8 bits; () leaves it out.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class Scale:
     peers: tuple[str, ...]
     published_seqlens: tuple[int, ...] = ()
     published_heads: int = 64
+    fp8_head_dims: tuple[int, ...] = ()
 
 
 SCALES = {
@@ -77,6 +79,7 @@ SCALES = {
             "standard",
         ),
         published_seqlens=(2048, 4096, 8192, 16384, 32768),
+        fp8_head_dims=(64, 128, 256),
     ),
     # A quarter of the tokens and an eighth of the channels, to take minutes on two cores.
     "cpu": Scale(
@@ -231,11 +234,28 @@ def published(scale: Scale) -> list[Problem]:
     return [*grouped, *windows, mla, replace(mla, feature="deterministic", ops=OPS[1:2])]
 
 
+def fp8(scale: Scale) -> list[Problem]:
+    """Forward passes in 8 bits: the kernel and the whole op, a scale a head and a scale a token.
+
+    Beside them stands ours in 16 bits.
+    """
+    if not scale.fp8_head_dims:
+        return []
+    kinds = ("fp8_kernel", "fp8", "fp8_tokens_kernel", "fp8_tokens")
+    peers = ("tilewise", *(f"tilewise_{kind}" for kind in kinds))
+    return [
+        replace(_problem(scale, "fp8", n, d, peers, causal), ops=OPS[:1])
+        for n in scale.rule_seqlens
+        for d in scale.fp8_head_dims
+        for causal in (False, True)
+    ]
+
+
 def with_peers(problems: list[Problem], names: Sequence[str]) -> list[Problem]:
-    """Add peers to all problems that have one already, but to derivatives."""
+    """Add peers to all problems that have one already, but to derivatives and 8 bits."""
     return [
         replace(each, peers=(*each.peers, *(name for name in names if name not in each.peers)))
-        if len(each.peers) > 1 and each.table != "derivatives"
+        if len(each.peers) > 1 and each.table not in ("derivatives", "fp8")
         else each
         for each in problems
     ]
@@ -250,5 +270,6 @@ TABLES: dict[str, Callable[[Scale], list[Problem]]] = {
     "blocks": blocks,
     "derivatives": derivatives,
     "published": published,
+    "fp8": fp8,
     "dense": dense,
 }

@@ -92,6 +92,8 @@ class AttentionSpec(NamedTuple):
         dropout_p: probability that a p_ij is dropped; the others grow by 1 / (1 - dropout_p). Which
             ones is `reference.dropout`'s rule, the same for every backend and tile.
         deterministic: the backward pass must be bitwise reproducible.
+        needs_max: a forward pass whose caller wants the largest logit of each row as well, in the
+            shape of lse: of the keys that the row sees, capped and biased, without the sink.
     """
 
     device_type: str
@@ -116,6 +118,7 @@ class AttentionSpec(NamedTuple):
     mask_tile: tuple[int, int] | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
+    needs_max: bool = False
 
     @property
     def causal(self) -> bool:
@@ -253,8 +256,12 @@ class LinearSpec(ElementSpec):
 
 
 def dequantised(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x8 (B, S, H, D) * scale (B, H), multiplied in float32 and rounded to `dtype`."""
-    return (x8.float() * scale.float()[:, None, :, None]).to(dtype)
+    """Return x8 (B, S, H, D) * scale, multiplied in float32 and rounded to `dtype`.
+
+    scale: (B, H), or (B, H, S) where each token has one.
+    """
+    rows = scale.float()[:, None, :] if scale.dim() == 2 else scale.float().transpose(1, 2)
+    return (x8.float() * rows.unsqueeze(-1)).to(dtype)
 
 
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,7 @@ class Attention(nn.Module):
         *,
         ctx: AttentionContext | None = None,
         kv: KVLayer | None = None,
+        on_max_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Attend within each sequence of a dense batch, or over a paged cache when given one.
 
@@ -81,21 +83,28 @@ class Attention(nn.Module):
             ctx: where the rows of x belong; the new keys and values are written first.
             kv: this layer's k_cache and v_cache, each (num_blocks, block_size, Hk, D), and of an
                 8-bit cache k_scale and v_scale (num_blocks, block_size, Hk).
+            on_max_logits: of a dense batch, called with the largest logit of each query head,
+                float32 (Hq,): what QK-clip needs, see docs/training.md.
 
         Returns:
             Same shape as x.
 
         Raises:
-            ValueError: only one of ctx and kv is given.
+            ValueError: only one of ctx and kv is given, or on_max_logits with a cache.
         """
+        if on_max_logits is not None and kv is not None:
+            raise ValueError("on_max_logits must be None with a cache, got a function")
         if (ctx is None) != (kv is None):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
         heads = self._heads(x)
         if ctx is None or kv is None:
             q, k, v = self._rotated(heads, rope)
-            o = ops.attention(
-                q, k, v, causal=True, window=self.window, softmax_scale=self.softmax_scale
-            )
+            options: dict[str, Any] = {"window": self.window, "softmax_scale": self.softmax_scale}
+            if on_max_logits is None:
+                o = ops.attention(q, k, v, causal=True, **options)
+            else:
+                o, most = ops.attention(q, k, v, causal=True, return_max_logits=True, **options)
+                on_max_logits(most)
         else:
             o = self._attend_cache(heads, rope, ctx, kv)
         return project(self.o_proj, o.flatten(-2))

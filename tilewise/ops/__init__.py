@@ -4,7 +4,7 @@ from tilewise.ops.activation import silu_mul
 from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
-from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads
+from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
 from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.invariant_linear import invariant_linear
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
@@ -49,6 +49,7 @@ __all__ = [
     "plan_paged_attention",
     "precompile",
     "quantize_heads",
+    "quantize_tokens",
     "rms_norm",
     "rope_write_kv_cache",
     "sample_tokens",

@@ -86,7 +86,7 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
     """
     if op_name not in _EXPLAINED:
         raise ValueError(f"op_name must be one of {', '.join(_EXPLAINED)}, got {op_name!r}")
-    for name in ("return_lse", "plan"):  # neither changes what is chosen or read
+    for name in ("return_lse", "return_max_logits", "plan"):  # none changes what is chosen or read
         kwargs.pop(name, None)
     return _EXPLAINED[op_name](op_name, *args, **kwargs)
 

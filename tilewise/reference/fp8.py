@@ -6,6 +6,10 @@ with amax the largest |x| of the head, scale = amax / 448 and x8 = x * (448 / am
 nearest even, both in float32; 448 is the largest e4m3 number. A head with amax < 2 ** -100 has
 scale 1. Attention is then that of the numbers x8 * scale.
 
+Of queries and keys each token of a head may have a scale of its own, by the same rule with amax the
+largest |x| of its channels: it is a factor of a row or of a column of q k^T. One of values would be
+a factor of terms that are summed up, and keeps one a head.
+
 Rotation: a head's channels may first be multiplied by diag(signs) H / sqrt(D), signs of +-1 from
 a seed and H the Hadamard matrix H_ij = (-1) ** popcount(i & j). It is orthonormal, so that q . k
 stays when both are rotated, and it spreads an outlier of one channel over all of them.
@@ -34,6 +38,7 @@ __all__ = [
     "dequantize_heads",
     "probability_bound",
     "quantize_heads",
+    "quantize_tokens",
     "rotation_matrix",
 ]
 
@@ -75,6 +80,27 @@ def quantize_heads(
     Returns:
         x8 float8_e4m3fn like x; scale float32 (B, H).
     """
+    x = _prepared(x, rotation, seqlens)
+    empty = x.shape[1] == 0
+    amax = x.new_zeros((x.shape[0], x.shape[2])) if empty else x.abs().amax(dim=(1, 3))
+    return _rounded(x, amax[:, None]), _scale_of(amax)
+
+
+def quantize_tokens(
+    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (x8, scale) with a scale for each token of each head; see `quantize_heads`.
+
+    Returns:
+        x8 float8_e4m3fn like x; scale float32 (B, H, S), 1 for rows that do not count.
+    """
+    x = _prepared(x, rotation, seqlens)
+    amax = x.abs().amax(dim=-1)  # (B, S, H)
+    return _rounded(x, amax), _scale_of(amax).transpose(1, 2).contiguous()
+
+
+def _prepared(x: Tensor, rotation: int | None, seqlens: Tensor | None) -> Tensor:
+    """Return x in float32, rotated where asked, 0 in rows that do not count."""
     x = x.detach().float()
     if seqlens is not None:
         row = torch.arange(x.shape[1], device=x.device)
@@ -83,21 +109,25 @@ def quantize_heads(
     if rotation is not None:
         matrix = rotation_matrix(x.shape[-1], rotation).to(x.device)
         x = (x.double() @ matrix.double()).float() * x.shape[-1] ** -0.5
-    empty = x.shape[1] == 0
-    amax = x.new_zeros((x.shape[0], x.shape[2])) if empty else x.abs().amax(dim=(1, 3))
-    tiny = amax < TINIEST_AMAX
+    return x
+
+
+def _scale_of(amax: Tensor) -> Tensor:
     # Tensors on both sides: beside a Python number torch multiplies with a reciprocal instead.
-    largest = torch.full_like(amax, E4M3_MAX)
-    scale = torch.where(tiny, 1.0, amax / largest)
-    inverse = torch.where(tiny, 1.0, largest / amax)
+    return torch.where(amax < TINIEST_AMAX, 1.0, amax / torch.full_like(amax, E4M3_MAX))
+
+
+def _rounded(x: Tensor, amax: Tensor) -> Tensor:
+    """Return e4m3 of x (B, S, H, D) where amax (B, S or 1, H) becomes the largest number."""
+    inverse = torch.where(amax < TINIEST_AMAX, 1.0, torch.full_like(amax, E4M3_MAX) / amax)
     # Rounding up the product can pass 448 by an ulp; e4m3 has no infinity to go to.
-    x8 = (x * inverse[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return x8, scale
+    return (x * inverse.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def dequantize_heads(x8: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return x8 * scale in `dtype`, (B, S, H, D)."""
-    return x8.to(dtype) * scale.to(dtype)[:, None, :, None]
+    """Return x8 * scale in `dtype`, (B, S, H, D); scale: (B, H), or (B, H, S) of tokens."""
+    rows = scale[:, None] if scale.dim() == 2 else scale.transpose(1, 2)
+    return x8.to(dtype) * rows.to(dtype).unsqueeze(-1)
 
 
 def attention(
@@ -118,7 +148,8 @@ def attention(
 
     Args:
         q, k, v: float8_e4m3fn (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, Dv).
-        q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk).
+        q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); of tokens (B, Hq, Sq) and
+            (B, Hk, Sk).
         causal, window, softmax_scale, softcap, seqlens_k: as in `standard.attention`.
     """
     wide = [dequantize_heads(*pair) for pair in ((q, q_scale), (k, k_scale), (v, v_scale))]

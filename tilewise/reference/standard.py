@@ -8,7 +8,7 @@ the eager peer. A row never touches a key that it cannot see, so inf and NaN the
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +100,7 @@ class _Forward(NamedTuple):
     p_sink: Tensor  # (B, Hq, Sq, 1), probability that the sink takes
     keep: Tensor | float  # what dropout multiplies p by
     lse: Tensor  # (B, Hq, Sq)
+    top: Tensor  # (B, Hq, Sq), the largest logit, the sink apart
     o: Tensor  # (B, Hq, Sq, Dv)
 
 
@@ -145,6 +146,8 @@ def _forward(
     # Without sinks the extra logit is -inf, which also gives an empty row a maximum.
     sink = s.new_full((q.shape[1],), -math.inf) if sinks is None else sinks.to(wide)
     sink = sink.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)
+    least = s.new_full((*s.shape[:-1], 1), -math.inf)
+    top = torch.cat([s, least], dim=-1).detach().amax(dim=-1)
     m = torch.cat([s, sink], dim=-1).detach().amax(dim=-1, keepdim=True)
     m = torch.where(m == -math.inf, 0.0, m)
     p, p_sink = torch.exp(s - m), torch.exp(sink - m)
@@ -158,7 +161,7 @@ def _forward(
     if keep_mask is not None:
         keep = keep_mask.to(wide) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
     o = _row_sums((p * keep).to(dtype), v, visible)
-    return _Forward(q, k, v, visible, slope, p, p_sink, keep, lse, o)
+    return _Forward(q, k, v, visible, slope, p, p_sink, keep, lse, top, o)
 
 
 def attention(
@@ -178,7 +181,8 @@ def attention(
     keep_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max: bool = False,
+) -> Any:
     """Compute softmax attention with the whole score matrix in memory; autograd differentiates it.
 
     s_ij = softmax_scale * q_i . k_j, capped, biased, -inf where j is not visible to i;
@@ -201,9 +205,11 @@ def attention(
         keep_mask: bool, broadcastable to (B, Hq, Sq, Sk), False where dropout drops.
         dropout_p: kept probabilities are multiplied by 1 / (1 - dropout_p).
         return_lse: whether to return the log-sum-exp too.
+        return_max: whether to return o, lse and the largest s_ij of each row, before the sink.
 
     Returns:
-        o (B, Sq, Hq, Dv) in the dtype of q [, lse (B, Hq, Sq), natural log, float32 or wider].
+        o (B, Sq, Hq, Dv) in the dtype of q [, lse (B, Hq, Sq), natural log, float32 or wider
+        [, maxima (B, Hq, Sq), -inf in rows that see nothing]].
 
     Source: Stratos, "Efficient Attention", eq. 4; the first paper's MHA and GQA, eq. 7.
     """
@@ -224,6 +230,8 @@ def attention(
         dropout_p=dropout_p,
     )
     o = forward.o.transpose(1, 2)
+    if return_max:
+        return o, forward.lse, forward.top
     return (o, forward.lse) if return_lse else o
 
 
@@ -325,7 +333,8 @@ def attention_varlen(
     keep_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max: bool = False,
+) -> Any:
     """Compute `attention` of each sequence of a packed batch, one after the other.
 
     Args:
@@ -338,10 +347,11 @@ def attention_varlen(
         the rest: as for `attention`.
 
     Returns:
-        o (Tq, Hq, Dv) [, lse (Hq, Tq)]; rows past the last sequence have o = 0, lse = -inf.
+        o (Tq, Hq, Dv) [, lse (Hq, Tq) [, maxima (Hq, Tq)]]; rows past the last sequence have
+        o = 0, lse = -inf.
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    outputs, lses, slopes = [], [], alibi_slopes
+    outputs, lses, tops, slopes = [], [], [], alibi_slopes
     for row in range(len(starts_q) - 1):
         rows_q = slice(starts_q[row], starts_q[row + 1])
         rows_k = slice(starts_k[row], starts_k[row + 1])
@@ -361,12 +371,16 @@ def attention_varlen(
             seqlens_k=None if seqlens_k is None else seqlens_k[row : row + 1],
             keep_mask=_crop(keep_mask, row, *sizes),
             dropout_p=dropout_p,
-            return_lse=True,
+            return_max=True,
         )
         outputs.append(result[0].squeeze(0))
         lses.append(result[1].squeeze(0))
+        tops.append(result[2].squeeze(0))
     rest, wide = q.shape[0] - starts_q[-1], torch.promote_types(q.dtype, torch.float32)
     outputs.append(q.new_zeros(rest, q.shape[1], v.shape[2]))
     lses.append(q.new_full((q.shape[1], rest), -math.inf, dtype=wide))
+    tops.append(lses[-1])
     o, lse = torch.cat(outputs), torch.cat(lses, dim=1)
+    if return_max:
+        return o, lse, torch.cat(tops, dim=1)
     return (o, lse) if return_lse else o

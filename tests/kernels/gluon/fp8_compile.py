@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ def _descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
     return f"tensordesc<{_NAMES[dtype]}[1, 1, {rows}, {columns}],{layout!r}>"
 
 
-def compile_variant(spec: AttentionSpec) -> Any:
+def compile_variant(spec: AttentionSpec, per_token: bool) -> Any:
     """Return the compiled kernel of a call."""
-    variant = variant_of(spec)
+    variant = replace(variant_of(spec), PER_TOKEN=per_token)
     e4m3, width = torch.float8_e4m3fn, variant.HEAD_DIM // variant.PARTS
     signature = {
         "q_desc": _descriptor(e4m3, 64, variant.HEAD_DIM),
@@ -126,7 +127,7 @@ def main(head_dim: int, features: list[str]) -> None:
         window_right=0 if "causal" in features else -1,
         has_seqlens_k="lengths" in features,
     )
-    print(json.dumps(describe(compile_variant(spec))))
+    print(json.dumps(describe(compile_variant(spec, "tokens" in features))))
 
 
 if __name__ == "__main__":

@@ -32,13 +32,18 @@ class Truth(NamedTuple):
     s_bound: Tensor  # of logits, by query: (B, Hq, Sq)
 
 
-def dequantised_truth(q: Tensor, k: Tensor, v: Tensor, **rule: Any) -> Truth:
+def dequantised_truth(
+    q: Tensor, k: Tensor, v: Tensor, *, per_token: bool = False, **rule: Any
+) -> Truth:
     """Return attention of the dequantised values in float64 with its bounds; 16-bit inputs."""
     seqlens = rule.get("seqlens_k")
+    of_q_and_k = fp8.quantize_tokens if per_token else fp8.quantize_heads
     q8, k8, v8 = (
-        fp8.dequantize_heads(*fp8.quantize_heads(x, seqlens=lengths))
-        for x, lengths in ((q, None), (k, seqlens), (v, seqlens))
-    )
+        fp8.dequantize_heads(*quantize(x, seqlens=lengths))
+        for x, lengths, quantize in (
+            (q, None, of_q_and_k), (k, seqlens, of_q_and_k), (v, seqlens, fp8.quantize_heads)
+        )
+    )  # fmt: skip
     o, lse = standard.attention(q8, k8, v8, return_lse=True, **rule)
     scale = q.shape[-1] ** -0.5
     visible = standard.visible_keys(

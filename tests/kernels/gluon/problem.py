@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.attention_problem import Problem, expected
 from tests.kernels.gluon.emulator import Program, emulated
-from tests.kernels.planned import hopper_backward, hopper_forward
+from tests.kernels.planned import hopper_backward, hopper_forward, hopper_results
 from tilewise.kernels import device
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
@@ -51,6 +51,14 @@ def forward(
         o, lse = hopper_forward(p.q, p.k, p.v, p.spec, **p.tensors)
     assert kernels or p.q.numel() == 0
     return {"o": o, "lse": lse}
+
+
+def forward_max(problem: Problem, *, program: Program = _UNCHANGED) -> dict[str, Tensor]:
+    """Return o, lse and the largest logit of each row."""
+    p = problem
+    with _emulated(0, program, 4):
+        results = hopper_results(p.q, p.k, p.v, p.spec._replace(needs_max=True), **p.tensors)
+    return dict(zip(("o", "lse", "max"), results, strict=True))
 
 
 def backward(

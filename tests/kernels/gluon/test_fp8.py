@@ -108,6 +108,26 @@ def test_one_tensor_is_quantised_alone(rounds_e4m3):
     assert not bool(x8[1, 9:].float().any())
 
 
+@interpreted
+@pytest.mark.parametrize(("head_dim", "rotation"), [(48, None), (64, None), (32, 3)])
+def test_tokens_are_quantised_one_by_one(head_dim, rotation, rounds_e4m3):
+    q, k, v = (torch.randn(2, n, h, head_dim).half() for n, h in ((70, 4), (300, 2), (300, 2)))
+    lengths = torch.tensor([300, 17], dtype=torch.int32)
+    q[1, 3], k[1, 17:], v[1, 17:] = 0.0, float("nan"), float("inf")
+    matrix = None if rotation is None else fp8.rotation_matrix(head_dim, rotation).half()
+    got = quantize.quantize_qkv_by_token(q, k, v, rotation=matrix, seqlens_k=lengths)
+    want_q, q_scale = fp8.quantize_tokens(q, rotation=rotation)
+    want_k, k_scale = fp8.quantize_tokens(k, rotation=rotation, seqlens=lengths)
+    want_v, v_scale = fp8.quantize_heads(v, seqlens=lengths)
+    for scale, want in ((got.q_scale, q_scale), (got.k_scale, k_scale), (got.v_scale, v_scale)):
+        torch.testing.assert_close(scale, want, rtol=1e-6, atol=0)
+    assert torch.equal(got.v.view(torch.uint8), in_product_order(want_v))
+    for ours, want in ((got.q, want_q), (got.k, want_k)):
+        differ = (ours.view(torch.uint8) != want.view(torch.uint8)).float().mean()
+        # Rotated sums of float32 in another order may fall on the other side of a rounding.
+        assert differ <= (0.0 if rotation is None else 1e-2)
+
+
 def test_wide_loads_are_for_aligned_tensors_only():
     x = torch.randn(2, 20, 3, 64).half()
     assert quantize._is_aligned(x)
@@ -178,6 +198,9 @@ def compiled(head_dim: int, *features: str) -> dict[str, object]:
         pytest.param(64, ("causal",), marks=pytest.mark.slow),
         pytest.param(128, ("causal", "window", "lengths"), marks=pytest.mark.slow),
         pytest.param(256, ("causal", "window", "lengths"), marks=pytest.mark.slow),
+        pytest.param(128, ("causal", "tokens"), marks=pytest.mark.slow),
+        pytest.param(256, ("tokens",), marks=pytest.mark.slow),
+        pytest.param(64, ("causal", "tokens"), marks=pytest.mark.slow),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -188,7 +211,8 @@ def test_loops_over_keys_multiply_e4m3_and_leave_the_registers_alone(head_dim, f
     assert found["products"] > 0
     assert len(found["loops"]) >= 2  # one a warpgroup at least
     # With a window and lengths Triton 3.6 leaves one or two reloads in a loop, 3.7 none.
-    allowed = 0.01 if "window" in features else 0.0
+    # Beside sums of 128 channels, scales of keys leave no register free (D 256 has fewer rows).
+    allowed = 0.07 if "tokens" in features else 0.01 if "window" in features else 0.0
     for loop in found["loops"]:
         assert loop["local"] <= allowed * loop["length"], found
         # Probabilities become operands where they lie: two numbers a conversion, no permutation.

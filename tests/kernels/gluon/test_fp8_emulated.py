@@ -33,13 +33,16 @@ CASES = {
 }
 
 
-def run(shape, window, lengths, *, seed=0, num_sms=3, program=None):
+def run(shape, window, lengths, *, seed=0, num_sms=3, program=None, per_token=False):
     """Return o, lse and what they should be; the kernel runs on three multiprocessors."""
     q, k, v = make_qkv(*shape, dtype=torch.bfloat16)
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
-        fp8.quantize_heads(x, seqlens=s) for x, s in ((q, None), (k, seqlens), (v, seqlens))
-    )
+    if per_token:  # which differ in size by 2**12
+        q, k = (x * torch.exp2(torch.randint(-6, 7, (*x.shape[:3], 1))) for x in (q, k))
+        q, k = (x.bfloat16() * shape[-1] ** -0.25 for x in (q, k))
+    quantize = fp8.quantize_tokens if per_token else fp8.quantize_heads
+    (q8, q_scale), (k8, k_scale) = (quantize(x, seqlens=s) for x, s in ((q, None), (k, seqlens)))
+    v8, v_scale = fp8.quantize_heads(v, seqlens=seqlens)
     columns = in_product_order(v8).contiguous().view(torch.float8_e4m3fn)
     ready = Quantized(q8, k8, columns, q_scale, k_scale, v_scale)
     batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim = shape
@@ -67,12 +70,19 @@ def run(shape, window, lengths, *, seed=0, num_sms=3, program=None):
         o, lse = attention_fp8.run(ready, spec, seqlens_k=seqlens)
     assert counter.item() == 0  # ready for the next launch
     rule = {"window": window, "seqlens_k": seqlens}
-    return o, lse, dequantised_truth(q, k, v, **rule)
+    return o, lse, dequantised_truth(q, k, v, per_token=per_token, **rule)
 
 
 @pytest.mark.parametrize(("shape", "window", "lengths"), CASES.values(), ids=CASES.keys())
 def test_the_kernel_computes_the_rule(shape, window, lengths):
     o, lse, truth = run(shape, window, lengths)
+    assert_within_format(o, lse, truth)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_queries_and_keys_have_scales_of_their_own(name):
+    torch.manual_seed(2)
+    o, lse, truth = run(*CASES[name], per_token=True)
     assert_within_format(o, lse, truth)
 
 
@@ -84,6 +94,35 @@ def test_no_schedule_changes_a_bit(name, seed):
     again, lse_again, _ = run(*CASES[name], seed=seed, num_sms=2)
     assert torch.equal(o, again)
     assert torch.equal(lse, lse_again)
+
+
+TOKEN_MISTAKES = (
+    Mutation(
+        "forward/fp8/step:scaled_by_keys", "s = s * gl.expand_dims(scale, 0)", "pass", "causal"
+    ),
+    Mutation(
+        "forward/fp8/step:next_tile", "of_keys.tile - count", "of_keys.tile", "causal"
+    ),
+    Mutation(
+        "forward/fp8/kernel:_consume", "of_keys = next_tile(of_keys, skipped)", "pass", "causal"
+    ),
+    Mutation(
+        "forward/fp8/kernel:_consume", "(batch_head // head_group)", "(batch_head)",
+        "tails, grouped",
+    ),
+    Mutation(
+        "forward/fp8/kernel:_scales_of_rows", "scale * gl.load(", "scale + gl.load(",
+        "tails, grouped",
+    ),
+    Mutation("forward/fp8/loader:produce", "if not C.PER_TOKEN:", "if True:", "tails, grouped"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", TOKEN_MISTAKES, ids=lambda m: f"{m.place} {m.old[:40]}")
+def test_mistakes_with_scales_of_tokens_are_seen(mistake):
+    torch.manual_seed(2)
+    with pytest.raises((EmulationError, AssertionError)):
+        assert_within_format(*run(*CASES[mistake.call], program=mistake.program(), per_token=True))
 
 
 _CAUSAL, _WHOLE = "causal", "whole tiles"

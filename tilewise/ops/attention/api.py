@@ -10,7 +10,7 @@ import tilewise.ops.attention.gradient
 import tilewise.ops.attention.vmap  # noqa: F401, to register its rules
 from tilewise.masks import BlockMask
 from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, Window
-from tilewise.ops.attention.direct import attend
+from tilewise.ops.attention.direct import attend, attend_max
 from tilewise.ops.attention.dropout import Seed
 
 
@@ -52,6 +52,30 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+    **options: Unpack[_Dense],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **options: Unpack[_Dense],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -70,8 +94,9 @@ def attention(
     seed: Seed = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attend from every query to the keys it may see, in O(N) memory.
 
     o = softmax(s) v with s = softmax_scale * q k^T, then softcap * tanh(s / softcap), then + bias,
@@ -108,12 +133,16 @@ def attention(
         deterministic: the backward pass must be bitwise reproducible; so it is, too, under
             torch.use_deterministic_algorithms(True). Only "gluon" needs to be told.
         return_lse: also return the log-sum-exp of the logits, which is differentiable too.
+        return_max_logits: also return the largest logit of each head, as the softmax takes it:
+            scaled, capped and biased, over all sequences, queries and the keys that they see; a
+            sink is no key. What QK-clip compares with its threshold. It has no gradient.
         backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
             refused.
 
     Returns:
         o (B, Sq, Hq, Dv) in q's dtype; with return_lse also lse (B, Hq, Sq), float32, natural log,
-        the sink included.
+        the sink included; with return_max_logits also, last, float32 (Hq,), -inf for a head whose
+        rows see nothing.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
@@ -130,7 +159,11 @@ def attention(
         causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
         deterministic, backend,
     )  # fmt: skip
-    o, lse = attend(q, k, v, rule, DENSE if seqlens_k is None else Lengths(seqlens_k))
+    lengths = DENSE if seqlens_k is None else Lengths(seqlens_k)
+    if return_max_logits:
+        o, lse, most = attend_max(q, k, v, rule, lengths)
+        return (o, lse, most) if return_lse else (o, most)
+    o, lse = attend(q, k, v, rule, lengths)
     return (o, lse) if return_lse else o
 
 
@@ -144,6 +177,30 @@ def attention_varlen(
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Packed]
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+    **options: Unpack[_Packed],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **options: Unpack[_Packed],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -167,8 +224,9 @@ def attention_varlen(
     seed: Seed = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attend within each of several sequences packed end to end, without padding.
 
     Sequence b owns rows cu_seqlens_q[b]:cu_seqlens_q[b + 1] of q and o, and rows
@@ -182,10 +240,11 @@ def attention_varlen(
         mask: a BlockMask that covers at least (max_seqlen_q, max_seqlen_k): sequence b reads the
             upper left corner of its part, in its own rows and keys.
         causal, window, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, seed,
-            deterministic, return_lse, backend: as in `attention`.
+            deterministic, return_lse, return_max_logits, backend: as in `attention`.
 
     Returns:
-        o (Tq, Hq, Dv) in q's dtype; with return_lse also lse (Hq, Tq), float32, natural log.
+        o (Tq, Hq, Dv) in q's dtype; with return_lse also lse (Hq, Tq), float32, natural log; with
+        return_max_logits also, last, the largest logit of each head, float32 (Hq,).
 
     Raises:
         ValueError, TypeError, UnsupportedError: as in `attention`.
@@ -203,5 +262,8 @@ def attention_varlen(
         deterministic, backend,
     )  # fmt: skip
     lengths = Lengths(None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if return_max_logits:
+        o, lse, most = attend_max(q, k, v, rule, lengths)
+        return (o, lse, most) if return_lse else (o, most)
     o, lse = attend(q, k, v, rule, lengths)
     return (o, lse) if return_lse else o

@@ -7,6 +7,7 @@ the dispatcher alone takes longer than the launch of a kernel.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from tilewise.ops.attention.op import (
     Planned,
     attention_bwd,
     attention_fwd,
+    attention_fwd_max,
     key_of,
     known,
     planned,
 )
 from tilewise.ops.derivatives import are_plain, autocasts, records, unwatched
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_max"]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> tuple[Tensor, Tensor]:
@@ -41,6 +43,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> tup
     q, k, v, options = prepare(q, k, v, rule, lengths)
     results: tuple[Tensor, Tensor] = attention_fwd(q, k, v, *options)
     return results
+
+
+def attend_max(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o, lse and the largest logit of each head, float32 (Hq,), which has no gradient.
+
+    Through the dispatcher: who asks for maxima does so once in many steps.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as `ops.attention`.
+    """
+    q, k, v, options = prepare(q, k, v, rule, lengths)
+    o, lse, maxima = attention_fwd_max(q, k, v, *options)
+    if maxima.numel() == 0:
+        return o, lse, maxima.new_full((q.shape[-2],), -math.inf)
+    rows = (1,) if lengths.cu_seqlens_q is not None else (0, 2)
+    return o, lse, maxima.amax(rows)
 
 
 def _directly(

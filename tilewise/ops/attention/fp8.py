@@ -10,7 +10,13 @@ from torch import Tensor
 from tilewise.errors import UnsupportedError
 from tilewise.ops import checks, dispatch
 from tilewise.ops.attention.arguments import Window
-from tilewise.ops.attention.fp8_op import E4M3, Fp8Options, attention_fp8_fwd, quantize_heads_op
+from tilewise.ops.attention.fp8_op import (
+    E4M3,
+    Fp8Options,
+    attention_fp8_fwd,
+    quantize_heads_op,
+    quantize_tokens_op,
+)
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -43,6 +49,40 @@ def quantize_heads(
         >>> x8, scale = quantize_heads(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale[:, None, :, None]
     """
+    _check_quantized("quantize_heads", x, rotation, seqlens)
+    x8, scale = quantize_heads_op(x, seqlens, rotation)
+    return x8, scale
+
+
+def quantize_tokens(
+    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Round each token of each head to float8_e4m3fn with a scale of its own, for q and k.
+
+    The rule is that of `quantize_heads` with amax the largest |x| of a token's channels. It needs
+    one pass where that of a head needs two.
+
+    Args:
+        x, rotation, seqlens: as in `quantize_heads`.
+
+    Returns:
+        x8 float8_e4m3fn (B, S, H, D), scale float32 (B, H, S), 1 for rows past a length.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `quantize_heads`.
+
+    Source: SageAttention (Zhang et al. 2024), section 4.3; the rule is in `tilewise.reference.fp8`.
+
+    Example:
+        >>> x8, scale = quantize_tokens(torch.randn(1, 128, 8, 64))
+        >>> x = x8.float() * scale.transpose(1, 2)[..., None]
+    """
+    _check_quantized("quantize_tokens", x, rotation, seqlens)
+    x8, scale = quantize_tokens_op(x, seqlens, rotation)
+    return x8, scale
+
+
+def _check_quantized(name: str, x: Tensor, rotation: int | None, seqlens: Tensor | None) -> None:
     checks.check_dims("x", x, "(B, S, H, D)")
     if x.dtype not in (*_SIXTEEN_BITS, torch.float32):
         raise TypeError(f"x must be float16, bfloat16 or float32, got {checks.dtype_name(x.dtype)}")
@@ -50,9 +90,7 @@ def quantize_heads(
     _check_rotation(x.shape[-1], rotation)
     if seqlens is not None:
         checks.check_int32("seqlens", seqlens, (x.shape[0],), x.device)
-    _refuse_gradients("quantize_heads", x)
-    x8, scale = quantize_heads_op(x, seqlens, rotation)
-    return x8, scale
+    _refuse_gradients(name, x)
 
 
 @overload
@@ -72,6 +110,7 @@ def attention_fp8(
     rotate: bool = ...,
     seed: int = ...,
     smooth_k: bool = ...,
+    per_token: bool = ...,
     return_lse: Literal[False] = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -94,6 +133,7 @@ def attention_fp8(
     rotate: bool = ...,
     seed: int = ...,
     smooth_k: bool = ...,
+    per_token: bool = ...,
     return_lse: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -115,6 +155,7 @@ def attention_fp8(
     rotate: bool = False,
     seed: int = 0,
     smooth_k: bool = False,
+    per_token: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -131,7 +172,7 @@ def attention_fp8(
         causal, window, softmax_scale, softcap: as in `attention`.
         seqlens_k: (B,) int32; sequence b has only its first seqlens_k[b] keys, aligned to them.
         q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); with e4m3 tensors, and only
-            with them.
+            with them. Those of q and k may be of tokens, (B, Hq, Sq) and (B, Hk, Sk), both.
         rotate: rotate q and k before they are quantised, see `quantize_heads`; for 16-bit tensors,
             D a power of two. Worth its time where single channels or entries are far larger than
             the rest.
@@ -139,6 +180,8 @@ def attention_fp8(
         smooth_k: subtract each head's mean key before quantising; for 16-bit tensors, without
             softcap. It moves all logits of a row by one number, which softmax does not feel, and
             lse gets it back. Worth its pass over k where channels of k are far from 0 on average.
+        per_token: quantise q and k with a scale for each token, see `quantize_tokens`, v with one a
+            head; for 16-bit tensors. Worth it where tokens differ in size.
         return_lse: also return the log-sum-exp of the logits.
         backend: "gluon" (Hopper; D = Dv of 64, 128 or 256, no softcap), "triton", "cpu" or
             "reference"; None chooses. A name is obeyed or refused.
@@ -163,12 +206,16 @@ def attention_fp8(
     _check_tensors(q, k, v)
     if seqlens_k is not None:
         checks.check_int32("seqlens_k", seqlens_k, (q.shape[0],), q.device)
-    shapes = ((q.shape[0], q.shape[2]), (k.shape[0], k.shape[2]), (k.shape[0], k.shape[2]))
+    shapes: list[tuple[int, ...]] = [(x.shape[0], x.shape[2]) for x in (q, k, k)]
+    if q_scale is not None and q_scale.dim() == 3:  # of tokens, those of k too
+        shapes[:2] = [(*shape, x.shape[1]) for shape, x in zip(shapes[:2], (q, k), strict=True)]
     named = zip(("q_scale", "k_scale", "v_scale"), (q_scale, k_scale, v_scale), shapes, strict=True)
     for name, scale, shape in named:
         _check_scale(name, scale, shape, q)
     if rotate and q.dtype == E4M3:
         raise ValueError("rotate must be False with e4m3 tensors: rotate them in quantize_heads")
+    if per_token and q.dtype == E4M3:
+        raise ValueError("per_token must be False with e4m3 tensors: give them scales of tokens")
     rotation = int(seed) if rotate else None
     _check_rotation(q.shape[-1], rotation)
     checks.check_softcap(softcap)
@@ -190,6 +237,7 @@ def attention_fp8(
         v_scale=v_scale,
         seqlens_k=seqlens_k,
         rotation=rotation,
+        per_token=per_token,
         window_left=left,
         window_right=right,
         softmax_scale=scale_of_logits,
@@ -250,7 +298,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     checks.check_heads(q.shape[-2], k.shape[-2])
 
 
-def _check_scale(name: str, scale: Tensor | None, shape: tuple[int, int], q: Tensor) -> None:
+def _check_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
     if (scale is not None) != (q.dtype == E4M3):
         raise ValueError(
             f"{name} must be given with e4m3 tensors and only with them, "

@@ -1,9 +1,10 @@
 """The registered boundary of e4m3 attention; fp8.py has validated what arrives here.
 
     quantize_heads(x, seqlens, rotation) -> (x8, scale)
+    quantize_tokens(x, seqlens, rotation) -> (x8, scale)
     attention_fp8_fwd(q, k, v, *options) -> (o, lse)
 
-`options` are the fields of `Fp8Options` in order. Neither op has a gradient.
+`options` are the fields of `Fp8Options` in order. None of the ops has a gradient.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Fp8Options(NamedTuple):
     v_scale: Tensor | None
     seqlens_k: Tensor | None
     rotation: int | None
+    per_token: bool
     window_left: int
     window_right: int
     softmax_scale: float
@@ -72,17 +74,20 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Ten
     spec = make_spec(q, k, v, options)
     name = dispatch.choose("attention_fp8", spec, options.backend)
     module = dispatch.kernel_module("attention_fp8", name)
-    seed, seqlens_k, given = options.rotation, options.seqlens_k, {}
+    seed, seqlens_k = options.rotation, options.seqlens_k
+    given: dict[str, Any] = {}
     scales: Any = options[:3]
     dtype = _o_dtype(q)
     if q.dtype != E4M3:
         scales = None
         if module.QUANTIZES:
+            given["per_token"] = options.per_token
             if seed is not None:
                 given["rotation"] = _rotation(q.shape[-1], seed, q.dtype, q.device)
         else:
-            q, q_scale = fp8.quantize_heads(q, rotation=seed)
-            k, k_scale = fp8.quantize_heads(k, rotation=seed, seqlens=seqlens_k)
+            quantize = fp8.quantize_tokens if options.per_token else fp8.quantize_heads
+            q, q_scale = quantize(q, rotation=seed)
+            k, k_scale = quantize(k, rotation=seed, seqlens=seqlens_k)
             v, v_scale = fp8.quantize_heads(v, seqlens=seqlens_k)
             scales = (q_scale, k_scale, v_scale)
     o, lse = module.launch_fwd(
@@ -97,15 +102,29 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor
 
 
 def _quantize(x: Tensor, seqlens: Tensor | None, rotation: int | None) -> tuple[Tensor, Tensor]:
+    return _quantized(x, seqlens, rotation, per_token=False)
+
+
+def _quantize_tokens(
+    x: Tensor, seqlens: Tensor | None, rotation: int | None
+) -> tuple[Tensor, Tensor]:
+    return _quantized(x, seqlens, rotation, per_token=True)
+
+
+def _quantized(
+    x: Tensor, seqlens: Tensor | None, rotation: int | None, *, per_token: bool
+) -> tuple[Tensor, Tensor]:
     if x.device.type == "cuda" and device.has_triton():
         module = dispatch.kernel_module("quantize", "gluon")
         if module.why_not_quantize(x, rotation is not None) is None:
             matrix = None
             if rotation is not None:
                 matrix = _rotation(x.shape[-1], rotation, x.dtype, x.device)
-            x8, scale = module.quantize_rows(x, rotation=matrix, seqlens=seqlens)
+            run = module.quantize_tokens if per_token else module.quantize_rows
+            x8, scale = run(x, rotation=matrix, seqlens=seqlens)
             return x8, scale
-    x8, scale = fp8.quantize_heads(x, rotation=rotation, seqlens=seqlens)
+    quantize = fp8.quantize_tokens if per_token else fp8.quantize_heads
+    x8, scale = quantize(x, rotation=rotation, seqlens=seqlens)
     return x8.contiguous(), scale.contiguous()
 
 
@@ -116,10 +135,17 @@ def _quantize_fake(
     return x.new_empty(x.shape, dtype=E4M3), scale
 
 
+def _quantize_tokens_fake(
+    x: Tensor, seqlens: Tensor | None, rotation: int | None
+) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=E4M3), scale
+
+
 attention_fp8_fwd = register(
     "attention_fp8_fwd(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? seqlens_k, int? rotation, int window_left, int window_right, "
-    "float softmax_scale, float softcap, str? backend) -> (Tensor, Tensor)",
+    "Tensor? v_scale, Tensor? seqlens_k, int? rotation, bool per_token, int window_left, "
+    "int window_right, float softmax_scale, float softcap, str? backend) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
@@ -127,4 +153,9 @@ quantize_heads_op = register(
     "quantize_heads(Tensor x, Tensor? seqlens, int? rotation) -> (Tensor, Tensor)",
     _quantize,
     _quantize_fake,
+)
+quantize_tokens_op = register(
+    "quantize_tokens(Tensor x, Tensor? seqlens, int? rotation) -> (Tensor, Tensor)",
+    _quantize_tokens,
+    _quantize_tokens_fake,
 )

@@ -2,6 +2,7 @@
 
     op        backward                             forward (jvp)
     fwd       bwd                                  tangent
+    fwd_max   bwd                                  tangent; the maxima have no derivative
     bwd       tangent in do and dlse, else second  second + bwd(do', dlse')
     tangent   second, bwd in the direction         curve + tangent(direction')
     second    refused: a third derivative          refused
@@ -84,8 +85,8 @@ def _sum(a: Any, b: Any) -> Any:
 # Forward. The one that training runs: positions, not names.
 
 
-def _save_forward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    save(ctx, *inputs[:NUM_FWD_TENSORS], *output)
+def _save_forward(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    save(ctx, *inputs[:NUM_FWD_TENSORS], *output[:2])
     ctx.values = inputs[NUM_FWD_TENSORS:]
     ctx.set_materialize_grads(False)
 
@@ -118,6 +119,19 @@ def _forward_jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, o, lse, *_take(named, _INPUTS), *optional, *ctx.values
     )
     return moved
+
+
+def _save_forward_max(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    _save_forward(ctx, inputs, output)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _forward_max_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> _Grads:
+    return _forward_backward(ctx, do, dlse)
+
+
+def _forward_max_jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    return *_forward_jvp(ctx, *dots), None
 
 
 def _refuse_alibi(dots: _Named) -> None:
@@ -253,6 +267,7 @@ def _refuse_jvp(ctx: Any, *dots: Tensor | None) -> Any:
 
 
 register_gradient("attention_fwd", _forward_backward, _save_forward, _forward_jvp)
+register_gradient("attention_fwd_max", _forward_max_backward, _save_forward_max, _forward_max_jvp)
 register_gradient("attention_bwd", _backward_backward, _save_named, _backward_jvp)
 register_gradient("attention_tangent", _tangent_backward, _save_named, _tangent_jvp)
 register_gradient("attention_second", _refuse_backward, _save_nothing, _refuse_jvp)

@@ -1,6 +1,7 @@
 """The registered boundary of attention: the call, its gradient and what comes after.
 
     attention_fwd(q, k, v, *options) -> (o, lse)
+    attention_fwd_max(q, k, v, *options) -> (o, lse, the largest logit of each row)
     attention_bwd(do, dlse, q, k, v, o, lse, needs_dbias, *options) -> (dq, dk, dv, dbias, dsinks)
     attention_tangent(q, k, v, o, lse, *direction, *options) -> (o_dot, lse_dot)
     attention_second(do, dlse, q, k, v, o, lse, o_dot, lse_dot, *direction, needs_dbias, *options)
@@ -98,7 +99,13 @@ _OPTIONS_SCHEMA = ", ".join(
 
 
 def make_spec(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, needs_dbias: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    *,
+    needs_dbias: bool = False,
+    needs_max: bool = False,
 ) -> AttentionSpec:
     """Gather what dispatch and the launchers need to know beside the tensors."""
     cu_seqlens_q, bits = options.cu_seqlens_q, options.mask_bits
@@ -125,6 +132,7 @@ def make_spec(
         mask_tile=None if bits is None else (bits.shape[1], bits.shape[2] * 32),
         dropout_p=options.dropout_p,
         deterministic=options.deterministic,
+        needs_max=needs_max,
     )
 
 
@@ -142,6 +150,19 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor
     lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return o, q.new_empty(lse_shape, dtype=_lse_dtype(q))
+
+
+def _forward_max(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    options = AttentionOptions(*values)
+    call = planned(q, k, v, options, needs_max=True)
+    return call.forward_max(q, k, v, *options.beside)
+
+
+def _forward_max_fake(
+    q: Tensor, k: Tensor, v: Tensor, *values: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    o, lse = _forward_fake(q, k, v, *values)
+    return o, lse, torch.empty_like(lse)
 
 
 def _backward(
@@ -238,9 +259,11 @@ class Planned:
         backend: whose plans they are.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, needs_max: bool
+    ) -> None:
         self.numbers = options[NUM_TENSORS:]
-        self.spec = make_spec(q, k, v, options)
+        self.spec = make_spec(q, k, v, options, needs_max=needs_max)
         with device_of(q.device):
             call = Call.of(self.spec, (q, k, v, *options.beside))
             self.backend, self._plan = dispatch.plan_attention(call, options.backend)
@@ -252,6 +275,14 @@ class Planned:
         assert o is not None
         assert lse is not None
         return o, lse
+
+    def forward_max(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return o, lse and row maxima of a call that needs these."""
+        o, lse, maxima = self._plan.run(*tensors)
+        assert o is not None
+        assert lse is not None
+        assert maxima is not None
+        return o, lse, maxima
 
     def backward(
         self,
@@ -324,16 +355,22 @@ def planned(
     v: Tensor,
     options: AttentionOptions,
     key: tuple[object, ...] | None = None,
+    *,
+    needs_max: bool = False,
 ) -> Planned:
-    """Return the plans of a call with checked arguments; `key` is that of `key_of`."""
+    """Return the plans of a call with checked arguments; `key` is that of `key_of`.
+
+    needs_max: of the logits of each row, too; such calls have no key of their own.
+    """
     if key is None:
-        key = key_of(q, k, v, options.beside, *options[NUM_TENSORS:])
+        numbers = options[NUM_TENSORS:]
+        key = key_of(q, k, v, options.beside, *numbers, *(("max",) if needs_max else ()))
         found = _planned.get(key)
         if found is not None:
             return found
     if len(_planned) >= _MAX_PLANNED:
         _planned.clear()
-    found = _planned[key] = Planned(q, k, v, options)
+    found = _planned[key] = Planned(q, k, v, options, needs_max)
     return found
 
 
@@ -386,6 +423,7 @@ def _schema(name: str, arguments: tuple[str, ...], num_results: int) -> str:
 
 
 attention_fwd = register(_schema("attention_fwd", FWD, 2), _forward, _forward_fake)
+attention_fwd_max = register(_schema("attention_fwd_max", FWD, 3), _forward_max, _forward_max_fake)
 attention_bwd = register(_schema("attention_bwd", BWD, 5), _backward, _backward_fake)
 attention_tangent = register(_schema("attention_tangent", TANGENT, 2), _tangent, _tangent_fake)
 attention_second = register(_schema("attention_second", SECOND, 5), _second, _second_fake)

@@ -23,6 +23,7 @@ from tilewise.ops.attention.op import (
     attention_bwd,
     attention_curve,
     attention_fwd,
+    attention_fwd_max,
     attention_second,
     attention_tangent,
 )
@@ -171,6 +172,7 @@ def _sum_to(dbias: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 register_vmap("attention_fwd", _rule(attention_fwd, FWD))
+register_vmap("attention_fwd_max", _rule(attention_fwd_max, FWD))
 register_vmap("attention_bwd", _rule(attention_bwd, BWD))
 register_vmap("attention_tangent", _rule(attention_tangent, TANGENT))
 register_vmap("attention_second", _rule(attention_second, SECOND))

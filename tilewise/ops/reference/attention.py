@@ -18,7 +18,7 @@ _Tensors = dict[str, Any]
 
 
 def plan_fwd(call: Call) -> OraclePlan:
-    """Return how o in q's dtype and lse in float32 (float64 for float64) are computed: always."""
+    """Return how o in q's dtype, lse and row maxima in float32 or float64 are computed: always."""
     return OraclePlan(call.spec, _forward)
 
 
@@ -102,8 +102,10 @@ def _forward(spec: AttentionSpec, *given: Tensor | None) -> Results:
         rule |= {name: tensors[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
     run = standard.attention_varlen if spec.is_varlen else standard.attention
     with torch.no_grad():
-        o, lse = run(q.double(), k.double(), v.double(), **rule, return_lse=True)
-    return o.to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        o, *rows = run(q.double(), k.double(), v.double(), **rule, return_max=True)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse, top = (x.to(wide) for x in rows)
+    return (o.to(q.dtype), lse, top) if spec.needs_max else (o.to(q.dtype), lse)
 
 
 def _backward(spec: AttentionSpec, *given: Tensor | None) -> Results:

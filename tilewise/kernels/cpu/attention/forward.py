@@ -143,7 +143,7 @@ def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_h
 
 
 @inner
-def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, first_tile,
+def _forward_task(sizes, rule, arrays, mask, dropout, lse, maxima, sequence, kv_head, first_tile,
                   tiles):  # fmt: skip
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
@@ -170,8 +170,6 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, fi
             query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
             address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
             load_row(like, sizes.q_code, q, row * ld, address, head_dim)
-            if arrays.sinks[head] > -math.inf:
-                m[row], l[row] = arrays.sinks[head], 1.0
     key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
     end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
     key = next_tile(mask, view, key, end_key)
@@ -224,22 +222,31 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, sequence, kv_head, fi
         key = following
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
+        most, total, share = m[row], l[row], like.dtype.type(1.0)
+        sink = arrays.sinks[head]
+        if sink > -math.inf:  # a last key whose value is 0
+            top = max(most, sink)
+            share = like.dtype.type(math.exp(most - top))
+            total, most = total * share + like.dtype.type(math.exp(sink - top)), top
         inverse = like.dtype.type(0.0)
-        if l[row] != 0.0:
-            inverse = like.dtype.type(dropout.scale) / l[row]
+        if total != 0.0:
+            inverse = like.dtype.type(dropout.scale) * share / total
         address = starts[sequence, O] + query * sizes.o_row + head * sizes.o_head
         store_row(like, sizes.q_code, acc, row * ldv, inverse, address, dim)
-        log_sum = m[row] + math.log(l[row]) if l[row] != 0.0 else -math.inf
-        lse[starts[sequence, LSE] + head * sizes.lse_head + query] = log_sum
+        at = starts[sequence, LSE] + head * sizes.lse_head + query
+        lse[at] = most + math.log(total) if total != 0.0 else -math.inf
+        if len(maxima) > 0:
+            maxima[at] = m[row]
 
 
 @kernel
-def attention_forward(sizes, rule, arrays, mask, dropout, lse, tiles, counter, num_tasks):
+def attention_forward(sizes, rule, arrays, mask, dropout, lse, maxima, tiles, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
         sizes, rule, arrays, mask, dropout: parts of a `Problem`; o is written through addresses.
         lse: flat array of like's type.
+        maxima: another for the largest logit of each row, the sink apart; empty if not wanted.
         tiles: query tiles of a task, 1 ... MAX_TILES.
         counter: (1,) int64, the next task.
     """
@@ -256,6 +263,6 @@ def attention_forward(sizes, rule, arrays, mask, dropout, lse, tiles, counter, n
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
         _forward_task(
-            sizes, rule, arrays, mask, dropout, lse, sequence, task % sizes.num_kv_heads, first,
-            min(tiles, num_tiles - first),
+            sizes, rule, arrays, mask, dropout, lse, maxima, sequence, task % sizes.num_kv_heads,
+            first, min(tiles, num_tiles - first),
         )  # fmt: skip

@@ -75,7 +75,7 @@ def plan_fwd(call: Call) -> ForwardPlan | Refusal:
     """Return how o = softmax(logits) v and the log-sum-exp of the logits are computed.
 
     Its results are o like q with v's head dim, and lse (B, Hq, Sq) or (Hq, T), float32, or float64
-    for float64.
+    for float64; with spec.needs_max the largest logits, lying as lse does.
 
     Source: Dao 2023, FlashAttention-2, algorithm 1.
     """
@@ -253,10 +253,11 @@ class ForwardPlan:
         """What it does, a line each."""
         if self._decodes:
             return ["run the decode kernel"]
-        return [f"run the forward kernel by {_unit_of(self._dtype)}"]
+        unit = "the vector unit" if self._spec.needs_max else _unit_of(self._dtype)
+        return [f"run the forward kernel by {unit}"]
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Return o and lse."""
+        """Return o, lse and row maxima where wanted."""
         given, spec = _with_unit_strides(self._frame, AttentionTensors(*tensors)), self._spec
         if not spec.is_varlen or int(given.cu_seqlens_q[-1]) == self._o_shape[0]:
             o = torch.empty(self._o_shape, dtype=self._dtype)
@@ -265,6 +266,7 @@ class ForwardPlan:
             o = torch.zeros(self._o_shape, dtype=self._dtype)
             lse = torch.full(self._lse_shape, float("-inf"), dtype=self._real)
         problem = self._frame.problem(given, o)
+        maxima = torch.full_like(lse, float("-inf")) if spec.needs_max else None
         if self._decodes:
             problem = problem._replace(
                 sizes=problem.sizes._replace(block_size=self._block_size),
@@ -273,8 +275,8 @@ class ForwardPlan:
             run_decode(problem, lse, self._cache_dtype, is_small=self._is_small)
         else:
             q_len = None if spec.is_varlen else self._o_shape[1]
-            run_forward(problem, lse, q_len, is_small=self._is_small)
-        return o, lse
+            run_forward(problem, lse, q_len, is_small=self._is_small, maxima=maxima)
+        return (o, lse) if maxima is None else (o, lse, maxima)
 
 
 def _decodes(spec: AttentionSpec, slopes_batch: int) -> bool:
@@ -283,6 +285,7 @@ def _decodes(spec: AttentionSpec, slopes_batch: int) -> bool:
         spec.max_seqlen_q == 1
         and spec.max_seqlen_k > 0
         and not (spec.is_varlen or spec.has_bias or spec.mask_tile or spec.dropout_threshold)
+        and not spec.needs_max
         and slopes_batch == 0
         and spec.head_dim % 2 == spec.v_head_dim % 2 == 0
     )
@@ -391,19 +394,29 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def run_forward(
-    problem: Problem, lse: Tensor, q_len: int | None = None, *, is_small: bool = False
+    problem: Problem,
+    lse: Tensor,
+    q_len: int | None = None,
+    *,
+    is_small: bool = False,
+    maxima: Tensor | None = None,
 ) -> None:
     """Fill o, through its addresses, and lse.
 
     Args:
         q_len: that of every sequence, where it is one.
         is_small: stay on the calling thread.
+        maxima: gets the largest logit of each row, in the shape of lse; by the vector unit, since
+            the matrix unit's kernel follows no maxima, but powers of two above them.
     """
     tiles, num_tasks = _plan_tasks(problem.arrays.starts, problem.sizes, q_len)
     multiplies_tiles = problem.arrays.packed_like.dtype == np.uint16 and amx.HAS_AMX
-    forward = forward_amx.attention_forward if multiplies_tiles else attention_forward
-    run = run_alone if is_small else run_tasks
-    run(forward, num_tasks, *problem, lse.view(-1).numpy(), tiles)
+    run, numbers = run_alone if is_small else run_tasks, lse.view(-1).numpy()
+    if multiplies_tiles and maxima is None:
+        run(forward_amx.attention_forward, num_tasks, *problem, numbers, tiles)
+    else:
+        tops = numbers[:0] if maxima is None else maxima.view(-1).numpy()
+        run(attention_forward, num_tasks, *problem, numbers, tops, tiles)
 
 
 def _plan_tasks(starts: np.ndarray, sizes: Sizes, q_len: int | None) -> tuple[int, int]:

@@ -4,7 +4,8 @@ What      products q . k -> logits -> probabilities, their sum and the running m
 Grid      none: called by one thread of a kernel on that thread's scratch.
 One call  a row's columns begin ... end (multiples of 32) of a tile of keys.
 Traffic   the row is read twice and written once, in the L1 cache.
-Numerics  e^x = 2^(x log2 e) with x = logit - m fused and small, so that its rounding is too.
+Numerics  e^x = 2^(x log2 e) with x = logit - m: the difference of products is taken before they are
+          scaled, so that it is small, and its rounding too, and 0 for the largest.
           Columns out of sight become exact zeros whatever their product was, NaN included. A row
           without keys keeps m = -inf.
 """
@@ -85,18 +86,22 @@ def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep
             if word != -1:
                 x = simd.select(lanes_of(like, word, lane), x, lowest)
             largest = simd.maximum(x, largest)
-    top = like.dtype.type(simd.max_lanes(largest) * like.dtype.type(factor))
+    most, zero_shift = simd.max_lanes(largest), like.dtype.type(0.0)
+    top = like.dtype.type(most * like.dtype.type(factor))
     new = max(m, top)
-    shift = new if new > -math.inf else like.dtype.type(0.0)
-    factors, log2_e = simd.splat(like, factor), simd.splat(like, LOG2_E)
-    shifts = simd.splat(like, -shift)
+    shift = new if new > -math.inf else zero_shift
+    # The maximum before the factor is exact, so that a row of one key has p = 1 and o = v.
+    raw = most if top >= m else like.dtype.type(m / like.dtype.type(factor))
+    raw = raw if new > -math.inf else zero_shift
+    factors = simd.splat(like, like.dtype.type(factor) * like.dtype.type(LOG2_E))
+    log2_e, shifts = simd.splat(like, LOG2_E), simd.splat(like, raw)
     zero = simd.splat(like, 0.0)
     total = zero
     for first in range(begin, end, WORD):
         word = seen[wi + first // WORD]
         for lane in range(0, WORD, lanes):
             column = first + lane
-            x = simd.exp2(simd.mul(simd.fma(simd.load(s, si + column), factors, shifts), log2_e))
+            x = simd.exp2(simd.mul(simd.sub(simd.load(s, si + column), shifts), factors))
             if word != -1:
                 x = simd.select(lanes_of(like, word, lane), x, zero)
             total = simd.add(total, x)

@@ -10,13 +10,19 @@ Numerics  see forward/fp8/kernel.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon.attention.quantise import Quantized, quantize_qkv, value_columns
+from tilewise.kernels.gluon.attention.quantise import (
+    Quantized,
+    quantize_qkv,
+    quantize_qkv_by_token,
+    value_columns,
+)
 from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, Variant, variant_of
 from tilewise.kernels.gluon.forward.launch import counter_of
@@ -29,6 +35,7 @@ __all__ = ["QUANTIZES", "launch_fwd", "run", "why_not"]
 QUANTIZES = True  # takes 16-bit tensors, too
 
 _HOPPER = 90
+_FOUR = 4
 _UNLIMITED = 1 << 30  # keys on a side whose kernel does not look
 _L2_BYTES = 16 << 20  # of keys and values at work at a time; the cache has 50 MB
 
@@ -59,6 +66,7 @@ def launch_fwd(
     *,
     scales: tuple[Tensor, Tensor, Tensor] | None,
     rotation: Tensor | None = None,
+    per_token: bool = False,
     seqlens_k: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
@@ -66,15 +74,17 @@ def launch_fwd(
 
     Args:
         q, k, v: 16 bits, or float8_e4m3fn with `scales`.
-        scales: float32 (B, Hq), (B, Hk), (B, Hk) of q, k, v.
+        scales: float32 (B, Hq), (B, Hk), (B, Hk) of q, k, v, or (B, Hq, Sq), (B, Hk, Sk), (B, Hk).
         rotation: +-1, (D, D) in q's dtype, for 16-bit q and k.
+        per_token: quantise 16-bit q and k with a scale for each token.
         dtype: of o, bfloat16 or float16.
     """
     if min(q.numel(), k.numel()) == 0:
         o, lse = _allocate(q, dtype)
         return o.zero_(), lse.fill_(float("-inf"))
     if scales is None:
-        ready = quantize_qkv(q, k, v, rotation=rotation, seqlens_k=seqlens_k)
+        quantize = quantize_qkv_by_token if per_token else quantize_qkv
+        ready = quantize(q, k, v, rotation=rotation, seqlens_k=seqlens_k)
     else:
         contiguous = [scale.contiguous() for scale in scales]
         ready = Quantized(q, k, value_columns(v, seqlens_k), *contiguous)
@@ -107,7 +117,10 @@ def run(
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     o, lse = _allocate(q, dtype)
-    variant = variant or variant_of(spec)
+    per_token = scales[0].dim() == 3
+    variant = replace(variant or variant_of(spec), PER_TOKEN=per_token)
+    if per_token and seqlen_k % _FOUR:  # the kernel reads scales of keys by fours
+        scales[1] = torch.nn.functional.pad(scales[1], (0, -seqlen_k % _FOUR))
     q, k = (x if why_no_descriptor(x) is None else x.contiguous() for x in (q, k))
     width = head_dim // variant.PARTS
     row_tiles = triton.cdiv(seqlen_q, 64 * variant.NUM_CONSUMERS)

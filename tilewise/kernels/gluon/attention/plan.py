@@ -29,7 +29,7 @@ _SEPARATE_ROWS = 128  # of a tile of dq where it has a kernel of its own
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
     """Return how the forward pass is run, where queries are few on the paged kernels.
 
-    Its results are o and lse.
+    Its results are o, lse and row maxima where wanted.
     """
     reason = _why_not(call.spec)
     return Refusal(reason) if reason is not None else made_fwd(call)

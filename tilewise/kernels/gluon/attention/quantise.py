@@ -13,7 +13,11 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon.forward.fp8.quantise import head_maxima_kernel, quantize_heads_kernel
+from tilewise.kernels.gluon.forward.fp8.quantise import (
+    head_maxima_kernel,
+    quantize_heads_kernel,
+    quantize_tokens_kernel,
+)
 from tilewise.kernels.gluon.host.launch import launch
 
 _NUMBERS = 8192  # of a program: 64 float32 a thread
@@ -29,7 +33,7 @@ _WIDEST, _NARROWEST_ROTATED = 256, 16  # a matrix product takes 16 channels at l
 
 
 class Quantized(NamedTuple):
-    """e4m3 tensors and float32 (B, H) scales."""
+    """e4m3 tensors and float32 scales, (B, H), or of q and k (B, H, S), one a token."""
 
     q: Tensor  # (B, Sq, Hq, D)
     k: Tensor  # (B, Sk, Hk, D)
@@ -160,6 +164,50 @@ def quantize_rows(
         SCALED=True, **constants,
     )  # fmt: skip
     return x8, scale
+
+
+def quantize_tokens(
+    x: Tensor, *, rotation: Tensor | None, seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Quantise one tensor with a scale for each token; return e4m3 and float32 (B, H, S).
+
+    Arguments are those of `quantize_rows`.
+    """
+    tasks = _Tasks(x, x, x, rotated=rotation is not None)
+    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    heads, length = tasks.heads_k, tasks.seqlen_k
+    scale = torch.empty((tasks.batch, heads, length), dtype=torch.float32, device=x.device)
+    constants = tasks.constants(_KEYS_ALONE)
+    del constants["SINGLE"]
+    launch(
+        quantize_tokens_kernel, tasks.k, x, rotation, seqlens, x8.view(torch.uint8), scale,
+        *_strides(x), heads, length, tasks.chunks_k, tasks.head_dim, **constants,
+    )  # fmt: skip
+    return x8, scale
+
+
+def quantize_qkv_by_token(
+    q: Tensor, k: Tensor, v: Tensor, *, rotation: Tensor | None, seqlens_k: Tensor | None
+) -> Quantized:
+    """Quantise the inputs of one call with a scale for each query and key, and each head of v.
+
+    Arguments are those of `quantize_qkv`.
+    """
+    q8, q_scale = quantize_tokens(q, rotation=rotation, seqlens=None)
+    k8, k_scale = quantize_tokens(k, rotation=rotation, seqlens=seqlens_k)
+    tasks = _Tasks(v, v, v, rotated=False)
+    columns = triton.cdiv(tasks.seqlen_k, _KEYS) * _KEYS
+    v8 = q8.new_empty((tasks.batch, tasks.heads_k, tasks.head_dim, columns))
+    maxima = torch.empty(tasks.k, dtype=torch.float32, device=v.device)
+    v_scale = torch.empty((tasks.batch, tasks.heads_k), dtype=torch.float32, device=v.device)
+    given, out = (v, v, v, None, seqlens_k, maxima), v8.view(torch.uint8)
+    numbers, constants = (*_strides(v, v, v), *tasks.numbers()), tasks.constants(_VALUES_ALONE)
+    launch(head_maxima_kernel, tasks.k, *given, *numbers, **constants)
+    launch(
+        quantize_heads_kernel, tasks.k, *given, out, out, out, v_scale, *numbers, columns,
+        MAX_CHUNKS=triton.next_power_of_2(tasks.chunks_k), SCALED=True, **constants,
+    )  # fmt: skip
+    return Quantized(q8, k8, v8, q_scale, k_scale, v_scale)
 
 
 def value_columns(v8: Tensor, seqlens_k: Tensor | None) -> Tensor:

@@ -63,6 +63,8 @@ def is_faster(spec: AttentionSpec, num_sms: int) -> bool:
         return False
     if spec.is_varlen or spec.has_bias or spec.has_alibi or spec.mask_tile or spec.dropout_p > 0:
         return False
+    if spec.needs_max:
+        return False
     if spec.window_left >= 0 or spec.window_right > 0:
         return False
     width = spec.head_dim + spec.v_head_dim

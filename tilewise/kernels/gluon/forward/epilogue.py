@@ -1,6 +1,7 @@
 """The end of a tile of the forward pass: 64 rows of o and lse leave the registers of a warpgroup.
 
-What: o = acc / l and lse, the sink and the scale of dropout included.
+What: o = acc / l and lse, the sink and the scale of dropout included; where wanted, the largest
+      logit of each row, the sink apart.
 Grid: none, inlined into the warpgroups of the forward pass.
 One call: 64 rows of one head.
 Traffic: o through shared memory and TMA, the last rows of a packed sequence by plain stores; lse.
@@ -17,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilewise.kernels.gluon.device.compat import tma_store
-from tilewise.kernels.gluon.device.warpgroup import scale_rows, sum_layout
+from tilewise.kernels.gluon.device.warpgroup import LN2, scale_rows, sum_layout
 from tilewise.kernels.gluon.forward.softmax import finish
 
 
@@ -31,6 +32,7 @@ class Output(NamedTuple):
     lse: object
     lse_batch: object
     lse_head: object
+    maxima: object  # of the logits of each row, where lse has it; None without
     sinks: object  # float32 (Hq,), None without
     philox: object  # int64 (2,), None without dropout
     drop_limit: object
@@ -50,6 +52,11 @@ def store_rows(
     row = head.first_row + gl.arange(0, 64, lse.type.layout)
     at = rows.b.to(gl.int64) * output.lse_batch + rows.h.to(gl.int64) * output.lse_head
     gl.store(output.lse + (at + rows.first_q) + row, lse, mask=row < rows.length_q)
+    if variant.maxima:
+        most = m * LN2
+        if variant.factored:
+            most = most * factor
+        gl.store(output.maxima + (at + rows.first_q) + row, most, mask=row < rows.length_q)
     if variant.dropout:
         scale = scale * output.keep_scale
     o = scale_rows(acc, scale).to(shared.o.dtype)

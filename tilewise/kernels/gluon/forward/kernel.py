@@ -3,7 +3,8 @@
 What: o = softmax(s) v and lse, with s = softmax_scale * q k^T, capped, biased, masked, dropped.
 Grid: one CTA a multiprocessor, or fewer where there are fewer tiles; CTAs stay (see `scheduler`).
 One CTA: `tile.warpgroups` warpgroups of 64 queries each, and a warp that loads for them.
-Traffic: q is read and o, lse are written once; k and v once per query tile (mostly from L2).
+Traffic: q is read and o, lse are written once, so are the largest logits of rows where a call wants
+      them; k and v once per query tile (mostly from L2).
 Numerics: products in the input type with float32 sums; m, l, acc float32; exponentials in base 2.
 Rows that see nothing give o = 0, lse = -inf.
 """
@@ -51,7 +52,7 @@ class Variant(NamedTuple):
     right: bool  # keys far to its right are
     ruled: bool  # windows or lengths hide keys of the first block (of any, with a block mask)
     factored: bool  # the last step of the logits is a positive factor, which rides in an fma
-    bounded: bool  # every logit is at most `factor`, so no maximum is needed
+    bounded: bool  # no logit exceeds `factor` in size, so a maximum need not be followed
     softcap: str  # "none", "fast" (tanh of the special function unit) or "exact"
     alibi: bool
     slanted: bool  # ALiBi where no row sees a key behind its own, and the logits are factored
@@ -64,6 +65,7 @@ class Variant(NamedTuple):
     sinks: bool
     packed: bool  # sequences lie one after the other in one batch
     lengths: bool  # dense sequences have a number of keys of their own
+    maxima: bool  # the largest logit of each row is written, too
     short: bool  # warpgroups without rows step aside in the last tile of a head
 
 
@@ -81,6 +83,7 @@ class Tensors(NamedTuple):
     mask_reach: object = None
     mask_spans: object = None
     mask_entries: object = None
+    maxima: object = None  # float32, as lse lies
 
 
 class Shared(NamedTuple):
@@ -173,7 +176,7 @@ def attention_fwd_kernel(
     )  # fmt: skip
     output = Output(
         o, o_ptr, o_row, width, lse, lse_batch, lse_head,
-        tensors.sinks, tensors.philox, drop_limit, keep_scale,
+        tensors.maxima, tensors.sinks, tensors.philox, drop_limit, keep_scale,
     )  # fmt: skip
     factor = factor_log2(extras, variant)
     shared = _allocate(q, q_high, k, k_high, v, o, tile)

@@ -52,22 +52,24 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
 
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Add the forward pass to a plan; see `ops.attention` for shapes and rules.
 
     Args:
         tile: overrides the choice of `tile_config_fwd`, for tuning.
 
     Returns:
-        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
+        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T); with spec.needs_max the
+        largest logits, lying as lse does.
     """
     q, bias, heads = tensors.q, tensors.bias, spec.num_q_heads
     rows = q.shape[0] if spec.is_varlen else q.shape[1]
     o_shape = (*q.shape[:-1], spec.v_head_dim)
     lse_shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
     if spec.batch * heads * spec.max_seqlen_q * rows == 0:
-        o = maker.full(o_shape, 0.0, q.dtype)
-        return o, maker.full(lse_shape, -math.inf, torch.float32)
+        count = 2 if spec.needs_max else 1
+        nothing = [maker.full(lse_shape, -math.inf, torch.float32) for _ in range(count)]
+        return maker.full(o_shape, 0.0, q.dtype), *nothing
     o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
     strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
     bias_rows = strides[2] != 0
@@ -75,6 +77,12 @@ def add_fwd(
     variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
     q, k, v = (maker.addressable(_some(maker, x)) for x in tensors[:3])
     added, upper_bound = _tensors_of(maker, o, lse, spec, tensors, tile)
+    results: tuple[Tensor, ...] = o, lse
+    if spec.needs_max:  # rows that belong to no packed sequence are not written
+        maxima = maker.empty(lse_shape, torch.float32)
+        if spec.is_varlen:
+            maxima = maker.full(lse_shape, -math.inf, torch.float32)
+        added, results = added._replace(maxima=maxima), (o, lse, maxima)
     num_heads = heads if spec.is_varlen else spec.batch * heads
     num_tiles = upper_bound * num_heads
     grid = min(num_tiles, device.sm_count_of(maker.device))
@@ -89,7 +97,7 @@ def add_fwd(
         _alibi_stride(tensors.alibi_slopes), *_mask_strides(tensors.mask), *strides,
         tile=tile, variant=variant,
     )  # fmt: skip
-    return o, lse
+    return results
 
 
 def _split_descriptors(

@@ -90,8 +90,10 @@ def fold(
 ):  # fmt: skip
     """Fold a block of logits s (64, n) into m (64,) and l (64, 4).
 
-    BOUNDED: no logit exceeds m, which is known beforehand and stays as it is; alpha is 1.
-    MASKED: rows may have seen nothing yet, and s may hold -inf.
+    BOUNDED: logits are bounded, so that any of them may stand for the maximum: m is that of the
+        first block that shows a key to the row, and stays; alpha is 1. A row of one key so has
+        p = 1, which is exact in 16 bits, too, and o = v.
+    MASKED: rows may have seen nothing yet, and s may hold -inf. Where it is not, m is finite.
     added: None, or (64, 4), what FACTORED logits lack beside their factor: a number for each thread
         of a row.
 
@@ -99,17 +101,20 @@ def fold(
         p (64, n), m, l and alpha (64,), the factor of what was summed before.
     """
     SLANTED: gl.constexpr = added is not None
-    if BOUNDED:
+    if BOUNDED and not MASKED:
         m_new = m
     else:
         ROWS: gl.constexpr = m.type.layout
-        most = _row_maxima(s, added, SLANTED)
-        m_new = gl.maximum(m, gl.convert_layout(most, ROWS))
+        most = gl.convert_layout(_row_maxima(s, added, SLANTED), ROWS)
+        if BOUNDED:
+            m_new = gl.where(m == float("-inf"), most, m)
+        else:
+            m_new = gl.maximum(m, most)
     if FACTORED:
         shift = m_new * factor_log2
     else:
         shift = m_new
-    if MASKED and not BOUNDED:  # exp2(-inf - -inf) would be NaN
+    if MASKED:  # exp2(-inf - -inf) would be NaN
         shift = gl.where(m_new == float("-inf"), 0.0, shift)
     if FACTORED:
         scale = gl.full_like(s, 0.0) + factor_log2
@@ -124,7 +129,7 @@ def fold(
         alpha = exp2(m - shift)
     part = partial_sums(p)
     if BOUNDED:
-        return p, m, l + part, alpha
+        return p, m_new, l + part, alpha
     l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout)), 1) + part
     return p, m_new, l, alpha
 

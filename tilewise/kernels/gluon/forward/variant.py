@@ -16,9 +16,9 @@ _CHANNELS = 8  # 16 bytes: what strides and widths of o are counted in
 # K and V of the heads whose tiles are computed side by side: 16 MiB of Hopper's 50 MB L2 was the
 # best of 4 to 64 (H200, causal, 16,384 tokens, 2026-11-20).
 _SECTION_BYTES = 16 << 20
-# Of capped logits with the exponents of bfloat16: exp(-2 * 40) is 2**-116, no denormal, so that
-# the cap may stand for the maximum of a row.
-_WIDEST_BOUND = 40.0
+# Of capped logits with the exponents of bfloat16: exp(2 * 32) is 2**92, and 2**-92 no denormal, so
+# that the cap, or any logit, may stand for the maximum of a row in sums over 2**24 keys and more.
+_WIDEST_BOUND = 32.0
 _LEAST_FACTOR = 2.0**-40  # that slopes of ALiBi are divided by: they must stay finite
 
 
@@ -65,7 +65,7 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
         ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
         factored=scaled and (slanted or not spec.has_alibi),
         bounded=scaled
-        and not spec.has_alibi
+        and not (spec.has_alibi or spec.needs_max)
         and softcap == "fast"
         and spec.softcap <= _WIDEST_BOUND,
         softcap=softcap,
@@ -80,6 +80,7 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
         sinks=spec.has_sinks,
         packed=spec.is_varlen,
         lengths=spec.has_seqlens_k,
+        maxima=spec.needs_max,
         short=_is_short(spec, tile),
     )
 

@@ -151,7 +151,9 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     if tile.q_in_registers:
         q = q.load(operand_layout(tile.keys))
         release_loaded(shared.q_empty.index(GROUP))
-    START: gl.constexpr = 1.0 if variant.bounded else float("-inf")
+    # Where each row sees all keys of each block, the bound itself stands for the maximum.
+    WHOLE: gl.constexpr = variant.bounded and EDGE == "none" and not BITS
+    START: gl.constexpr = 1.0 if WHOLE else float("-inf")
     m = gl.full([64], START, gl.float32, ROWS)
     l = partial_sums(gl.zeros([64, KEYS], gl.float32, S))
     acc = gl.zeros([64, DV], gl.float32, ACC)
@@ -174,7 +176,10 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     if variant.right or BITS:
         for index in range(first + 1, walk.free_begin):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, BITS)
-    for index in range(gl.maximum(walk.free_begin, first + 1), walk.free_end):
+    free_begin = gl.maximum(walk.free_begin, first + 1)
+    if variant.bounded and not WHOLE:
+        state = _with_maxima(state, free_begin < walk.free_end)
+    for index in range(free_begin, walk.free_end):
         state = _step(state, q, task, index, step + index, tile, variant, GROUP, "none", False)
     if variant.left and not BITS:
         for index in range(gl.maximum(walk.free_end, first + 1), walk.steps):
@@ -233,6 +238,16 @@ def _step(
     if not variant.bounded:
         acc = scale_rows(acc, alpha)
     return State(acc, pack(p, shared.v.dtype), m, l)
+
+
+@gluon.jit
+def _with_maxima(state, follow):
+    """Let the bound, 1, be m of rows that have seen nothing, if blocks `follow` that all rows see.
+
+    They see many keys then, so that no value need come out exactly.
+    """
+    m = gl.where((state.m == float("-inf")) & follow, 1.0, state.m)
+    return State(state.acc, state.p, m, state.l)
 
 
 @gluon.jit

@@ -3,7 +3,8 @@
 What: o = softmax(s) v and lse, with s = softmax_scale * q k^T, capped, ALiBi, masked, with a sink.
 Grid: one axis, query tiles x (batch x query heads), ordered by `tile_of_program`.
 One program: TILE_M queries of one head; loops over the keys they see, TILE_N at a time.
-Traffic: q is read and o, lse are written once; k and v once per query tile (mostly from L2).
+Traffic: q is read and o, lse are written once, so are the largest logits of rows where a call wants
+      them; k and v once per query tile (mostly from L2).
 Numerics: products in the input type with float32 sums; m, l, acc float32; exponentials in base 2
 with softmax_scale * log2(e) folded into one fma. Rows that see nothing give o = 0, lse = -inf.
 """
@@ -221,9 +222,6 @@ def attention_fwd_kernel(
 
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
-    if sinks_ptr is not None:  # the sink is a first key whose value is 0
-        m = tl.zeros([TILE_M], tl.float32) + tl.load(sinks_ptr + h) * LOG2E
-        l = tl.where(m > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
     scores = Scores(
         softmax_scale, softcap, slope_of_head(extras, b, h, variant),
@@ -298,8 +296,19 @@ def attention_fwd_kernel(
             acc, l, m, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
         )
 
-    total = tl.where(l == 0.0, 1.0, l)
     lse_base = head_base(lse_ptr, b, first_q, h, strides.lse, 1)
+    if extras.maxima is not None:
+        maxima = head_base(extras.maxima, b, first_q, h, strides.lse, 1)
+        tl.store(maxima + rows, m * LN2, mask=stored)
+    if sinks_ptr is not None:  # the sink is a last key whose value is 0
+        sink_log2 = tl.load(sinks_ptr + h) * LOG2E
+        m_new = tl.maximum(m, sink_log2)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - shift)
+        l = tl.fma(l, alpha, tl.exp2(sink_log2 - shift))
+        acc = acc * alpha[:, None]
+        m = m_new
+    total = tl.where(l == 0.0, 1.0, l)
     tl.store(lse_base + rows, (m + tl.log2(total)) * LN2, mask=stored)
     o_base = head_base(o_ptr, b, first_q, h, strides.o, dims.unit)
     o_ptrs = row_pointers(o_base, first_row, TILE_M, strides.o[1], dims.dv_pad, dims)

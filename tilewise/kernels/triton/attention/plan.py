@@ -82,7 +82,7 @@ def tile_config(spec: AttentionSpec, part: Part = "fwd", arch: int = 90) -> Tile
 
 
 def plan_fwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPlan | Refusal:
-    """Return how the forward pass is run; its results are o and lse.
+    """Return how the forward pass is run; its results are o, lse and row maxima where wanted.
 
     Args:
         tiles: by part, override the table, for tuning.
@@ -181,11 +181,12 @@ def given_of(spec: AttentionSpec, tensors: AttentionTensors) -> dict[str, Any]:
 
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: TileConfig
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Add the forward pass to a plan; see `ops.attention` for shapes and rules.
 
     Returns:
-        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T).
+        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T); with spec.needs_max the
+        largest logits, lying as lse does.
     """
     q, k, v = tensors[:3]
     o = _allocate(maker, q, (*q.shape[:-1], spec.v_head_dim), spec)
@@ -194,10 +195,15 @@ def add_fwd(
     strides = FwdStrides(*(strides_of(x, spec, dims) for x in (q, k, v, o)), row_strides(lse))
     num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
     num_heads = spec.batch * spec.num_q_heads
-    if num_tiles * num_heads == 0:
-        return o, lse
+    results: tuple[Tensor, ...] = o, lse
     given = given_of(spec, tensors)
-    extras = _with_reach(maker, given["extras"], tile)
+    extras = given["extras"]
+    if spec.needs_max:
+        results = o, lse, _allocate_rows(maker, q, spec)
+        extras = extras._replace(maxima=results[2])
+    if num_tiles * num_heads == 0:
+        return results
+    extras = _with_reach(maker, extras, tile)
     maker.launch(
         attention_fwd_kernel, num_tiles * num_heads,
         q, k, v, o, lse, tensors.sinks, given["sequences"], strides,
@@ -205,7 +211,7 @@ def add_fwd(
         dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return o, lse
+    return results
 
 
 def launch_rows(

@@ -50,7 +50,7 @@ class Variant(NamedTuple):
     mask_k: int
     ruled: bool  # beside a block mask, windows or lengths hide keys too
     dropout: bool
-    plain: bool  # s = softmax_scale * q . k with a positive scale: the scale rides in the fma
+    plain: bool  # 16 bits, s = softmax_scale * q . k, a positive scale: it rides in the fma
 
 
 class Extras(NamedTuple):
@@ -79,6 +79,7 @@ class Extras(NamedTuple):
     philox: object = None  # int64 (2,): seed and offset of dropout
     threshold: object = None  # of 65,536: how many drop a probability
     keep_scale: object = None  # of those that stay
+    maxima: object = None  # where the largest logit of each row goes, as lse lies
 
 
 class Scores(NamedTuple):

@@ -1,6 +1,7 @@
 """Attention of e4m3 queries, keys and values on Hopper: the kernel.
 
-What: o = softmax(c q k^T) v with c = softmax_scale * q_scale * k_scale of the head, times v_scale.
+What: o = softmax(c q k^T) v with c = softmax_scale * q_scale * k_scale of the head, times v_scale;
+      PER_TOKEN, q_scale is a row's and rides in the fma, k_scale a column's, one product more.
 Grid: one CTA an SM; each walks the tiles that `loader` gives it.
 One CTA: NUM_CONSUMERS warpgroups of 64 queries each and a producer warp. K and V pass through rings
       of STAGES buffers; P stays in registers.
@@ -44,8 +45,11 @@ from tilewise.kernels.gluon.forward.fp8.loader import (
 )
 from tilewise.kernels.gluon.forward.fp8.step import (
     P_LOG2,
+    KeyScales,
     add_values,
     arrive_scheduler,
+    next_tile,
+    scaled_by_keys,
     scores,
     skip,
     softmax,
@@ -67,8 +71,18 @@ def _store(acc, o_desc, smem, b, h, row0, PART: gl.constexpr, C: gl.constexpr,
 
 
 @gluon.jit
+def _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C: gl.constexpr):
+    """Return what the scores of 64 rows must be multiplied by, (64,), times log2(e)."""
+    scale = gl.full_like(row, 0).to(gl.float32) + read_note(smem.factors, slot * 2)
+    if C.PER_TOKEN:
+        at = q_scale_ptr + batch_head.to(gl.int64) * seqlen_q + row
+        scale = scale * gl.load(at, mask=row < seqlen_q, other=1.0)
+    return scale
+
+
+@gluon.jit
 def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
-    o_desc, lse_ptr, seqlen_q, left, right = own
+    o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right = own
     TILE_N: gl.constexpr = C.TILE_N
     HEAD_DIM: gl.constexpr = C.HEAD_DIM
     WIDTH: gl.constexpr = HEAD_DIM // C.PARTS
@@ -87,7 +101,9 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         first = read_note(smem.places, slot * NOTES + FIRST)
         count = read_note(smem.places, slot * NOTES + COUNT)
         keys = read_note(smem.places, slot * NOTES + KEYS)
-        scale = read_note(smem.factors, slot * 2)
+        row = row0 + gl.arange(0, 64, rows)
+        batch_head = read_note(smem.places, slot * NOTES + BATCH_HEAD)
+        scale = _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C)
         m = gl.full([64], float("-inf"), gl.float32, rows)
         blank = gl.zeros([64, TILE_N], gl.float32, s_layout).reshape([64, TILE_N // 8, 4, 2])
         sums = gl.sum(gl.sum(blank, 3), 1)
@@ -100,7 +116,11 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         # left in every step.
         offset = keys - seqlen_q
         rightmost = (first + count - 1) * TILE_N
-        row = row0 + gl.arange(0, 64, rows)
+        # Heads of a sequence are whole groups; those of a key head start at whole fours.
+        kv_head = (batch_head // head_group).to(gl.int64)
+        of_keys = KeyScales(
+            k_scale_ptr + kv_head * (gl.cdiv(seqlen_k, 4) * 4), first + count - 1, seqlen_k
+        )  # fmt: skip
         end = gl.full_like(row, 0) + (keys - rightmost)
         begin = row
         skipped = 0
@@ -125,6 +145,7 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                 skip(bars, done, CONSUMER, C)
                 done += 1
             end += skipped * TILE_N
+            of_keys = next_tile(of_keys, skipped)
             if C.HAS_LEFT:
                 begin += skipped * TILE_N
         # The first tile of keys: scores only.
@@ -136,6 +157,7 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         s = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
         HAS_END: gl.constexpr = C.HAS_RIGHT or C.HAS_TAIL
+        s = scaled_by_keys(s, of_keys, HAS_END, C)
         p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, C.HAS_LEFT, HAS_END)
         p = pack_e4m3(p)
         done += 1
@@ -144,14 +166,16 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                 end += TILE_N
                 if C.HAS_LEFT:
                     begin += TILE_N
+                of_keys = next_tile(of_keys, 1)
                 acc, acc2, p, m, sums, alpha = step(
-                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, begin, end,
+                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
                     CONSUMER, C, C.HAS_LEFT, True,
                 )  # fmt: skip
                 done += 1
         for _ in range(masked_until, whole_until):
+            of_keys = next_tile(of_keys, 1)
             acc, acc2, p, m, sums, alpha = step(
-                q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, begin, end,
+                q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
                 CONSUMER, C, False, False,
             )  # fmt: skip
             done += 1
@@ -159,8 +183,9 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
             begin += (whole_until - masked_until) * TILE_N
             for _ in range(whole_until, count):
                 begin += TILE_N
+                of_keys = next_tile(of_keys, 1)
                 acc, acc2, p, m, sums, alpha = step(
-                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, begin, end,
+                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
                     CONSUMER, C, True, False,
                 )  # fmt: skip
                 done += 1
@@ -175,13 +200,13 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         b = read_note(smem.places, slot * NOTES + BATCH)
         h = read_note(smem.places, slot * NOTES + HEAD)
         batch_head = read_note(smem.places, slot * NOTES + BATCH_HEAD)
-        scale = read_note(smem.factors, slot * 2)
+        row = row0 + gl.arange(0, 64, rows)
+        scale = _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C)
         v_scale = read_note(smem.factors, slot * 2 + 1)
         total = gl.convert_layout(gl.sum(sums, 1), rows)
         inverse = gl.where(total > 0, v_scale / total, 0.0)
         lse = (m * scale - P_LOG2) * LN2 + gl.log(total)
         lse = gl.where(total > 0, lse, float("-inf"))
-        row = row0 + gl.arange(0, 64, rows)
         gl.store(lse_ptr + batch_head.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
         _store(scale_rows(acc, inverse), o_desc, smem, b, h, row0, 0, C, CONSUMER)
         if C.PARTS == 2:
@@ -248,7 +273,9 @@ def attention_fp8_fwd_kernel(
              right)  # fmt: skip
     descs = Descriptors(q_desc, k_desc, v_desc, o_desc)
     scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
-    own = (o_desc, lse_ptr, seqlen_q, left, right)
+    own = (
+        o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right
+    )  # fmt: skip
     shared = (descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes)
     if NC == 2:
         gl.warp_specialize(

@@ -163,7 +163,9 @@ def produce(shared, smem, bars, C: gl.constexpr):
         first, count = key_tiles(row0, keys - seqlen_q, keys, left, right, C)
         batch_head = b * heads + h
         kv_head = b * (heads // head_group) + hk
-        scale = softmax_scale * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_head)
+        scale = softmax_scale
+        if not C.PER_TOKEN:
+            scale = scale * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_head)
         factors = (scale, gl.load(v_scale_ptr + kv_head))
         place = (row0, b, h, batch_head, first, count, keys)
         _load_q(descs.q, smem, bars, place, factors, 0, visit, C)

@@ -1,10 +1,11 @@
-"""Quantise queries, keys and values to e4m3, one scale a head: two plain Triton kernels.
+"""Quantise queries, keys and values to e4m3, one scale a head or a token: plain Triton kernels.
 
 What: x8 = x * (448 / amax) with amax over the rows and channels of one head of one sequence.
       Queries and keys may be rotated first, x <- x M / sqrt(D) with M of +-1 (`reference.fp8`).
 Grid: (q's, k's, v's) tasks of TILE rows of one head; the second kernel takes v's by themselves.
 One program: the first kernel writes the largest |x| of its rows; the second takes the largest of
       its head's, writes its rows as e4m3, and the scale where it has the head's first rows.
+      `quantize_tokens_kernel` does both for its rows alone, and reads them once.
 Traffic: x twice, x8 once. Rows are visited in opposite orders, so that the second kernel begins
       with what the first left in the L2 cache.
 Numerics: float32; a rotation multiplies 16-bit numbers by +-1 on the tensor core, which is exact,
@@ -181,3 +182,37 @@ def quantize_heads_kernel(
             out = tl.multiple_of(out, 16)
             step = tl.multiple_of(step, 16)
         _store_rows(out, x8, position, step, position < seqlen, head_dim, D)
+
+
+@triton.jit(do_not_specialize=["heads", "seqlen", "chunks"])
+def quantize_tokens_kernel(
+    x, rotation, seqlens, x8, scales, batch_stride, row_stride, head_stride, heads, seqlen, chunks,
+    head_dim, D: tl.constexpr, TILE: tl.constexpr, ROTATED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write e4m3 of TILE rows of one head (B, S, H, D), and their scales (B, H, S)."""
+    index = tl.program_id(0) // chunks  # of sequence and head
+    chunk = tl.program_id(0) % chunks
+    b, h = index // heads, index % heads
+    start = x + b.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride
+    step = heads.to(tl.int64) * head_dim
+    out = x8 + b.to(tl.int64) * seqlen * step + h * head_dim
+    row_stride = row_stride.to(tl.int64)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+        row_stride = tl.multiple_of(row_stride, 8)
+        out = tl.multiple_of(out, 16)
+        step = tl.multiple_of(step, 16)
+    limit = seqlen
+    if seqlens is not None:
+        limit = tl.minimum(tl.load(seqlens + b), seqlen)
+    row = chunk * TILE + tl.arange(0, TILE)
+    values = _rows(start, row_stride, row, limit, rotation, head_dim, D, ROTATED, ROTATED)
+    amax = tl.max(tl.abs(values), 1)
+    tiny = amax < TINIEST_AMAX
+    inverse = tl.where(tiny, 1.0, tl.div_rn(E4M3_MAX, tl.where(tiny, 1.0, amax)))
+    scale = tl.where(tiny, 1.0, tl.div_rn(amax, E4M3_MAX))
+    inside = row < seqlen
+    tl.store(scales + index.to(tl.int64) * seqlen + row, scale, mask=inside)
+    rounded = tl.clamp(values * inverse[:, None], -E4M3_MAX, E4M3_MAX)
+    bits = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    _store_rows(out, bits, row, step, inside, head_dim, D)

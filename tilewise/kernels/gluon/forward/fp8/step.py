@@ -14,6 +14,8 @@ Numerics: base 2, float32. The tensor core keeps about 14 bits of a sum of e4m3 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,11 +48,42 @@ def arrive_scheduler(CONSUMER: gl.constexpr, C: gl.constexpr):
     named_barrier("arrive", _SCHEDULER_BARRIER + (CONSUMER + 1) % C.NUM_CONSUMERS, 256, 4)
 
 
+class KeyScales(NamedTuple):
+    """Where the scales of a head's keys are, if each has its own, and which tile is at hand."""
+
+    scales: object  # of its first key, at a multiple of 16 bytes
+    tile: object
+    seqlen_k: object
+
+
+@gluon.jit
+def scaled_by_keys(s, of_keys, MASKED: gl.constexpr, C: gl.constexpr):
+    """Multiply each column of scores by its key's scale; MASKED: keys may end in this tile."""
+    if C.PER_TOKEN:
+        columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        key = gl.arange(0, s.shape[1], columns)
+        start = of_keys.scales + of_keys.tile * C.TILE_N
+        if MASKED:
+            left = of_keys.seqlen_k - of_keys.tile * C.TILE_N
+            scale = gl.load(start + key, mask=key < left, other=1.0)
+        else:
+            scale = gl.load(start + key)
+        s = s * gl.expand_dims(scale, 0)
+    return s
+
+
+@gluon.jit
+def next_tile(of_keys, count):
+    """Go `count` tiles of keys to the left."""
+    return KeyScales(of_keys.scales, of_keys.tile - count, of_keys.seqlen_k)
+
+
 @gluon.jit
 def softmax(s, m, sums, scale, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr):
     """Return p * 2 ** 8, the new maximum and sums, and what older sums must be multiplied by.
 
-    sums (64, 4) are those of a thread's own columns; they meet at the end of a tile.
+    scale: of a row's logits, (64,). sums (64, 4) are those of a thread's own columns; they meet at
+    the end of a tile.
     """
     TILE_N: gl.constexpr = s.shape[1]
     MASKED: gl.constexpr = HAS_BEGIN or HAS_END
@@ -61,8 +94,9 @@ def softmax(s, m, sums, scale, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.
     if MASKED:
         top = gl.where(m_new == float("-inf"), 0.0, top)
     zeros = gl.full_like(s, 0.0)
-    p = exp2(gl.fma(s, zeros + scale, zeros + gl.expand_dims(P_LOG2 - top, 1)))
-    alpha = exp2(gl.fma(m, gl.full_like(m, 0.0) + scale, 0.0 - top))
+    factor = zeros + gl.expand_dims(scale, 1)
+    p = exp2(gl.fma(s, factor, zeros + gl.expand_dims(P_LOG2 - top, 1)))
+    alpha = exp2(gl.fma(m, scale, 0.0 - top))
     part = gl.sum(gl.sum(p.reshape([64, TILE_N // 8, 4, 2]), 3), 1)
     rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
     sums = sums * gl.expand_dims(gl.convert_layout(alpha, rows), 1) + part
@@ -109,7 +143,7 @@ def add_values(acc, acc2, p, alpha, smem, stage, C: gl.constexpr):
 
 
 @gluon.jit
-def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, begin, end,
+def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
          CONSUMER: gl.constexpr, C: gl.constexpr, HAS_BEGIN: gl.constexpr,
          HAS_END: gl.constexpr):  # fmt: skip
     """Add the last tile's values and take this tile's softmax; `count` tiles came before it."""
@@ -124,6 +158,7 @@ def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, begin, end,
     arrive_scheduler(CONSUMER, C)
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(bars.k_empty.index(stage), count=1)
+    s = scaled_by_keys(s, of_keys, HAS_END, C)
     p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, HAS_BEGIN, HAS_END)
     return acc, acc2, pack_e4m3(p), m, sums, alpha
 

@@ -21,6 +21,7 @@ class Variant:
         DYNAMIC: tiles come from a counter, the longest first.
         HAS_RIGHT, HAS_LEFT, HAS_SEQLENS, HAS_TAIL: bounds of the window; sequences of their own
             length; a last tile of keys that is not full.
+        PER_TOKEN: each query and each key has a scale of its own.
     """
 
     HEAD_DIM: int
@@ -35,6 +36,7 @@ class Variant:
     HAS_TAIL: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    PER_TOKEN: bool = False
 
 
 def variant_of(spec: AttentionSpec) -> Variant:
