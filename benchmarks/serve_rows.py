@@ -59,10 +59,15 @@ class Stream:
 
 
 def body(seed: int, tokens: int, words: int = 24, **more: Any) -> dict[str, Any]:
-    """Return a request whose prompt is drawn by its seed."""
+    """Return a request whose prompt is drawn by its seed.
+
+    It says how to draw, as the engine called directly does by default: what it left out would be
+    that of the model's generation_config.json.
+    """
     draw = random.Random(seed)
     prompt = " ".join(draw.choice(WORDS) for _ in range(words))
-    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": seed, **more}
+    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": seed,
+            "temperature": 1.0, "top_p": 1.0, **more}  # fmt: skip
 
 
 async def ask(port: int, asked: dict[str, Any], key: str, events: int | None = None) -> Stream:
