@@ -46,7 +46,6 @@ from tilewise.server.keys import hash_of
 WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "dog", "cat", "liked", "to")
 MORE: list[str] = []  # options of tilewise serve, from the command line
 KEYS = {"alice": 1, "bob": 3, "root": 1}
-SECONDS = 30.0  # of full queues
 
 
 @dataclass
@@ -212,13 +211,14 @@ def throughput(quick: bool, repeats: int, counts: list[int]) -> list[dict[str, A
     return rows
 
 
-def weights(quick: bool) -> dict[str, Any]:
+def weights(quick: bool, seconds: float) -> dict[str, Any]:
     """Keep the queues of two keys full and count the tokens that come while they are.
 
     What begins before the queues are full and what is left in them at the end is not counted: there
     both keys get as much as they asked for, whatever their weights.
     """
-    seats, tokens, seconds = (4, 8, 4.0) if quick else (16, 32, SECONDS)
+    seats, tokens = (4, 8) if quick else (16, 32)
+    seconds = 4.0 if quick else seconds
 
     async def keep_full(port: int) -> dict[str, int]:
         begin = time.perf_counter() + seconds / 10
@@ -244,10 +244,10 @@ def weights(quick: bool) -> dict[str, Any]:
         found = asyncio.run(keep_full(running.port))
     share = found["bob"] / found["alice"]
     print(f"weights 1 and 3: tokens 1 : {share:.3f}", flush=True)
-    return {"tokens": found, "ratio": share, "asked": 3.0}
+    return {"tokens": found, "seconds": seconds, "ratio": share, "asked": 3.0}
 
 
-def flood(quick: bool) -> dict[str, Any]:
+def flood(quick: bool, seconds: float) -> dict[str, Any]:
     """Measure first tokens of a key that asks once a second, alone and beside one that floods.
 
     A long prompt each second, as of a chat that goes on, and a short one half a second later. A
@@ -255,7 +255,7 @@ def flood(quick: bool) -> dict[str, Any]:
     steps that take a CPU some 25 ms each, several times what a short prompt takes alone. The row
     is that of the long ones.
     """
-    count, size, words = (3, 8, 100) if quick else (45, 64, 700)
+    count, size, words = (3, 8, 100) if quick else (int(seconds), 64, 700)
 
     async def seldom(port: int) -> dict[str, list[float]]:
         async def one(i: int, later: float, words: int) -> float:
@@ -303,9 +303,9 @@ def flood(quick: bool) -> dict[str, Any]:
     return found
 
 
-def leaves(quick: bool) -> dict[str, Any]:
+def leaves(quick: bool, seconds: float) -> dict[str, Any]:
     """Count the steps between a client's leaving and the end of its request."""
-    count, others = (3, 3) if quick else (30, 15)
+    count, others = (3, 3) if quick else (min(30, int(seconds)), 15)
 
     async def leave(port: int, running: Server) -> list[int]:
         async def again(i: int) -> None:
@@ -426,6 +426,9 @@ def main() -> None:
         "--serve", nargs="*", default=[], metavar="OPTION", help="further ones of tilewise serve, "
         "without their dashes: engine-process"
     )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=45.0, help="of full queues, and of first tokens alone"
+    )
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64, 256])
     rows = ("throughput", "weights", "flood", "leaves", "page")
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
@@ -446,7 +449,7 @@ def main() -> None:
         found["throughput"] = throughput(options.quick, repeats, options.streams)
     for name, measure in (("weights", weights), ("flood", flood), ("leaves", leaves)):
         if name in options.rows:
-            found[name] = measure(options.quick)
+            found[name] = measure(options.quick, options.seconds)
     if "page" in options.rows:
         found["page"] = page(options.quick, repeats)
     found["load_after"] = os.getloadavg()
