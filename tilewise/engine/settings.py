@@ -32,7 +32,7 @@ DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 # Tokens of prompts that a step admits under the policy "fair" before it admits nobody else. On a CPU
 # prompts take time in proportion to their tokens from some hundred on, so a flood of them loses
 # nothing by it; whoever comes meanwhile waits for 20 ms in place of 150. On a GPU steps are short.
-FAIR_PROMPT_TOKENS = {"cpu": 256, "cuda": None}
+FAIR_PROMPT_TOKENS = {"cpu": 64, "cuda": None}
 _CACHE_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
