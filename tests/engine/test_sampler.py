@@ -185,8 +185,9 @@ def test_one_draw_a_row_is_that_of_several(options):
     logits = 3 * torch.randn(40, 500)
     params = [SamplingParams(temperature=0.5 + i / 20, n=2, **options) for i in range(40)]
     seeds = [3**i for i in range(40)]  # beyond 64 bits: the low ones count
-    one = [row(p, seeds=(s,), num_generated=i) for i, (p, s) in enumerate(zip(params, seeds))]
-    two = [row(p, seeds=(s, 1), num_generated=i) for i, (p, s) in enumerate(zip(params, seeds))]
+    pairs = list(enumerate(zip(params, seeds, strict=True)))
+    one = [row(p, seeds=(s,), num_generated=i) for i, (p, s) in pairs]
+    two = [row(p, seeds=(s, 1), num_generated=i) for i, (p, s) in pairs]
     greedy = row(GREEDY)  # among them one that draws nothing
     first = draw(torch.cat([logits, logits[:1]]), *one, greedy)
     assert [tokens[0] for tokens in draw(logits, *two)] == [tokens[0] for tokens in first[:-1]]

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from tilewise.engine.admission import Limits
-from tilewise.engine.bell import Bell
 from tilewise.engine.embedding import (
     EMBEDDING_PARAMS,
     EmbeddingOutput,
@@ -299,7 +298,6 @@ class _Mailbox:
         self._loop = loop
         self._told: deque[_Reader] = deque()
         self._is_due = False
-        self._bell = Bell.of(loop, self._deliver)
 
     def post(self, reader: _Reader) -> None:
         """Have a reader woken; called on the engine's thread.
@@ -312,12 +310,7 @@ class _Mailbox:
             return
         self._is_due = True  # before the event loop can say that it is not
         try:
-            if self._bell is None:
-                self._loop.call_soon_threadsafe(self._deliver)
-            elif self._loop.is_closed():
-                raise RuntimeError("the event loop is closed")
-            else:
-                self._bell.ring()
+            self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
             self._is_due = False
             raise
