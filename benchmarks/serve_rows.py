@@ -325,12 +325,13 @@ def leaves(quick: bool, seconds: float) -> dict[str, Any]:
         users = [asyncio.create_task(again(i)) for i in range(others)]
         await asyncio.sleep(1)
         found = []
+        _, since = await asyncio.to_thread(_trace, running, 0)
         for i in range(count):
             asked = body(5000 + i, 900, request_id=f"leaves-{i}")
             await ask(port, asked, "alice", events=10)
             left = time.perf_counter()  # of the machine's clock, as the trace's times are
             await asyncio.sleep(0.5)
-            trace = await asyncio.to_thread(_trace, running)
+            trace, since = await asyncio.to_thread(_trace, running, since)
             ends = [e for e in trace if e["kind"] == "finish"
                     and e["request_id"] == f"cmpl-leaves-{i}"]  # fmt: skip
             if not ends:
@@ -349,15 +350,15 @@ def leaves(quick: bool, seconds: float) -> dict[str, Any]:
     return {"steps": steps, "most": max(steps)}
 
 
-def _trace(running: Server) -> list[dict[str, Any]]:
+def _trace(running: Server, since: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the events from a number on, and the number of the next one."""
     events: list[dict[str, Any]] = []
-    since = 0
     while True:
         told = running.get(f"/v1/trace?since={since}&limit=10000")
         events += told["data"]
-        if len(told["data"]) < 10000:
-            return events
         since = told["next"]
+        if len(told["data"]) < 10000:
+            return events, since
 
 
 def page(quick: bool, repeats: int) -> dict[str, Any]:
