@@ -161,7 +161,12 @@ def build_inputs(
         for own, group, table in zip(other_slots, groups, all_tables[1:], strict=True)
         for part in (own, _flatten(group.block_copies), table.astype(np.int32).ravel())
     ]
-    sent = send((*parts, *more), device)
+    if (
+        longest == 1 and device.type == "cpu"
+    ):  # nothing to send, and no kernel that asks how it lies
+        sent = [torch.from_numpy(np.ascontiguousarray(part)) for part in (*parts, *more)]
+    else:
+        sent = send((*parts, *more), device)
     ids, positions_, slots_, rows, copies, cu, seqlens, table, *sent = sent
     shared = None
     if sharing_tokens is not None:
@@ -270,12 +275,7 @@ def _blocks_of(sequences: Sequence[ScheduledSequence], block_size: int) -> NDArr
 
 
 def send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Copy all `parts` to `device` at once and return them as views of one buffer there.
-
-    On a CPU they stay where they are.
-    """
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(part)) for part in parts]
+    """Copy all `parts` to `device` at once and return them as views of one buffer there."""
     offsets = [0]
     for part in parts:
         offsets.append(offsets[-1] + -(-part.nbytes // ALIGNMENT) * ALIGNMENT)
