@@ -39,7 +39,8 @@ from typing import Any
 import torch
 
 import tilewise
-from tilewise.bench.serve import load, summary
+from tilewise.bench.serve import Answer, load, summary
+from tilewise.bench.serve import ask as stream
 from tilewise.bench.workload import Asked
 from tilewise.server.keys import hash_of
 
@@ -58,10 +59,15 @@ class Stream:
 
 
 def body(seed: int, tokens: int, words: int = 24, **more: Any) -> dict[str, Any]:
-    """Return a request whose prompt is drawn by its seed."""
+    """Return a request whose prompt is drawn by its seed.
+
+    It says how to draw, as the engine called directly does by default: what it left out would be
+    that of the model's generation_config.json.
+    """
     draw = random.Random(seed)
     prompt = " ".join(draw.choice(WORDS) for _ in range(words))
-    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": seed, **more}
+    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": seed,
+            "temperature": 1.0, "top_p": 1.0, **more}  # fmt: skip
 
 
 async def ask(port: int, asked: dict[str, Any], key: str, events: int | None = None) -> Stream:
@@ -85,6 +91,15 @@ async def ask(port: int, asked: dict[str, Any], key: str, events: int | None = N
         elif b'"completion_tokens"' in line:
             found.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
     writer.close()
+    return found
+
+
+async def answered(port: int, asked: dict[str, Any], key: str) -> Answer:
+    """Stream one request by the client of `tilewise bench serve`, which leaves cores to others."""
+    url = f"http://127.0.0.1:{port}"
+    found = await stream(url, asked, f"key-of-{key}", time.perf_counter())
+    if found.error is not None:
+        raise RuntimeError(f"a request must be answered, got {found.error}")
     return found
 
 
@@ -206,18 +221,26 @@ def throughput(quick: bool, repeats: int, counts: list[int]) -> list[dict[str, A
     return rows
 
 
-def weights(quick: bool) -> dict[str, Any]:
-    """Keep the queues of two keys full and count their tokens."""
-    seats, tokens, seconds = (4, 8, 4.0) if quick else (16, 32, 40.0)
+def weights(quick: bool, seconds: float) -> dict[str, Any]:
+    """Keep the queues of two keys full and count the tokens that come while they are.
+
+    What begins before the queues are full and what is left in them at the end is not counted: there
+    both keys get as much as they asked for, whatever their weights.
+    """
+    seats, tokens = (4, 8) if quick else (16, 32)
+    seconds = 4.0 if quick else seconds
 
     async def keep_full(port: int) -> dict[str, int]:
-        end = time.perf_counter() + seconds
+        begin = time.perf_counter() + seconds / 10
+        end = begin + seconds
         numbers = iter(range(10**9))
 
         async def user(key: str) -> int:
             made = 0
             while time.perf_counter() < end:
-                made += (await ask(port, body(next(numbers), tokens), key)).tokens
+                found = await answered(port, body(next(numbers), tokens), key)
+                inside = sum(begin <= when < end for when in found.times)
+                made += round(found.num_tokens * inside / len(found.times))
             return made
 
         users = [(key, user(key)) for key in ("alice", "bob") for _ in range(4 * seats)]
@@ -231,10 +254,10 @@ def weights(quick: bool) -> dict[str, Any]:
         found = asyncio.run(keep_full(running.port))
     share = found["bob"] / found["alice"]
     print(f"weights 1 and 3: tokens 1 : {share:.3f}", flush=True)
-    return {"tokens": found, "ratio": share, "asked": 3.0}
+    return {"tokens": found, "seconds": seconds, "ratio": share, "asked": 3.0}
 
 
-def flood(quick: bool) -> dict[str, Any]:
+def flood(quick: bool, seconds: float) -> dict[str, Any]:
     """Measure first tokens of a key that asks once a second, alone and beside one that floods.
 
     A long prompt each second, as of a chat that goes on, and a short one half a second later. A
@@ -242,13 +265,13 @@ def flood(quick: bool) -> dict[str, Any]:
     steps that take a CPU some 25 ms each, several times what a short prompt takes alone. The row
     is that of the long ones.
     """
-    count, size, words = (3, 8, 100) if quick else (45, 64, 700)
+    count, size, words = (3, 8, 100) if quick else (int(seconds), 64, 700)
 
     async def seldom(port: int) -> dict[str, list[float]]:
         async def one(i: int, later: float, words: int) -> float:
             await asyncio.sleep(i + later)
             asked = body(1000 + 2 * i + (later > 0), 8, words=words)
-            found = await ask(port, asked, "alice")
+            found = await answered(port, asked, "alice")
             return 1e3 * (found.times[0] - found.begun)
 
         long, short = await asyncio.gather(
@@ -260,7 +283,7 @@ def flood(quick: bool) -> dict[str, Any]:
     async def beside(port: int) -> dict[str, list[float]]:
         async def again(i: int) -> None:
             while True:
-                await ask(port, body(i, 64), "bob")
+                await answered(port, body(i, 64), "bob")
 
         users = [asyncio.create_task(again(i)) for i in range(size)]
         await asyncio.sleep(2)
@@ -290,9 +313,9 @@ def flood(quick: bool) -> dict[str, Any]:
     return found
 
 
-def leaves(quick: bool) -> dict[str, Any]:
+def leaves(quick: bool, seconds: float) -> dict[str, Any]:
     """Count the steps between a client's leaving and the end of its request."""
-    count, others = (3, 3) if quick else (30, 15)
+    count, others = (3, 3) if quick else (min(30, int(seconds)), 15)
 
     async def leave(port: int, running: Server) -> list[int]:
         async def again(i: int) -> None:
@@ -302,12 +325,13 @@ def leaves(quick: bool) -> dict[str, Any]:
         users = [asyncio.create_task(again(i)) for i in range(others)]
         await asyncio.sleep(1)
         found = []
+        _, since = await asyncio.to_thread(_trace, running, 0)
         for i in range(count):
             asked = body(5000 + i, 900, request_id=f"leaves-{i}")
             await ask(port, asked, "alice", events=10)
             left = time.perf_counter()  # of the machine's clock, as the trace's times are
             await asyncio.sleep(0.5)
-            trace = await asyncio.to_thread(_trace, running)
+            trace, since = await asyncio.to_thread(_trace, running, since)
             ends = [e for e in trace if e["kind"] == "finish"
                     and e["request_id"] == f"cmpl-leaves-{i}"]  # fmt: skip
             if not ends:
@@ -326,15 +350,15 @@ def leaves(quick: bool) -> dict[str, Any]:
     return {"steps": steps, "most": max(steps)}
 
 
-def _trace(running: Server) -> list[dict[str, Any]]:
+def _trace(running: Server, since: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the events from a number on, and the number of the next one."""
     events: list[dict[str, Any]] = []
-    since = 0
     while True:
         told = running.get(f"/v1/trace?since={since}&limit=10000")
         events += told["data"]
-        if len(told["data"]) < 10000:
-            return events
         since = told["next"]
+        if len(told["data"]) < 10000:
+            return events, since
 
 
 def page(quick: bool, repeats: int) -> dict[str, Any]:
@@ -413,6 +437,9 @@ def main() -> None:
         "--serve", nargs="*", default=[], metavar="OPTION", help="further ones of tilewise serve, "
         "without their dashes: engine-process"
     )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=45.0, help="of full queues, and of first tokens alone"
+    )
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64, 256])
     rows = ("throughput", "weights", "flood", "leaves", "page")
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
@@ -433,7 +460,7 @@ def main() -> None:
         found["throughput"] = throughput(options.quick, repeats, options.streams)
     for name, measure in (("weights", weights), ("flood", flood), ("leaves", leaves)):
         if name in options.rows:
-            found[name] = measure(options.quick)
+            found[name] = measure(options.quick, options.seconds)
     if "page" in options.rows:
         found["page"] = page(options.quick, repeats)
     found["load_after"] = os.getloadavg()

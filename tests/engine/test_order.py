@@ -9,6 +9,7 @@ import pytest
 from tests.engine.simulator import VirtualModel
 from tests.engine.test_scheduler import ask, make, run_ids, step
 from tilewise.engine import insight
+from tilewise.engine.batch import Batch
 from tilewise.engine.explanation import explain
 from tilewise.engine.order import DRAWN, FairOrder, order_of
 from tilewise.engine.scheduler import Scheduler
@@ -220,6 +221,45 @@ def test_a_full_queue_of_one_user_costs_another_one_long_step():
         step(scheduler)
         steps += 1
     assert steps <= 2  # the one that was under way, and its own
+
+
+def stepped(scheduler: Scheduler, model: VirtualModel) -> Batch:
+    """Run a step and return what it was."""
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.update(batch, model.run(batch))
+    scheduler.check_integrity()
+    return batch
+
+
+def test_a_flood_of_prompts_is_admitted_in_parts_and_whoever_comes_is_next():
+    """Only under the policy "fair": who comes waits for a step of few prompts, not of all."""
+    found = {}
+    for most in (None, 8):
+        scheduler = Scheduler(
+            2000, 16, max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=512,
+            scheduling_policy="fair", fair_prompt_tokens=most,
+        )  # fmt: skip
+        model = VirtualModel(scheduler)
+        for i in range(40):
+            scheduler.add(of("flood", f"f{i}", [i + 1] * 6, max_tokens=30))
+        sizes = [stepped(scheduler, model).num_tokens for _ in range(2)]
+        scheduler.add(of("other", "o", [99] * 300, max_tokens=1))
+        batch = stepped(scheduler, model)
+        found[most] = sizes, len(batch.sequences), batch.num_tokens
+        while scheduler.has_unfinished():  # and all of them end
+            stepped(scheduler, model)
+    assert found[None] == ([240, 40], 41, 340)
+    # Two prompts a step; then the long one, whole, beside the four that decode and no other.
+    assert found[8] == ([12, 14], 5, 304)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_other_policies_admit_as_many_prompts_as_there_is_room_for(policy):
+    scheduler = make(max_num_seqs=8, scheduling_policy=policy, fair_prompt_tokens=1)
+    for i in range(3):
+        scheduler.add(ask(f"r{i}", [i + 1] * 4))
+    assert len(stepped(scheduler, VirtualModel(scheduler)).sequences) == 3
 
 
 def test_an_endless_stream_of_others_does_not_starve_a_user():

@@ -137,7 +137,7 @@ def test_a_sample_is_independent_of_its_batch():
 
 def test_many_rows_are_drawn_in_slices_of_bounded_memory(monkeypatch):
     logits = torch.randn(9, 64)
-    rows = [row(SamplingParams(top_k=9), seeds=(i,)) for i in range(9)]
+    rows = [row(SamplingParams(top_k=9, n=2), seeds=(i, 99 - i)) for i in range(9)]
     whole = draw(logits, *rows)
     monkeypatch.setitem(sampler.MAX_ELEMENTS, "cpu", 130)  # two rows at a time
     assert draw(logits, *rows) == whole
@@ -175,7 +175,23 @@ def test_forbidden_tokens_are_never_drawn():
 def test_the_ends_of_the_unit_interval_draw_possible_tokens(monkeypatch, u, token):
     monkeypatch.setattr(sampler, "uniforms", lambda seeds, counters: np.full(len(seeds), u))
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, 0.0, -torch.inf]])
-    assert draw(logits, row(SamplingParams())) == [[token]]
+    assert draw(logits, row(SamplingParams(n=2), seeds=(0, 1))) == [[token, token]]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.02}])
+def test_one_draw_a_row_is_that_of_several(options):
+    """Of rows that draw one token a compiled op draws it, of others torch: by the same rule."""
+    torch.manual_seed(4)
+    logits = 3 * torch.randn(40, 500)
+    params = [SamplingParams(temperature=0.5 + i / 20, n=2, **options) for i in range(40)]
+    seeds = [3**i for i in range(40)]  # beyond 64 bits: the low ones count
+    pairs = list(enumerate(zip(params, seeds, strict=True)))
+    one = [row(p, seeds=(s,), num_generated=i) for i, (p, s) in pairs]
+    two = [row(p, seeds=(s, 1), num_generated=i) for i, (p, s) in pairs]
+    greedy = row(GREEDY)  # among them one that draws nothing
+    first = draw(torch.cat([logits, logits[:1]]), *one, greedy)
+    assert [tokens[0] for tokens in draw(logits, *two)] == [tokens[0] for tokens in first[:-1]]
+    assert first[-1] == [int(logits[0].argmax())]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -41,6 +41,8 @@ class Limits:
         max_waiting_tokens: tokens of their prompts together; None is no bound.
         windows: of each group of layers, None for all keys.
         other_blocks: cache blocks of the groups of layers beyond the first.
+        fair_prompt_tokens: of a step's admitted prompts under the policy "fair", beyond which it
+            admits nobody else; None is no bound.
 
     Raises:
         ValueError: a limit is below 1, or max_model_len below 2.
@@ -56,6 +58,7 @@ class Limits:
     max_waiting_tokens: int | None = None
     windows: tuple[int | None, ...] = (None,)
     other_blocks: tuple[int, ...] = ()
+    fair_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -68,6 +71,7 @@ class Limits:
             "long_prefill_token_threshold": self.long_prefill_token_threshold,
             "max_waiting_requests": self.max_waiting_requests,
             "max_waiting_tokens": self.max_waiting_tokens,
+            "fair_prompt_tokens": self.fair_prompt_tokens,
         }
         at_least_one |= {name: value for name, value in optional.items() if value is not None}
         for name, value in at_least_one.items():

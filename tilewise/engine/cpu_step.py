@@ -18,7 +18,7 @@ from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
-from tilewise.engine.runner import ModelRunner, threads_for
+from tilewise.engine.runner import ModelRunner
 from tilewise.engine.sampler import sample
 from tilewise.engine.sizing import widest_batch
 from tilewise.engine.teams import Teams
@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from tilewise.kernels.cpu.step.program import Program
 
 __all__ = ["CompiledRunner", "runner_for", "why_not"]
+
+# Multiplications for which another thread is worth trying. Its helpers wait in compiled code, so a
+# meeting costs little; whether they pay, `Teams` finds out from the times of steps.
+WORK_PER_THREAD = 2**21
+
+
+def _most_threads(num_multiplications: int) -> int:
+    """Return how many threads a list of so many multiplications may have, at least 1."""
+    return max(1, min(torch.get_num_threads(), num_multiplications // WORK_PER_THREAD))
 
 
 def why_not(model: Decoder, storage: KVStorage) -> str | None:
@@ -188,7 +197,7 @@ class CompiledRunner(ModelRunner):
         end = len(program) if num_sampled else len(program) - 2
         is_decode = ctx.max_seqlen_q == 1
         kind = num_rows.bit_length() if is_decode else -num_rows.bit_length()
-        most = threads_for(num_rows * self._num_weights, torch.get_num_threads())
+        most = _most_threads(num_rows * self._num_weights)
         num_threads = self.teams.choose(kind, most)
         started = time.perf_counter()
         if is_decode:
@@ -216,7 +225,7 @@ class CompiledRunner(ModelRunner):
         batch, tables = self._last
         program, end = self.program, len(self.program)
         program.reserve(len(rows), ("final", "logits"))
-        most = threads_for(len(rows) * self._num_weights, torch.get_num_threads())
+        most = _most_threads(len(rows) * self._num_weights)
         sampled = batch._replace(sampled=rows.numpy())
         program.run(sampled, tables, most, end - 2, end)  # the last norm and the head
         return program.buffers["logits"][: len(rows), : self._llama.config.vocab_size]

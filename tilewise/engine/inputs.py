@@ -73,9 +73,11 @@ class HostTables:
                     self._grow(row + 1, len(blocks))
                 self._table[row, first : len(blocks)] = blocks[first:]
             rows.append(row)
-        counts = _blocks_of(batch.sequences, block_size)
-        table = self._table[rows, : int(counts.max())]
-        table[np.arange(table.shape[1]) >= counts[:, None]] = -1
+        counts = [-(-(s.start + len(s.token_ids)) // block_size) for s in batch.sequences]
+        most = max(counts)
+        table = self._table[rows, :most]
+        if min(counts) < most:
+            table[np.arange(most) >= _int64(counts)[:, None]] = -1
         return table
 
     def _grow(self, num_rows: int, num_columns: int) -> None:
@@ -118,12 +120,18 @@ def build_inputs(
         batch_invariant: what `AttentionContext` takes.
     """
     sequences = batch.sequences
-    lengths = _int64([len(s.token_ids) for s in sequences])
-    starts = _int64([s.start for s in sequences])
-    assert int(lengths.min()) > 0
-    cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
-    row_of = np.repeat(np.arange(len(sequences)), lengths)  # (T,) sequence of each row
-    positions = np.arange(len(row_of)) + (starts - cu_seqlens_q[:-1])[row_of]  # (T,)
+    counts = [len(s.token_ids) for s in sequences]
+    longest, starts = max(counts), _int64([s.start for s in sequences])
+    assert min(counts) > 0
+    if longest == 1:  # a decode step: what follows would be the same in ten times as many calls
+        lengths = np.ones_like(starts)
+        cu_seqlens_q = np.arange(len(starts) + 1)
+        row_of, positions = cu_seqlens_q[:-1], starts
+    else:
+        lengths = _int64(counts)
+        cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
+        row_of = np.repeat(np.arange(len(sequences)), lengths)  # (T,) sequence of each row
+        positions = np.arange(len(row_of)) + (starts - cu_seqlens_q[:-1])[row_of]  # (T,)
     if tables is None:
         block_table = _block_table(sequences, block_size)
     else:
@@ -131,7 +139,8 @@ def build_inputs(
     groups = [batch.of_group(i + 1) for i in range(len(other_tables))]
     all_tables = [block_table]
     all_tables += [t.follow(b, block_size) for t, b in zip(other_tables, groups, strict=True)]
-    columns, offsets = positions // block_size, positions % block_size
+    columns = positions // block_size
+    offsets = positions - columns * block_size
     slots, *other_slots = (table[row_of, columns] * block_size + offsets for table in all_tables)
     mask = _place_trees(sequences, lengths, cu_seqlens_q, positions)
     samples = np.array([s.num_samples > 0 for s in sequences], dtype=bool)
@@ -152,7 +161,12 @@ def build_inputs(
         for own, group, table in zip(other_slots, groups, all_tables[1:], strict=True)
         for part in (own, _flatten(group.block_copies), table.astype(np.int32).ravel())
     ]
-    sent = send((*parts, *more), device)
+    if (
+        longest == 1 and device.type == "cpu"
+    ):  # nothing to send, and no kernel that asks how it lies
+        sent = [torch.from_numpy(np.ascontiguousarray(part)) for part in (*parts, *more)]
+    else:
+        sent = send((*parts, *more), device)
     ids, positions_, slots_, rows, copies, cu, seqlens, table, *sent = sent
     shared = None
     if sharing_tokens is not None:
@@ -162,7 +176,7 @@ def build_inputs(
             shared = None
     ctx = AttentionContext(
         cu_seqlens_q=cu,
-        max_seqlen_q=int(lengths.max()),
+        max_seqlen_q=longest,
         seqlens_k=seqlens,
         block_table=table.view(block_table.shape),
         slot_mapping=slots_,

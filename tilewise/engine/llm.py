@@ -35,6 +35,7 @@ from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduler import Scheduler
 from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
+    FAIR_PROMPT_TOKENS,
     cache_dtype,
     cache_spec,
     check_groups,
@@ -248,6 +249,7 @@ class LLM:
             "long_prefill_token_threshold": long_prefill_token_threshold,
             "max_waiting_requests": max_waiting_requests,
             "max_waiting_tokens": max_waiting_tokens,
+            "fair_prompt_tokens": FAIR_PROMPT_TOKENS[on.type],
             "preemption": preemption,
             "victim": victim,
             "speculative": speculative,

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tilewise import ops
 from tilewise.engine.batch import BROKEN, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.philox import uniforms
 from tilewise.engine.request import SamplingParams
+from tilewise.ops.sampling import MOST_TOKENS
 
 __all__ = ["few_threads", "most_likely", "sample", "truncate"]
 
@@ -215,6 +218,11 @@ def _draw(logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor) -> 
     """Return the token ids of each row."""
     tokens = [[token] * s.num_samples for s, token in zip(rows, argmax.tolist(), strict=True)]
     drawn = [i for i, s in enumerate(rows) if not s.sampling.greedy]
+    if logits.device.type == "cpu" and logits.shape[-1] <= MOST_TOKENS:
+        alone = [i for i in drawn if rows[i].num_samples == 1]
+        for i, token in zip(alone, _draw_compiled(logits, rows, alone), strict=True):
+            tokens[i] = [token]
+        drawn = [i for i in drawn if rows[i].num_samples > 1]
     step = max(MAX_ELEMENTS[logits.device.type] // logits.shape[-1], 1)
     for first in range(0, len(drawn), step):
         chosen = drawn[first : first + step]
@@ -223,6 +231,35 @@ def _draw(logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor) -> 
         for i, ids in zip(chosen, _draw_rows(some, [rows[i] for i in chosen]), strict=True):
             tokens[i] = ids[: rows[i].num_samples]
     return tokens
+
+
+def _draw_compiled(
+    logits: Tensor, rows: Sequence[ScheduledSequence], places: Sequence[int]
+) -> list[int]:
+    """Draw one token for each of the rows at `places`, by the compiled op: a fifth of the time."""
+    if not places:
+        return []
+    chosen = [rows[i] for i in places]
+    params = [s.sampling for s in chosen]
+    some = logits
+    if len(places) < len(logits):
+        some = logits.index_select(0, torch.tensor(places))
+    ids, _ = ops.sample_tokens(
+        some,
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=_unless_all([p.top_k for p in params], 0, torch.int32),
+        top_p=_unless_all([p.top_p for p in params], 1.0, torch.float32),
+        min_p=_unless_all([p.min_p for p in params], 0.0, torch.float32),
+        seeds=torch.from_numpy(
+            np.array([s.seeds[0] & 0xFFFFFFFFFFFFFFFF for s in chosen], np.uint64).view(np.int64)
+        ),
+        counters=torch.tensor([s.num_generated for s in chosen], dtype=torch.int64),
+    )
+    return cast(list[int], ids.tolist())
+
+
+def _unless_all(values: Sequence[float], usual: float, dtype: torch.dtype) -> Tensor | None:
+    return None if all(v == usual for v in values) else torch.tensor(values, dtype=dtype)
 
 
 def _draw_rows(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[list[int]]:

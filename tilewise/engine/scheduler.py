@@ -128,6 +128,9 @@ class Scheduler:
         speculative: guess several tokens of a sequence and verify them in one step; None does not.
         max_waiting_requests: requests that may wait without having run; None is no bound.
         max_waiting_tokens: tokens of their prompts together; None is no bound.
+        fair_prompt_tokens: with the policy "fair" nobody else is admitted in a step that has so
+            many tokens of prompts admitted in it, so that who comes next does not wait for a whole
+            flood of prompts; None is no bound.
         clock: seconds, for deadlines.
 
     Raises:
@@ -157,13 +160,14 @@ class Scheduler:
         speculative: PromptLookup | DraftModel | None = None,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
+        fair_prompt_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else [*num_blocks]
         self.limits = Limits(
             counts[0], block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
             long_prefill_token_threshold, max_waiting_requests, max_waiting_tokens,
-            tuple(windows), tuple(counts[1:]),
+            tuple(windows), tuple(counts[1:]), fair_prompt_tokens,
         )  # fmt: skip
         self.tables = tables_of(self.limits, enable_prefix_caching, num_swap_blocks, store)
         self.trace = self.tables.trace
@@ -483,7 +487,9 @@ class Scheduler:
         ):
             return runs
         seats = sum(map(self.seats, running))
-        while waiting and budget > 0:
+        most = self.limits.fair_prompt_tokens if self.order.counts_tokens else None
+        least_budget = 0 if most is None else budget - most
+        while waiting and budget > 0 and (budget > least_budget or not runs):
             seq = self.roster.first_waiting()
             if self.beams.is_resting(seq):
                 break

@@ -8,8 +8,10 @@ Traffic   128 bytes an operation.
 Numerics  none. A thread that is late finds less to do and is waited for only while it holds a task:
           one that gets no core costs nothing, so a second thread makes no step slower.
 
-Waiting spins for some microseconds, the usual time, and then gives the core away again and again
-(`sched_yield`), so that a thread that computes is never kept from it by one that waits.
+Waiting spins for some microseconds, the usual time, then gives the core away again and again
+(`sched_yield`), so that a thread that computes is never kept from it by one that waits, and at last
+sleeps (a futex) where that can be: the kernel brings a thread that others keep from its core to one
+that is idle, not to one that is kept busy by waiting.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from tilewise.kernels.cpu.machine.threads import inner
 
 LINE = 128  # bytes from counter to counter: CPUs fetch lines of 64 in pairs
 SPINS = 200  # pauses of 40 to 140 cycles before the first yield: about 10 us
+YIELDS = 100  # of about 0.5 us before the thread sleeps
+FUTEX, WAIT_PRIVATE, WAKE_PRIVATE = 202, 128, 129  # of Linux on x86-64
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -61,7 +65,7 @@ def write_at(typingctx, address, number):
 
 
 @intrinsic
-def _pause(typingctx):
+def pause(typingctx):
     """Tell the core that this loop only waits."""
 
     def codegen(context, builder, sig, args):
@@ -77,7 +81,7 @@ def _pause(typingctx):
 
 
 @intrinsic
-def _call(typingctx, function):
+def call_give_way(typingctx, function):
     """Call the C function at address `function`, which takes nothing and returns an int."""
 
     def codegen(context, builder, sig, args):
@@ -88,17 +92,65 @@ def _call(typingctx, function):
     return types.void(types.int64), codegen
 
 
+@intrinsic
+def _futex(typingctx, syscall, address, operation, value, timeout):
+    """Call Linux's futex through the C function `syscall`."""
+
+    def codegen(context, builder, sig, args):
+        kind = ir.FunctionType(_i64, [_i64] * 5).as_pointer()
+        function, address, operation, value, timeout = args
+        number = ir.Constant(_i64, FUTEX)
+        function = builder.inttoptr(function, kind)
+        builder.call(function, [number, address, operation, value, timeout])
+        return context.get_dummy_value()
+
+    given = [types.int64] * 5
+    return types.void(*given), codegen
+
+
 @inner
-def wait_until_zero(address, give_way):
+def sleep_on(syscall, address, value, timeout):
+    """Sleep while the low half of the int64 at `address` is that of `value`.
+
+    Args:
+        syscall: address of the C function.
+        timeout: address of two int64, seconds and nanoseconds, or 0 to wait for `wake_all`.
+    """
+    _futex(syscall, address, WAIT_PRIVATE, value & 0xFFFFFFFF, timeout)
+
+
+@inner
+def wake_all(syscall, address):
+    """Wake all threads that sleep on `address`."""
+    _futex(syscall, address, WAKE_PRIVATE, 1 << 30, 0)
+
+
+@inner
+def leave(address, waiters, syscall):
+    """Take one from the int64 at `address`; the last one wakes those that sleep until it is 0."""
+    if add_at(address, -1) == 1 and syscall != 0 and read_at(waiters) > 0:
+        wake_all(syscall, address)
+
+
+@inner
+def wait_until_zero(address, give_way, waiters, syscall):
     """Wait until the int64 at `address` is 0.
 
     Args:
         give_way: address of the C function that gives the core to another thread; 0 has none.
+        waiters: address of the number of threads that sleep in here.
+        syscall: address of the C function that can put a thread to sleep; 0 has none.
     """
     turn = 0
     while read_at(address) != 0:
         turn += 1
         if turn < SPINS or give_way == 0:
-            _pause()
+            pause()
+        elif turn < SPINS + YIELDS or syscall == 0:
+            call_give_way(give_way)
         else:
-            _call(give_way)
+            add_at(waiters, 1)
+            value = read_at(address)
+            if value != 0:  # whoever changes it from now on sees that somebody sleeps
+                sleep_on(syscall, address, value, 0)
+            add_at(waiters, -1)

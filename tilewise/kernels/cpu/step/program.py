@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,10 +57,11 @@ from tilewise.kernels.cpu.step.codes import (
     Tables,
     Workspace,
 )
+from tilewise.kernels.cpu.step.crew import SYSCALL, Crew
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
 from tilewise.kernels.cpu.step.meeting import LINE
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
-from tilewise.kernels.cpu.step.run import FIRST_COUNTER, run_list
+from tilewise.kernels.cpu.step.run import FIRST_COUNTER, OWNER, run_list
 
 __all__ = ["REAL_LIKE", "WORD_LIKE", "Buffer", "Program"]
 
@@ -154,6 +156,7 @@ class Program:
         self._partial = np.empty(0, np.float32)
         self._workspace_key = (0, 0)
         self._counters = np.empty(0, np.int64)
+        self._hire()
         self.buffers: dict[str, Tensor] = {}
         self.ops = np.empty((0, NUM_COLUMNS), np.int64)
         self.numbers = np.empty(0)
@@ -277,19 +280,35 @@ class Program:
         Args:
             batch: see its class.
             tables: what `with_angles` returns.
-            num_threads: of the team, this one among them; others come from the pool.
+            num_threads: of the team, this one among them; others are the crew's.
         """
         meeting = self._meeting(len(self._ops))
         work = self._workspace(batch)
         given = (
-            self.ops, self.numbers, first, last, num_threads, _GIVE_WAY, meeting, batch, self.shape,
-            tables, work, self._likes, self._most_inputs, self._most_int8,
+            self.ops, self.numbers, first, last, num_threads, _GIVE_WAY, SYSCALL, meeting, batch,
+            self.shape, tables, work, self._likes, self._most_inputs, self._most_int8,
         )  # fmt: skip
+        crew = self._crew
         if num_threads == 1:
-            run_list(*given)
-            return
+            run_list(*given, crew.mailbox, OWNER)
+        elif SYSCALL:
+            if os.getpid() != self._pid:  # a forked child has none of its parent's threads
+                crew = self._hire()
+            crew.grow(num_threads - 1, run_list, *given)
+            run_list(*given, crew.mailbox, OWNER)
+        else:
+            self._run_on_pool(num_threads - 1, (*given, crew.mailbox, OWNER))
+
+    def _hire(self) -> Crew:
+        self._pid = os.getpid()
+        self._crew = Crew()
+        weakref.finalize(self, self._crew.leave)
+        return self._crew
+
+    def _run_on_pool(self, count: int, given: tuple[Any, ...]) -> None:
+        """Run a list beside helpers of the pool: where there is no futex they begin late."""
         pool = threads.pool()
-        helpers = [pool.submit(run_list, *given) for _ in range(num_threads - 1)]
+        helpers = [pool.submit(run_list, *given) for _ in range(count)]
         try:
             run_list(*given)
         finally:

@@ -3,6 +3,7 @@
 What      rows of an int64 array say what to do: embed, normalise, multiply by weights, rotate and
           write to the cache, attend, each from buffer to buffer; see `program.py`, which makes it.
 Grid      every thread walks the whole list; the tasks of an operation are shared, see `meeting.py`.
+          Helpers wait in here for the next step, see `crew.py`.
 One task  some rows, or some weights for up to some hundred rows, or a task of `paged/decode.py`.
 Traffic   that of the operations; between two of them nothing but two atomic counters.
 Numerics  those of `layers.py`, `paged/rope_write.py` and `paged/decode.py`. How tasks are cut
@@ -47,6 +48,21 @@ from tilewise.kernels.cpu.step.codes import (
     V_SCALE,
     WEIGHT,
     WINDOW,
+    Batch,
+    Tables,
+    Workspace,
+)
+from tilewise.kernels.cpu.step.crew import (
+    JOB,
+    close_step,
+    enter_step,
+    leave_step,
+    matrix_at,
+    note_matrix,
+    note_vector,
+    open_step,
+    vector_at,
+    wait_for_step,
 )
 from tilewise.kernels.cpu.step.int8 import STEPS
 from tilewise.kernels.cpu.step.layers import (
@@ -56,7 +72,15 @@ from tilewise.kernels.cpu.step.layers import (
     multiply_task,
     normalise_row,
 )
-from tilewise.kernels.cpu.step.meeting import LINE, add_at, read_at, wait_until_zero, write_at
+from tilewise.kernels.cpu.step.meeting import (
+    LINE,
+    SPINS,
+    add_at,
+    leave,
+    read_at,
+    wait_until_zero,
+    write_at,
+)
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
 
@@ -65,8 +89,10 @@ CHUNK_BYTES = 1 << 20
 TASKS_PER_THREAD = 4  # of a product, so that a thread that is late leaves little to wait for
 FEWEST_BYTES = 1 << 15  # of a task's weights, 1 us of memory: taking it costs 0.1
 TOKENS_PER_TASK = 8  # of the operations on rows, where there are many
-# Places in `meeting`, in lines: the operation that is under way, and two counters of each.
-PROGRESS, FIRST_COUNTER = 0, 1
+# Places in `meeting`, in lines: the operation that is under way, the number of threads that sleep
+# until one ends, and two counters of each.
+PROGRESS, WAITERS, FIRST_COUNTER = 0, 1, 2
+OWNER = 0  # of a step; helpers have numbers from 1
 
 
 @inner
@@ -169,19 +195,10 @@ def _rows_per_task(num_rows, num_threads):
     return max(1, min(TOKENS_PER_TASK, num_rows // (2 * num_threads)))
 
 
-@kernel
-def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, shape, tables, work,
-             likes, most_inputs, most_int8):  # fmt: skip
-    """Run operations first ... last - 1; every thread of the team calls it.
-
-    Args:
-        ops: (n, 18) int64, see the names of its columns; addresses and strides are in bytes.
-        numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
-        give_way: see `meeting.wait_until_zero`.
-        meeting: int64 zeros, 2 n + 1 lines.
-        most_inputs: the longest row that a product takes.
-        most_int8: the longest that one with int8 weights takes, 0 without them.
-    """
+@inner
+def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape, tables,
+          work, likes, most_inputs, most_int8):  # fmt: skip
+    """Run operations first ... last - 1 beside the other threads of the team."""
     like, word_like = likes.real, likes.word
     num_rows, num_sampled = len(batch.ids), len(batch.sampled)
     if has_tiles(word_like):
@@ -199,6 +216,7 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
     splits = np.empty((len(batch.lengths), 2), np.int64)
     placed = False
     base = meeting.ctypes.data
+    waiters = base + WAITERS * LINE
     index = max(first, read_at(base))
     while index < last:
         write_at(base, index)
@@ -264,10 +282,109 @@ def run_list(ops, numbers, first, last, num_threads, give_way, meeting, batch, s
                         target = op[TARGET] + row * op[TARGET_ROW]
                         embed_row(word_like, like, batch.ids[row], op[WEIGHT], op[INPUTS],
                                   op[FORM], target, c.ctypes.data)  # fmt: skip
-        add_at(active, -1)
-        wait_until_zero(active, give_way)
+        leave(active, waiters, syscall)
+        wait_until_zero(active, give_way, waiters, syscall)
         index += 1
     write_at(base, last)
     if has_tiles(word_like):
         amx.release()
     keep_alive((c, wide, words))
+
+
+@inner
+def _note(mailbox, ops, numbers, first, last, num_threads, meeting, batch, tables, work):
+    """Write what a step is about into the mailbox; `_noted` reads it in the same order."""
+    job = mailbox[JOB * (LINE // 8) :]
+    job[0], job[1], job[2] = first, last, num_threads
+    place = note_matrix(job, 3, ops)
+    place = note_vector(job, place, numbers)
+    place = note_vector(job, place, meeting)
+    place = note_vector(job, place, batch.ids)
+    place = note_vector(job, place, batch.positions)
+    place = note_vector(job, place, batch.slots)
+    place = note_vector(job, place, batch.edges)
+    place = note_vector(job, place, batch.lengths)
+    place = note_matrix(job, place, batch.table)
+    place = note_vector(job, place, batch.sampled)
+    place = note_vector(job, place, tables.cos)
+    place = note_vector(job, place, tables.sin)
+    place = note_matrix(job, place, tables.head_norms)
+    place = note_vector(job, place, tables.slopes)
+    place = note_vector(job, place, tables.sinks)
+    place = note_vector(job, place, work.sums)
+    place = note_vector(job, place, work.tops)
+    place = note_vector(job, place, work.totals)
+    place = note_vector(job, place, work.finished)
+    note_vector(job, place, work.lse)
+
+
+@inner
+def _noted(mailbox, ops, numbers, meeting, batch, tables, work):
+    """The arrays of the step in the mailbox, of the kinds of those given."""
+    job = mailbox[JOB * (LINE // 8) :]
+    return (
+        matrix_at(ops, job, 3),
+        vector_at(numbers, job, 6),
+        vector_at(meeting, job, 8),
+        Batch(
+            vector_at(batch.ids, job, 10), vector_at(batch.positions, job, 12),
+            vector_at(batch.slots, job, 14), vector_at(batch.edges, job, 16),
+            vector_at(batch.lengths, job, 18), matrix_at(batch.table, job, 20),
+            vector_at(batch.sampled, job, 23),
+        ),
+        Tables(
+            vector_at(tables.cos, job, 25), vector_at(tables.sin, job, 27),
+            matrix_at(tables.head_norms, job, 29), vector_at(tables.slopes, job, 32),
+            vector_at(tables.sinks, job, 34),
+        ),
+        Workspace(
+            vector_at(work.sums, job, 36), vector_at(work.tops, job, 38),
+            vector_at(work.totals, job, 40), vector_at(work.finished, job, 42),
+            vector_at(work.lse, job, 44),
+        ),
+    )  # fmt: skip
+
+
+@kernel
+def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape,
+             tables, work, likes, most_inputs, most_int8, mailbox, member):  # fmt: skip
+    """Run operations first ... last - 1 as their owner, or help whoever is, again and again.
+
+    Args:
+        ops: (n, 18) int64, see the names of its columns; addresses and strides are in bytes.
+        numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
+        give_way, syscall: see `meeting.wait_until_zero`.
+        meeting: int64 zeros, 2 n + 2 lines.
+        most_inputs: the longest row that a product takes.
+        most_int8: the longest that one with int8 weights takes, 0 without them.
+        mailbox: see `crew.py`; all zeros where helpers of a pool call this as owners do.
+        member: OWNER, or the number of a helper that waits for steps of this shape until it is to
+            leave; what it is given of a step tells it nothing but dtypes.
+    """
+    number, looks = 0, SPINS
+    is_shared = num_threads > 1 and syscall != 0
+    while True:
+        is_open = True
+        if member != OWNER:
+            number, looks = wait_for_step(mailbox, number, looks, give_way, syscall)
+            if number < 0:
+                break
+            is_open = enter_step(mailbox, number)
+            if is_open:
+                job = JOB * (LINE // 8)
+                first, last, num_threads = mailbox[job], mailbox[job + 1], mailbox[job + 2]
+                is_open = member < num_threads
+                ops, numbers, meeting, batch, tables, work = _noted(
+                    mailbox, ops, numbers, meeting, batch, tables, work
+                )
+        elif is_shared:
+            _note(mailbox, ops, numbers, first, last, num_threads, meeting, batch, tables, work)
+            open_step(mailbox, syscall)
+        if is_open:
+            _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape,
+                  tables, work, likes, most_inputs, most_int8)  # fmt: skip
+        if member == OWNER:
+            if is_shared:
+                close_step(mailbox, give_way, syscall)
+            break
+        leave_step(mailbox, syscall)

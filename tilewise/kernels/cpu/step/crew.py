@@ -1,0 +1,214 @@
+"""Helpers of a step that stay in compiled code between steps: none of them waits for Python.
+
+What      the thread that owns a step writes what it is about into a mailbox and raises its number;
+          helpers see it, walk the same list, and wait for the next one.
+Grid      none: called by every thread of `run.py`.
+One call  a step: some forty stores, three atomic operations, and a wake-up if a helper sleeps.
+Traffic   the mailbox, 1 KiB.
+Numerics  none.
+
+A helper that came from a pool of Python's needed the interpreter to begin and to end: 0.2 ms on a
+quiet machine, and as long as another thread kept it where others run. Here it spins for a bounded
+time, giving its core away, and then sleeps in the kernel (a futex), where it costs nothing until it
+is woken. The time is halved when it was in vain and doubled when it was not, so it does not spin
+where steps are far apart.
+
+A helper enters a step only while it is open. The owner closes it when the list is done, and waits
+for those that are inside: they find no task. So the arrays of a step may go when it has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu.machine.threads import inner
+from tilewise.kernels.cpu.step.meeting import (
+    FUTEX,
+    LINE,
+    SPINS,
+    WAKE_PRIVATE,
+    add_at,
+    call_give_way,
+    leave,
+    pause,
+    read_at,
+    sleep_on,
+    wait_until_zero,
+    wake_all,
+    write_at,
+)
+
+# Lines of a mailbox: the number of the step, helpers that sleep, the number of the step that is
+# open, helpers inside it, whether its owner sleeps until they have left, whether all are to leave,
+# and what the step is about.
+NUMBER, SLEEPERS, OPEN, INSIDE, OUTSIDE, LEAVE, JOB = range(7)
+_ENTRIES = 96  # numbers of a job, more than `run.py` writes
+SIZE = JOB * LINE // 8 + _ENTRIES
+# Looks at the number before a helper sleeps: about 0.05 ms and 0.6 ms on a core that is its own.
+FEWEST_LOOKS, MOST_LOOKS = SPINS, 8 * SPINS
+
+
+def _find_syscall() -> int:
+    """Address of the C library's syscall, or 0 where there is no futex."""
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+        return 0
+    function = getattr(ctypes.CDLL(None), "syscall", None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+SYSCALL = _find_syscall()
+
+
+@intrinsic
+def _pointer(typingctx, like, address):
+    """`address` as a pointer to elements like those of the array `like`."""
+
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[1], context.get_value_type(sig.return_type))
+
+    return types.CPointer(like.dtype)(like, types.int64), codegen
+
+
+@inner
+def vector_at(like, job, place):
+    """The one-dimensional array that `note_vector` has noted there."""
+    return carray(_pointer(like, job[place]), (job[place + 1],))
+
+
+@inner
+def matrix_at(like, job, place):
+    """The two-dimensional array that `note_matrix` has noted there."""
+    return carray(_pointer(like, job[place]), (job[place + 1], job[place + 2]))
+
+
+@inner
+def note_vector(job, place, array):
+    """Note where an array (n,) lies; return the next place."""
+    job[place], job[place + 1] = array.ctypes.data, len(array)
+    return place + 2
+
+
+@inner
+def note_matrix(job, place, array):
+    """Note where an array (m, n) lies; return the next place."""
+    job[place], job[place + 1], job[place + 2] = array.ctypes.data, array.shape[0], array.shape[1]
+    return place + 3
+
+
+@inner
+def open_step(mailbox, syscall):
+    """Let helpers into the step whose job is in the mailbox."""
+    base = mailbox.ctypes.data
+    number = read_at(base + NUMBER * LINE) + 1
+    write_at(base + OPEN * LINE, number)
+    add_at(base + NUMBER * LINE, 1)
+    if read_at(base + SLEEPERS * LINE) > 0:
+        wake_all(syscall, base + NUMBER * LINE)
+
+
+@inner
+def close_step(mailbox, give_way, syscall):
+    """Let no other helper in, and wait for those that are inside."""
+    base = mailbox.ctypes.data
+    add_at(base + OPEN * LINE, -read_at(base + OPEN * LINE))
+    wait_until_zero(base + INSIDE * LINE, give_way, base + OUTSIDE * LINE, syscall)
+
+
+@inner
+def wait_for_step(mailbox, done, looks, give_way, syscall):
+    """Wait for a step after the one of number `done`.
+
+    Returns:
+        Its number, or -1 when the helper is to leave; and how often to look for the next one
+        before sleeping.
+    """
+    base = mailbox.ctypes.data
+    address = base + NUMBER * LINE
+    for turn in range(looks):
+        if read_at(address) != done:
+            break
+        if turn < SPINS // 2 or give_way == 0:
+            pause()
+        else:
+            call_give_way(give_way)
+    if read_at(address) != done:
+        looks = min(2 * looks, MOST_LOOKS)
+    else:
+        looks = max(looks // 2, FEWEST_LOOKS)
+    while read_at(address) == done:
+        if read_at(base + LEAVE * LINE) != 0:
+            return -1, looks
+        add_at(base + SLEEPERS * LINE, 1)
+        # The kernel looks at the number again before it lets the thread sleep.
+        if read_at(base + LEAVE * LINE) == 0:
+            sleep_on(syscall, address, done, 0)
+        add_at(base + SLEEPERS * LINE, -1)
+    if read_at(base + LEAVE * LINE) != 0:
+        return -1, looks
+    return read_at(address), looks
+
+
+@inner
+def enter_step(mailbox, number):
+    """Whether the step of that number is open; `leave_step` must follow either way."""
+    base = mailbox.ctypes.data
+    add_at(base + INSIDE * LINE, 1)
+    return read_at(base + OPEN * LINE) == number
+
+
+@inner
+def leave_step(mailbox, syscall):
+    """Let the owner go on."""
+    base = mailbox.ctypes.data
+    leave(base + INSIDE * LINE, base + OUTSIDE * LINE, syscall)
+
+
+def new_mailbox() -> np.ndarray:
+    """An empty mailbox, int64 (SIZE,), on a line of its own."""
+    memory = np.zeros(SIZE + LINE // 8, np.int64)
+    skip = -memory.ctypes.data % LINE // 8
+    return memory[skip : skip + SIZE]
+
+
+class Crew:
+    """The helpers of one program: daemon threads that begin when a step first wants them."""
+
+    def __init__(self) -> None:
+        self.mailbox = new_mailbox()
+        self._threads: list[threading.Thread] = []
+        self._has_left = False
+
+    def grow(self, count: int, help_out: Callable[..., Any], *args: Any) -> None:
+        """Have at least `count` helpers; none come when all have been told to leave.
+
+        Each of them calls help_out(*args, mailbox, number), numbers from 1, which releases the GIL.
+        """
+        while len(self._threads) < count and not self._has_left:
+            number = len(self._threads) + 1
+            thread = threading.Thread(
+                target=help_out, args=(*args, self.mailbox, number),
+                name=f"tilewise-step-{number}", daemon=True,
+            )  # fmt: skip
+            self._threads.append(thread)
+            thread.start()
+
+    def leave(self) -> None:
+        """Tell all helpers to leave, and wait until they have."""
+        self._has_left = True
+        self.mailbox[LEAVE * LINE // 8] = 1
+        address = self.mailbox.ctypes.data + NUMBER * LINE
+        wake = ctypes.CDLL(None).syscall
+        for thread in self._threads:
+            while thread.is_alive() and thread is not threading.current_thread():
+                # Again and again: one may be on its way to sleep.
+                wake(FUTEX, ctypes.c_void_p(address), WAKE_PRIVATE, 2**30)
+                thread.join(0.001)
