@@ -101,7 +101,9 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
         seen["swapped"] += stats.num_swapped
         seen["right"] += stats.num_accepted_drafts
         seen["recalled"] += stats.num_recalled_tokens
-    assert all(seen.values()), seen
+        if all(seen.values()):
+            return
+    pytest.fail(f"not all came: {seen}")
 
 
 FAMILY, RECOMPUTE = Preemption._family, Preemption.recompute

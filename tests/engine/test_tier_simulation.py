@@ -233,7 +233,9 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
         seen["recalled"] += stats.num_recalled_tokens
         seen["files"] += story.store.num_hits
         seen["late"] += len(story.expired)
-    assert all(count > 10 for count in seen.values()), seen
+        if all(count > 10 for count in seen.values()):
+            return
+    pytest.fail(f"not all came often: {seen}")
 
 
 # Planted mistakes: each is one that an engine has had, or that is easily made here.

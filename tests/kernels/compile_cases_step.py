@@ -19,8 +19,8 @@ def launch_norms(dim: int, dtype: torch.dtype) -> None:
     activation.silu_mul(meta(8, 6 * dim, dtype=dtype))
 
 
-def launch_sampling(vocab: int) -> None:
-    """Call the sampler with and without truncation, and both kinds of log-probabilities."""
+def launch_draws(vocab: int) -> None:
+    """Call the sampler for floats, with and without truncation."""
     from tilewise.kernels.triton.step import sampling
 
     logits = meta(8, vocab, dtype=torch.float32)
@@ -28,8 +28,17 @@ def launch_sampling(vocab: int) -> None:
     stream = meta(8, dtype=torch.int64)
     sampling.sample_tokens(logits, real, integer, real, real, stream, stream)
     sampling.sample_tokens(logits, real, None, None, None, stream, stream)
+
+
+def launch_sampling(vocab: int) -> None:
+    """Call the sampler for logits as a head rounds them, and both kinds of log-probabilities."""
+    from tilewise.kernels.triton.step import sampling
+
+    logits = meta(8, vocab, dtype=torch.float32)
+    real, integer = meta(8, dtype=torch.float32), meta(8, dtype=torch.int32)
+    stream = meta(8, dtype=torch.int64)
     sampling.sample_tokens(logits, None, None, None, None, None, None)
-    narrow = meta(8, vocab, dtype=torch.bfloat16)  # as a head rounds them
+    narrow = meta(8, vocab, dtype=torch.bfloat16)
     sampling.sample_tokens(narrow, real, integer, real, real, stream, stream)
     for count in (0, 20):
         sampling.token_logprobs(logits, stream, count)
@@ -131,6 +140,13 @@ def step_cases() -> Iterator[Case]:
                 lambda vocab=vocab: launch_sampling(vocab),  # type: ignore[misc]
                 products=False,
                 slow=arch != 90 or vocab != 151_936,
+            )
+            yield Case(
+                f"sm_{arch}-draws-{vocab}",
+                arch,
+                lambda vocab=vocab: launch_draws(vocab),  # type: ignore[misc]
+                products=False,
+                slow=True,
             )
             yield Case(
                 f"sm_{arch}-adjust_logits-{vocab}",

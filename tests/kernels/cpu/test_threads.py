@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba import njit
+from numba.core.codegen import JITCodeLibrary
 
 from tilewise.kernels.cpu.machine import threads
 
@@ -48,6 +49,29 @@ def run(script: str, **environment: str) -> None:
         check=True,
         timeout=240,
     )
+
+
+@threads.inner
+def halve(number):
+    if number % 2:
+        raise ValueError("number must be even")
+    return number // 2
+
+
+def test_what_kernels_call_becomes_machine_code_as_a_part_of_them_only(monkeypatch) -> None:
+    made, make = [], JITCodeLibrary._finalize_specific
+
+    def counted(library) -> None:
+        made.append(library.name)
+        make(library)
+
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", counted)
+    kernels = [njit(lambda number, more=more: halve(number) + more) for more in (1, 2)]
+    assert [kernel(8) for kernel in kernels] == [5, 6]
+    assert sum("lambda" in name for name in made) == 2
+    assert not any("halve" in name for name in made)
+    with pytest.raises(ValueError, match="must be even"):
+        kernels[1](3)
 
 
 def test_kernels_run_where_no_cache_can_be_written() -> None:

@@ -22,6 +22,8 @@ from numba import njit, types
 from numba.core import cgutils, event
 from numba.extending import intrinsic
 
+from tilewise.kernels.cpu.machine.linked import LinkedCompiler
+
 
 def _sources() -> list[tuple[str, float, int]]:
     """Name, time and size of every file that a kernel may be made of."""
@@ -70,8 +72,13 @@ def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-# What kernels call: never called from Python, so no wrapper is built for it.
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# What kernels call: never called from Python, so neither a wrapper nor machine code is made of it.
+inner = njit(
+    error_model="numpy",
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+    pipeline_class=LinkedCompiler,
+)
 # What kernels call for every row or block: a call would count references to each array, atomically.
 inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, inline="always")
 
