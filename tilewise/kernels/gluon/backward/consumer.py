@@ -71,17 +71,34 @@ def _dq_half(ds, k, variant: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
+def flat_dq(dq):
+    """Return (64 queries, 64 channels) of a warpgroup as (128, 32): in the order of its threads.
+
+    Four numbers of a thread, two channels of two queries eight apart, are neighbours, and so are
+    those of the threads of a warp: a store is 16 bytes wide and meets no bank twice.
+    """
+    parts = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, row + 8, row, eight channels, pair, channel
+    return parts.permute((0, 3, 2, 4, 1, 5)).reshape([128, 32])
+
+
+@gluon.jit
 def _leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
     """Write this warpgroup's half of dq of a step where the sender takes it."""
     COLUMNS: gl.constexpr = _dq_columns(variant)
-    mbarrier.wait(bars.dq_empty.index(0), (step & 1) ^ 1)
-    tile = bufs.dq.index(0).reshape([variant.tile_m, variant.d])
-    if variant.tile_m == 64:
-        tile.slice(PART * COLUMNS, COLUMNS, 1).store(dq)
+    if variant.flat:
+        mbarrier.wait(bars.dq_empty.index(PART), (step & 1) ^ 1)
+        bufs.dq.index(PART).reshape([128, 32]).store(flat_dq(dq))
+        fence_async_shared()
+        named_barrier("arrive", DQ_WRITTEN + PART, 160, 4)
     else:
-        tile.slice(PART * 64, 64, 0).store(dq)
-    fence_async_shared()
-    named_barrier("arrive", DQ_WRITTEN, 288, 4)
+        mbarrier.wait(bars.dq_empty.index(0), (step & 1) ^ 1)
+        tile = bufs.dq.index(0).reshape([variant.tile_m, variant.d])
+        if variant.tile_m == 64:
+            tile.slice(PART * COLUMNS, COLUMNS, 1).store(dq)
+        else:
+            tile.slice(PART * 64, 64, 0).store(dq)
+        fence_async_shared()
+        named_barrier("arrive", DQ_WRITTEN, 288, 4)
 
 
 @gluon.jit

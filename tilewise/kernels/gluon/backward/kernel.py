@@ -27,6 +27,7 @@ from tilewise.kernels.gluon.backward.loader import load_tiles, send_dq
 from tilewise.kernels.gluon.backward.logits import Places
 from tilewise.kernels.gluon.backward.prepost import part_rows, run_prepost
 from tilewise.kernels.gluon.backward.span import Shape
+from tilewise.kernels.gluon.backward.together import consume_together
 from tilewise.kernels.gluon.device.barriers import barriers
 
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -98,13 +99,16 @@ def attention_bwd_kernel(
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], v_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
-    dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
+    if variant.flat:
+        dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 128, 32], dq_desc.layout)
+    else:
+        dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
     lse_log2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout)
     bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta)
     bars = Barriers(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
-        barriers(1, 1), barriers(2, 2), barriers(2, 2),
+        barriers(2, 1), barriers(2, 2), barriers(2, 2),
     )  # fmt: skip
     if variant.prepost != "none":
         ROWS: gl.constexpr = part_rows(D)
@@ -115,9 +119,9 @@ def attention_bwd_kernel(
         parts_full = barriers(4, 1)
         gl.warp_specialize(
             [
-                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
                            variant, 0)),
-                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
                            variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),
@@ -134,9 +138,9 @@ def attention_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
                            variant, 0)),
-                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
                            variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),

@@ -122,7 +122,15 @@ def send_dq(
             tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
         _head, plane = row_plane(work, g, shape, variant)
         at = [0, plane, work.start_row + tile * variant.tile_m, 0]
-        if not variant.ordered:
+        if variant.flat:
+            first = (work.start_row + tile * variant.tile_m) * (variant.d // 32)
+            for part in gl.static_range(2):
+                named_barrier("sync", DQ_WRITTEN + part, 160, 1)
+                tma_add(dq_desc, [0, plane, first + part * 128, 0], bufs.dq.index(part))
+            for part in gl.static_range(2):
+                tma.store_wait(1 - part)
+                mbarrier.arrive(bars.dq_empty.index(part), count=1)
+        elif not variant.ordered:
             named_barrier("sync", DQ_WRITTEN, 288, 1)
             tma_add(dq_desc, at, bufs.dq.index(0))
             tma.store_wait(0)  # the buffer has been read

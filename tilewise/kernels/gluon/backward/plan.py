@@ -139,6 +139,10 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         ring=ring,
         last_first=last_first,
         prepost=_prepost_of_code(spec, d),
+        together=False,
+        early_dv=False,
+        early_dk=False,
+        flat=False,
     )
 
 

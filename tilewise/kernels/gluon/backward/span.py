@@ -51,6 +51,10 @@ class BwdVariant(NamedTuple):
     last_first: bool  # the last tiles of keys are launched first
     # Pre- and postprocessing of other heads: "none", "interleaved" or "preprocess_first".
     prepost: str
+    together: bool  # both warpgroups fold ds into dq in the step that made it
+    early_dv: bool
+    early_dk: bool
+    flat: bool  # the sum of dq lies as warpgroups hold it, see `flat_dq`
 
 
 class Sequences(NamedTuple):
