@@ -115,7 +115,10 @@ def attention_bwd_kernel(
         o_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_part_desc.layout)
         do_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], do_part_desc.layout)
         sum_layout: gl.constexpr = sum_part_desc.layout
-        sum_part = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, D], sum_layout)
+        if variant.flat:
+            sum_part = gl.allocate_shared_memory(gl.float32, [D // 32, 1, 1, 32, 32], sum_layout)
+        else:
+            sum_part = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, D], sum_layout)
         parts_full = barriers(4, 1)
         gl.warp_specialize(
             [

@@ -100,6 +100,29 @@ def _load_step(
 
 
 @gluon.jit
+def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr):
+    """Add a tile of dq, or store it where rank is 0; then give its buffer back."""
+    HALVES: gl.constexpr = 2 if variant.flat else 1
+    for half in gl.static_range(HALVES):
+        if variant.flat:
+            named_barrier("sync", DQ_WRITTEN + half, 160, 1)
+            place = [0, at[1], at[2] * (variant.d // 32) + half * 128, 0]
+        else:
+            named_barrier("sync", DQ_WRITTEN, 288, 1)
+            place = at
+        if variant.ordered:
+            if rank == 0:  # the first one stores: nothing has to be zero before
+                tma_store(dq_desc, place, bufs.dq.index(half))
+            else:
+                tma_add(dq_desc, place, bufs.dq.index(half))
+        else:
+            tma_add(dq_desc, place, bufs.dq.index(half))
+    for half in gl.static_range(HALVES):
+        tma.store_wait(HALVES - 1 - half)  # the buffer has been read
+        mbarrier.arrive(bars.dq_empty.index(half), count=1)
+
+
+@gluon.jit
 def send_dq(
     dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr
 ):  # fmt: skip
@@ -122,19 +145,8 @@ def send_dq(
             tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
         _head, plane = row_plane(work, g, shape, variant)
         at = [0, plane, work.start_row + tile * variant.tile_m, 0]
-        if variant.flat:
-            first = (work.start_row + tile * variant.tile_m) * (variant.d // 32)
-            for part in gl.static_range(2):
-                named_barrier("sync", DQ_WRITTEN + part, 160, 1)
-                tma_add(dq_desc, [0, plane, first + part * 128, 0], bufs.dq.index(part))
-            for part in gl.static_range(2):
-                tma.store_wait(1 - part)
-                mbarrier.arrive(bars.dq_empty.index(part), count=1)
-        elif not variant.ordered:
-            named_barrier("sync", DQ_WRITTEN, 288, 1)
-            tma_add(dq_desc, at, bufs.dq.index(0))
-            tma.store_wait(0)  # the buffer has been read
-            mbarrier.arrive(bars.dq_empty.index(0), count=1)
+        if not variant.ordered:
+            _send_tile(dq_desc, at, 1, bufs, bars, variant)
         else:
             tiles = shape.rows_per_plane // variant.tile_m
             row_tile = work.start_row // variant.tile_m + tile
@@ -146,13 +158,7 @@ def send_dq(
                 gl.atomic_add(semaphores_ptr + before, 1, sem="release")
             while found < rank:
                 found = gl.atomic_add(semaphores_ptr + at_tile, 0, sem="acquire")
-            named_barrier("sync", DQ_WRITTEN, 288, 1)
-            if rank == 0:  # the first one stores: nothing has to be zero before
-                tma_store(dq_desc, at, bufs.dq.index(0))
-            else:
-                tma_add(dq_desc, at, bufs.dq.index(0))
-            tma.store_wait(0)
-            mbarrier.arrive(bars.dq_empty.index(0), count=1)
+            _send_tile(dq_desc, at, rank, bufs, bars, variant)
             if LATE:
                 before = at_tile
             else:
