@@ -98,8 +98,13 @@ def attention_bwd_kernel(
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], v_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
-    if variant.flat:
+    if variant.by_query:
+        ds = gl.allocate_shared_memory(dtype, [2, TILE_M, 128], ds_layout)
+    else:
+        ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
+    if variant.direct:
+        dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 8, 32], dq_desc.layout)
+    elif variant.flat:
         dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 128, 32], dq_desc.layout)
     else:
         dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
@@ -122,9 +127,9 @@ def attention_bwd_kernel(
         parts_full = barriers(4, 1)
         gl.warp_specialize(
             [
-                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
                            variant, 0)),
-                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
                            variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),
@@ -141,9 +146,9 @@ def attention_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
                            variant, 0)),
-                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
                            variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),

@@ -139,6 +139,8 @@ def send_dq(
     # (deterministic, N 4,096; H200, 2026-11-22).
     LATE: gl.constexpr = variant.ordered and variant.right and variant.d == 128
     before = work.b.to(gl.int64) * 0
+    if variant.direct:
+        steps = 0
     for step in range(0, steps):
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         if variant.mask:
@@ -164,7 +166,9 @@ def send_dq(
             else:
                 wait_for_copies()
                 gl.atomic_add(semaphores_ptr + at_tile, 1, sem="release")
-    wait_for_copies()
+    if not variant.direct:
+        wait_for_copies()
     if LATE and steps > 0:
         gl.atomic_add(semaphores_ptr + before, 1, sem="release")
-    report_sums(work, shape, prepost)
+    if not variant.direct:
+        report_sums(work, shape, prepost)

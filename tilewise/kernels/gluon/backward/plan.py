@@ -142,6 +142,8 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         together=False,
         early_dv=False,
         early_dk=False,
+        by_query=False,
+        direct=False,
         flat=False,
     )
 

@@ -54,6 +54,8 @@ class BwdVariant(NamedTuple):
     together: bool  # both warpgroups fold ds into dq in the step that made it
     early_dv: bool
     early_dk: bool
+    by_query: bool  # ds lies query by query in shared memory, else key by key
+    direct: bool  # warpgroups add to the sum of dq themselves
     flat: bool  # the sum of dq lies as warpgroups hold it, see `flat_dq`
 
 

@@ -20,13 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.backward.consumer import ALWAYS_ZERO, _dq_half, _leave_dq
+from tilewise.kernels.gluon.backward.consumer import ALWAYS_ZERO, _dq_half, _leave_dq, ds_tile
 from tilewise.kernels.gluon.backward.keys import clear_keys, hide, store_keys
+from tilewise.kernels.gluon.backward.prepost import report_sums
 from tilewise.kernels.gluon.backward.span import (
     masked_steps,
     tile_of_masked_step,
     work_of_cta,
 )
+from tilewise.kernels.gluon.device.compat import partition_barrier
 from tilewise.kernels.gluon.device.warpgroup import (
     exp2,
     named_barrier,
@@ -39,7 +41,7 @@ DS_WRITTEN = gl.constexpr(11)  # the hardware barrier at which both have written
 
 @gluon.jit
 def _step(
-    dk, dv, step, tile, keys, work, shape, scores, bufs, bars,
+    dk, dv, step, tile, keys, prepost, work, shape, scores, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Fold one tile of queries. MASK: 0 none, 1 always, 2 where this step needs it."""
@@ -82,7 +84,7 @@ def _step(
     else:
         dp = warpgroup_mma_wait(0, deps=(dp_sum,))
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
-    bufs.ds.index(parity).slice(PART * 64, 64, 0).store(ds)
+    ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0).store(ds)
     if not variant.early_dv:
         dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
     ds_half = gl.convert_layout(ds, operand, assert_trivial=True)
@@ -90,17 +92,17 @@ def _step(
         dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
     fence_async_shared()
     named_barrier("sync", DS_WRITTEN, 256, 4)
-    dq_sum = _dq_half(bufs.ds.index(parity), all_k, variant, PART)
+    dq_sum = _dq_half(ds_tile(bufs, parity, variant), all_k, variant, PART)
     if variant.early_dk:
         dk, dv, dq, p_half, ds_half = warpgroup_mma_wait(
             0, deps=(dk_sum, dv_sum, dq_sum, p_half, ds_half)
         )
         mbarrier.arrive(bars.empty.index(stage), count=1)
-        _leave_dq(dq, bufs, bars, step, variant, PART)
+        _leave_dq(dq, prepost, work, shape, bufs, bars, step, variant, PART)
     else:
         dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
         dv, dq, p_half = warpgroup_mma_wait(1, deps=(dv_sum, dq_sum, p_half))
-        _leave_dq(dq, bufs, bars, step, variant, PART)
+        _leave_dq(dq, prepost, work, shape, bufs, bars, step, variant, PART)
         dk, ds_half = warpgroup_mma_wait(0, deps=(dk_sum, ds_half))
         mbarrier.arrive(bars.empty.index(stage), count=1)
     return dk, dv
@@ -108,7 +110,7 @@ def _step(
 
 @gluon.jit
 def consume_together(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of 64 keys, and half of every tile of dq."""
@@ -137,18 +139,22 @@ def consume_together(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 dk, dv = _step(
-                    dk, dv, step, tile, keys, work, shape, scores, bufs, bars, variant, PART, 1
+                    dk, dv, step, tile, keys, prepost, work, shape, scores, bufs, bars, variant, PART, 1
                 )  # fmt: skip
                 step += 1
                 at += 1
         for _ in range(step, steps):
             dk, dv = _step(
-                dk, dv, step, tile, keys, work, shape, scores, bufs, bars, variant, PART,
+                dk, dv, step, tile, keys, prepost, work, shape, scores, bufs, bars, variant, PART,
                 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
             step += 1
+    if variant.direct:
+        if variant.prepost != "none":
+            partition_barrier()  # all of this warpgroup's sums come before
+            report_sums(work, shape, prepost)
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
     store_keys(
