@@ -93,35 +93,47 @@ def flat_dq(dq):
 
 
 @gluon.jit
-def _leave_dq(
+def pass_on_dq(
     dq, prepost, work, shape, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr
 ):  # fmt: skip
-    """Write this warpgroup's half of dq of a step where the sender takes it, or add it itself."""
-    COLUMNS: gl.constexpr = _dq_columns(variant)
+    """Add this warpgroup's half of dq of a step to the sum, or leave it to the sender."""
     if variant.direct:
-        g, tile = tile_of_step(work, step, shape.group_size, variant)
-        _head, plane = row_plane(work, g, shape, variant)
-        row = plane.to(gl.int64) * shape.rows_per_plane + work.start_row + tile * variant.tile_m
-        flat = flat_dq(dq)
-        layout: gl.constexpr = flat.type.layout
-        rows = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, layout)), 1)
-        columns = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
-        at = prepost.dq_sum + row * variant.d + PART * 4096
-        gl.atomic_add(at + (rows * 32 + columns), flat, sem="relaxed")
-    elif variant.flat:
-        mbarrier.wait(bars.dq_empty.index(PART), (step & 1) ^ 1)
-        bufs.dq.index(PART).reshape([128, 32]).store(flat_dq(dq))
-        fence_async_shared()
-        named_barrier("arrive", DQ_WRITTEN + PART, 160, 4)
+        _add_dq(dq, prepost, work, shape, step, variant, PART)
     else:
-        mbarrier.wait(bars.dq_empty.index(0), (step & 1) ^ 1)
+        _leave_dq(dq, bufs, bars, step, variant, PART)
+
+
+@gluon.jit
+def _add_dq(dq, prepost, work, shape, step, variant: gl.constexpr, PART: gl.constexpr):
+    """Add this warpgroup's half of dq of a step, 16 bytes of a thread at a time."""
+    g, tile = tile_of_step(work, step, shape.group_size, variant)
+    _head, plane = row_plane(work, g, shape, variant)
+    row = plane.to(gl.int64) * shape.rows_per_plane + work.start_row + tile * variant.tile_m
+    flat = flat_dq(dq)
+    layout: gl.constexpr = flat.type.layout
+    rows = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, layout)), 1)
+    columns = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
+    at = prepost.dq_sum + row * variant.d + PART * 4096
+    gl.atomic_add(at + (rows * 32 + columns), flat, sem="relaxed")
+
+
+@gluon.jit
+def _leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
+    """Write this warpgroup's half of dq of a step where the sender takes it."""
+    COLUMNS: gl.constexpr = _dq_columns(variant)
+    HALF: gl.constexpr = PART if variant.flat else 0  # that has a buffer of its own
+    THREADS: gl.constexpr = 160 if variant.flat else 288
+    mbarrier.wait(bars.dq_empty.index(HALF), (step & 1) ^ 1)
+    if variant.flat:
+        bufs.dq.index(HALF).reshape([128, 32]).store(flat_dq(dq))
+    else:
         tile = bufs.dq.index(0).reshape([variant.tile_m, variant.d])
         if variant.tile_m == 64:
             tile.slice(PART * COLUMNS, COLUMNS, 1).store(dq)
         else:
             tile.slice(PART * 64, 64, 0).store(dq)
-        fence_async_shared()
-        named_barrier("arrive", DQ_WRITTEN, 288, 4)
+    fence_async_shared()
+    named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
 
 
 @gluon.jit
@@ -240,7 +252,7 @@ def _step(
     if FIRST == 0:
         dq = warpgroup_mma_wait(1, deps=(dq_sum,))
         mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)
-        _leave_dq(dq, prepost, work, shape, bufs, bars, before, variant, PART)
+        pass_on_dq(dq, prepost, work, shape, bufs, bars, before, variant, PART)
     s = warpgroup_mma_wait(0, deps=(s_sum,))
     return s, dk, dv
 
@@ -291,8 +303,8 @@ def consume(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 s, dk, dv = _step(
-                    s, dk, dv, step, tile, step + 1 < steps, keys, prepost, work, shape, scores, places,
-                    bufs, bars, variant, PART, 0, 1,
+                    s, dk, dv, step, tile, step + 1 < steps, keys, prepost, work, shape, scores,
+                    places, bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
                 at += 1
@@ -300,19 +312,20 @@ def consume(
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
             s, dk, dv = _step(
-                s, dk, dv, step, tile, step + 1 < steps, keys, prepost, work, shape, scores, places, bufs,
-                bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
+                s, dk, dv, step, tile, step + 1 < steps, keys, prepost, work, shape, scores,
+                places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1
         last = steps - 1
         mbarrier.wait(bars.ds_full.index(last % 2), (last // 2) & 1)
-        dq_sum = _dq_half(ds_tile(bufs, last % 2, variant), bufs.k.index(0).reshape([128, D]), variant, PART)
+        dq_sum = _dq_half(
+            ds_tile(bufs, last % 2, variant), bufs.k.index(0).reshape([128, D]), variant, PART
+        )
         dq = warpgroup_mma_wait(0, deps=(dq_sum,))
-        _leave_dq(dq, prepost, work, shape, bufs, bars, last, variant, PART)
-    if variant.direct:
-        if variant.prepost != "none":
-            partition_barrier()  # all of this warpgroup's sums come before
-            report_sums(work, shape, prepost)
+        pass_on_dq(dq, prepost, work, shape, bufs, bars, last, variant, PART)
+    if variant.direct and variant.prepost != "none":
+        partition_barrier()  # all of this warpgroup's sums come before
+        report_sums(work, shape, prepost)
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
     if variant.dropout:

@@ -60,6 +60,24 @@ class Barriers(NamedTuple):
     ds_empty: object  # both have multiplied with it
 
 
+@gluon.jit
+def consume_keys(
+    dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
+    variant: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Make dk and dv of 64 keys, and half of every tile of dq."""
+    if variant.together:
+        consume_together(
+            dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars, variant,
+            PART,
+        )  # fmt: skip
+    else:
+        consume(
+            dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars, variant,
+            PART,
+        )  # fmt: skip
+
+
 @gluon.jit(
     do_not_specialize=[
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
@@ -127,10 +145,10 @@ def attention_bwd_kernel(
         parts_full = barriers(4, 1)
         gl.warp_specialize(
             [
-                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
-                           variant, 0)),
-                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
-                           variant, 1)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                           bufs, bars, variant, 0)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                           bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),
                 (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
@@ -146,10 +164,10 @@ def attention_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
-                           variant, 0)),
-                (consume_together if variant.together else consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
-                           variant, 1)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                           bufs, bars, variant, 0)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                           bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),
                 (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,

@@ -102,14 +102,13 @@ def _load_step(
 @gluon.jit
 def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr):
     """Add a tile of dq, or store it where rank is 0; then give its buffer back."""
-    HALVES: gl.constexpr = 2 if variant.flat else 1
+    HALVES: gl.constexpr = 2 if variant.flat else 1  # that come and go apart
+    THREADS: gl.constexpr = 160 if variant.flat else 288
     for half in gl.static_range(HALVES):
+        place = at
         if variant.flat:
-            named_barrier("sync", DQ_WRITTEN + half, 160, 1)
             place = [0, at[1], at[2] * (variant.d // 32) + half * 128, 0]
-        else:
-            named_barrier("sync", DQ_WRITTEN, 288, 1)
-            place = at
+        named_barrier("sync", DQ_WRITTEN + half, THREADS, 1)
         if variant.ordered:
             if rank == 0:  # the first one stores: nothing has to be zero before
                 tma_store(dq_desc, place, bufs.dq.index(half))

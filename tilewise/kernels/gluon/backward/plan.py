@@ -139,13 +139,19 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         ring=ring,
         last_first=last_first,
         prepost=_prepost_of_code(spec, d),
-        together=False,
-        early_dv=False,
-        early_dk=False,
-        by_query=False,
-        direct=False,
-        flat=False,
+        **_form_of_step(d, plain=ring and not ordered),
     )
+
+
+def _form_of_step(d: int, *, plain: bool) -> dict[str, bool]:
+    """Return how a step hands on ds and dq; plain: a call that hides nothing, in any order.
+
+    Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-23; no pre- and postprocessing
+    beside the products): a flat sum makes plain calls of D 64 7 to 9 % faster (459 -> 500 TFLOP/s
+    at N 4,096), for it saves a tenth of what shared memory moves. With a diagonal it is 1 % slower
+    to 4 % faster, at D 128 1 % slower to 3 % faster.
+    """
+    return {"flat": plain and d == 64, "by_query": False, "direct": False, "together": False}
 
 
 def _prepost_of_code(spec: AttentionSpec, d: int) -> str:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.backward.consumer import ALWAYS_ZERO, _dq_half, _leave_dq, ds_tile
+from tilewise.kernels.gluon.backward.consumer import ALWAYS_ZERO, _dq_half, ds_tile, pass_on_dq
 from tilewise.kernels.gluon.backward.keys import clear_keys, hide, store_keys
 from tilewise.kernels.gluon.backward.prepost import report_sums
 from tilewise.kernels.gluon.backward.span import (
@@ -78,33 +78,19 @@ def _step(
     p = exp2(gl.fma(s, zeros + scores.scale_log2, zeros - gl.expand_dims(lse, 0)))
     p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     delta = bufs.delta.index(stage).reshape([TILE_M]).load(row_terms)
-    if variant.early_dv:
-        dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp_sum,))
-    else:
-        dp = warpgroup_mma_wait(0, deps=(dp_sum,))
+    dp = warpgroup_mma_wait(0, deps=(dp_sum,))
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
     ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0).store(ds)
-    if not variant.early_dv:
-        dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
+    dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
     ds_half = gl.convert_layout(ds, operand, assert_trivial=True)
-    if variant.early_dk:
-        dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
     fence_async_shared()
     named_barrier("sync", DS_WRITTEN, 256, 4)
     dq_sum = _dq_half(ds_tile(bufs, parity, variant), all_k, variant, PART)
-    if variant.early_dk:
-        dk, dv, dq, p_half, ds_half = warpgroup_mma_wait(
-            0, deps=(dk_sum, dv_sum, dq_sum, p_half, ds_half)
-        )
-        mbarrier.arrive(bars.empty.index(stage), count=1)
-        _leave_dq(dq, prepost, work, shape, bufs, bars, step, variant, PART)
-    else:
-        dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
-        dv, dq, p_half = warpgroup_mma_wait(1, deps=(dv_sum, dq_sum, p_half))
-        _leave_dq(dq, prepost, work, shape, bufs, bars, step, variant, PART)
-        dk, ds_half = warpgroup_mma_wait(0, deps=(dk_sum, ds_half))
-        mbarrier.arrive(bars.empty.index(stage), count=1)
+    dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
+    dv, dq, p_half = warpgroup_mma_wait(1, deps=(dv_sum, dq_sum, p_half))
+    pass_on_dq(dq, prepost, work, shape, bufs, bars, step, variant, PART)
+    dk, ds_half = warpgroup_mma_wait(0, deps=(dk_sum, ds_half))
+    mbarrier.arrive(bars.empty.index(stage), count=1)
     return dk, dv
 
 
@@ -139,7 +125,8 @@ def consume_together(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 dk, dv = _step(
-                    dk, dv, step, tile, keys, prepost, work, shape, scores, bufs, bars, variant, PART, 1
+                    dk, dv, step, tile, keys, prepost, work, shape, scores, bufs, bars, variant,
+                    PART, 1,
                 )  # fmt: skip
                 step += 1
                 at += 1
@@ -151,10 +138,9 @@ def consume_together(
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
             step += 1
-    if variant.direct:
-        if variant.prepost != "none":
-            partition_barrier()  # all of this warpgroup's sums come before
-            report_sums(work, shape, prepost)
+    if variant.direct and variant.prepost != "none":
+        partition_barrier()  # all of this warpgroup's sums come before
+        report_sums(work, shape, prepost)
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
     store_keys(
