@@ -46,7 +46,7 @@ def test_reproducible_sums_may_be_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     original = launch.variant_of
     monkeypatch.setattr(launch, "variant_of", lambda spec: original(spec)._replace(flat=True))
     problem = make_problem(CALLS["causal_d128"], "cpu")
-    problem = problem._replace(spec=problem.spec._replace(deterministic=True))
+    problem.spec = problem.spec._replace(deterministic=True)
     results = forward(problem, 3, num_sms=2)
     results |= backward(problem, **results, seed=3, num_sms=2)
     assert_right(problem, results)
