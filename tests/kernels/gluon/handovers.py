@@ -75,7 +75,6 @@ FORWARD = {
 
 _PREPOST = "backward/prepost:run_prepost"
 _CONSUME, _FOLD = "backward/consumer:consume", "backward/consumer:_step"
-_SEND = "backward/loader:send_dq"
 _DQ = "backward/dq_warpgroup:make_dq"
 _DV, _DK = "backward/dkdv_warpgroups:make_dv", "backward/dkdv_warpgroups:make_dk"
 
@@ -94,14 +93,15 @@ BACKWARD = {
     ),
     "dq_handed_over_before_it_is_written": _later(
         "backward/consumer:_leave_dq", "    fence_async_shared()\n",
-        '    named_barrier("arrive", DQ_WRITTEN, 288, 4)\n', "backward",
+        '    named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)\n', "backward",
     ),
     "the_wrong_phase_of_dq": Mutation(
         "backward/consumer:_leave_dq", "(step & 1) ^ 1", "step & 1", "backward"
     ),
     "dq_given_back_before_it_is_sent_on_in_order": _later(
-        _SEND, "            tma.store_wait(0)\n",
-        "            mbarrier.arrive(bars.dq_empty.index(0), count=1)\n", "backward_in_order",
+        "backward/loader:_send_tile",
+        "        tma.store_wait(HALVES - 1 - half)  # the buffer has been read\n",
+        "        mbarrier.arrive(bars.dq_empty.index(half), count=1)\n", "backward_in_order",
     ),
     "q_of_rows_multiplied_before_it_is_there": _without(
         _DQ, "mbarrier.wait(bars.q_full.index(PART), 0)", "backward_apart"

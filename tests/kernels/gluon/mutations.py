@@ -240,9 +240,11 @@ _DKDV = "dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p
 _FREE_Q = "    mbarrier.arrive(bars.empty.index(stage), count=1)\n"
 _DQ = "        dq = warpgroup_mma_wait(1, deps=(dq_sum,))\n"
 _FREE_DS = "        mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)\n"
-_SYNC = '            named_barrier("sync", DQ_WRITTEN, 288, 1)\n'
-_FREE_DQ = "            mbarrier.arrive(bars.dq_empty.index(0), count=1)\n"
-_COUNTS = "barriers(STAGES, 2),\n        barriers(1, 1), barriers(2, 2), barriers(2, 2),"
+_SENT = "backward/loader:_send_tile"
+_SYNC = '        named_barrier("sync", DQ_WRITTEN + half, THREADS, 1)\n'
+_READ = "        tma.store_wait(HALVES - 1 - half)  # the buffer has been read\n"
+_FREE_DQ = "        mbarrier.arrive(bars.dq_empty.index(half), count=1)\n"
+_COUNTS = "barriers(STAGES, 2),\n        barriers(2, 1), barriers(2, 2), barriers(2, 2),"
 
 BACKWARD = {
     # The two warps that move tiles.
@@ -265,19 +267,19 @@ BACKWARD = {
         "tma_load(do_desc, [b, head, row + TILE_M, 0]", "causal",
     ),
     "dq_sent_before_it_is_there": Mutation(
-        _SEND, _SYNC + "            if rank", "            if rank", "ordered"
+        _SENT, _SYNC, "", "ordered"
     ),
     "dq_freed_while_it_is_sent": Mutation(
-        _SEND, "            tma.store_wait(0)\n", "            pass\n", "ordered"
+        _SENT, _READ, "        pass\n", "ordered"
     ),
     "dq_not_freed": Mutation(
-        _SEND, _FREE_DQ + "            if LATE", "            if LATE", "ordered"
+        _SENT, _FREE_DQ, "        pass\n", "ordered"
     ),
     "dq_added_to_what_nobody_stored": Mutation(
-        _SEND, "tma_store(dq_desc", "tma_add(dq_desc", "ordered"
+        _SENT, "tma_store(dq_desc", "tma_add(dq_desc", "ordered"
     ),
     "dq_stored_over_what_others_added": Mutation(
-        _SEND, "            if rank == 0:", "            if rank != 0:", "ordered"
+        _SENT, "            if rank == 0:", "            if rank != 0:", "ordered"
     ),
     "dq_added_before_its_turn": Mutation(_SEND, "while found < rank:", "while False:", "ordered"),
     "dq_told_of_before_it_is_written": Mutation(
@@ -292,7 +294,7 @@ BACKWARD = {
         _SEND, 'gl.atomic_add(semaphores_ptr + at_tile, 1, sem="release")', "ordered"
     ),
     "added_dq_freed_while_it_is_sent": Mutation(
-        _SEND, "tma.store_wait(0)  # the buffer has been read", "pass", "causal"
+        _SENT, _READ, "        pass\n", "causal"
     ),
     # What CTAs do for one another.
     "row_terms_loaded_before_they_are_there": _without(
@@ -303,8 +305,7 @@ BACKWARD = {
         harmless="dq is made of row terms, which the loader has waited for; this is for the fence",
     ),
     "dq_rounded_before_it_is_complete": Mutation(
-        _PREPOST + "run_prepost", "                shape.num_tiles\n", "                0\n",
-        "prepost",
+        _PREPOST + "run_prepost", "shape.num_tiles * REPORTS\n", "0\n", "prepost"
     ),
     "dq_called_complete_before_it_is_written": Mutation(
         _SEND, "    wait_for_copies()\n    if LATE and", "    if LATE and", "prepost"
@@ -326,7 +327,7 @@ BACKWARD = {
         _KERNEL, _COUNTS, _COUNTS.replace("(STAGES, 2)", "(STAGES, 1)"), "causal"
     ),
     "ds_complete_with_one_half": Mutation(
-        _KERNEL, _COUNTS, _COUNTS.replace("(1, 1), barriers(2, 2)", "(1, 1), barriers(2, 1)"),
+        _KERNEL, _COUNTS, _COUNTS.replace("(2, 1), barriers(2, 2)", "(2, 1), barriers(2, 1)"),
         "causal",
     ),
     "ds_freed_by_one_warpgroup": Mutation(
@@ -360,7 +361,7 @@ BACKWARD = {
         _CONSUME, "mbarrier.wait(bars.ds_full.index(last % 2), (last // 2) & 1)", "causal"
     ),
     "dq_of_this_step_instead_of_the_last": Mutation(
-        _FOLD, "_dq_half(bufs.ds.index(before % 2)", "_dq_half(bufs.ds.index(parity)", "causal"
+        _FOLD, "_dq_half(ds_tile(bufs, before % 2,", "_dq_half(ds_tile(bufs, parity,", "causal"
     ),
     "q_freed_before_its_products_are_done": Mutation(
         _FOLD, _DKDV + _FREE_Q, _FREE_Q.strip() + "\n        " + _DKDV, "causal"
@@ -375,11 +376,11 @@ BACKWARD = {
     "ds_freed_before_its_product_is_done": _later(_FOLD, _DQ, _FREE_DS, "causal"),
     "ds_not_freed": _without(_FOLD, _FREE_DS.strip(), "causal"),
     "dq_overwritten_while_it_is_sent": _without(
-        _LEAVE, "mbarrier.wait(bars.dq_empty.index(0), (step & 1) ^ 1)", "causal"
+        _LEAVE, "mbarrier.wait(bars.dq_empty.index(HALF), (step & 1) ^ 1)", "causal"
     ),
     "dq_that_is_not_fenced": _without(_LEAVE, "fence_async_shared()", "causal"),
     "dq_that_nobody_is_told_of": _without(
-        _LEAVE, 'named_barrier("arrive", DQ_WRITTEN, 288, 4)', "causal"
+        _LEAVE, 'named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)', "causal"
     ),
     "dk_that_is_not_fenced": _without(_STORE, "fence_async_shared()", "causal"),
     "dk_overwritten_while_it_is_copied": _without(_STORE, "tma.store_wait(0)", "causal"),

@@ -26,13 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.backward.keys import clear_keys, clear_queries, hide, store_keys
-from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN
+from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN, row_plane
 from tilewise.kernels.gluon.backward.logits import (
     add_alibi,
     add_bias,
     keep_pairs,
     words_of_dropout,
 )
+from tilewise.kernels.gluon.backward.prepost import report_sums
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     masked_steps,
@@ -40,6 +41,7 @@ from tilewise.kernels.gluon.backward.span import (
     tile_of_step,
     work_of_cta,
 )
+from tilewise.kernels.gluon.device.compat import partition_barrier
 from tilewise.kernels.gluon.device.warpgroup import (
     capped_exp2,
     exp2,
@@ -58,6 +60,15 @@ def _dq_columns(variant):
 
 
 @gluon.jit
+def ds_tile(bufs, parity, variant: gl.constexpr):
+    """Return ds (128 keys, queries) of a step of this parity."""
+    if variant.by_query:
+        return bufs.ds.index(parity).permute((1, 0))
+    else:
+        return bufs.ds.index(parity)
+
+
+@gluon.jit
 def _dq_half(ds, k, variant: gl.constexpr, PART: gl.constexpr):
     """Issue this warpgroup's half of dq = ds^T k."""
     COLUMNS: gl.constexpr = _dq_columns(variant)
@@ -71,22 +82,63 @@ def _dq_half(ds, k, variant: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
+def flat_dq(dq):
+    """Return (64 queries, 64 channels) of a warpgroup as (128, 32): in the order of its threads.
+
+    Four numbers of a thread, two channels of two queries eight apart, are neighbours, and so are
+    those of the threads of a warp: a store is 16 bytes wide and meets no bank twice.
+    """
+    parts = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, row + 8, row, eight channels, pair, channel
+    return parts.permute((0, 3, 2, 4, 1, 5)).reshape([128, 32])
+
+
+@gluon.jit
+def pass_on_dq(
+    dq, prepost, work, shape, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr
+):  # fmt: skip
+    """Add this warpgroup's half of dq of a step to the sum, or leave it to the sender."""
+    if variant.direct:
+        _add_dq(dq, prepost, work, shape, step, variant, PART)
+    else:
+        _leave_dq(dq, bufs, bars, step, variant, PART)
+
+
+@gluon.jit
+def _add_dq(dq, prepost, work, shape, step, variant: gl.constexpr, PART: gl.constexpr):
+    """Add this warpgroup's half of dq of a step, 16 bytes of a thread at a time."""
+    g, tile = tile_of_step(work, step, shape.group_size, variant)
+    _head, plane = row_plane(work, g, shape, variant)
+    row = plane.to(gl.int64) * shape.rows_per_plane + work.start_row + tile * variant.tile_m
+    flat = flat_dq(dq)
+    layout: gl.constexpr = flat.type.layout
+    rows = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, layout)), 1)
+    columns = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
+    at = prepost.dq_sum + row * variant.d + PART * 4096
+    gl.atomic_add(at + (rows * 32 + columns), flat, sem="relaxed")
+
+
+@gluon.jit
 def _leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
     """Write this warpgroup's half of dq of a step where the sender takes it."""
     COLUMNS: gl.constexpr = _dq_columns(variant)
-    mbarrier.wait(bars.dq_empty.index(0), (step & 1) ^ 1)
-    tile = bufs.dq.index(0).reshape([variant.tile_m, variant.d])
-    if variant.tile_m == 64:
-        tile.slice(PART * COLUMNS, COLUMNS, 1).store(dq)
+    HALF: gl.constexpr = PART if variant.flat else 0  # that has a buffer of its own
+    THREADS: gl.constexpr = 160 if variant.flat else 288
+    mbarrier.wait(bars.dq_empty.index(HALF), (step & 1) ^ 1)
+    if variant.flat:
+        bufs.dq.index(HALF).reshape([128, 32]).store(flat_dq(dq))
     else:
-        tile.slice(PART * 64, 64, 0).store(dq)
+        tile = bufs.dq.index(0).reshape([variant.tile_m, variant.d])
+        if variant.tile_m == 64:
+            tile.slice(PART * COLUMNS, COLUMNS, 1).store(dq)
+        else:
+            tile.slice(PART * 64, 64, 0).store(dq)
     fence_async_shared()
-    named_barrier("arrive", DQ_WRITTEN, 288, 4)
+    named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
 
 
 @gluon.jit
 def _step(
-    s, dk, dv, step, tile, more, keys, work, shape, scores, places, bufs, bars,
+    s, dk, dv, step, tile, more, keys, prepost, work, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Fold one tile of queries. MASK: 0 none, 1 always, 2 where this step needs it."""
@@ -179,7 +231,7 @@ def _step(
     delta = bufs.delta.index(stage).reshape([TILE_M]).load(row_terms)
     ds = (p_slope * (dp - gl.expand_dims(delta, 0))).to(dtype)
     mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)
-    bufs.ds.index(parity).slice(PART * 64, 64, 0).store(ds)
+    ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0).store(ds)
     ds_half = gl.convert_layout(ds, operand, assert_trivial=True)
     dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
     fence_async_shared()
@@ -189,7 +241,7 @@ def _step(
         dv, dk, p_half, ds_half = warpgroup_mma_wait(0, deps=(dv_sum, dk_sum, p_half, ds_half))
     else:
         mbarrier.wait(bars.ds_full.index(before % 2), (before // 2) & 1)
-        dq_sum = _dq_half(bufs.ds.index(before % 2), all_k, variant, PART)
+        dq_sum = _dq_half(ds_tile(bufs, before % 2, variant), all_k, variant, PART)
         dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p_half, ds_half))
     mbarrier.arrive(bars.empty.index(stage), count=1)
     # After the last step: of an old tile, and dropped.
@@ -200,14 +252,14 @@ def _step(
     if FIRST == 0:
         dq = warpgroup_mma_wait(1, deps=(dq_sum,))
         mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)
-        _leave_dq(dq, bufs, bars, before, variant, PART)
+        pass_on_dq(dq, prepost, work, shape, bufs, bars, before, variant, PART)
     s = warpgroup_mma_wait(0, deps=(s_sum,))
     return s, dk, dv
 
 
 @gluon.jit
 def consume(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of 64 keys, and half of every tile of dq."""
@@ -240,7 +292,7 @@ def consume(
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         s, dk, dv = _step(
-            s, dk, dv, 0, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
+            s, dk, dv, 0, tile, steps > 1, keys, prepost, work, shape, scores, places, bufs, bars,
             variant, PART, 1, 1 if MASKS else 0,
         )  # fmt: skip
         step = 1
@@ -251,8 +303,8 @@ def consume(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 s, dk, dv = _step(
-                    s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores, places,
-                    bufs, bars, variant, PART, 0, 1,
+                    s, dk, dv, step, tile, step + 1 < steps, keys, prepost, work, shape, scores,
+                    places, bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
                 at += 1
@@ -260,15 +312,20 @@ def consume(
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
             s, dk, dv = _step(
-                s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores, places, bufs,
-                bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
+                s, dk, dv, step, tile, step + 1 < steps, keys, prepost, work, shape, scores,
+                places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1
         last = steps - 1
         mbarrier.wait(bars.ds_full.index(last % 2), (last // 2) & 1)
-        dq_sum = _dq_half(bufs.ds.index(last % 2), bufs.k.index(0).reshape([128, D]), variant, PART)
+        dq_sum = _dq_half(
+            ds_tile(bufs, last % 2, variant), bufs.k.index(0).reshape([128, D]), variant, PART
+        )
         dq = warpgroup_mma_wait(0, deps=(dq_sum,))
-        _leave_dq(dq, bufs, bars, last, variant, PART)
+        pass_on_dq(dq, prepost, work, shape, bufs, bars, last, variant, PART)
+    if variant.direct and variant.prepost != "none":
+        partition_barrier()  # all of this warpgroup's sums come before
+        report_sums(work, shape, prepost)
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
     if variant.dropout:

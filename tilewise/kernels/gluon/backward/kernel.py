@@ -27,6 +27,7 @@ from tilewise.kernels.gluon.backward.loader import load_tiles, send_dq
 from tilewise.kernels.gluon.backward.logits import Places
 from tilewise.kernels.gluon.backward.prepost import part_rows, run_prepost
 from tilewise.kernels.gluon.backward.span import Shape
+from tilewise.kernels.gluon.backward.together import consume_together
 from tilewise.kernels.gluon.device.barriers import barriers
 
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -57,6 +58,24 @@ class Barriers(NamedTuple):
     dq_empty: object  # the tile of dq is on its way
     ds_full: object  # both consumers have written their half
     ds_empty: object  # both have multiplied with it
+
+
+@gluon.jit
+def consume_keys(
+    dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
+    variant: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Make dk and dv of 64 keys, and half of every tile of dq."""
+    if variant.together:
+        consume_together(
+            dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars, variant,
+            PART,
+        )  # fmt: skip
+    else:
+        consume(
+            dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars, variant,
+            PART,
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -97,28 +116,39 @@ def attention_bwd_kernel(
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, D], v_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
-    dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
+    if variant.by_query:
+        ds = gl.allocate_shared_memory(dtype, [2, TILE_M, 128], ds_layout)
+    else:
+        ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
+    if variant.direct:
+        dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 8, 32], dq_desc.layout)
+    elif variant.flat:
+        dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 128, 32], dq_desc.layout)
+    else:
+        dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
     lse_log2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout)
     bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta)
     bars = Barriers(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
-        barriers(1, 1), barriers(2, 2), barriers(2, 2),
+        barriers(2, 1), barriers(2, 2), barriers(2, 2),
     )  # fmt: skip
     if variant.prepost != "none":
         ROWS: gl.constexpr = part_rows(D)
         o_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_part_desc.layout)
         do_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], do_part_desc.layout)
         sum_layout: gl.constexpr = sum_part_desc.layout
-        sum_part = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, D], sum_layout)
+        if variant.flat:
+            sum_part = gl.allocate_shared_memory(gl.float32, [D // 32, 1, 1, 32, 32], sum_layout)
+        else:
+            sum_part = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, D], sum_layout)
         parts_full = barriers(4, 1)
         gl.warp_specialize(
             [
-                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
-                           variant, 0)),
-                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
-                           variant, 1)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                           bufs, bars, variant, 0)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                           bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),
                 (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
@@ -134,10 +164,10 @@ def attention_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
-                           variant, 0)),
-                (consume, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
-                           variant, 1)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                           bufs, bars, variant, 0)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                           bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),
                 (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,

@@ -100,6 +100,28 @@ def _load_step(
 
 
 @gluon.jit
+def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr):
+    """Add a tile of dq, or store it where rank is 0; then give its buffer back."""
+    HALVES: gl.constexpr = 2 if variant.flat else 1  # that come and go apart
+    THREADS: gl.constexpr = 160 if variant.flat else 288
+    for half in gl.static_range(HALVES):
+        place = at
+        if variant.flat:
+            place = [0, at[1], at[2] * (variant.d // 32) + half * 128, 0]
+        named_barrier("sync", DQ_WRITTEN + half, THREADS, 1)
+        if variant.ordered:
+            if rank == 0:  # the first one stores: nothing has to be zero before
+                tma_store(dq_desc, place, bufs.dq.index(half))
+            else:
+                tma_add(dq_desc, place, bufs.dq.index(half))
+        else:
+            tma_add(dq_desc, place, bufs.dq.index(half))
+    for half in gl.static_range(HALVES):
+        tma.store_wait(HALVES - 1 - half)  # the buffer has been read
+        mbarrier.arrive(bars.dq_empty.index(half), count=1)
+
+
+@gluon.jit
 def send_dq(
     dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr
 ):  # fmt: skip
@@ -116,6 +138,8 @@ def send_dq(
     # (deterministic, N 4,096; H200, 2026-11-22).
     LATE: gl.constexpr = variant.ordered and variant.right and variant.d == 128
     before = work.b.to(gl.int64) * 0
+    if variant.direct:
+        steps = 0
     for step in range(0, steps):
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         if variant.mask:
@@ -123,10 +147,7 @@ def send_dq(
         _head, plane = row_plane(work, g, shape, variant)
         at = [0, plane, work.start_row + tile * variant.tile_m, 0]
         if not variant.ordered:
-            named_barrier("sync", DQ_WRITTEN, 288, 1)
-            tma_add(dq_desc, at, bufs.dq.index(0))
-            tma.store_wait(0)  # the buffer has been read
-            mbarrier.arrive(bars.dq_empty.index(0), count=1)
+            _send_tile(dq_desc, at, 1, bufs, bars, variant)
         else:
             tiles = shape.rows_per_plane // variant.tile_m
             row_tile = work.start_row // variant.tile_m + tile
@@ -138,19 +159,15 @@ def send_dq(
                 gl.atomic_add(semaphores_ptr + before, 1, sem="release")
             while found < rank:
                 found = gl.atomic_add(semaphores_ptr + at_tile, 0, sem="acquire")
-            named_barrier("sync", DQ_WRITTEN, 288, 1)
-            if rank == 0:  # the first one stores: nothing has to be zero before
-                tma_store(dq_desc, at, bufs.dq.index(0))
-            else:
-                tma_add(dq_desc, at, bufs.dq.index(0))
-            tma.store_wait(0)
-            mbarrier.arrive(bars.dq_empty.index(0), count=1)
+            _send_tile(dq_desc, at, rank, bufs, bars, variant)
             if LATE:
                 before = at_tile
             else:
                 wait_for_copies()
                 gl.atomic_add(semaphores_ptr + at_tile, 1, sem="release")
-    wait_for_copies()
+    if not variant.direct:
+        wait_for_copies()
     if LATE and steps > 0:
         gl.atomic_add(semaphores_ptr + before, 1, sem="release")
-    report_sums(work, shape, prepost)
+    if not variant.direct:
+        report_sums(work, shape, prepost)

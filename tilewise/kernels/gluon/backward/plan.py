@@ -20,6 +20,7 @@ _MOST_QUERIES_A_KEY = 4
 _FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
+_LONG = 8192  # keys
 
 
 def cdiv(a: int, b: int) -> int:
@@ -86,9 +87,10 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
     left = 0 if 0 <= spec.window_left < spec.max_seqlen_k - 1 else -1
     right = 0 if 0 <= spec.window_right < spec.max_seqlen_q - 1 else -1
     keys = KEYS + spec.max_seqlen_k % KEYS
-    return variant_of_kind(
+    variant = variant_of_kind(
         spec._replace(window_left=left, window_right=right, max_seqlen_q=2, max_seqlen_k=keys)
     )
+    return _form_for_length(variant, spec.max_seqlen_k)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -139,7 +141,35 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         ring=ring,
         last_first=last_first,
         prepost=_prepost_of_code(spec, d),
+        together=False,
+        by_query=d == 64 and ring and not ordered,
+        direct=False,
+        flat=d == 64 and not (ordered or separate_dq or left or lengths_vary or spec.mask_tile),
     )
+
+
+def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
+    """Return what long plain calls of D 128 are faster with.
+
+    Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-23, TFLOP/s). A flat sum of dq,
+    with ds query by query, takes a tenth of what shared memory moves, the busiest part of all:
+    full calls of D 64 go from 388, 501, 524 (N 1,024, 4,096, 16,384) to 404, 519, 554; with a
+    diagonal a flat sum alone is best, 456 -> 470 at 4,096 and as fast elsewhere. At D 128 full
+    calls in a ring go from 567 to 600 at 16,384 (561 at 4,096), causal ones whose warpgroups stay
+    together from 519 to 536 at 4,096, from 560 to 608 in one loop at 16,384 (327 -> 322 at 1,024).
+    Warpgroups that add to the sum themselves (`direct`) are 1 to 8 % slower but in one place.
+    """
+    extras = variant.alibi or variant.bias or variant.dropout or variant.softcap != "none"
+    lengths = variant.packed or variant.ragged or variant.left or variant.mask
+    other = variant.ordered or not variant.positive
+    if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or other:
+        return variant
+    flat = variant._replace(flat=True, by_query=True)
+    if not variant.right:
+        return flat._replace(ring=True, two_loops=False) if seqlen_k >= _LONG else variant
+    if seqlen_k < _LONG // 2:
+        return variant
+    return flat._replace(together=True, two_loops=seqlen_k < _LONG)
 
 
 def _prepost_of_code(spec: AttentionSpec, d: int) -> str:

@@ -135,9 +135,10 @@ def run_prepost(
             if index + shape.heads_ahead < num_heads:
                 _report_preprocess(ahead, prepost, WARPS)
             count = count * 0
+        REPORTS: gl.constexpr = 2 if variant.direct else 1  # of a CTA
         if sum_count > 0:
             while gl.atomic_add(prepost.counts + num_heads + behind, 0, sem="acquire") < (
-                shape.num_tiles
+                shape.num_tiles * REPORTS
             ):
                 pass
             fence_async(WARPS)
@@ -250,8 +251,33 @@ def _load_sums(
     _head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     stage = part % STAGES
     bar = full.index(STAGES + stage)
-    mbarrier.expect(bar, sum_desc.block_type.nbytes)
-    tma_load(sum_desc, [0, plane, place.start_row + row, 0], bar, sum_buf.index(stage))
+    at = place.start_row + row
+    if variant.flat:  # 16 queries of 64 channels lie together
+        BLOCKS: gl.constexpr = variant.d // 64
+        mbarrier.expect(bar, BLOCKS * sum_desc.block_type.nbytes)
+        at = at // 64 * (2 * variant.d) + at % 64 * 2
+        for block in gl.static_range(BLOCKS):
+            to = sum_buf.index(stage * BLOCKS + block)
+            tma_load(sum_desc, [0, plane, at + block * 128, 0], bar, to)
+    else:
+        mbarrier.expect(bar, sum_desc.block_type.nbytes)
+        tma_load(sum_desc, [0, plane, at, 0], bar, sum_buf.index(stage))
+
+
+@gluon.constexpr_function
+def _flat_layout():
+    """Return how two warps hold half of a block of `flat_dq`: 8 channels of a query each."""
+    channels, queries = [[0, 1], [0, 4], [0, 8]], [[0, 16], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(
+        channels, [[4, 0], [8, 0], *queries], [[0, 2]], [], [16, 32]
+    )  # fmt: skip
+
+
+@gluon.jit
+def _unflatten(x):
+    """Return (16 queries, 32 channels) of half a block of `flat_dq`, (16, 32)."""
+    parts = x.reshape([4, 8, 4, 2, 2])  # eight channels, row, pair, row + 8, channel
+    return parts.permute((3, 1, 0, 2, 4)).reshape([16, 32])
 
 
 @gluon.jit
@@ -269,24 +295,47 @@ def _postprocess(
     head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     stage = part % STAGES
     scale = scores.scale
+    seen = 1
     if variant.ordered:  # a tile that sees nothing holds anything
         tile = (place.start_row + row) // variant.tile_m
         tiles = shape.rows_per_plane // variant.tile_m
-        semaphores = gl.load(semaphores_ptr + plane.to(gl.int64) * tiles + tile)
+        seen = gl.load(semaphores_ptr + plane.to(gl.int64) * tiles + tile)
     token = place.start_q + row
     if not variant.packed:
         token += place.b * shape.seqlen_q
     to = prepost.dq + (token.to(gl.int64) * num_q_heads + head) * WIDTH
     mbarrier.wait(full.index(STAGES + stage), (part // STAGES) & 1)
-    sums = sum_buf.index(stage).reshape([ROWS, D])
-    for start in gl.static_range(0, ROWS, PIECE_ROWS):
-        within = start + gl.arange(0, PIECE_ROWS, gl.SliceLayout(1, layout))
-        real = gl.expand_dims(row + within < place.length_q, 1)
-        at = gl.expand_dims(within * (num_q_heads * WIDTH), 1)
-        for column in gl.static_range(0, D, PIECE_COLUMNS):
-            dq = _piece(sums, start, column, layout) * scale
-            if variant.ordered:
-                dq = gl.where(semaphores > 0, dq, 0.0)
-            columns = column + gl.arange(0, PIECE_COLUMNS, gl.SliceLayout(0, layout))
-            columns = gl.expand_dims(columns, 0)
-            gl.store(to + (at + columns), dq.to(dtype), mask=real & (columns < WIDTH))
+    if variant.flat:
+        for block in gl.static_range(D // 64):
+            sums = sum_buf.index(stage * (D // 64) + block).reshape([32, 32])
+            for half in gl.static_range(2):
+                dq = _unflatten(sums.slice(half * 16, 16, 0).load(_flat_layout())) * scale
+                _store_piece(
+                    dq, to, row, 0, block * 64 + half * 32, place.length_q, seen, num_q_heads,
+                    dtype, variant,
+                )  # fmt: skip
+    else:
+        sums = sum_buf.index(stage).reshape([ROWS, D])
+        for start in gl.static_range(0, ROWS, PIECE_ROWS):
+            for column in gl.static_range(0, D, PIECE_COLUMNS):
+                dq = _piece(sums, start, column, layout) * scale
+                _store_piece(
+                    dq, to, row, start, column, place.length_q, seen, num_q_heads, dtype, variant
+                )  # fmt: skip
+
+
+@gluon.jit
+def _store_piece(
+    dq, to, row, start: gl.constexpr, column: gl.constexpr, length_q, seen, num_q_heads,
+    dtype: gl.constexpr, variant: gl.constexpr,
+):  # fmt: skip
+    """Round and store some rows and columns of a tile of dq, 0 where no CTA has seen it."""
+    layout: gl.constexpr = dq.type.layout
+    if variant.ordered:
+        dq = gl.where(seen > 0, dq, 0.0)
+    within = start + gl.arange(0, dq.shape[0], gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, dq.shape[1], gl.SliceLayout(0, layout))
+    real = gl.expand_dims(row + within < length_q, 1)
+    at = gl.expand_dims(within * (num_q_heads * variant.width), 1)
+    columns = gl.expand_dims(columns, 0)
+    gl.store(to + (at + columns), dq.to(dtype), mask=real & (columns < variant.width))

@@ -109,6 +109,7 @@ def attention_bwd_after_kernel(
     group_size,
     seqlen, rows_per_plane, dq_batch, dq_row, dq_head, scale, WIDTH: tl.constexpr,
     D: tl.constexpr, UNIT: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     """Scale and round a tile of dq of the last heads."""
     pid = tl.program_id(0)
@@ -120,7 +121,15 @@ def attention_bwd_after_kernel(
     if first < length:
         rows = first + tl.arange(0, TILE)
         columns = tl.arange(0, D)
-        dq = tl.load(dq_sum_ptr + (buffer + rows)[:, None] * D + columns[None, :])
+        if FLAT:  # as `consumer.flat_dq` left it
+            within = rows % 64
+            in_rows = within // 16 * 1024 + within % 8 * 16 + within // 8 % 2 * 2
+            block = (buffer + rows - within) * D
+            in_columns = columns // 64 * 4096 + columns % 64 // 8 * 128
+            in_columns += columns // 2 % 4 * 4 + columns % 2
+            dq = tl.load(dq_sum_ptr + (block + in_rows)[:, None] + in_columns[None, :])
+        else:
+            dq = tl.load(dq_sum_ptr + (buffer + rows)[:, None] * D + columns[None, :])
         if semaphores_ptr is not None:  # a tile that sees nothing holds anything
             dq = tl.where(tl.load(semaphores_ptr + (buffer + first) // TILE_M) > 0, dq, 0.0)
         stored = (rows < length)[:, None]

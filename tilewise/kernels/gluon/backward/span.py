@@ -51,6 +51,11 @@ class BwdVariant(NamedTuple):
     last_first: bool  # the last tiles of keys are launched first
     # Pre- and postprocessing of other heads: "none", "interleaved" or "preprocess_first".
     prepost: str
+    # How a step hands on ds and dq, see `plan._form_for_length`.
+    together: bool  # warpgroups in step, dq in the step of its ds; for calls without extras
+    by_query: bool  # ds lies query by query in shared memory, else key by key
+    direct: bool  # warpgroups add to the flat sum of dq themselves; not with a mask
+    flat: bool  # the sum of dq lies as warpgroups hold it, see `consumer.flat_dq`
 
 
 class Sequences(NamedTuple):

@@ -137,7 +137,7 @@ def launch_after(
         heads_after, spec.batch, spec.num_q_heads, spec.group_size, spec.max_seqlen_q,
         rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
         WIDTH=spec.head_dim, D=variant.d, UNIT=UNIT, TILE_M=variant.tile_m, TILE=tile,
-        num_warps=_ROWS_WARPS,
+        FLAT=variant.flat, num_warps=_ROWS_WARPS,
     )  # fmt: skip
 
 
@@ -186,17 +186,22 @@ def launch_main(
     assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
     part, sums = rows_of_part(d), rows.dq_sum.transpose(0, 1)
+    dq_desc, part_desc = descriptor(sums, m, d), descriptor(sums, part, d)
+    if variant.flat:
+        planes, count, _ = rows.dq_sum.shape
+        flat = rows.dq_sum.view(planes, count * d // 32, 32).transpose(0, 1)
+        dq_desc, part_desc = descriptor(flat, 128, 32), descriptor(flat, 32, 32)
     num_tiles = cdiv(spec.max_seqlen_k, KEYS)
     heads = spec.batch * spec.num_kv_heads
     maker.launch(
         attention_bwd_kernel,
         num_tiles * heads,
         descriptor(q, m, d), descriptor(k, KEYS, d), descriptor(v, KEYS, d), descriptor(do, m, d),
-        descriptor(sums, m, d),
+        dq_desc,
         descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
         row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
         descriptor(o, part, d), descriptor(do, part, d),
-        descriptor(sums, part, d), dk, dv, rows.semaphores, sequences,
+        part_desc, dk, dv, rows.semaphores, sequences,
         PrePost(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, num_tiles,

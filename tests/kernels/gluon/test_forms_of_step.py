@@ -1,0 +1,75 @@
+"""The ways in which a step of the backward pass may hand on ds and dq, in the emulator."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.attention_problem import BRAIN, CAUSAL, Call, assert_right, make_problem
+from tests.kernels.gluon.problem import backward, forward
+from tilewise.kernels.gluon.backward import launch
+from tilewise.kernels.gluon.backward.span import BwdVariant
+from tilewise.kernels.spec import AttentionSpec
+
+CALLS = {
+    "full_d64": Call(200, 256, (2, 2), (64, 64), 1, BRAIN),
+    "full_d128": Call(200, 260, (2, 2), (128, 128), 1, BRAIN),
+    "causal_d128": Call(200, 260, (4, 2), (128, 128), 1, BRAIN, CAUSAL),
+}
+ONLY_FULL = ("flat_in_a_ring",)
+FORMS = {
+    "flat": {"flat": True},
+    "flat_by_query": {"flat": True, "by_query": True},
+    "flat_in_a_ring": {"flat": True, "by_query": True, "ring": True},
+    "flat_without_prepost": {"flat": True, "prepost": "none"},
+    "together": {"flat": True, "by_query": True, "together": True},
+    "together_in_one_loop": {"flat": True, "by_query": True, "together": True, "two_loops": False},
+    "together_in_tiles": {"together": True, "prepost": "none"},
+    "direct": {"flat": True, "direct": True},
+    "direct_together": {"flat": True, "direct": True, "together": True, "stages": 3},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["full_d64", "causal_d128"])
+def test_gradients_match_float64(monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
+    if form in ONLY_FULL and name == "causal_d128":
+        name = "full_d128"
+    original = launch.variant_of
+
+    def variant_of(spec: AttentionSpec) -> BwdVariant:
+        return original(spec)._replace(**FORMS[form])
+
+    monkeypatch.setattr(launch, "variant_of", variant_of)
+    problem = make_problem(CALLS[name], "cpu")
+    results = forward(problem, 3, num_sms=2)
+    results |= backward(problem, **results, seed=3, num_sms=2)
+    assert_right(problem, results)
+
+
+def test_reproducible_sums_may_be_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = launch.variant_of
+    monkeypatch.setattr(launch, "variant_of", lambda spec: original(spec)._replace(flat=True))
+    problem = make_problem(CALLS["causal_d128"], "cpu")
+    problem.spec = problem.spec._replace(deterministic=True)
+    results = forward(problem, 3, num_sms=2)
+    results |= backward(problem, **results, seed=3, num_sms=2)
+    assert_right(problem, results)
+
+
+def test_long_plain_calls_have_forms_of_their_own() -> None:
+    spec = make_problem(CALLS["causal_d128"], "cpu").spec
+
+    def variant(keys: int, right: int, **changes: object) -> BwdVariant:
+        lengths = {"max_seqlen_q": keys, "max_seqlen_k": keys, "window_right": right}
+        return launch.variant_of(spec._replace(**lengths, **changes))
+
+    assert variant(16384, 0).together
+    assert not variant(16384, 0).two_loops
+    assert variant(4096, 0).two_loops
+    assert not variant(1024, 0).together
+    assert not variant(16384, 0, softcap=3.0).together
+    assert not variant(16384, 0, deterministic=True).together
+    assert variant(16384, -1).ring
+    assert not variant(4096, -1).ring
