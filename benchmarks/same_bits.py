@@ -109,10 +109,27 @@ def main() -> int:
         for i in range(args.requests)
     ]  # fmt: skip
 
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        """Print a row and write all so far: who has little time on a machine ends in the middle."""
+        rows.append(row)
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        if args.json:
+            Path(args.json).write_text(as_line() + "\n", encoding="utf-8")
+
+    def as_line() -> str:
+        return json.dumps(
+            {
+                "benchmark": "same bits", "shape": args.shape, "dtype": args.dtype,
+                "start_s": round(start_s, 1), **machine(args.device), "rows": rows,
+            }
+        )  # fmt: skip
+
     use(llm, enable_prefix_caching=False)
     started = clock()
     expected = [answers(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
-    rows = [compare("alone", expected, expected, clock() - started)]
+    keep(compare("alone", expected, expected, clock() - started))
     # A few sequences fit, and each wants blocks while it runs.
     scarce = 4 * per_request
     modes: dict[str, dict[str, Any]] = {
@@ -136,22 +153,12 @@ def main() -> int:
             "preemptions": stats.num_preemptions, "swapped": stats.num_swapped,
             "tokens found": stats.prefix_hit_tokens,
         }  # fmt: skip
-        rows.append(row)
+        keep(row)
     started = clock()
-    rows.append(compare("forward", forward(llm, prompts, expected), expected, clock() - started))
-    for row in rows:
-        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    keep(compare("forward", forward(llm, prompts, expected), expected, clock() - started))
     reached = {row["mode"]: row for row in rows}
-    line = json.dumps(
-        {
-            "benchmark": "same bits", "shape": args.shape, "dtype": args.dtype,
-            "start_s": round(start_s, 1), **machine(args.device), "rows": rows,
-        }
-    )  # fmt: skip
     llm.close()
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n", encoding="utf-8")
+    print(as_line())
     assert reached["preempted"]["preemptions"], "the small cache must preempt"
     assert reached["swapped"]["swapped"], "and swap"
     assert reached["prefix hit"]["tokens found"], "and the warm one find"

@@ -286,7 +286,12 @@ def test_other_models_alone_and_preempted(case, dtype, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype):
-    words = [f"Once upon a time a {a} {n}" for a in ADJECTIVES for n in NOUNS]
+    encode = LLM("story", device="cpu").tokenizer.encode
+    words = [
+        {"prompt_token_ids": encode(f"Once upon a time a {a} {n}")}
+        for a in ADJECTIVES
+        for n in NOUNS
+    ]
     params = [
         SamplingParams(temperature=float(i % 2), seed=i, max_tokens=STEPS, ignore_eos=True,
                        logprobs=0)
@@ -305,3 +310,18 @@ def test_on_a_gpu(dtype):
         assert answers(on_gpu(**settings), asked) == alone
     warm = on_gpu()
     assert answers(warm, asked) == answers(warm, asked) == alone
+    # The model itself over each whole sequence, without a cache, and the one that is trained.
+    trained = load_model(packaged_model(), dtype=dtype, device="cuda")
+    trained.use_inference_bits()
+    for asked_for, found in list(zip(words, alone, strict=True))[::8]:
+        prompt = asked_for["prompt_token_ids"]
+        ids = torch.tensor([[*prompt, *found.tokens]], device="cuda")
+        with torch.inference_mode():
+            hidden = roomy.model(ids)
+            logits = [roomy.model.compute_logits(hidden)]
+        logits.append(trained.compute_logits(trained(ids)))
+        assert logits[1].requires_grad
+        for each in logits:
+            rows = each[0, len(prompt) - 1 : -1].log_softmax(-1)
+            own = rows.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+            assert tuple(own.tolist()) == found.logprobs

@@ -148,14 +148,15 @@ class Decoder(nn.Module):
             self.packed_head = InvariantLinear(table.weight)
 
     def use_inference_bits(self) -> None:
-        """Let the differentiable forward pass give the bits of inference on a CPU.
+        """Let the differentiable forward pass give the bits of inference on the model's device.
 
         The log-probability of each token of a sequence is then, bit for bit, the one with which a
-        batch-invariant engine on this CPU returned it, and can be differentiated; see
+        batch-invariant engine on this device returned it, and can be differentiated; see
         `nn.same_bits` for its cost. The parameters stay what they are.
 
         Raises:
-            UnsupportedError: an engine would not pack the weights, as on a GPU.
+            UnsupportedError: an engine on a CPU would not pack the weights, or a model on a GPU
+                keeps latents.
         """
         table = self.embed_tokens
         is_tied = self.lm_head is None and isinstance(table, nn.Embedding)

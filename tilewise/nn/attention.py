@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
+from tilewise.nn.dense_cache import BLOCK_SIZE, dense_context, packed_rope
 from tilewise.nn.layers import RMSNorm, ShiftedRMSNorm, project
+from tilewise.nn.valued import valued
 from tilewise.ops import PagedPlan
 
 __all__ = ["Attention"]
@@ -31,6 +33,10 @@ class Attention(nn.Module):
         qk_norm_eps: normalise each head of q and k before the rotation (Qwen3); None does not.
         window: keys that a query sees, its own included; None is all before it.
         softmax_scale: multiplies q . k; D ** -0.5 when None.
+
+    Attributes:
+        attends_as_cached: a dense batch has the values that a batch-invariant engine computes over
+            a cache, see `nn.dense_cache`; gradients stay those of dense attention.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.window = window
         self.softmax_scale = softmax_scale
+        self.attends_as_cached = False
         num_heads = num_q_heads + 2 * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
@@ -91,14 +98,35 @@ class Attention(nn.Module):
         if (ctx is None) != (kv is None):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
         heads = self._heads(x)
-        if ctx is None or kv is None:
-            q, k, v = self._rotated(heads, rope)
-            o = ops.attention(
-                q, k, v, causal=True, window=self.window, softmax_scale=self.softmax_scale
-            )
-        else:
+        if ctx is not None and kv is not None:
             o = self._attend_cache(heads, rope, ctx, kv)
+        elif self.attends_as_cached and heads.numel():
+            o = self._attend_as_cached(heads, rope)
+        else:
+            o = self._attend_dense(heads, rope)
         return project(self.o_proj, o.flatten(-2))
+
+    def _attend_dense(self, heads: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Attend within each sequence of (B, S, Hq + 2 Hk, D); return o (B, S, Hq, D)."""
+        q, k, v = self._rotated(heads, rope)
+        o: Tensor = ops.attention(
+            q, k, v, causal=True, window=self.window, softmax_scale=self.softmax_scale
+        )
+        return o
+
+    def _attend_as_cached(self, heads: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """As `_attend_dense`, with the values of an engine over a cache."""
+        batch, length = heads.shape[:2]
+        ctx = dense_context(batch, length, heads.device)
+        rows, blocks = heads.detach().flatten(0, 1), ctx.block_table.numel()
+        shape = (blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim)
+        kv = (heads.new_zeros(shape), heads.new_zeros(shape))
+        with torch.no_grad():
+            o = self._attend_cache(rows, packed_rope(rope, batch), ctx, kv)
+        value = o.unflatten(0, (batch, length))
+        if not (torch.is_grad_enabled() and heads.requires_grad):
+            return value
+        return valued(self._attend_dense(heads, rope), value)
 
     def _attend_cache(
         self,
