@@ -260,10 +260,11 @@ def test_it_can_be_turned_off():
         ("qwen3_norm_wide_heads", torch.bfloat16),
         ("gpt2", torch.float32),
         ("gpt2", torch.bfloat16),
+        ("gemma3", torch.bfloat16),
     ],
     ids=str,
 )
-def test_other_models_alone_and_preempted(case, dtype, tmp_path):
+def test_other_models_alone_preempted_and_by_both_forward_passes(case, dtype, tmp_path):
     write_checkpoint(tmp_path, case)
     draw = random.Random(1)
     prompts = [
@@ -281,6 +282,15 @@ def test_other_models_alone_and_preempted(case, dtype, tmp_path):
     assert answers(roomy, asked) == alone
     tight = LLM(tmp_path, num_blocks=26, max_num_batched_tokens=13, max_num_seqs=8, **settings)
     assert answers(tight, asked) == alone
+    trained = load_model(tmp_path, dtype=dtype, device="cpu")
+    trained.use_inference_bits()
+    for prompt, found in zip(prompts, alone, strict=True):
+        ids = prompt["prompt_token_ids"]
+        with torch.inference_mode():
+            rows = log_probabilities(roomy.model, prompt, found.tokens)
+        assert tuple(rows.tolist()) == found.logprobs
+        rows = log_probabilities(trained, prompt, found.tokens)
+        assert rows.requires_grad and tuple(rows.tolist()) == found.logprobs, len(ids)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
+from tilewise.nn.attention import attend_as_steps
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.invariant import InvariantLinear, use_invariant_linears
 from tilewise.nn.layers import fuse_on_cpu
@@ -131,6 +132,7 @@ class Decoder(nn.Module):
         pack_linears(self, is_int8=is_int8)
         if any(isinstance(module, PackedLinear) for module in self.modules()):
             fuse_on_cpu(self)
+            attend_as_steps(self)
         table = self.embed_tokens
         if self.lm_head is None and isinstance(table, nn.Embedding) and can_pack(table.weight):
             self.packed_head = PackedLinear(table.weight, is_int8=is_int8)

@@ -16,7 +16,7 @@ from tilewise.nn.layers import RMSNorm, ShiftedRMSNorm, project
 from tilewise.nn.valued import valued
 from tilewise.ops import PagedPlan
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "attend_as_steps"]
 
 
 class Attention(nn.Module):
@@ -237,6 +237,17 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
         return q, k, v
+
+
+def attend_as_steps(module: nn.Module) -> None:
+    """Let attention below `module` over a dense batch have the bits of a step on a CPU.
+
+    It has them anyway, but for heads that are normalised: a step rotates them before they are
+    rounded to 16 bits, and `ops.apply_rope` after.
+    """
+    for child in module.modules():
+        if isinstance(child, Attention) and isinstance(child.q_norm, RMSNorm):
+            child.attends_as_cached = True
 
 
 def _plans_pay(q: Tensor, ctx: AttentionContext) -> bool:
