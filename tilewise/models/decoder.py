@@ -186,6 +186,8 @@ class Decoder(nn.Module):
         """
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
+            if not parameter.is_floating_point():
+                continue  # what is packed is its owner's to draw
             if parameter.dim() >= 2:
                 is_residual = name.endswith(self.residual_projections)
                 parameter.normal_(0.0, residual_std if is_residual else std, generator=generator)

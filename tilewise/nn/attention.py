@@ -33,6 +33,7 @@ class Attention(nn.Module):
         qk_norm_eps: normalise each head of q and k before the rotation (Qwen3); None does not.
         window: keys that a query sees, its own included; None is all before it.
         softmax_scale: multiplies q . k; D ** -0.5 when None.
+        has_sinks: one learned logit a head in the denominator only (gpt-oss).
 
     Attributes:
         attends_as_cached: a dense batch has the values that a batch-invariant engine computes over
@@ -51,6 +52,7 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
         window: int | None = None,
         softmax_scale: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__()
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
@@ -63,6 +65,7 @@ class Attention(nn.Module):
         self.window = window
         self.softmax_scale = softmax_scale
         self.attends_as_cached = False
+        self.sinks = nn.Parameter(torch.zeros(num_q_heads)) if has_sinks else None
         num_heads = num_q_heads + 2 * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
@@ -110,8 +113,9 @@ class Attention(nn.Module):
         """Attend within each sequence of (B, S, Hq + 2 Hk, D); return o (B, S, Hq, D)."""
         q, k, v = self._rotated(heads, rope)
         o: Tensor = ops.attention(
-            q, k, v, causal=True, window=self.window, softmax_scale=self.softmax_scale
-        )
+            q, k, v, causal=True, window=self.window, softmax_scale=self.softmax_scale,
+            sinks=self.sinks,
+        )  # fmt: skip
         return o
 
     def _attend_as_cached(self, heads: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -177,6 +181,7 @@ class Attention(nn.Module):
             "max_seqlen_q": ctx.max_seqlen_q,
             "softmax_scale": self.softmax_scale,
             "window": self.window,
+            "sinks": self.sinks,
             "shared": ctx.shared if self.window is None else None,
             "tree_mask": ctx.tree_mask,
             "batch_invariant": ctx.batch_invariant,

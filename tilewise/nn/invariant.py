@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.nn.attention import Attention
+from tilewise.nn.experts import Experts
 
 __all__ = ["InvariantLinear", "use_invariant_linears"]
 
@@ -43,4 +44,6 @@ def use_invariant_linears(module: nn.Module) -> None:
         else:
             if isinstance(child, Attention):
                 child.attends_as_cached = True
+            if isinstance(child, Experts):
+                child.is_invariant = True
             use_invariant_linears(child)

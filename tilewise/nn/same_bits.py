@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.nn.attention import Attention, attend_as_steps
+from tilewise.nn.experts import Experts
 from tilewise.nn.layers import GatedMLP, RMSNorm
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.valued import valued
@@ -128,6 +129,9 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
             module.fuses_on_cpu = not is_on_gpu
         if isinstance(module, Attention):
             module.attends_as_cached = is_on_gpu
+        if isinstance(module, Experts):
+            module.has_inference_bits = is_on_gpu
+            module.multiply = F.linear if is_on_gpu else product
     if not is_on_gpu:
         attend_as_steps(model)
 
