@@ -261,6 +261,7 @@ def test_it_can_be_turned_off():
         ("gpt2", torch.float32),
         ("gpt2", torch.bfloat16),
         ("gemma3", torch.bfloat16),
+        ("gpt_oss", torch.bfloat16),
     ],
     ids=str,
 )

@@ -28,7 +28,9 @@ from tilewise.engine.speculative import DraftModel, PromptLookup
 from tilewise.models import load_model
 from tilewise.testing import assert_within_budget
 
-WINDOWS = ("mistral_window", "qwen2_second_layer_window", "qwen2_layer_types", "gemma3")
+WINDOWS = (
+    "mistral_window", "qwen2_second_layer_window", "qwen2_layer_types", "gemma3", "gpt_oss",
+)  # fmt: skip
 LATENTS = ("deepseek", "deepseek_q_rank_biases", "deepseek_yarn")
 COUNT = 18
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)

@@ -142,6 +142,8 @@ CASES |= {
         GptOssConfig,
         GptOssForCausalLM,
         {
+            "hidden_size": 64,  # multiples of 32, so that its experts can be MXFP4
+            "intermediate_size": 32,
             "head_dim": 8,
             "num_hidden_layers": 4,
             "num_local_experts": 6,
@@ -152,13 +154,13 @@ CASES |= {
             "experts_implementation": "eager",
         },
     ),
-    "gpt_oss_tied_one_expert": (
+    "gpt_oss_tied_no_biases": (
         GptOssConfig,
         GptOssForCausalLM,
         {
             "head_dim": 16,
             "num_local_experts": 5,
-            "num_experts_per_tok": 1,
+            "num_experts_per_tok": 2,
             "layer_types": ["full_attention", "sliding_attention"],
             "sliding_window": 5,
             "attention_bias": False,

@@ -67,6 +67,8 @@ class Experts(nn.Module):
     up_bias: nn.Parameter
     down: nn.Parameter
     down_bias: nn.Parameter
+    up_scale: nn.Parameter | None
+    down_scale: nn.Parameter | None
 
     def __init__(self, hidden_size: int, intermediate_size: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -75,8 +77,8 @@ class Experts(nn.Module):
         self.multiply: Callable[..., Tensor] = F.linear
         count = config.num_experts
         self.router = nn.Linear(hidden_size, count)
-        self.up_scale: nn.Parameter | None = None
-        self.down_scale: nn.Parameter | None = None
+        self.register_parameter("up_scale", None)
+        self.register_parameter("down_scale", None)
         shapes = {
             "up": (count, 2 * intermediate_size, hidden_size),
             "down": (count, hidden_size, intermediate_size),
