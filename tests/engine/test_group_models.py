@@ -189,8 +189,9 @@ def test_it_is_said_which_steps_are_not_compiled(saved):
     llm = LLM(directory, device="cpu", num_blocks=30)
     try:
         stats = llm.engine.stats()
-        if case in LATENTS or case == "gemma3":
-            kind = "DeepseekV2" if case in LATENTS else "Gemma3"
+        kinds = dict.fromkeys(LATENTS, "DeepseekV2") | {"gemma3": "Gemma3", "gpt_oss": "GptOss"}
+        if case in kinds:
+            kind = kinds[case]
             assert stats.why_not_compiled == f"the model must be a Llama, got {kind}"
         else:
             assert isinstance(llm.engine.runner, CompiledRunner)

@@ -31,6 +31,7 @@ from tilewise.cache.grouped_prefix import GroupedPrefix, PrefixNode, first_block
 from tilewise.engine.admission import Limits, window_blocks
 from tilewise.engine.batch import Batch
 from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.group_files import forget_files, read_files
 from tilewise.engine.group_moves import (
     bring_back,
     count_lacking,
@@ -52,7 +53,7 @@ def tables_of(
     limits: Limits,
     enable_prefix_caching: bool,
     num_swap_blocks: int | Seq[int],
-    store: BlockStore | None,
+    store: BlockStore | Seq[BlockStore] | None,
 ) -> BlockTables:
     """Return tables for the groups of layers of `limits`: plain ones where that is one of all keys.
 
@@ -60,11 +61,11 @@ def tables_of(
         limits: the groups, and blocks of each.
         enable_prefix_caching: keep full blocks findable by content.
         num_swap_blocks: blocks of main memory, of every group, or one number for each.
-        store: where cold prefixes go from there.
+        store: where cold prefixes go from there; one for each group, in a sequence, where there
+            are several or one with a window.
 
     Raises:
-        ValueError: there is not one number for each group, or there is to be a store for blocks of
-            several groups, or behind windows.
+        ValueError: there is not one number, or one store, for each group.
     """
     slots = num_swap_blocks
     swaps = [slots] * len(limits.windows) if isinstance(slots, int) else [*slots]
@@ -75,15 +76,18 @@ def tables_of(
         )
     if limits.windows == (None,):
         size = limits.block_size
+        assert not isinstance(store, Seq), "one group without a window has one store"
         return BlockTables(limits.num_blocks, size, enable_prefix_caching, swaps[0], store)
-    if store is not None:
+    stores = store if isinstance(store, Seq) else () if store is None else (store,)
+    if stores and len(stores) != len(limits.windows):
         raise ValueError(
-            "store must be None for layers with windows, whose blocks no file keeps, got one"
+            f"store must be one for each of {len(limits.windows)} groups, got {len(stores)}"
         )
     counts = (limits.num_blocks, *limits.other_blocks)
     return GroupedTables(
-        counts, limits.block_size, limits.windows, limits.max_run, enable_prefix_caching, swaps
-    )
+        counts, limits.block_size, limits.windows, limits.max_run, enable_prefix_caching, swaps,
+        stores,
+    )  # fmt: skip
 
 
 class GroupedTables(BlockTables):
@@ -96,6 +100,7 @@ class GroupedTables(BlockTables):
         max_run: tokens of one sequence in one step at most.
         enable_prefix_caching: keep full blocks findable by content.
         num_swap_blocks: blocks of main memory, of each group; none with () or zeros.
+        stores: where cold prefixes of each group go from there; none with ().
 
     Raises:
         ValueError: there is not one window for each number of blocks.
@@ -109,6 +114,7 @@ class GroupedTables(BlockTables):
         max_run: int,
         enable_prefix_caching: bool,
         num_swap_blocks: Seq[int] = (),
+        stores: Seq[BlockStore] = (),
     ) -> None:
         if len(num_blocks) != len(windows) or not num_blocks:
             raise ValueError(
@@ -122,7 +128,9 @@ class GroupedTables(BlockTables):
         if enable_prefix_caching:
             self.tree = GroupedPrefix(allocators, windows, block_size)
             self.trace.watch(self.allocator)
-        self.group_swap = GroupSwap(num_swap_blocks, self.tree) if any(num_swap_blocks) else None
+        self.group_swap: GroupSwap | None = None
+        if any(num_swap_blocks):
+            self.group_swap = GroupSwap(num_swap_blocks, self.tree, stores)
         self._found: tuple[Sequence, int, list[PrefixNode]] | None = None  # for whom, version
         self._moves: list[tuple[Transfers, Transfers]] = []
 
@@ -217,6 +225,9 @@ class GroupedTables(BlockTables):
         Returns:
             Whether the blocks were there.
         """
+        has_files = self.group_swap is not None and bool(self.group_swap.stores)
+        if has_files and not seq.scores_prompt and self.missing_blocks(seq, spare) == 0:
+            read_files(self, seq)
         hits = self._hits(seq)
         needs = self._demands(seq, hits)
         for need, pool in zip(needs, self.pools, strict=True):
@@ -431,6 +442,7 @@ class GroupedTables(BlockTables):
             return
         forgotten: set[int] = set()
         for seq in family:
+            forget_files(self, seq)
             if seq.num_tokens >= self.block_size:
                 forgotten |= self.tree.forget(seq.token_ids, seq.request.salt)[0]
         self.trace.note("forget", tuple(forgotten))
@@ -519,6 +531,8 @@ class GroupedTables(BlockTables):
         """Forget all prefixes; no block has an owner."""
         if self.tree is not None:
             self.tree.reset()
+        for store in self.group_swap.stores if self.group_swap is not None else ():
+            store.clear()
 
     def check_integrity(self, holders: list[Sequence], waiting: list[Sequence]) -> None:
         """Verify that the tables of the sequences that hold blocks agree with pools and cache.

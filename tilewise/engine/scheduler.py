@@ -153,7 +153,7 @@ class Scheduler:
         preemption: str = "auto",
         victim: str = "newest",
         num_swap_blocks: int | Seq[int] = 0,
-        store: BlockStore | None = None,
+        store: BlockStore | Seq[BlockStore] | None = None,
         speculative: PromptLookup | DraftModel | None = None,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,

@@ -6,7 +6,7 @@ Shipped code never autotunes. Each row of a table names where it was measured: d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.kernels.spec import PagedSpec
 
@@ -132,6 +132,19 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
     return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
 
 
+def invariant_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
+    """Tiles of that kernel where a row must have the same bits in runs of any length.
+
+    The tile of keys is what decides them. Of rows there are half as many where a run fills no more:
+    a warp has 16 of them in either, which the same instruction multiplies on Ampere and Hopper.
+    """
+    config = paged_rows_config(spec, arch)
+    is_small = max(1, spec.max_seqlen_q) * spec.group_size <= SMALL_TILE_ROWS
+    if is_small and config.tile_m == 2 * SMALL_TILE_ROWS and arch < 100:
+        return replace(config, tile_m=SMALL_TILE_ROWS, num_warps=config.num_warps // 2)
+    return config
+
+
 def plan_splits(
     spec: PagedSpec,
     config: TileConfig,
@@ -200,7 +213,7 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     # (H200, 2026-11-22). Both kernels split keys.
     is_small = longest * spec.group_size <= SMALL_TILE_ROWS
     if spec.batch_invariant:
-        split_run = 0
+        split_run, rows_config = 0, invariant_rows_config(spec, arch)
     elif longest == 1:
         split_run, rows_config = 1, None
     elif longest <= MAX_SPLIT_RUN or (is_small and programs * spec.num_seqs * 2 <= sm_count):
