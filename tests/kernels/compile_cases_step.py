@@ -103,9 +103,7 @@ def launch_experts(tokens: int, *, packed: bool) -> None:
             given[name] = meta(experts, rows, width, dtype=dtype)
             given[f"{name}_scale"] = None
     x, logits = meta(tokens, width, dtype=dtype), meta(tokens, experts, dtype=dtype)
-    launch.launch(
-        x, logits, **given, num_active=4, limit=7.0, alpha=1.702, batch_invariant=False
-    )  # type: ignore[arg-type]
+    launch.launch(x, logits, **given, num_active=4, limit=7.0, alpha=1.702, batch_invariant=False)  # type: ignore[arg-type]
 
 
 def step_cases() -> Iterator[Case]:

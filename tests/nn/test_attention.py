@@ -101,8 +101,8 @@ def test_a_dense_batch_over_a_cache_of_its_own(case):
     plain = attention(x, rope)
     expected = torch.autograd.grad(plain, leaves, dy)
     kept = []
-    attention._attend_cache = lambda *args: kept.append(args) or Attention._attend_cache(
-        attention, *args
+    attention._attend_cache = lambda *args: (
+        kept.append(args) or Attention._attend_cache(attention, *args)
     )
     attention.attends_as_cached = True
     y = attention(x, rope)

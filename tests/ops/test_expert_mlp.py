@@ -22,8 +22,9 @@ def problem(tokens, width, inner, experts, dtype, place, *, packed=False, seed=0
     def normal(*shape, scale=1.0):
         return torch.randn(shape, generator=draw) * scale
 
-    up, down = normal(experts, 2 * inner, width, scale=2 * width**-0.5), normal(
-        experts, width, inner, scale=inner**-0.5
+    up, down = (
+        normal(experts, 2 * inner, width, scale=2 * width**-0.5),
+        normal(experts, width, inner, scale=inner**-0.5),
     )
     given = {
         "x": normal(tokens, width), "logits": normal(tokens, experts), "up": up, "down": down,
@@ -100,7 +101,9 @@ def test_a_row_does_not_depend_on_others(backend, place):
     options = {"num_active": 2, "batch_invariant": True, "backend": backend}
     together = ops.expert_mlp(**given, **options)
     for rows in (slice(3, 4), slice(10, 51), slice(1, 70, 9)):
-        some = ops.expert_mlp(given["x"][rows], given["logits"][rows].contiguous(), **rest, **options)
+        some = ops.expert_mlp(
+            given["x"][rows], given["logits"][rows].contiguous(), **rest, **options
+        )
         assert torch.equal(some, together[rows])
 
 
@@ -131,7 +134,11 @@ def _only(tokens, experts, e):
 def test_a_token_that_is_not_finite_hurts_itself_alone(backend, place):
     given = problem(12, 32, 32, 4, torch.bfloat16, place)
     expected = ops.expert_mlp(**given, num_active=2, backend=backend)
-    given["x"][3], given["logits"][5, 1], given["logits"][8] = float("nan"), float("nan"), float("nan")
+    given["x"][3], given["logits"][5, 1], given["logits"][8] = (
+        float("nan"),
+        float("nan"),
+        float("nan"),
+    )
     given["logits"][9, 2] = float("inf")
     y = ops.expert_mlp(**given, num_active=2, backend=backend)
     broken = [3, 5, 8, 9]

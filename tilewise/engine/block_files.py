@@ -61,7 +61,9 @@ class BlockFiles:
         ValueError: the directory cannot be made or read, or max_bytes is below 1.
     """
 
-    def __init__(self, directory: Path, host: HostCache | HostGroup, model: bytes, max_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, host: HostCache | HostGroup, model: bytes, max_bytes: int
+    ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self.directory, self.host, self.model = Path(directory), host, model

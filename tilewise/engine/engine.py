@@ -18,8 +18,8 @@ from typing import Any
 from tilewise.engine.batch import Batch, TokenEvent
 from tilewise.engine.explanation import explain
 from tilewise.engine.insight import line, picture
-from tilewise.engine.recovery import run_again
 from tilewise.engine.rates import Rates
+from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.runner import Runner, Samples, StepHandle
 from tilewise.engine.scheduler import Scheduler

@@ -227,7 +227,7 @@ class LLM:
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
         max_model_len = context_length(max_model_len, self.config)
         spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
-        check_groups(self.config, spec, speculative)
+        check_groups(self.config, speculative)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
         if not is_parallel:
             self.model.pack_for_inference(is_int8=is_int8)

@@ -161,6 +161,7 @@ class EngineMaker:
                 storage.spec.block_size,
                 self.model.config.vocab_size,
                 self.max_model_len,
+                window := self.spec.windows[0],
             )
-            return DraftingRunner(runner, draft, self.max_num_batched_tokens)
+            return DraftingRunner(runner, draft, self.max_num_batched_tokens, window)
         return runner

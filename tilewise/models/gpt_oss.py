@@ -78,7 +78,10 @@ class GptOss(PreNormDecoder):
             if isinstance(module, Attention) and module.sinks is not None:
                 module.sinks.zero_()
             if isinstance(module, Experts) and module.config.is_packed:
-                for weight, scale in ((module.up, module.up_scale), (module.down, module.down_scale)):
+                for weight, scale in (
+                    (module.up, module.up_scale),
+                    (module.down, module.down_scale),
+                ):
                     assert isinstance(weight, nn.Parameter) and scale is not None
                     weight.random_(0, 256, generator=generator)
                     scale.fill_(_DRAWN_SCALE)

@@ -527,9 +527,7 @@ def _write_gemma3(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
     }
 
 
-def _write_gpt_oss(
-    config: ModelConfig, rope: RopeConfig, experts: ExpertsConfig
-) -> dict[str, Any]:
+def _write_gpt_oss(config: ModelConfig, rope: RopeConfig, experts: ExpertsConfig) -> dict[str, Any]:
     windows = [window for window in config.windows if window is not None]
     fields: dict[str, Any] = {
         **_write_sizes(config),

@@ -43,9 +43,7 @@ def dense_context(batch: int, length: int, device: torch.device) -> AttentionCon
     )
 
 
-def packed_rope(
-    rope: tuple[Tensor, Tensor] | None, batch: int
-) -> tuple[Tensor, Tensor] | None:
+def packed_rope(rope: tuple[Tensor, Tensor] | None, batch: int) -> tuple[Tensor, Tensor] | None:
     """Return cos and sin (B S, R / 2) of those of a dense batch, (S, R / 2) or (B, S, R / 2)."""
     if rope is None:
         return None

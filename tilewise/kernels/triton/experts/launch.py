@@ -50,9 +50,7 @@ def launch(
     rows = tokens * num_active
     tiles = triton.cdiv(tokens, ROUTED_TOKENS)
     ints = torch.empty(3 * rows + tiles * experts + experts + 1, dtype=torch.int32, device=x.device)
-    chosen, place, row, counts, start = ints.split(
-        (rows, rows, rows, tiles * experts, experts + 1)
-    )
+    chosen, place, row, counts, start = ints.split((rows, rows, rows, tiles * experts, experts + 1))
     weight = torch.empty((tokens, num_active), dtype=torch.float32, device=x.device)
     sizes = {"ACTIVE": num_active, "TOKENS": ROUTED_TOKENS, "EXPERTS": experts, "SLOTS": slots}
     choose_kernel[(tiles,)](

@@ -97,9 +97,7 @@ def up_kernel(
         channel = k + tl.arange(0, TILE_K)
         inside = is_row[:, None] & (channel < channels)[None, :]
         x = tl.load(x_ptr + token[:, None] * stride_x + channel[None, :], mask=inside, other=0.0)
-        weight = _weights(
-            w, scales, output, is_output, k, channels, dtype, PACKED, TILE_N, TILE_K
-        )
+        weight = _weights(w, scales, output, is_output, k, channels, dtype, PACKED, TILE_N, TILE_K)
         acc = tl.dot(x, weight.trans(1, 0), acc, input_precision="ieee")
     bias = tl.load(bias_ptr + shift + output, mask=is_output, other=0.0).to(tl.float32)
     gate, up = tl.split((acc + bias[None, :]).reshape(TILE_M, TILE_N // 2, 2))
@@ -134,9 +132,7 @@ def down_kernel(
         channel = k + tl.arange(0, TILE_K)
         inside = is_row[:, None] & (channel < channels)[None, :]
         a = tl.load(a_ptr + place[:, None] * channels + channel[None, :], mask=inside, other=0.0)
-        weight = _weights(
-            w, scales, output, is_output, k, channels, dtype, PACKED, TILE_N, TILE_K
-        )
+        weight = _weights(w, scales, output, is_output, k, channels, dtype, PACKED, TILE_N, TILE_K)
         acc = tl.dot(a, weight.trans(1, 0), acc, input_precision="ieee")
     acc += tl.load(bias_ptr + shift + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = o_ptr + place[:, None] * outputs + output[None, :]
