@@ -27,7 +27,7 @@ KINDS = ((7,), (1,), (None, 5), (None, 3, 12), (16, 2), (None, 1), (None, 9), (N
 def random_groups(
     rng: random.Random, max_in_flight: int, chance: random.Random | None = None
 ) -> Scheduler:
-    """Return a scheduler; with `chance`, main memory has stores behind it that lose blocks by it."""
+    """Return a scheduler; with `chance`, main memory has stores that lose blocks by it."""
     windows = rng.choice(KINDS)
     room = rng.choice([0, 0, 1, 4, 30])
     stores = None

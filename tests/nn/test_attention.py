@@ -94,7 +94,7 @@ def test_dense_path_and_its_gradients_are_within_the_budget(case, rotated):
 
 @pytest.mark.parametrize("case", ["gqa", "qk_norm", "window"])
 def test_a_dense_batch_over_a_cache_of_its_own(case):
-    """Its values are those of the paged path, row by row; its gradients those of dense attention."""
+    """Its values are those of the paged path, its gradients those of dense attention."""
     attention, rope = make(case), rope_of(35)
     x, dy = torch.randn(3, 35, E, requires_grad=True), torch.randn(3, 35, E)
     leaves = [x, *attention.parameters()]
@@ -107,7 +107,8 @@ def test_a_dense_batch_over_a_cache_of_its_own(case):
     attention.attends_as_cached = True
     y = attention(x, rope)
     [(_, _, ctx, _)] = kept
-    assert ctx.batch_invariant and ctx.block_table.shape == (3, 3)
+    assert ctx.batch_invariant
+    assert ctx.block_table.shape == (3, 3)
     torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-6)
     # Only o differs between the two, by rounding: it enters the gradient of o_proj's weight.
     for got, want in zip(torch.autograd.grad(y, leaves, dy), expected, strict=True):

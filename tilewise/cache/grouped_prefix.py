@@ -46,8 +46,8 @@ class PrefixNode:
     """
 
     __slots__ = (
-        "blocks", "children", "digest", "is_forgotten", "num_users", "number", "parent", "salt", "slots",
-        "tokens",
+        "blocks", "children", "digest", "is_forgotten", "num_users", "number", "parent", "salt",
+        "slots", "tokens",
     )  # fmt: skip
 
     def __init__(

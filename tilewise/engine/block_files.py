@@ -314,4 +314,5 @@ class GroupFiles(tuple[BlockFiles, ...]):
         """Wait until what was saved is written, `timeout_s` at most; return whether it is."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         left = (None if end is None else max(0.0, end - time.monotonic()) for _ in self)
-        return all([files.flush(wait) for files, wait in zip(self, left, strict=True)])
+        done = [files.flush(wait) for files, wait in zip(self, left, strict=True)]
+        return all(done)

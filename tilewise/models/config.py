@@ -38,7 +38,7 @@ class ModelConfig:
         qk_norm: each head of q and k is normalised before the rotation.
         latent: of latent attention (DeepSeek-V2), whose head_dim is that of a query, Dn + Dr; None
             keeps keys and values.
-        experts: of layers whose feed-forward blocks are mixtures (gpt-oss); None has one block each.
+        experts: of feed-forward blocks that are mixtures (gpt-oss); None has one block a layer.
         attention_sinks: every head has a learned logit in its denominator.
         logit_softcap: c of c tanh(logits / c), by which logits are drawn in; None does not.
         eos_token_ids: any of them ends a text.

@@ -82,7 +82,8 @@ class GptOss(PreNormDecoder):
                     (module.up, module.up_scale),
                     (module.down, module.down_scale),
                 ):
-                    assert isinstance(weight, nn.Parameter) and scale is not None
+                    assert isinstance(weight, nn.Parameter)
+                    assert scale is not None
                     weight.random_(0, 256, generator=generator)
                     scale.fill_(_DRAWN_SCALE)
 

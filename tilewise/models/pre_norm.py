@@ -30,7 +30,7 @@ class PreNormLayer(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = attention
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = mlp or GatedMLP(
+        self.mlp: nn.Module = mlp or GatedMLP(
             config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
         )
 

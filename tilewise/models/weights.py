@@ -147,7 +147,7 @@ def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None)
 
 
 def _unpack(name: str, found: dict[str, tuple[Path, Any]], target: Tensor) -> None:
-    """Fill a parameter from MXFP4, a matrix at a time, for all of them would take 8 times its size."""
+    """Fill a parameter from MXFP4, a matrix at a time: float32 takes 8 times its size."""
     parts = {}
     for kind in ("blocks", "scales"):
         if f"{name}_{kind}" not in found:

@@ -127,7 +127,7 @@ class Attention(nn.Module):
         kv = (heads.new_zeros(shape), heads.new_zeros(shape))
         with torch.no_grad():
             o = self._attend_cache(rows, packed_rope(rope, batch), ctx, kv)
-        value = o.unflatten(0, (batch, length))
+        value: Tensor = o.unflatten(0, (batch, length))
         if not (torch.is_grad_enabled() and heads.requires_grad):
             return value
         return valued(self._attend_dense(heads, rope), value)

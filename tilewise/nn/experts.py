@@ -55,8 +55,8 @@ class Experts(nn.Module):
 
     Attributes:
         router: gives the logits of the experts.
-        up: (N, 2 I, E), rows of the gate and of what it multiplies in turns; MXFP4's blocks (N, 2 I,
-            E / 32, 16) with `up_scale`.
+        up: (N, 2 I, E), rows of the gate and of what it multiplies in turns; MXFP4's blocks
+            (N, 2 I, E / 32, 16) with `up_scale`.
         down: (N, E, I), or likewise.
         is_invariant: a token's bits depend on no other token, on a GPU as well.
         has_inference_bits: on a GPU the differentiable pass gives the values of inference.

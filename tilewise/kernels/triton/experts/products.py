@@ -21,7 +21,7 @@ import triton.language as tl
 
 @triton.jit
 def _expert_of(start_ptr, tile, EXPERTS: tl.constexpr, TILE_M: tl.constexpr):
-    """Return (expert, its first row of this tile, its last row + 1); no rows behind the last tile."""
+    """Return (expert, its first row in this tile, its last row + 1); none behind the last."""
     expert = tl.arange(0, EXPERTS)
     start = tl.load(start_ptr + expert)
     end = tl.load(start_ptr + expert + 1)
