@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.tiny import PROMPTS, greedy_dense, greedy_hf, make_hf, save_hf
+from tilewise.cost.model import read_sizes
+from tilewise.distributed.shards import check_shards
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, load_model, save_model
 from tilewise.models.registry import empty_model
@@ -155,6 +157,15 @@ def test_panels_of_experts_give_what_their_weights_give(count):
         assert not hasattr(ours, "up") or ours.up is not None
         x = torch.randn(3, count, 48)
         torch.testing.assert_close(ours(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+def test_what_reads_an_expert_in_part_is_refused(packed):
+    config = ModelConfig.from_hf(json.loads((packed[1] / "config.json").read_text()))
+    check_shards(config, 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 for mixtures"):
+        check_shards(config, 2)
+    with pytest.raises(ValueError, match="must have dense feed-forward blocks"):
+        read_sizes(config.to_hf())
 
 
 def test_a_setting_that_cannot_be_is_refused():
