@@ -158,6 +158,38 @@ def test_no_tokens_and_rows_that_lie_apart(backend, place):
     assert ops.expert_mlp(**(given | none), num_active=2, backend=backend).shape == (0, 32)
 
 
+def test_five_launches_whatever_the_experts_and_nothing_is_waited_for(monkeypatch):
+    """Grids follow from sizes that the host knows: no count is read back."""
+    from tilewise.kernels.triton.experts import launch
+
+    launched = []
+
+    class Noted:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            launched.append((self.name, grid))
+            return self.kernel[grid]
+
+    for name in ("choose", "place", "up", "down", "combine"):
+        kernel = getattr(launch, f"{name}_kernel")
+        monkeypatch.setattr(launch, f"{name}_kernel", Noted(name, kernel))
+    grids = []
+    for seed in range(3):
+        given = problem(40, 32, 32, 8, torch.float32, "cpu", seed=seed)
+        if seed == 2:
+            given["logits"][:, :2] = 9.0  # two experts for all
+        monkeypatch.setattr(torch.Tensor, "item", None)
+        monkeypatch.setattr(torch.Tensor, "tolist", None)
+        ops.expert_mlp(**given, num_active=2, backend="triton")
+        monkeypatch.undo() if seed == 2 else None
+        grids.append(launched[-5:])
+    assert len(launched) == 15
+    assert grids[0] == grids[1] == grids[2]
+    assert [name for name, _ in grids[0]] == ["choose", "place", "up", "down", "combine"]
+
+
 def test_row_tiles_are_enough_for_any_counts():
     """By trying all ways to deal 12 rows to 3 experts."""
     for tile in (1, 4, 5):
