@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.on_shape import Clock, machine, make, random_prompts, use
-from tilewise import LLM, SamplingParams
+from tilewise import LLM, SamplingParams, ops
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 BLOCK = 16
@@ -55,7 +55,10 @@ def forward(llm: LLM, prompts: list[Any], expected: list[Answer]) -> list[Answer
             start = len(prompt["prompt_token_ids"])
             ids = torch.tensor([[*prompt["prompt_token_ids"], *tokens]], device=llm.model_device)
             logits = llm.model.compute_logits(llm.model(ids))[0, start - 1 : -1]
-            rows = logits.log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
+            if logits.is_cuda:  # torch's log_softmax rounds otherwise than the engine's kernel
+                rows = ops.token_logprobs(logits.contiguous(), ids[0, start:].contiguous(), 0)[0]
+            else:
+                rows = logits.log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
             found.append((tokens, tuple(rows.tolist())))
     return found
 

@@ -153,7 +153,8 @@ def test_an_invariant_product_has_rows_of_their_own(channels, outputs, dtype, ba
     eager = F.linear(x, weight, bias)
     if dtype == torch.float32:  # channel after channel, as tiles are; cuBLAS adds up pairs
         eager = (x[:, None] * weight).cumsum(-1)[..., -1] + bias
-    assert_within_budget(together, wide, eager)
+    # The largest of 15,000 sums was 2.3 times eager's on an H200, whose kernel fuses each product.
+    assert_within_budget(together, wide, eager, factor=2.0 if dtype == torch.bfloat16 else 3.0)
     for rows in (slice(0, 1), slice(63, 66), slice(1, 150, 7), slice(149, 150)):
         some = ops.invariant_linear(x[rows], weight, bias, backend=backend)
         assert torch.equal(some, together[rows])
@@ -191,7 +192,10 @@ def test_the_tile_of_an_invariant_product_fills_the_device():
     assert choose(1, 1024, 2, 90).tile_n == 16
     assert choose(1, 151_936, 2, 90).tile_n == 128
     assert choose(8192, 4096, 2, 90)[:2] == (128, 256)
-    assert choose(256, 1024, 2, 90).tile_m == 64
+    assert choose(1, 6144, 2, 90).tile_n == 64
+    assert choose(256, 1024, 2, 90)[:2] == (64, 32)
+    assert choose(1024, 6144, 2, 90)[:2] == (128, 128)  # of the larger a second wave is half empty
+    assert choose(1024, 4096, 2, 90)[:2] == (128, 256)
     # Where another instruction may be behind another width, there is one tile.
     assert len({choose(r, n, 2, 80) for r in (1, 99, 8192) for n in (16, 4096)}) == 1
     assert len({choose(r, n, 4, 90) for r in (1, 99, 8192) for n in (16, 4096)}) == 1

@@ -6,7 +6,7 @@ Shipped code never autotunes. Each row of a table names where it was measured: d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewise.kernels.spec import PagedSpec
 
@@ -122,7 +122,8 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
 def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
     """Tiles of the kernel for long runs, the largest that keep its loops free of spills.
 
-    A function of the widths alone, not of the batch.
+    A function of the widths alone, not of the batch: 64 rows in place of 128 for runs of one token
+    gave one of 48 preempted requests other tokens (H200, 2026-11-23).
     """
     wide = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)) > 128
     if _compute_bytes(spec) == 4:
@@ -130,19 +131,6 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
     if arch < 90:
         return TileConfig(64, 32, 8, 2) if wide else TileConfig(128, 32, 8, 3)
     return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
-
-
-def invariant_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
-    """Tiles of that kernel where a row must have the same bits in runs of any length.
-
-    The tile of keys is what decides them. Of rows there are half as many where a run fills no more:
-    a warp has 16 of them in either, which the same instruction multiplies on Ampere and Hopper.
-    """
-    config = paged_rows_config(spec, arch)
-    is_small = max(1, spec.max_seqlen_q) * spec.group_size <= SMALL_TILE_ROWS
-    if is_small and config.tile_m == 2 * SMALL_TILE_ROWS and arch < 100:
-        return replace(config, tile_m=SMALL_TILE_ROWS, num_warps=config.num_warps // 2)
-    return config
 
 
 def plan_splits(
@@ -213,7 +201,7 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     # (H200, 2026-11-22). Both kernels split keys.
     is_small = longest * spec.group_size <= SMALL_TILE_ROWS
     if spec.batch_invariant:
-        split_run, rows_config = 0, invariant_rows_config(spec, arch)
+        split_run = 0
     elif longest == 1:
         split_run, rows_config = 1, None
     elif longest <= MAX_SPLIT_RUN or (is_small and programs * spec.num_seqs * 2 <= sm_count):

@@ -9,7 +9,7 @@ from tilewise.kernels.tiles.paged import (
     PROGRAMS_PER_SM,
     SMALL_TILE_ROWS,
     TileConfig,
-    invariant_rows_config,
+    paged_rows_config,
     paged_split_config,
 )
 
@@ -42,11 +42,11 @@ class RowsPlan:
 
 
 def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
-    """Tiles for a call's longest run; with batch_invariant those of keys by the widths alone."""
+    """Tiles for a call's longest run; with batch_invariant a function of the widths alone."""
     run = max(1, spec.max_seqlen_q)
     if not spec.batch_invariant and run * spec.group_size <= SMALL_TILE_ROWS:
         return paged_split_config(spec, run, arch)
-    config = invariant_rows_config(spec, arch)
+    config = paged_rows_config(spec, arch)
     if spec.has_tree:
         # Half as many keys a step, and the bytes of a mask do not spill the rest of a row.
         config = replace(config, tile_n=max(16, config.tile_n // 2))
