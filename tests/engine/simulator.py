@@ -335,8 +335,8 @@ class Step:
 class VirtualStore:
     """A directory of blocks that loses some, tears some, and is full now and then."""
 
-    def __init__(self, chance: Callable[[], float]) -> None:
-        self.chance, self.model = chance, None
+    def __init__(self, chance: Callable[[], float], group: int = 0) -> None:
+        self.chance, self.group, self.model = chance, group, None
         self.files: dict[bytes, tuple[Content, list[int | None]]] = {}
         self.num_hits = 0
 
@@ -346,7 +346,7 @@ class VirtualStore:
         tokens.frombytes(content.tokens)
         size = self.model.block_size
         truth = fingerprints(list(tokens), content.salt)[-size:]
-        held = self.model.host[slot]
+        held = self.model.hosts[self.group][slot]
         for value, right in zip(held, truth, strict=True):
             assert value == right or (value is not None and value < 0), "a cold slot is whole"
         if self.chance() < 0.9:
@@ -358,11 +358,12 @@ class VirtualStore:
 
     def load(self, content: Content, slot: int) -> bool:
         """Fill a slot; a torn file leaves it spoilt."""
-        self.model.host[slot] = [None] * self.model.block_size
+        host = self.model.hosts[self.group]
+        host[slot] = [None] * self.model.block_size
         kept, values = self.files[content.digest]
         if kept != content or self.chance() < 0.3:
             return False
-        self.model.host[slot] = list(values)
+        host[slot] = list(values)
         self.num_hits += 1
         return True
 

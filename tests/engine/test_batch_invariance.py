@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, write_checkpoint
+from tilewise import ops
 from tilewise.engine.cpu_step import CompiledRunner
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import SamplingParams
@@ -260,10 +261,12 @@ def test_it_can_be_turned_off():
         ("qwen3_norm_wide_heads", torch.bfloat16),
         ("gpt2", torch.float32),
         ("gpt2", torch.bfloat16),
+        ("gemma3", torch.bfloat16),
+        ("gpt_oss", torch.bfloat16),
     ],
     ids=str,
 )
-def test_other_models_alone_and_preempted(case, dtype, tmp_path):
+def test_other_models_alone_preempted_and_by_both_forward_passes(case, dtype, tmp_path):
     write_checkpoint(tmp_path, case)
     draw = random.Random(1)
     prompts = [
@@ -281,12 +284,26 @@ def test_other_models_alone_and_preempted(case, dtype, tmp_path):
     assert answers(roomy, asked) == alone
     tight = LLM(tmp_path, num_blocks=26, max_num_batched_tokens=13, max_num_seqs=8, **settings)
     assert answers(tight, asked) == alone
+    trained = load_model(tmp_path, dtype=dtype, device="cpu")
+    trained.use_inference_bits()
+    for prompt, found in zip(prompts, alone, strict=True):
+        with torch.inference_mode():
+            rows = log_probabilities(roomy.model, prompt, found.tokens)
+        assert tuple(rows.tolist()) == found.logprobs
+        rows = log_probabilities(trained, prompt, found.tokens)
+        assert rows.requires_grad
+        assert tuple(rows.tolist()) == found.logprobs
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype):
-    words = [f"Once upon a time a {a} {n}" for a in ADJECTIVES for n in NOUNS]
+    encode = LLM("story", device="cpu").tokenizer.encode
+    words = [
+        {"prompt_token_ids": encode(f"Once upon a time a {a} {n}")}
+        for a in ADJECTIVES
+        for n in NOUNS
+    ]
     params = [
         SamplingParams(temperature=float(i % 2), seed=i, max_tokens=STEPS, ignore_eos=True,
                        logprobs=0)
@@ -305,3 +322,19 @@ def test_on_a_gpu(dtype):
         assert answers(on_gpu(**settings), asked) == alone
     warm = on_gpu()
     assert answers(warm, asked) == answers(warm, asked) == alone
+    # The model itself over each whole sequence, without a cache, and the one that is trained.
+    trained = load_model(packaged_model(), dtype=dtype, device="cuda")
+    trained.use_inference_bits()
+    for asked_for, found in list(zip(words, alone, strict=True))[::8]:
+        prompt = asked_for["prompt_token_ids"]
+        ids = torch.tensor([[*prompt, *found.tokens]], device="cuda")
+        with torch.inference_mode():
+            hidden = roomy.model(ids)
+            logits = [roomy.model.compute_logits(hidden)]
+        logits.append(trained.compute_logits(trained(ids)))
+        assert logits[1].requires_grad
+        for each in logits:
+            # Not torch's log_softmax, which rounds otherwise than the engine's kernel.
+            rows = each[0, len(prompt) - 1 : -1].detach().contiguous()
+            own = ops.token_logprobs(rows, ids[0, len(prompt) :].contiguous(), 0)[0]
+            assert tuple(own.tolist()) == found.logprobs

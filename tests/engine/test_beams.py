@@ -646,3 +646,27 @@ def test_no_order_of_beams_makes_a_copy_of_a_copy(monkeypatch):
         story = BeamStory(seed, overlap=seed % 2 == 0)
         story.play()
         story.judge()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True),
+        BeamSearchParams(4, max_tokens=10, ignore_eos=True),
+    ],
+    ids=["n", "beams"],
+)
+def test_samples_and_beams_beyond_the_seats_of_an_llm(params):
+    """On two seats they run in turns, beside others, and are what they are on eight."""
+    prompts = ["Once upon a time there was a dog", "The sun"]
+    found = []
+    for seats in (8, 2):
+        llm = LLM("story", device="cpu", max_num_seqs=seats, num_blocks=200)
+        try:
+            outputs = llm.generate(prompts, [params, SamplingParams(temperature=0.0, max_tokens=5)])
+            found.append([[list(c.token_ids) for c in output.outputs] for output in outputs])
+            assert llm.engine.stats().scheduler.blocks_used == 0
+        finally:
+            llm.close()
+    assert found[0] == found[1]
+    assert [len(some) for some in found[0]] == [params.num_samples, 1]

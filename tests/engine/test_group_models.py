@@ -28,7 +28,9 @@ from tilewise.engine.speculative import DraftModel, PromptLookup
 from tilewise.models import load_model
 from tilewise.testing import assert_within_budget
 
-WINDOWS = ("mistral_window", "qwen2_second_layer_window", "qwen2_layer_types", "gemma3")
+WINDOWS = (
+    "mistral_window", "qwen2_second_layer_window", "qwen2_layer_types", "gemma3", "gpt_oss",
+)  # fmt: skip
 LATENTS = ("deepseek", "deepseek_q_rank_biases", "deepseek_yarn")
 COUNT = 18
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
@@ -172,13 +174,35 @@ def test_half_precision_logits_are_within_the_budget(tmp_path):
 
 def test_what_is_not_built_is_refused_in_a_sentence(tmp_path):
     write_checkpoint(tmp_path, "mistral_window", has_tokenizer=False)
-    with pytest.raises(ValueError, match=r"offload_dir must be None for a model whose layers"):
-        LLM(tmp_path, device="cpu", swap_space_gib=0.01, offload_dir=tmp_path / "blocks")
-    with pytest.raises(ValueError, match="speculative must be PromptLookup for a model all of"):
-        LLM(tmp_path, device="cpu", speculative=DraftModel(tmp_path))
     write_checkpoint(tmp_path / "latents", "deepseek", has_tokenizer=False)
     with pytest.raises(ValueError, match="weight_dtype must be auto with latent attention"):
         LLM(tmp_path / "latents", device="cpu", weight_dtype="int8")
+
+
+@pytest.mark.parametrize("num_blocks", [60, 5], ids=["roomy", "preempted"])
+def test_a_draft_model_guesses_for_windows_alone(tmp_path, num_blocks):
+    """It sees no more than the model: itself, it is right wherever it has seen as much."""
+    hf = write_checkpoint(tmp_path, "mistral_window", has_tokenizer=False)
+    draft = DraftModel(tmp_path, num_tokens=3, is_adaptive=False)
+    llm = LLM(tmp_path, device="cpu", block_size=4, num_blocks=num_blocks,
+              max_num_batched_tokens=8, speculative=draft)  # fmt: skip
+    try:
+        outputs = llm.generate(asked(prompts()), GREEDY)
+        assert tokens_of(outputs) == [greedy_tokens(hf, p, COUNT) for p in prompts()]
+        stats = llm.engine.stats().scheduler
+        assert stats.num_preemptions > 0 or num_blocks > 5
+        drafts, right = stats.num_drafts, stats.num_accepted_drafts
+        assert right > (0.7 if num_blocks > 5 else 0.2) * drafts > 0
+        llm.loop.call(llm.engine.scheduler.check_integrity)
+    finally:
+        llm.close()
+
+
+def test_a_draft_model_for_windows_alone_keeps_keys(tmp_path):
+    write_checkpoint(tmp_path, "mistral_window", has_tokenizer=False)
+    write_checkpoint(tmp_path / "latents", "deepseek", has_tokenizer=False)
+    with pytest.raises(ValueError, match="the draft model must keep keys and values in every"):
+        LLM(tmp_path, device="cpu", speculative=DraftModel(tmp_path / "latents"))
 
 
 def test_it_is_said_which_steps_are_not_compiled(saved):
@@ -187,8 +211,9 @@ def test_it_is_said_which_steps_are_not_compiled(saved):
     llm = LLM(directory, device="cpu", num_blocks=30)
     try:
         stats = llm.engine.stats()
-        if case in LATENTS or case == "gemma3":
-            kind = "DeepseekV2" if case in LATENTS else "Gemma3"
+        kinds = dict.fromkeys(LATENTS, "DeepseekV2") | {"gemma3": "Gemma3", "gpt_oss": "GptOss"}
+        if case in kinds:
+            kind = kinds[case]
             assert stats.why_not_compiled == f"the model must be a Llama, got {kind}"
         else:
             assert isinstance(llm.engine.runner, CompiledRunner)

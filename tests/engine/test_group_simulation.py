@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.simulator import Outputs, VirtualModel, check_idle
+from tests.engine.simulator import Outputs, VirtualModel, VirtualStore, check_idle
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
 from tilewise.engine import group_tables
 from tilewise.engine.admission import window_blocks
@@ -24,9 +24,15 @@ from tilewise.errors import RequestError
 KINDS = ((7,), (1,), (None, 5), (None, 3, 12), (16, 2), (None, 1), (None, 9), (None, 30, 4))
 
 
-def random_groups(rng: random.Random, max_in_flight: int) -> Scheduler:
+def random_groups(
+    rng: random.Random, max_in_flight: int, chance: random.Random | None = None
+) -> Scheduler:
+    """Return a scheduler; with `chance`, main memory has stores that lose blocks by it."""
     windows = rng.choice(KINDS)
     room = rng.choice([0, 0, 1, 4, 30])
+    stores = None
+    if chance is not None and room:
+        stores = [VirtualStore(chance.random, group) for group in range(len(windows))]
     scheduler = Scheduler(
         [rng.choice([3, 5, 8, 13, 30]) for _ in windows],
         rng.choice([1, 2, 3, 4, 8]),
@@ -42,6 +48,7 @@ def random_groups(rng: random.Random, max_in_flight: int) -> Scheduler:
         victim=rng.choice(["newest", "newest", "cheapest"]),
         preemption=rng.choice(["auto", "recompute", "swap", "swap"]) if room else "auto",
         num_swap_blocks=[room * rng.choice([1, 2]) for _ in windows],
+        store=stores,
     )
     rates = scheduler.preemption.rates
     rates.prefill_tokens, rates.link_blocks = 10.0, rng.choice([0.0, 1.0, 100.0])
@@ -55,9 +62,15 @@ class GroupStory(Story):
         self, seed: int, *, overlap: bool = False, fails: bool = False, damages: bool = False
     ) -> None:
         self.rng = random.Random(seed)
-        self.scheduler = random_groups(self.rng, 2 if overlap else 1)
+        # Not drawn by the story's own numbers: a seed stays the story that it was.
+        chance = random.Random(seed) if seed % 3 == 0 else None
+        self.scheduler = random_groups(self.rng, 2 if overlap else 1, chance)
         self.overlap, self.fails, self.damages = overlap, fails, damages
         self.model = VirtualModel(self.scheduler, self.is_damaging)
+        memory = self.scheduler.tables.memory
+        self.stores = [] if memory is None else list(memory.stores)
+        for store in self.stores:
+            store.model = self.model
         self.outputs = Outputs()
         self.requests, self.aborted, self.stopped = {}, set(), set()
         self.first_runs, self.failed, self.known_damage = [], set(), set()
@@ -91,6 +104,9 @@ class GroupStory(Story):
         for room, host in zip(self.model.rooms, self.model.hosts, strict=False):
             kept = {value for slot in room.node_at for value in host[slot]}
             assert not self.known_damage & kept, "nor in main memory"
+        for store in self.stores:
+            kept = {v for _, values in store.files.values() for v in values}
+            assert not self.known_damage & kept, "nor in files"
 
     def arrive(self, request_id: str) -> None:
         """Beside main memory several at once, so that blocks are short."""
@@ -173,11 +189,11 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
         (
             "passed", "preemptions", "hits", "window hits", "other copies", "taken over", "drafts",
             "swapped", "families", "recalled", "kept", "full", "revoked", "withdrawn",
-            "passed then",
+            "passed then", "files", "files in windows",
         ),
         0,
     )  # fmt: skip
-    rare = ("passed then",)
+    rare = ("passed then", "files")
     for seed in range(450):
         story = GroupStory(seed, overlap=seed % 2 == 1, fails=seed % 5 == 3)
         tables, submit = story.scheduler.tables, story.model.submit
@@ -228,6 +244,8 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
         seen["drafts"] += stats.num_accepted_drafts
         seen["swapped"] += stats.num_swapped
         seen["recalled"] += stats.num_recalled_tokens
+        for store, window in zip(story.stores, tables.pools, strict=False):
+            seen["files" if window.window is None else "files in windows"] += store.num_hits
         few = {name: n for name, n in seen.items() if n <= (0 if name in rare else 10)}
         if not few:
             return
@@ -243,6 +261,7 @@ def failing(seed: int) -> None:
 # Planted mistakes, see test_planted_mistakes.py.
 
 FIRST, SEEN, BRING_BACK = group_tables.first_block, group_tables.seen, group_tables.bring_back
+READ = group_tables.read_files
 SWAP_OUT, KEEP, TAKE = GroupSwap.swap_out, GroupSwap.keep, group_tables.take
 
 
@@ -318,7 +337,16 @@ def forget_whose_slot_it_was(swap, group, slot):
     swap.rooms[group].node_at.pop(slot)
 
 
+def use_what_is_torn(tables, seq):
+    for store in tables.group_swap.stores:
+        if not hasattr(store, "whole"):
+            store.whole = store.load
+            store.load = lambda content, slot, load=store.whole: load(content, slot) or True
+    READ(tables, seq)
+
+
 MISTAKES = {
+    "a torn file of a group is used": (group_tables, "read_files", use_what_is_torn, play),
     "a window is a key too short": (group_tables, "first_block", pass_a_key_too_early, play),
     "the first block of a window is not swapped": (
         group_tables, "seen", keep_one_block_too_few, play,

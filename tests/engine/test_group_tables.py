@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tilewise.cache.grouped_prefix import first_block
 from tilewise.engine.admission import Limits, window_blocks
 from tilewise.engine.block_tables import BlockTables
-from tilewise.engine.group_tables import GroupedTables, tables_of
+from tilewise.engine.group_tables import GroupedTables
 from tilewise.engine.request import Request, SamplingParams, Sequence
 from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.tables_of import tables_of
 from tilewise.errors import RequestError
 
 P, MAX_RUN = 2, 3

@@ -96,6 +96,25 @@ def launch_invariant_linear(dtype: torch.dtype) -> None:
     invariant_linear.launch(x, weight, bias)
 
 
+def launch_experts(tokens: int, *, packed: bool) -> None:
+    """Call a mixture of gpt-oss-20b's shape."""
+    from tilewise.kernels.triton.experts import launch
+
+    width, experts, dtype = 2880, 32, torch.bfloat16
+    outputs = {"up": 2 * width, "down": width}
+    given: dict[str, torch.Tensor | None] = {}
+    for name, rows in outputs.items():
+        given[f"{name}_bias"] = meta(experts, rows, dtype=dtype)
+        if packed:
+            given[name] = meta(experts, rows, width // 32, 16, dtype=torch.uint8)
+            given[f"{name}_scale"] = meta(experts, rows, width // 32, dtype=torch.uint8)
+        else:
+            given[name] = meta(experts, rows, width, dtype=dtype)
+            given[f"{name}_scale"] = None
+    x, logits = meta(tokens, width, dtype=dtype), meta(tokens, experts, dtype=dtype)
+    launch.launch(x, logits, **given, num_active=4, limit=7.0, alpha=1.702, batch_invariant=False)  # type: ignore[arg-type]
+
+
 def step_cases() -> Iterator[Case]:
     """Yield small and large widths for every architecture."""
     for arch in ARCHITECTURES:
@@ -132,6 +151,14 @@ def step_cases() -> Iterator[Case]:
                 lambda dtype=dtype: launch_invariant_linear(dtype),  # type: ignore[misc]
                 products=dtype == torch.bfloat16,
                 slow=arch != 90,
+            )
+        for tokens, packed in ((1, True), (8192, True), (300, True), (8192, False)):
+            yield Case(
+                f"sm_{arch}-experts-{tokens}-{'mxfp4' if packed else 'bf16'}",
+                arch,
+                lambda tokens=tokens, packed=packed: launch_experts(tokens, packed=packed),  # type: ignore[misc]
+                mma="mma.sync" if tokens < 8192 else None,
+                slow=arch != 90 or (tokens, packed) != (1, True),
             )
         for vocab in (151_936, 1_000_001):
             yield Case(

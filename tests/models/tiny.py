@@ -15,6 +15,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -132,6 +134,39 @@ CASES |= {
             "attention_bias": True,
             "final_logit_softcapping": 3.0,
             "tie_word_embeddings": False,
+        },
+    ),
+}
+CASES |= {
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "hidden_size": 64,  # multiples of 32, so that its experts can be MXFP4
+            "intermediate_size": 32,
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "rope_parameters": _YARN_ROPE | {"truncate": False, "rope_theta": 150_000.0},
+            "attn_implementation": "eager",
+            "experts_implementation": "eager",
+        },
+    ),
+    "gpt_oss_tied_no_biases": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "attn_implementation": "eager",
+            "experts_implementation": "eager",
         },
     ),
 }

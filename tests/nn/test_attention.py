@@ -92,6 +92,32 @@ def test_dense_path_and_its_gradients_are_within_the_budget(case, rotated):
         assert_within_budget(*results, name=name, factor=4.0)
 
 
+@pytest.mark.parametrize("case", ["gqa", "qk_norm", "window"])
+def test_a_dense_batch_over_a_cache_of_its_own(case):
+    """Its values are those of the paged path, its gradients those of dense attention."""
+    attention, rope = make(case), rope_of(35)
+    x, dy = torch.randn(3, 35, E, requires_grad=True), torch.randn(3, 35, E)
+    leaves = [x, *attention.parameters()]
+    plain = attention(x, rope)
+    expected = torch.autograd.grad(plain, leaves, dy)
+    kept = []
+    attention._attend_cache = lambda *args: (
+        kept.append(args) or Attention._attend_cache(attention, *args)
+    )
+    attention.attends_as_cached = True
+    y = attention(x, rope)
+    [(_, _, ctx, _)] = kept
+    assert ctx.batch_invariant
+    assert ctx.block_table.shape == (3, 3)
+    torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-6)
+    # Only o differs between the two, by rounding: it enters the gradient of o_proj's weight.
+    for got, want in zip(torch.autograd.grad(y, leaves, dy), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(attention(x, rope), y)
+        assert attention(x[:, :0], rope_of(0)).shape == (3, 0, E)
+
+
 def test_a_window_of_one_key_passes_each_rows_own_value():
     attention = Attention(E, 6, 2, D, window=1)
     x = torch.randn(2, 9, E)

@@ -13,6 +13,7 @@ from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
+from tilewise.kernels.tiles import invariant_linear as invariant_tiles
 from tilewise.kernels.tiles import linear as linear_tiles
 from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.linear import LinearTile
@@ -160,6 +161,47 @@ def test_an_invariant_product_has_rows_of_their_own(channels, outputs, dtype, ba
         some = ops.invariant_linear(x[rows], weight, bias, backend=backend)
         assert torch.equal(some, together[rows])
     assert ops.invariant_linear(x[:0], weight, backend=backend).shape == (0, outputs)
+
+
+@on_each_triton
+@pytest.mark.parametrize(("channels", "outputs"), [(200, 300), (1024, 2048)])
+def test_all_tiles_of_an_invariant_product_give_the_same_bits(channels, outputs, backend, place):
+    """On a GPU their instructions differ in width; the interpreter sees to masks and edges."""
+    from tilewise.kernels.triton.step import invariant_linear
+
+    rows = 150 if place == "cuda" else 70
+    if place == "cpu" and channels > 200:
+        pytest.skip("large ones are for a GPU")
+    x, weight, bias = _problem(rows, channels, outputs, torch.bfloat16, place)
+    first, *others = (
+        invariant_linear.launch(x, weight, bias, tile) for tile in invariant_tiles.candidates()
+    )
+    wide = F.linear(x.double(), weight.double(), bias.double())
+    assert_within_budget(first, wide, F.linear(x, weight, bias))
+    for y in others:
+        assert_same_rounding(y, first) if place == "cpu" else torch.testing.assert_close(
+            y, first, rtol=0, atol=0
+        )
+
+
+def assert_same_rounding(y, other):
+    """Equal but for the order of sums in float32, which numpy's products choose by shape."""
+    torch.testing.assert_close(y.float(), other.float(), rtol=2**-7, atol=1e-2)
+
+
+def test_the_tile_of_an_invariant_product_fills_the_device():
+    choose = invariant_tiles.invariant_tile
+    assert choose(1, 1024, 2, 90).tile_n == 16
+    assert choose(1, 151_936, 2, 90).tile_n == 128
+    assert choose(8192, 4096, 2, 90)[:2] == (128, 256)
+    assert choose(1, 6144, 2, 90).tile_n == 64
+    assert choose(256, 1024, 2, 90)[:2] == (64, 32)
+    assert choose(1024, 6144, 2, 90)[:2] == (128, 128)  # of the larger a second wave is half empty
+    assert choose(1024, 4096, 2, 90)[:2] == (128, 256)
+    # Where another instruction may be behind another width, there is one tile.
+    assert len({choose(r, n, 2, 80) for r in (1, 99, 8192) for n in (16, 4096)}) == 1
+    assert len({choose(r, n, 4, 90) for r in (1, 99, 8192) for n in (16, 4096)}) == 1
+    assert all(tile.tile_m >= 64 for tile in invariant_tiles.candidates())
 
 
 def test_an_invariant_product_says_what_is_wrong():

@@ -30,7 +30,9 @@ class Content(NamedTuple):
     Attributes:
         salt: of the prefix.
         tokens: of the prefix up to the end of the block, 4 bytes each.
-        digest, parent: of the block and the one before it.
+        digest: of the block.
+        parent: the digest of the first block of the prefix, or for that of its salt: who forgets a
+            first block forgets all behind it, also where files between have gone.
     """
 
     salt: str
@@ -62,11 +64,11 @@ class Node:
     def content(self) -> Content:
         """Return what the block holds, with all that comes before."""
         parts: list[bytes] = []
-        node: Node = self
+        node = first = self
         while node.parent is not None:
             parts.append(node.tokens)
-            node = node.parent
-        parent = self.digest if self.parent is None else self.parent.digest
+            first, node = node, node.parent
+        parent = node.digest if first is self else first.digest
         return Content(self.salt, b"".join(reversed(parts)), self.digest, parent)
 
 

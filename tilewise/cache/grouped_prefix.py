@@ -42,11 +42,12 @@ class PrefixNode:
         slots: of each group the block of main memory that holds it, -1 for none.
         num_users: sequences whose last known block it is.
         is_forgotten: nobody finds it any more, nor what follows it.
+        digest: of the whole prefix, once a store has asked for it; see `engine.group_files`.
     """
 
     __slots__ = (
-        "blocks", "children", "is_forgotten", "num_users", "number", "parent", "salt", "slots",
-        "tokens",
+        "blocks", "children", "digest", "is_forgotten", "num_users", "number", "parent", "salt",
+        "slots", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +58,7 @@ class PrefixNode:
         self.children: dict[bytes, PrefixNode] = {}
         self.num_users = 0
         self.is_forgotten = False
+        self.digest = b""
 
     @property
     def is_needed(self) -> bool:
@@ -164,6 +166,10 @@ class GroupedPrefix:
         if node is None:
             node = parent.children[key] = self._new(parent, salt, key)
         return node
+
+    def root(self, salt: str) -> PrefixNode | None:
+        """Return the node before all first blocks of a salt, if there is one."""
+        return self._roots.get(salt)
 
     def put(self, node: PrefixNode, group: int, block: int) -> int:
         """Say that a used block holds what a node says; return the block that stands for it.

@@ -95,8 +95,14 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes:
     """Return the sizes of a Hugging Face config.json, of GPT-2 or a Llama-like decoder.
 
     Raises:
-        ValueError: a size is missing.
+        ValueError: a size is missing, or feed-forward blocks are mixtures of experts, whose weights
+            a step reads in part.
     """
+    if config.get("num_local_experts"):
+        raise ValueError(
+            "config must have dense feed-forward blocks, got num_local_experts "
+            f"{config['num_local_experts']}"
+        )
     try:
         return _gpt2(config) if config.get("model_type") == "gpt2" else _llama(config)
     except KeyError as error:

@@ -48,8 +48,12 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 
     Raises:
         ValueError: it divides the heads or the intermediate size not, or neither divides nor is a
-            multiple of the key heads.
+            multiple of the key heads; or feed-forward blocks are mixtures of experts.
     """
+    if config.experts is not None and num_shards > 1:
+        raise ValueError(
+            f"tensor_parallel_size must be 1 for mixtures of experts, got {num_shards}"
+        )
     rule = "tensor_parallel_size must divide the model's"
     for what in ("num_q_heads", "intermediate_size"):
         value = getattr(config, what)

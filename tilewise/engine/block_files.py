@@ -22,6 +22,7 @@ import os
 import queue
 import struct
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from contextlib import suppress
@@ -31,9 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.cache.contents import Content
-from tilewise.engine.host_cache import HostCache
+from tilewise.engine.host_cache import HostCache, HostGroup
 
-__all__ = ["BlockFiles"]
+__all__ = ["BlockFiles", "GroupFiles"]
 
 MAGIC = b"tilewise block 1\n"
 LENGTHS = struct.Struct("<4q")
@@ -47,7 +48,8 @@ class BlockFiles:
 
     Args:
         directory: made if need be; processes may share it, each counting what it knows of.
-        host: main memory, from which blocks come and to which they go.
+        host: main memory, or that of one group of layers, from which blocks come and to which they
+            go.
         model: what the keys and values depend on beside the tokens, exactly.
         max_bytes: of all files together.
 
@@ -59,7 +61,9 @@ class BlockFiles:
         ValueError: the directory cannot be made or read, or max_bytes is below 1.
     """
 
-    def __init__(self, directory: Path, host: HostCache, model: bytes, max_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, host: HostCache | HostGroup, model: bytes, max_bytes: int
+    ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self.directory, self.host, self.model = Path(directory), host, model
@@ -299,3 +303,16 @@ class BlockFiles:
             with suppress(OSError):
                 unfinished.unlink()
             raise
+
+
+class GroupFiles(tuple[BlockFiles, ...]):
+    """The files of every group of layers, each in a directory of its own."""
+
+    __slots__ = ()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was saved is written, `timeout_s` at most; return whether it is."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        left = (None if end is None else max(0.0, end - time.monotonic()) for _ in self)
+        done = [files.flush(wait) for files, wait in zip(self, left, strict=True)]
+        return all(done)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from tilewise.cache.grouped_prefix import first_block
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
@@ -21,7 +22,8 @@ from tilewise.engine.runner import Finished, ModelRunner
 from tilewise.engine.settings import cache_spec, model_directory
 from tilewise.engine.sizing import allocate
 from tilewise.engine.speculative import DRAFT, DraftModel, PromptLookup
-from tilewise.models import load_model
+from tilewise.models import Decoder, load_model
+from tilewise.nn import Attention
 
 __all__ = ["DraftingRunner", "check_speculative", "draft_runner"]
 
@@ -60,9 +62,16 @@ def check_speculative(
 
 
 def draft_runner(
-    speculative: DraftModel, num_blocks: int, block_size: int, vocab_size: int, max_model_len: int
-) -> ModelRunner:
+    speculative: DraftModel, num_blocks: int, block_size: int, vocab_size: int, max_model_len: int,
+    window: int | None = None,
+) -> ModelRunner:  # fmt: skip
     """Load a draft model, with a cache of as many blocks as the model's.
+
+    Args:
+        speculative: which.
+        num_blocks, block_size: of the model's first group of layers.
+        vocab_size, max_model_len: of the model.
+        window: of that group; what lies behind it the draft model does not see either.
 
     Raises:
         CheckpointError: its directory is incomplete or wrong.
@@ -81,16 +90,35 @@ def draft_runner(
             f"the draft model's positions must be at least max_model_len {max_model_len}, "
             f"got {config.max_position_embeddings}"
         )
+    if window is not None:
+        narrow_windows(model, window)
+        config = model.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model.pack_for_inference(is_int8=False)
     # Blocks by the model's first tables, which keep every token: so does this cache.
     spec = cache_spec(config, block_size, model.dtype)
     spec = CacheSpec(spec.num_layers, block_size, spec.kv)
     storage = allocate(spec, num_blocks, device)
+    for tensor in storage.whole if window is not None else ():
+        tensor.zero_()  # the first tokens behind a window see keys that nobody has written
     runner = runner_for(model, storage, num_parameters=num_parameters)
     if isinstance(runner, CompiledRunner):
         runner.warm_up()
     return runner
+
+
+def narrow_windows(model: Decoder, window: int) -> None:
+    """Let no layer see more keys than `window`."""
+    windows = tuple(window if own is None else min(own, window) for own in model.config.windows)
+    model.config = replace(model.config, windows=windows)
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    if len(attentions) != len(windows):
+        raise ValueError(
+            "the draft model must keep keys and values in every layer for a model all of whose "
+            f"layers have windows, got {type(model).__name__}"
+        )
+    for attention, own in zip(attentions, windows, strict=True):
+        attention.window = own
 
 
 class DraftingRunner:
@@ -100,13 +128,19 @@ class DraftingRunner:
         runner: of the model.
         draft: of the draft model, over a storage of as many blocks of the same size.
         max_chunk: tokens of one sequence that the draft model computes at a time.
+        window: of the model's first group of layers, by whose tables the draft model reads. Blocks
+            behind it may be another sequence's: the draft model begins with what the next query
+            sees, and its first guesses are the worse for it.
 
     Attributes:
         storage: the paged cache of the model.
     """
 
-    def __init__(self, runner: ModelRunner, draft: ModelRunner, max_chunk: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, draft: ModelRunner, max_chunk: int, window: int | None = None
+    ) -> None:
         self.runner, self.draft, self.max_chunk = runner, draft, max_chunk
+        self.window = window
         self.storage: KVStorage = runner.storage
         self._num_known: dict[int, int] = {}  # tokens that the draft model has of a sequence
         self._left: list[int] = []
@@ -177,7 +211,9 @@ class DraftingRunner:
     def _catch_up(self, asking: list[ScheduledSequence]) -> None:
         """Compute all but the last chunk of what the draft model lacks."""
         for run in asking:
-            first, most = self._num_known.get(run.seq_id, 0), self.max_chunk
+            size, most = self.draft.block_size, self.max_chunk
+            kept = first_block(run.start, self.window, size) * size
+            first = max(self._num_known.get(run.seq_id, 0), kept)
             while len(run.known) - first > most:
                 tokens = tuple(run.known[first : first + most])
                 self._submit([run._replace(token_ids=tokens, start=first, num_samples=0, seeds=())])

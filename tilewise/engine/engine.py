@@ -18,6 +18,7 @@ from typing import Any
 from tilewise.engine.batch import Batch, TokenEvent
 from tilewise.engine.explanation import explain
 from tilewise.engine.insight import line, picture
+from tilewise.engine.rates import Rates
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.runner import Runner, Samples, StepHandle
@@ -99,6 +100,7 @@ class Engine:
         self.overlap = overlap
         self.lock = threading.RLock()  # around whatever reads or changes the scheduler
         self._link_blocks = 0.0  # moved a second, once it is measured
+        self.rates = Rates()
         self._use(scheduler)
         self._unfinished: deque[tuple[Batch, StepHandle]] = deque()
         self._tokens = {"prefill": 0, "decode": 0}
@@ -110,8 +112,10 @@ class Engine:
         if self.runner.host is not None:
             if not self._link_blocks:
                 self._link_blocks = self.runner.host.measure()
-            scheduler.preemption.rates.link_blocks = self._link_blocks
-            scheduler.preemption.rates.group_shares = self.runner.host.group_shares
+            self.rates.link_blocks = self._link_blocks
+            self.rates.group_shares = self.runner.host.group_shares
+            self.rates.max_step_tokens = scheduler.limits.max_num_batched_tokens
+            scheduler.preemption.rates = self.rates
         self.scheduler = scheduler
         scheduler.max_in_flight = 2 if self.overlap else 1
 
@@ -347,4 +351,5 @@ class Engine:
         self._seconds[kind] += seconds
         if kind == "prefill" and self.runner.host is not None:
             rate = self._tokens[kind] / self._seconds[kind] if self._seconds[kind] else 0.0
-            self.scheduler.preemption.rates.prefill_tokens = rate
+            self.rates.prefill_tokens = rate
+            self.rates.note(batch.num_tokens, seconds)

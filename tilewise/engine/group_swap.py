@@ -22,8 +22,9 @@ from functools import partial
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.grouped_prefix import GroupedPrefix, PrefixNode
+from tilewise.engine.group_files import content_of
 from tilewise.engine.request import Sequence
-from tilewise.engine.swap_space import Transfers
+from tilewise.engine.swap_space import BlockStore, Transfers
 
 __all__ = ["GroupSwap", "SlotRoom", "slots_of"]
 
@@ -55,12 +56,20 @@ class GroupSwap:
     Args:
         num_slots: of each group.
         tree: whose evicted blocks are kept; None keeps none.
+        stores: one for each group, where cold blocks go when main memory is full; () lets go of
+            them.
 
     Attributes:
         num_recalled: blocks of tokens of which some group's came from here, since the start.
     """
 
-    def __init__(self, num_slots: Seq[int], tree: GroupedPrefix | None) -> None:
+    def __init__(
+        self,
+        num_slots: Seq[int],
+        tree: GroupedPrefix | None,
+        stores: Seq[BlockStore] = (),
+    ) -> None:
+        self.stores = tuple(stores) if tree is not None else ()
         self.rooms = [SlotRoom(BlockAllocator(count)) for count in num_slots]
         for group, room in enumerate(self.rooms):
             room.allocator.on_evict = partial(self._evict, group)
@@ -265,6 +274,8 @@ class GroupSwap:
         """Give the slot of a cold block away."""
         assert self.tree is not None
         node = self.rooms[group].node_at.pop(slot)
+        if self.stores:
+            self.stores[group].save(content_of(node), slot)
         node.slots[group] = -1
         self.tree.version += 1
         self.tree.prune(node)

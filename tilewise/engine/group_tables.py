@@ -28,9 +28,10 @@ from collections.abc import Sequence as Seq
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.grouped_prefix import GroupedPrefix, PrefixNode, first_block
-from tilewise.engine.admission import Limits, window_blocks
+from tilewise.engine.admission import window_blocks
 from tilewise.engine.batch import Batch
 from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.group_files import forget_files, read_files
 from tilewise.engine.group_moves import (
     bring_back,
     count_lacking,
@@ -45,45 +46,7 @@ from tilewise.engine.request import Sequence
 from tilewise.engine.swap_space import BlockStore, Transfers
 from tilewise.engine.table_checks import check_groups
 
-__all__ = ["GroupedTables", "Places", "tables_of"]
-
-
-def tables_of(
-    limits: Limits,
-    enable_prefix_caching: bool,
-    num_swap_blocks: int | Seq[int],
-    store: BlockStore | None,
-) -> BlockTables:
-    """Return tables for the groups of layers of `limits`: plain ones where that is one of all keys.
-
-    Args:
-        limits: the groups, and blocks of each.
-        enable_prefix_caching: keep full blocks findable by content.
-        num_swap_blocks: blocks of main memory, of every group, or one number for each.
-        store: where cold prefixes go from there.
-
-    Raises:
-        ValueError: there is not one number for each group, or there is to be a store for blocks of
-            several groups, or behind windows.
-    """
-    slots = num_swap_blocks
-    swaps = [slots] * len(limits.windows) if isinstance(slots, int) else [*slots]
-    if len(swaps) != len(limits.windows):
-        raise ValueError(
-            f"num_swap_blocks must be one number for each of {len(limits.windows)} groups, "
-            f"got {swaps}"
-        )
-    if limits.windows == (None,):
-        size = limits.block_size
-        return BlockTables(limits.num_blocks, size, enable_prefix_caching, swaps[0], store)
-    if store is not None:
-        raise ValueError(
-            "store must be None for layers with windows, whose blocks no file keeps, got one"
-        )
-    counts = (limits.num_blocks, *limits.other_blocks)
-    return GroupedTables(
-        counts, limits.block_size, limits.windows, limits.max_run, enable_prefix_caching, swaps
-    )
+__all__ = ["GroupedTables", "Places"]
 
 
 class GroupedTables(BlockTables):
@@ -96,6 +59,7 @@ class GroupedTables(BlockTables):
         max_run: tokens of one sequence in one step at most.
         enable_prefix_caching: keep full blocks findable by content.
         num_swap_blocks: blocks of main memory, of each group; none with () or zeros.
+        stores: where cold prefixes of each group go from there; none with ().
 
     Raises:
         ValueError: there is not one window for each number of blocks.
@@ -109,6 +73,7 @@ class GroupedTables(BlockTables):
         max_run: int,
         enable_prefix_caching: bool,
         num_swap_blocks: Seq[int] = (),
+        stores: Seq[BlockStore] = (),
     ) -> None:
         if len(num_blocks) != len(windows) or not num_blocks:
             raise ValueError(
@@ -122,7 +87,9 @@ class GroupedTables(BlockTables):
         if enable_prefix_caching:
             self.tree = GroupedPrefix(allocators, windows, block_size)
             self.trace.watch(self.allocator)
-        self.group_swap = GroupSwap(num_swap_blocks, self.tree) if any(num_swap_blocks) else None
+        self.group_swap: GroupSwap | None = None
+        if any(num_swap_blocks):
+            self.group_swap = GroupSwap(num_swap_blocks, self.tree, stores)
         self._found: tuple[Sequence, int, list[PrefixNode]] | None = None  # for whom, version
         self._moves: list[tuple[Transfers, Transfers]] = []
 
@@ -217,6 +184,9 @@ class GroupedTables(BlockTables):
         Returns:
             Whether the blocks were there.
         """
+        has_files = self.group_swap is not None and bool(self.group_swap.stores)
+        if has_files and not seq.scores_prompt and self.missing_blocks(seq, spare) == 0:
+            read_files(self, seq)
         hits = self._hits(seq)
         needs = self._demands(seq, hits)
         for need, pool in zip(needs, self.pools, strict=True):
@@ -431,6 +401,7 @@ class GroupedTables(BlockTables):
             return
         forgotten: set[int] = set()
         for seq in family:
+            forget_files(self, seq)
             if seq.num_tokens >= self.block_size:
                 forgotten |= self.tree.forget(seq.token_ids, seq.request.salt)[0]
         self.trace.note("forget", tuple(forgotten))
@@ -519,6 +490,8 @@ class GroupedTables(BlockTables):
         """Forget all prefixes; no block has an owner."""
         if self.tree is not None:
             self.tree.reset()
+        for store in self.group_swap.stores if self.group_swap is not None else ():
+            store.clear()
 
     def check_integrity(self, holders: list[Sequence], waiting: list[Sequence]) -> None:
         """Verify that the tables of the sequences that hold blocks agree with pools and cache.

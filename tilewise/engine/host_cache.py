@@ -24,7 +24,7 @@ from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch
 from tilewise.ops import BlockTransfer
 
-__all__ = ["HostCache"]
+__all__ = ["HostCache", "HostGroup"]
 
 TRIAL_BLOCKS = 64  # moved there and back to measure the link
 
@@ -97,30 +97,28 @@ class HostCache:
             seconds = min(seconds, time.perf_counter() - started)
         return 2 * count / max(seconds, 1e-9)
 
-    def read(self, slot: int) -> list[NDArray[np.uint8]]:
-        """Return a copy of a block's bytes, one array for each of the cache's tensors.
-
-        Of a model whose layers are one group, as those of `write` and `sizes`.
-        """
+    def read(self, slot: int, group: int = 0) -> list[NDArray[np.uint8]]:
+        """Return a copy of a group's block as bytes, one array for each of the cache's tensors."""
         self._wait()
-        return [part.clone().numpy().reshape(-1) for part in self._parts(slot)]
+        return [part.clone().numpy().reshape(-1) for part in self._parts(slot, group)]
 
-    def write(self, slot: int, arrays: list[NDArray[np.uint8]]) -> None:
+    def write(self, slot: int, arrays: list[NDArray[np.uint8]], group: int = 0) -> None:
         """Fill a block with what `read` has given."""
         self._wait()
-        for part, array in zip(self._parts(slot), arrays, strict=True):
+        for part, array in zip(self._parts(slot, group), arrays, strict=True):
             part.copy_(torch.from_numpy(array.copy()).view(part.shape))
 
-    def sizes(self) -> list[int]:
+    def sizes(self, group: int = 0) -> list[int]:
         """Bytes of each array of `read`."""
-        return [part.numel() for part in self._parts(0)]
+        return [part.numel() for part in self._parts(0, group)]
 
-    def _parts(self, slot: int) -> list[Tensor]:
+    def _parts(self, slot: int, group: int) -> list[Tensor]:
         """Views of a block's bytes, (layers, bytes)."""
-        layers = self.storage.spec.num_layers
+        blocks = self.blocks.parts[group]
+        layers = blocks.spec.num_layers
         return [
-            whole.view(torch.uint8).view(layers, self.blocks.num_blocks, -1)[:, slot]
-            for whole in self.blocks.whole
+            whole.view(torch.uint8).view(layers, blocks.num_blocks, -1)[:, slot]
+            for whole in blocks.whole
         ]
 
     def _out(self, pairs: tuple[tuple[int, int], ...], group: int) -> BlockTransfer:
@@ -141,6 +139,30 @@ class HostCache:
             if transfer.event is not None:  # not `wait`: the host need not
                 torch.cuda.current_stream(self.storage.whole[0].device).wait_event(transfer.event)
         self._under_way.clear()
+
+
+class HostGroup:
+    """One group's blocks of main memory, as files are written from and read to.
+
+    Args:
+        host: the memory of all groups.
+        group: its number.
+    """
+
+    def __init__(self, host: HostCache, group: int) -> None:
+        self.host, self.group = host, group
+
+    def read(self, slot: int) -> list[NDArray[np.uint8]]:
+        """See `HostCache.read`."""
+        return self.host.read(slot, self.group)
+
+    def write(self, slot: int, arrays: list[NDArray[np.uint8]]) -> None:
+        """See `HostCache.write`."""
+        self.host.write(slot, arrays, self.group)
+
+    def sizes(self) -> list[int]:
+        """See `HostCache.sizes`."""
+        return self.host.sizes(self.group)
 
 
 def _swap(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewise.engine.block_files import BlockFiles
+from tilewise.engine.block_files import BlockFiles, GroupFiles
 from tilewise.engine.draft_runner import check_speculative
 from tilewise.engine.embedding import (
     EMBEDDING_PARAMS,
@@ -228,7 +228,7 @@ class LLM:
         dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
         max_model_len = context_length(max_model_len, self.config)
         spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
-        check_groups(self.config, spec, offload_dir, speculative)
+        check_groups(self.config, speculative)
         identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
         if not is_parallel:
             self.model.pack_for_inference(is_int8=is_int8)
@@ -268,7 +268,7 @@ class LLM:
             "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
             "gpu_memory_utilization": gpu_memory_utilization, "swap_space_gib": swap_space_gib,
         }  # fmt: skip
-        self._files: dict[str, BlockFiles] = {}
+        self._files: dict[str, BlockFiles | GroupFiles] = {}
         make_engine: Callable[[], Engine]
         if is_parallel:
             make_engine = functools.partial(

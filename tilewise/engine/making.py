@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilewise.cache.spec import CacheSpec, LatentSpec
-from tilewise.engine.block_files import BlockFiles
+from tilewise.engine.block_files import BlockFiles, GroupFiles
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.draft_runner import DraftingRunner, draft_runner
@@ -67,7 +67,7 @@ class EngineMaker:
     num_parameters: int
     num_threads: int
     current_device: int | None
-    files: dict[str, BlockFiles] = field(default_factory=dict)
+    files: dict[str, BlockFiles | GroupFiles] = field(default_factory=dict)
 
     def __call__(self) -> Engine:
         """Make the engine.
@@ -161,6 +161,7 @@ class EngineMaker:
                 storage.spec.block_size,
                 self.model.config.vocab_size,
                 self.max_model_len,
+                window := self.spec.windows[0],
             )
-            return DraftingRunner(runner, draft, self.max_num_batched_tokens)
+            return DraftingRunner(runner, draft, self.max_num_batched_tokens, window)
         return runner

@@ -12,8 +12,8 @@ from torch import nn
 import tilewise
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.block_files import BlockFiles
-from tilewise.engine.host_cache import HostCache
+from tilewise.engine.block_files import BlockFiles, GroupFiles
+from tilewise.engine.host_cache import HostCache, HostGroup
 
 __all__ = ["block_files", "check_offload", "fingerprint", "host_cache"]
 
@@ -62,11 +62,25 @@ def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
 
 def block_files(
     offload_dir: str | Path | None, host: HostCache | None, model: bytes, offload_gib: float
-) -> BlockFiles | None:
-    """Return the files of a directory; None without one."""
+) -> BlockFiles | GroupFiles | None:
+    """Return the files of a directory; None without one.
+
+    Groups of layers, and one with a window, have files of their own, which share offload_gib as the
+    groups share a block's bytes.
+    """
     if offload_dir is None or host is None:
         return None
-    return BlockFiles(Path(offload_dir), host, model, int(offload_gib * GIB))
+    directory, most = Path(offload_dir), int(offload_gib * GIB)
+    windows = host.storage.spec.windows
+    if windows == (None,):
+        return BlockFiles(directory, host, model, most)
+    return GroupFiles(
+        BlockFiles(
+            directory / f"group-{number}", HostGroup(host, number),
+            model + f" group {number} of {windows}".encode(), max(1, int(share * most)),
+        )
+        for number, share in enumerate(host.group_shares)
+    )  # fmt: skip
 
 
 def fingerprint(model: nn.Module, spec: CacheSpec, weight_dtype: str) -> bytes:

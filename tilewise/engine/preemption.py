@@ -21,11 +21,10 @@ section 4.5.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tilewise.engine.batch import Batch
 from tilewise.engine.beams import Beams
 from tilewise.engine.block_tables import BlockTables
+from tilewise.engine.rates import Rates
 from tilewise.engine.request import Sequence
 from tilewise.engine.roster import Roster
 
@@ -33,22 +32,6 @@ __all__ = ["PREEMPTIONS", "VICTIMS", "Preemption", "Rates", "check_preemption"]
 
 PREEMPTIONS = ("auto", "recompute", "swap")
 VICTIMS = ("newest", "cheapest")
-
-
-@dataclass(slots=True)
-class Rates:
-    """How fast this machine is, measured by whoever runs it; 0 is not known yet.
-
-    Attributes:
-        prefill_tokens: computed a second, in steps of prompts.
-        link_blocks: moved a second between device and main memory, one way.
-        group_shares: where layers are of several groups, what part of a block of all of them a
-            block of each is; () counts all alike.
-    """
-
-    prefill_tokens: float = 0.0
-    link_blocks: float = 0.0
-    group_shares: tuple[float, ...] = ()
 
 
 def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:
@@ -203,4 +186,4 @@ class Preemption:
         weights = rates.group_shares or (1.0,) * len(counts)
         moved = sum(count * weight for count, weight in zip(counts, weights, strict=True))
         lost = sum(map(self._lost_tokens, family))
-        return 2 * moved / rates.link_blocks < lost / rates.prefill_tokens
+        return 2 * moved / rates.link_blocks < rates.recompute_seconds(lost)

@@ -81,7 +81,6 @@ from tilewise.engine.batch import (
 )
 from tilewise.engine.beams import Beams, BeamSearchParams
 from tilewise.engine.deadlines import Deadlines
-from tilewise.engine.group_tables import tables_of
 from tilewise.engine.order import order_of
 from tilewise.engine.preemption import Preemption
 from tilewise.engine.request import FinishReason, Request, Sequence
@@ -91,6 +90,7 @@ from tilewise.engine.seeds import derive_seed
 from tilewise.engine.speculative import DraftModel, PromptLookup, Speculation
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.swap_space import BlockStore
+from tilewise.engine.tables_of import tables_of
 from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
@@ -156,7 +156,7 @@ class Scheduler:
         preemption: str = "auto",
         victim: str = "newest",
         num_swap_blocks: int | Seq[int] = 0,
-        store: BlockStore | None = None,
+        store: BlockStore | Seq[BlockStore] | None = None,
         speculative: PromptLookup | DraftModel | None = None,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,

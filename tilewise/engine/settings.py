@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
-from tilewise.engine.speculative import DraftModel
 from tilewise.models.config import ModelConfig
 
 __all__ = [
@@ -78,32 +77,16 @@ def cache_spec(
     return CacheSpec.of_windows(block_size, kind, windows)
 
 
-def check_groups(
-    config: ModelConfig, spec: CacheSpec, offload_dir: object, speculative: object
-) -> None:
+def check_groups(config: ModelConfig, speculative: object) -> None:
     """Refuse what is not built for layers with windows, or for latents.
 
     Raises:
         ValueError: guesses are trees, whose mask attention with a window or over latents does not
-            take; there are to be files of blocks that a window passes, or a draft model that
-            reads by the tables of a model that keeps no layer's keys whole.
+            take.
     """
     kind = "latents" if config.latent is not None else "windows"
     if getattr(speculative, "num_branches", 1) > 1 and (kind == "latents" or any(config.windows)):
         raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
-    if spec.is_plain:
-        return
-    windows = ", ".join(str(w) for w in spec.windows if w is not None)
-    if offload_dir is not None:
-        raise ValueError(
-            "offload_dir must be None for a model whose layers have windows (of "
-            f"{windows} tokens): files keep blocks of all layers only, got {offload_dir}"
-        )
-    if isinstance(speculative, DraftModel) and spec.windows[0] is not None:
-        raise ValueError(
-            f"speculative must be PromptLookup for a model all of whose layers have windows (of "
-            f"{windows} tokens): a draft model reads the keys behind them, got a DraftModel"
-        )
 
 
 def check_integers(may_be_none: bool, **settings: object) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tilewise.errors import CheckpointError
 from tilewise.models import hf_config
+from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.layers import ACTIVATIONS
 from tilewise.nn.mla import LatentConfig
 from tilewise.nn.rope import RopeConfig
@@ -37,6 +38,8 @@ class ModelConfig:
         qk_norm: each head of q and k is normalised before the rotation.
         latent: of latent attention (DeepSeek-V2), whose head_dim is that of a query, Dn + Dr; None
             keeps keys and values.
+        experts: of feed-forward blocks that are mixtures (gpt-oss); None has one block a layer.
+        attention_sinks: every head has a learned logit in its denominator.
         logit_softcap: c of c tanh(logits / c), by which logits are drawn in; None does not.
         eos_token_ids: any of them ends a text.
         dtype: name of the torch dtype that the checkpoint was saved in.
@@ -63,6 +66,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
+    attention_sinks: bool = False
     logit_softcap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
+from tilewise.nn.attention import attend_as_steps
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.invariant import InvariantLinear, use_invariant_linears
 from tilewise.nn.layers import fuse_on_cpu
@@ -131,6 +132,7 @@ class Decoder(nn.Module):
         pack_linears(self, is_int8=is_int8)
         if any(isinstance(module, PackedLinear) for module in self.modules()):
             fuse_on_cpu(self)
+            attend_as_steps(self)
         table = self.embed_tokens
         if self.lm_head is None and isinstance(table, nn.Embedding) and can_pack(table.weight):
             self.packed_head = PackedLinear(table.weight, is_int8=is_int8)
@@ -148,14 +150,15 @@ class Decoder(nn.Module):
             self.packed_head = InvariantLinear(table.weight)
 
     def use_inference_bits(self) -> None:
-        """Let the differentiable forward pass give the bits of inference on a CPU.
+        """Let the differentiable forward pass give the bits of inference on the model's device.
 
         The log-probability of each token of a sequence is then, bit for bit, the one with which a
-        batch-invariant engine on this CPU returned it, and can be differentiated; see
+        batch-invariant engine on this device returned it, and can be differentiated; see
         `nn.same_bits` for its cost. The parameters stay what they are.
 
         Raises:
-            UnsupportedError: an engine would not pack the weights, as on a GPU.
+            UnsupportedError: an engine on a CPU would not pack the weights, or a model on a GPU
+                keeps latents.
         """
         table = self.embed_tokens
         is_tied = self.lm_head is None and isinstance(table, nn.Embedding)
@@ -183,6 +186,8 @@ class Decoder(nn.Module):
         """
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
+            if not parameter.is_floating_point():
+                continue  # what is packed is its owner's to draw
             if parameter.dim() >= 2:
                 is_residual = name.endswith(self.residual_projections)
                 parameter.normal_(0.0, residual_std if is_residual else std, generator=generator)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError
+from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.mla import LatentConfig
 from tilewise.nn.rope import ROPE_TYPES, RopeConfig, temperature
 
@@ -19,6 +20,7 @@ Json = Mapping[str, Any]
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -42,18 +44,35 @@ _ROPE_OPTIONS = (
     "truncate",
 )
 
+_GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_GPT_OSS_PLAIN = [
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+]
+"""What openai/gpt-oss-20b says of itself: modules that are not MXFP4."""
+
 
 def read(config: Json) -> dict[str, Any]:
     """Return the keyword arguments of `ModelConfig` that a config.json stands for."""
     architecture = _architecture(config)
     quantization = _object(config, "quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown")
+    method = quantization.get("quant_method", "unknown") if quantization else None
+    if method is not None and (architecture, method) != ("GptOssForCausalLM", "mxfp4"):
         raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
     others = {
         "GPT2LMHeadModel": _read_gpt2,
         "DeepseekV2ForCausalLM": _read_deepseek,
         "Gemma3ForCausalLM": _read_gemma3,
+        "GptOssForCausalLM": _read_gpt_oss,
     }
     reader = others.get(architecture, _read_llama)
     return {
@@ -84,6 +103,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
         return shared | _write_deepseek(config, config.rope, config.latent)
     if config.architecture == "Gemma3ForCausalLM":
         return shared | _write_gemma3(config, config.rope)
+    if config.experts is not None:
+        return shared | _write_gpt_oss(config, config.rope, config.experts)
     return shared | _write_llama(config, config.rope)
 
 
@@ -354,6 +375,55 @@ def _gemma_rope(config: Json, head_dim: int, kind: str, base: str, theta: float)
     return _rope({"max_position_embeddings": positions, "rope_parameters": settings}, head_dim)
 
 
+def _read_gpt_oss(config: Json, architecture: str) -> dict[str, Any]:
+    """gpt-oss; what is absent is as in its configuration class."""
+    num_layers = _count(config, "num_hidden_layers")
+    head_dim = _count_or(config, "head_dim", 64)
+    types = config.get("layer_types") or [
+        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
+    ]
+    settings: dict[str, Any] = dict(_rope_settings(config)) or _GPT_OSS_ROPE
+    theta = _number(config, "rope_theta", 150_000.0)
+    positions = _count_or(config, "max_position_embeddings", 131_072)
+    rope = {
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_theta": theta, **settings},
+    }
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act must be silu, got {config['hidden_act']!r}")
+    num_experts = _count_or(config, "num_local_experts", 128)
+    num_active = _count_or(config, "num_experts_per_tok", 4)
+    if num_active > num_experts:
+        raise CheckpointError(
+            f"num_experts_per_tok must be at most the {num_experts} experts, got {num_active}"
+        )
+    has_bias = bool(config.get("attention_bias", True))
+    return {
+        "hidden_size": _count(config, "hidden_size"),
+        "intermediate_size": _count(config, "intermediate_size"),
+        "num_layers": num_layers,
+        "num_q_heads": _count(config, "num_attention_heads"),
+        "num_kv_heads": _count_or(config, "num_key_value_heads", 8),
+        "head_dim": head_dim,
+        "max_position_embeddings": positions,
+        "norm_eps": _number(config, "rms_norm_eps", 1e-5),
+        "hidden_act": "silu",
+        "windows": _windows_of_types(types, _count_or(config, "sliding_window", 128)),
+        "softmax_scales": (head_dim**-0.5,) * num_layers,
+        "rope": _rope(rope, head_dim),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "attention_bias": has_bias,
+        "o_bias": has_bias,
+        "experts": ExpertsConfig(
+            num_experts=num_experts,
+            num_active=num_active,
+            is_packed=bool(_object(config, "quantization_config")),
+            limit=float(_number(config, "swiglu_limit", 7.0)),
+        ),
+        "attention_sinks": True,
+    }
+
+
 def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
     width, num_heads = _count(config, "n_embd"), _count(config, "n_head")
     num_layers = _count(config, "n_layer")
@@ -455,6 +525,30 @@ def _write_gemma3(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
             "sliding_attention": _write_rope(config, config.local_rope or rope),
         },
     }
+
+
+def _write_gpt_oss(config: ModelConfig, rope: RopeConfig, experts: ExpertsConfig) -> dict[str, Any]:
+    windows = [window for window in config.windows if window is not None]
+    fields: dict[str, Any] = {
+        **_write_sizes(config),
+        "head_dim": config.head_dim,
+        "hidden_act": config.hidden_act,
+        "attention_bias": config.attention_bias,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_active,
+        "swiglu_limit": experts.limit,
+        "sliding_window": windows[0] if windows else config.max_position_embeddings,
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in config.windows
+        ],
+        "rope_parameters": _write_rope(config, rope),
+    }
+    if experts.is_packed:
+        fields["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": _GPT_OSS_PLAIN,
+        }
+    return fields
 
 
 def _write_rope(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:

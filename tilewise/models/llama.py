@@ -6,6 +6,7 @@ from tilewise.models.config import ModelConfig
 from tilewise.models.pre_norm import PreNormDecoder, PreNormLayer
 from tilewise.models.weights import Weight
 from tilewise.nn.attention import Attention
+from tilewise.nn.layers import GatedMLP
 
 __all__ = ["Llama"]
 
@@ -14,6 +15,7 @@ class LlamaLayer(PreNormLayer):
     """A layer with heads of keys and values of its own."""
 
     attention: Attention
+    mlp: GatedMLP
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         attention = Attention(

@@ -23,12 +23,14 @@ class PreNormLayer(nn.Module):
     one kernel: the last block's output, and the sum of all before it.
     """
 
-    def __init__(self, config: ModelConfig, attention: nn.Module) -> None:
+    def __init__(
+        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = attention
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(
+        self.mlp: nn.Module = mlp or GatedMLP(
             config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
         )
 

@@ -14,6 +14,7 @@ from tilewise.models.decoder import Decoder
 from tilewise.models.deepseek import DeepseekV2
 from tilewise.models.gemma3 import Gemma3
 from tilewise.models.gpt2 import GPT2
+from tilewise.models.gpt_oss import GptOss, for_device
 from tilewise.models.llama import Llama
 from tilewise.models.weights import load_weights
 
@@ -23,6 +24,7 @@ MODELS: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "GPT2LMHeadModel": GPT2,
     "Gemma3ForCausalLM": Gemma3,
+    "GptOssForCausalLM": GptOss,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
     "Qwen2ForCausalLM": Llama,
@@ -56,7 +58,7 @@ def load_model(
         >>> model = load_model("path/to/checkpoint", dtype="bfloat16")
         >>> logits = model.compute_logits(model(torch.tensor([[1, 2, 3]])))
     """
-    config = read_config(path)
+    config = for_device(read_config(path), torch.device(device))
     model = empty_model(config, dtype, device)
     if random_weights:
         model.init_weights(generator=torch.Generator(device).manual_seed(0))

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.errors import CheckpointError
+from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
 if TYPE_CHECKING:
     from tilewise.models.decoder import Decoder
@@ -40,7 +41,7 @@ class Weight:
         name: in the model's own state dict.
         sources: checkpoint names; their rows follow one another in the parameter.
         rows: dim 0 of each source; None when there is one source.
-        transposed: the checkpoint stores (in, out), as GPT-2's Conv1D.
+        transposed: the checkpoint stores (..., in, out), as GPT-2's Conv1D, unless it holds MXFP4.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Weight:
         """Yield each source's name and its view of the parameter, in the checkpoint's shape."""
         rows = self.rows or (parameter.shape[0],)
         for source, part in zip(self.sources, parameter.split(rows), strict=True):
-            yield source, part.T if self.transposed else part
+            yield source, part.mT if self.transposed else part
 
 
 class Part(NamedTuple):
@@ -101,6 +102,9 @@ def load_weights(
             parts = weight.parts(model.get_parameter(weight.name))
             for place, (source, target) in enumerate(parts):
                 name = source.removeprefix(prefix) if is_bare else source
+                if name not in found and f"{name}_blocks" in found:
+                    _unpack(name, found, target.mT if weight.transposed else target)
+                    continue
                 if name not in found:
                     raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
                 cut = None if part is None else part(weight, place)
@@ -131,11 +135,39 @@ def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None)
             f"tensor {name} of {file.name} must have shape {tuple(target.shape)}, "
             f"got {tuple(tensor.shape)}"
         )
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() and tensor.dtype != target.dtype:
         raise CheckpointError(
             f"tensor {name} of {file.name} must be floating point, got {tensor.dtype}"
         )
+    if not target.is_floating_point() and tensor.dtype != target.dtype:
+        raise CheckpointError(
+            f"tensor {name} of {file.name} must be {target.dtype}, got {tensor.dtype}"
+        )
     target.copy_(tensor)
+
+
+def _unpack(name: str, found: dict[str, tuple[Path, Any]], target: Tensor) -> None:
+    """Fill a parameter from MXFP4, a matrix at a time: float32 takes 8 times its size."""
+    parts = {}
+    for kind in ("blocks", "scales"):
+        if f"{name}_{kind}" not in found:
+            raise CheckpointError(f"checkpoint must hold tensor {name}_{kind}, got none")
+        file, reader = found.pop(f"{name}_{kind}")
+        parts[kind] = reader.get_slice(f"{name}_{kind}")
+        shape, groups = list(parts[kind].get_shape()), target.shape[-1] // GROUP
+        wanted = [*target.shape[:-1], groups, *([GROUP // 2] if kind == "blocks" else [])]
+        if shape != wanted or target.shape[-1] % GROUP:
+            raise CheckpointError(
+                f"tensor {name}_{kind} of {file.name} must have shape {tuple(wanted)}, "
+                f"got {tuple(shape)}"
+            )
+    for i, matrix in enumerate(target):
+        try:
+            matrix.copy_(unpack_mxfp4(parts["blocks"][i], parts["scales"][i], torch.float32))
+        except (SafetensorError, TypeError) as error:
+            raise CheckpointError(
+                f"{file.name} must be readable at {name}_blocks, got {error}"
+            ) from error
 
 
 def _cut(name: str, file: Path, source: Any, target: Tensor, part: Part) -> Tensor:

@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
+from tilewise.nn.dense_cache import BLOCK_SIZE, dense_context, packed_rope
 from tilewise.nn.layers import RMSNorm, ShiftedRMSNorm, project
+from tilewise.nn.valued import valued
 from tilewise.ops import PagedPlan
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "attend_as_steps"]
+
+
+OnMaxLogits = Callable[[Tensor], None]
 
 
 class Attention(nn.Module):
@@ -32,6 +37,11 @@ class Attention(nn.Module):
         qk_norm_eps: normalise each head of q and k before the rotation (Qwen3); None does not.
         window: keys that a query sees, its own included; None is all before it.
         softmax_scale: multiplies q . k; D ** -0.5 when None.
+        has_sinks: one learned logit a head in the denominator only (gpt-oss).
+
+    Attributes:
+        attends_as_cached: a dense batch has the values that a batch-invariant engine computes over
+            a cache, see `nn.dense_cache`; gradients stay those of dense attention.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
         window: int | None = None,
         softmax_scale: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__()
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
@@ -57,6 +68,8 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.window = window
         self.softmax_scale = softmax_scale
+        self.attends_as_cached = False
+        self.sinks = nn.Parameter(torch.zeros(num_q_heads)) if has_sinks else None
         num_heads = num_q_heads + 2 * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
@@ -73,7 +86,7 @@ class Attention(nn.Module):
         *,
         ctx: AttentionContext | None = None,
         kv: KVLayer | None = None,
-        on_max_logits: Callable[[Tensor], None] | None = None,
+        on_max_logits: OnMaxLogits | None = None,
     ) -> Tensor:
         """Attend within each sequence of a dense batch, or over a paged cache when given one.
 
@@ -97,17 +110,45 @@ class Attention(nn.Module):
         if (ctx is None) != (kv is None):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
         heads = self._heads(x)
-        if ctx is None or kv is None:
-            q, k, v = self._rotated(heads, rope)
-            options: dict[str, Any] = {"window": self.window, "softmax_scale": self.softmax_scale}
-            if on_max_logits is None:
-                o = ops.attention(q, k, v, causal=True, **options)
-            else:
-                o, most = ops.attention(q, k, v, causal=True, return_max_logits=True, **options)
-                on_max_logits(most)
-        else:
+        if ctx is not None and kv is not None:
             o = self._attend_cache(heads, rope, ctx, kv)
+        elif self.attends_as_cached and heads.numel():
+            o = self._attend_as_cached(heads, rope, on_max_logits)
+        else:
+            o = self._attend_dense(heads, rope, on_max_logits)
         return project(self.o_proj, o.flatten(-2))
+
+    def _attend_dense(
+        self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
+    ) -> Tensor:
+        """Attend within each sequence of (B, S, Hq + 2 Hk, D); return o (B, S, Hq, D)."""
+        q, k, v = self._rotated(heads, rope)
+        options: dict[str, Any] = {"window": self.window, "softmax_scale": self.softmax_scale}
+        options |= {"causal": True, "sinks": self.sinks}
+        if on_max_logits is None:
+            o: Tensor = ops.attention(q, k, v, **options)
+            return o
+        o, most = ops.attention(q, k, v, return_max_logits=True, **options)
+        on_max_logits(most)
+        return o
+
+    def _attend_as_cached(
+        self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
+    ) -> Tensor:
+        """As `_attend_dense`, with the values of an engine over a cache."""
+        batch, length = heads.shape[:2]
+        ctx = dense_context(batch, length, heads.device)
+        rows, blocks = heads.detach().flatten(0, 1), ctx.block_table.numel()
+        shape = (blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim)
+        kv = (heads.new_zeros(shape), heads.new_zeros(shape))
+        with torch.no_grad():
+            o = self._attend_cache(rows, packed_rope(rope, batch), ctx, kv)
+        value: Tensor = o.unflatten(0, (batch, length))
+        learns = torch.is_grad_enabled() and heads.requires_grad
+        if not learns and on_max_logits is None:
+            return value
+        dense = self._attend_dense(heads, rope, on_max_logits)
+        return valued(dense, value) if learns else value
 
     def _attend_cache(
         self,
@@ -158,6 +199,7 @@ class Attention(nn.Module):
             "max_seqlen_q": ctx.max_seqlen_q,
             "softmax_scale": self.softmax_scale,
             "window": self.window,
+            "sinks": self.sinks,
             "shared": ctx.shared if self.window is None else None,
             "tree_mask": ctx.tree_mask,
             "batch_invariant": ctx.batch_invariant,
@@ -218,6 +260,17 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
         return q, k, v
+
+
+def attend_as_steps(module: nn.Module) -> None:
+    """Let attention below `module` over a dense batch have the bits of a step on a CPU.
+
+    It has them anyway, but for heads that are normalised: a step rotates them before they are
+    rounded to 16 bits, and `ops.apply_rope` after.
+    """
+    for child in module.modules():
+        if isinstance(child, Attention) and isinstance(child.q_norm, RMSNorm):
+            child.attends_as_cached = True
 
 
 def _plans_pay(q: Tensor, ctx: AttentionContext) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.nn.attention import Attention
+from tilewise.nn.experts import Experts
 
 __all__ = ["InvariantLinear", "use_invariant_linears"]
 
@@ -32,9 +34,16 @@ class InvariantLinear(nn.Module):
 
 
 def use_invariant_linears(module: nn.Module) -> None:
-    """Replace every nn.Linear below `module`; their parameters are gone then."""
+    """Replace every nn.Linear below `module`; their parameters are gone then.
+
+    Attention over a dense batch is that of an engine from then on, see `nn.dense_cache`.
+    """
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
             setattr(module, name, InvariantLinear(child.weight, child.bias))
         else:
+            if isinstance(child, Attention):
+                child.attends_as_cached = True
+            if isinstance(child, Experts):
+                child.is_invariant = True
             use_invariant_linears(child)

@@ -1,12 +1,13 @@
-"""Differentiable layers whose values are those of inference, to the bit, on a CPU.
+"""Differentiable layers whose values are those of batch-invariant inference, to the bit.
 
-An engine's weights are packed, and its norms and activations are fused; a model that is trained
-uses torch's operations, which add in another order. Here each such layer takes its value from the
-operation of inference and its gradient from torch's, at the same inputs: the log-probabilities of a
-forward pass that is to be differentiated are then those that the engine returned with the tokens.
+An engine's weights are packed on a CPU and multiplied in tiles of one size on a GPU, and its norms
+and activations are fused; a model that is trained uses torch's operations, which add in another
+order. Here each such layer takes its value from the operation of inference and its gradient from
+torch's, at the same inputs: the log-probabilities of a forward pass that is to be differentiated
+are then those that the engine returned with the tokens.
 
-Packing reads and writes a weight once more for each forward pass, and norms and activations are
-computed twice; products, which take nearly all of the time, once.
+On a CPU packing reads and writes a weight once more for each forward pass. Norms and activations
+are computed twice, and on a GPU attention; products, which take nearly all of the time, once.
 """
 
 from __future__ import annotations
@@ -19,30 +20,24 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.errors import UnsupportedError
+from tilewise.nn.attention import Attention, attend_as_steps
+from tilewise.nn.experts import Experts
 from tilewise.nn.layers import GatedMLP, RMSNorm
+from tilewise.nn.mla import MultiheadLatentAttention
+from tilewise.nn.valued import valued
 from tilewise.ops import panels
 
 __all__ = ["product", "use_inference_bits"]
 
 
-class _Valued(torch.autograd.Function):
-    """A value with the gradient of what it is the value of."""
-
-    @staticmethod
-    def forward(ctx: Any, smooth: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
-
-
 class _Product(torch.autograd.Function):
-    """x @ weight.T + bias by the packed product; torch's products for the gradients."""
+    """x @ weight.T + bias by the product of inference; torch's products for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if x.is_cuda:
+            return ops.invariant_linear(x, weight, bias)
         return panels.multiply(x, panels.pack(weight, bias))
 
     @staticmethod
@@ -58,7 +53,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x (..., in) @ weight (out, in).T + bias (out,), as a packed layer computes it."""
+    """Return x (..., in) @ weight (out, in).T + bias (out,), as an engine computes it."""
     y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
 
@@ -83,8 +78,7 @@ class _RMSNorm(RMSNorm):
         with torch.no_grad():
             value = super().forward(x)
         smooth = F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
-        y: Tensor = _Valued.apply(smooth, value)  # type: ignore[no-untyped-call]
-        return y
+        return valued(smooth, value)
 
 
 class _GatedMLP(GatedMLP):
@@ -96,7 +90,7 @@ class _GatedMLP(GatedMLP):
         if self.activation is F.silu and y.numel():
             with torch.no_grad():
                 value = ops.silu_mul(gate_up)
-            y = _Valued.apply(y, value)  # type: ignore[no-untyped-call]
+            y = valued(y, value)
         down: Tensor = self.down_proj(y)
         return down
 
@@ -107,23 +101,42 @@ _VALUED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
-    """Let the layers below `model` give the values of an engine on this CPU; all stay trainable.
+    """Let the layers below `model` give the values of a batch-invariant engine on their device.
+
+    All stay trainable. On a GPU a dense batch attends as `nn.dense_cache` says.
 
     Args:
         model: its parameters keep their names and their identity.
         weights: of products that no layer below computes, to be checked as well.
 
     Raises:
-        UnsupportedError: an engine would not pack one of the weights, and so has no such bits; the
-            model is unchanged then.
+        UnsupportedError: an engine on a CPU would not pack one of the weights, or a model on a GPU
+            keeps latents, and so has no such bits; the model is unchanged then.
     """
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    is_on_gpu = all(weight.is_cuda for weight in (*linears, *weights))
     for weight in (*linears, *weights):
-        reason = panels.why_not_pack(weight)
+        reason = _why_not_on_gpu(weight) if is_on_gpu else panels.why_not_pack(weight)
         if reason is not None:
-            raise UnsupportedError(f"weights must be such that a CPU packs them: {reason}")
+            who = "a GPU multiplies" if is_on_gpu else "a CPU packs"
+            raise UnsupportedError(f"weights must be such that {who} them: {reason}")
+    if is_on_gpu and any(isinstance(m, MultiheadLatentAttention) for m in model.modules()):
+        raise UnsupportedError("attention must keep keys and values on a GPU, got latents")
     for module in list(model.modules()):
         if type(module) in _VALUED:
             module.__class__ = _VALUED[type(module)]
         if isinstance(module, (RMSNorm, GatedMLP)):
-            module.fuses_on_cpu = True
+            module.fuses_on_cpu = not is_on_gpu
+        if isinstance(module, Attention):
+            module.attends_as_cached = is_on_gpu
+        if isinstance(module, Experts):
+            module.has_inference_bits = is_on_gpu
+            module.multiply = F.linear if is_on_gpu else product
+    if not is_on_gpu:
+        attend_as_steps(model)
+
+
+def _why_not_on_gpu(weight: Tensor) -> str | None:
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype must be float32, float16 or bfloat16, got {weight.dtype}"
+    return None

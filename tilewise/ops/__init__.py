@@ -5,6 +5,7 @@ from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
+from tilewise.ops.expert_mlp import expert_mlp
 from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.invariant_linear import invariant_linear
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
@@ -37,6 +38,7 @@ __all__ = [
     "attention_varlen",
     "copy_blocks",
     "dropout_keep_mask",
+    "expert_mlp",
     "explain",
     "invariant_linear",
     "linear",

@@ -38,6 +38,7 @@ _MODULES = {
     "linear": "step.linear",
     "invariant_linear": "step.invariant_linear",
     "decode_layers": "layers.launch",
+    "expert_mlp": "experts.launch",
     "adjust_logits": "step.adjust_logits",
     "sampling": "step.sampling",
     "decode_rows": "step.decode_rows",

@@ -103,6 +103,31 @@ class TestPagedAttention:
             )
             assert torch.equal(alone[0], together[row])
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_batch_invariance_keeps_the_bits_of_a_row_in_any_run(self, dtype, backend, place):
+        """All rows of a sequence at once, in chunks, and alone: tiles of keys are seen whole by
+        some rows and not by others, and a compiler may round there otherwise."""
+        length = 200 if place == "cuda" else 40
+        if backend == "reference":
+            pytest.skip("the oracle has no tiles")
+        k_cache, v_cache, table, lengths = make_paged_cache([length], 16, 2, 64, device=place)
+        k_cache, v_cache = k_cache.to(dtype), v_cache.to(dtype)
+        q = 3 * torch.randn(length, 4, 64, device=place).to(dtype)
+
+        def rows(first, last):
+            return ops.paged_attention(
+                q[first:last], k_cache, v_cache, block_table=table,
+                seqlens_k=torch.full_like(lengths, last), max_seqlen_q=last - first,
+                cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32, device=place),
+                batch_invariant=True, backend=backend,
+            )  # fmt: skip
+
+        whole = rows(0, length)
+        for chunk in (1, 7, 33):
+            for first in range(0, length, chunk):
+                last = min(first + chunk, length)
+                assert torch.equal(rows(first, last), whole[first:last]), (chunk, first)
+
 
 @pytest.mark.parametrize(("backend", "place"), BACKENDS)
 class TestCacheOps:

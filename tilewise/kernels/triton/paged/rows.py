@@ -54,7 +54,7 @@ def _rows_kernel(
     BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HAS_SKIPPED: tl.constexpr, SPLITS: tl.constexpr, ADDS: tl.constexpr,
+    HAS_SKIPPED: tl.constexpr, SPLITS: tl.constexpr, ADDS: tl.constexpr, INVARIANT: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % NUM_KV_HEADS
@@ -123,6 +123,10 @@ def _rows_kernel(
     last = tl.maximum((key_hi + TILE_N - 1) // TILE_N, first)
     clean_lo = tl.minimum(clean_lo, last)
     clean_hi = tl.maximum(clean_hi, clean_lo)
+    if INVARIANT:
+        # Without a mask the compiler fuses the scale into the subtraction of the maximum and rounds
+        # once: whether its neighbours see a tile of keys whole must not show in a row.
+        clean_lo, clean_hi = first, first
     split_lo = first + split * (last - first) // num_splits
     split_hi = first + (split + 1) * (last - first) // num_splits
 
@@ -244,6 +248,7 @@ def launch_rows(
         HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
         CAUSAL=spec.causal and tree_mask is None, TREE=tree_mask is not None,
         HAS_ROWS=rows is not None, HAS_SKIPPED=skipped is not None, SPLITS=plan.splits, ADDS=adds,
+        INVARIANT=spec.batch_invariant,
         TILE_B=TILE_B, TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

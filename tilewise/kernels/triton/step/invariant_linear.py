@@ -5,8 +5,9 @@ grid     (tiles of rows x tiles of outputs,), the rows of some outputs one after
 program  TILE_M rows x TILE_N outputs over all of K, TILE_K channels a step
 traffic  x once for each tile of outputs, the weight once for each tile of rows; the L2 cache serves
          neighbours
-numerics sums in float32 along K, in the order of the tiles, which depend on the dtype alone: a row
-         of y has the same bits whichever rows are beside it, and however many
+numerics sums in float32 along K, in an order that depends on the dtype alone, see
+         `tiles.invariant_linear`: a row of y has the same bits whichever rows are beside it, and
+         however many
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.tiles.invariant_linear import InvariantTile, invariant_tile
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# rows, outputs, channels, warps, stages: not measured yet. Fewer rows leave less of a decode step's
-# tile empty, more of them read a prompt's weights less often.
-TILE, WIDE_TILE = (64, 64, 64, 4, 4), (32, 32, 32, 4, 2)  # of 16 bits, of float32
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -59,15 +58,19 @@ def why_not(spec: ElementSpec) -> str | None:
     return None
 
 
-def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,)."""
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tile: InvariantTile | None = None
+) -> Tensor:
+    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,); None chooses the tile."""
     outputs, channels = weight.shape
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     x = x.reshape(-1, channels)
     rows = x.shape[0]
-    tile_m, tile_n, tile_k, num_warps, num_stages = TILE if x.itemsize == 2 else WIDE_TILE
+    if tile is None:
+        tile = invariant_tile(rows, outputs, x.itemsize, device.arch_of(x.device))
+    tile_m, tile_n, tile_k, num_warps, num_stages = tile
     _invariant_linear_kernel[(triton.cdiv(rows, tile_m) * triton.cdiv(outputs, tile_n),)](
         x, weight, y if bias is None else bias, y, rows, outputs, channels, x.stride(0),
         weight.stride(0), HAS_BIAS=bias is not None, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,

@@ -1,0 +1,54 @@
+"""How long it takes to compute tokens of a prompt again, or to move blocks: measured. No torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import combinations
+
+__all__ = ["Rates"]
+
+MOST_STEPS = 32  # what is looked at: lengths and neighbours change
+
+
+@dataclass(slots=True)
+class Rates:
+    """How fast this machine is, measured by whoever runs it; 0 is not known yet.
+
+    Attributes:
+        prefill_tokens: computed a second, in steps of prompts.
+        link_blocks: moved a second between device and main memory, one way.
+        group_shares: where layers are of several groups, what part of a block of all of them a
+            block of each is; () counts all alike.
+        max_step_tokens: of one step with prompts, at most.
+        steps: (tokens, seconds) of the last steps with prompts.
+    """
+
+    prefill_tokens: float = 0.0
+    link_blocks: float = 0.0
+    group_shares: tuple[float, ...] = ()
+    max_step_tokens: int = 2**31
+    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Add a step with prompts."""
+        self.steps.append((tokens, seconds))
+
+    def recompute_seconds(self, tokens: int) -> float:
+        """Return how long it takes to compute so many tokens again.
+
+        A step takes a time of its own and one for each token: the medians of slopes between steps
+        and of what they leave (Theil, 1950; Sen, 1968), so that a step in which something was
+        compiled says nothing. With steps of one size only, `prefill_tokens` is all that is known.
+        """
+        slopes = [
+            (late - early) / (more - few)
+            for (few, early), (more, late) in combinations(self.steps, 2)
+            if few != more
+        ]
+        if not slopes:
+            return tokens / self.prefill_tokens if self.prefill_tokens else 0.0
+        each = max(0.0, statistics.median(slopes))
+        own = max(0.0, statistics.median(s - each * count for count, s in self.steps))
+        return -(-tokens // self.max_step_tokens) * own + tokens * each

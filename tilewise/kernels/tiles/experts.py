@@ -1,0 +1,59 @@
+"""How the products of a mixture of experts are cut: pure tables. Not measured on a GPU yet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ROUTED_TOKENS = 32
+"""Tokens of a program that chooses experts; with 4 experts a token it ranks 128 assignments."""
+
+
+class ExpertTile(NamedTuple):
+    """How a product by experts is cut.
+
+    Attributes:
+        tile_m: rows of one expert.
+        tile_n: outputs.
+        tile_k: channels of a step.
+        num_warps, num_stages: as Triton takes them.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+
+# A step of a few tokens reads weights and hardly multiplies; a prompt's rows fill larger tiles.
+_FEW = ExpertTile(16, 64, 128, 4, 4)
+_SOME = ExpertTile(32, 128, 64, 4, 4)
+_MANY = ExpertTile(128, 128, 64, 8, 3)
+_WIDE = ExpertTile(16, 32, 32, 4, 2)  # of float32
+
+
+def expert_tile(
+    assignments: int, num_experts: int, itemsize: int, *, batch_invariant: bool = False
+) -> ExpertTile:
+    """Choose the tile of both products.
+
+    Args:
+        assignments: rows in all, tokens times the experts of each.
+        num_experts: among which they are.
+        itemsize: bytes of a row's element.
+        batch_invariant: one tile, whatever the number of rows.
+    """
+    if itemsize > 2:
+        return _WIDE
+    if batch_invariant:
+        return _SOME
+    each = assignments / num_experts
+    if each <= 16:
+        return _FEW
+    return _SOME if each <= 64 else _MANY
+
+
+def most_row_tiles(assignments: int, num_experts: int, tile_m: int) -> int:
+    """Return how many tiles of rows there are at most, however rows fall to experts."""
+    hit = min(num_experts, assignments)
+    return hit + (assignments - hit) // tile_m
