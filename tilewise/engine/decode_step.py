@@ -185,13 +185,16 @@ class DecodeStep:
         self, compute: Callable[[], None], pool: Any, stream: torch.cuda.Stream
     ) -> torch.cuda.CUDAGraph:
         stream.wait_stream(torch.cuda.current_stream(self.batch.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), ops.launching_early(self.batch.device):
             compute()
         torch.cuda.current_stream(self.batch.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may wait for an event meanwhile: of results, or of NCCL's watchdog.
         mode = "thread_local"
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+        with (
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode),
+            ops.launching_early(self.batch.device),
+        ):
             compute()
         return graph
 
@@ -221,6 +224,8 @@ class DecodeStep:
         for own in (ctx, *ctx.others):
             for plan in own.plans.values():
                 plan.update(own.seqlens_k, own.cu_seqlens_q)
+        # What follows begins with kernels of torch's, the embedding's and the angles': kernels that
+        # begin early (`ops.launching_early`) may read all that was written above.
         token = rows.token[:size]
         if self._fused is not None:
             return self._fused(token, self._positions, ctx=ctx)

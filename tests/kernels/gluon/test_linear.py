@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.gluon.emulator import Program, emulated
+from tilewise.kernels import early
 from tilewise.kernels.gluon.step import linear
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
@@ -26,7 +27,8 @@ TILES = {
     "parts": RowsTile(64, 64, 3, 4),
     "wide": RowsTile(128, 128, 2, 1),
     "two_warpgroups": RowsTile(128, 64, 2, 1, num_warps=8),
-    "early": RowsTile(64, 64, 2, 4, early=True),
+    "early": RowsTile(64, 64, 2, 4, early=early.FIRST),
+    "early_after": RowsTile(64, 64, 2, 4, early=early.AFTER),
 }
 
 
@@ -152,23 +154,25 @@ def test_launches_of_a_stream_share_their_zeros_and_those_of_graphs_do_not():
     assert counters.take(1 << 20, 1, True) is None
 
 
-def test_an_early_weight_is_for_graphs_which_find_their_kernel_compiled():
+def test_who_launches_a_chain_says_whether_a_weight_is_loaded_early():
     x, weight, bias = make_product(3, 256, 64)
-    early = RowsTile(64, 64, 1, 2, early=True)
+    tile = RowsTile(64, 64, 1, 2)
     run = []
 
     def kept(*arguments: Any) -> None:
         run.append(arguments[-1])
 
     with (
-        mock.patch.object(tiles, "_TABLE", {(64, 256): (early, True)}),
+        mock.patch.object(tiles, "_TABLE", {(64, 256): (tile, True)}),
         mock.patch.object(linear, "_run", kept),
-        mock.patch.object(linear, "_ran", set()),
     ):
-        for _ in range(2):
+        linear.launch(x, weight, bias)
+        for mode in (early.FIRST, early.AFTER):
+            with early.launching({"rows": mode}):
+                linear.launch(x, weight, bias)
+        with early.launching({"norm": early.FIRST}):
             linear.launch(x, weight, bias)
-    late = early._replace(early=False)
-    assert run == [early, late, late]
+    assert [tile.early for tile in run] == [early.OFF, early.FIRST, early.AFTER, early.OFF]
 
 
 @pytest.mark.gpu

@@ -26,8 +26,8 @@ class RowsTile(NamedTuple):
         parts: CTAs that share a tile of outputs, each with its channels.
         ctas: of a multiprocessor, among which its shared memory is divided.
         num_warps: 4 or 8.
-        early: in a graph the weight is loaded while the kernel before still runs, which must not
-            be one that writes it.
+        early: the weight is loaded while the kernel before still runs, which must not be one that
+            writes it; see `kernels.early`, which says when launches are so.
     """
 
     tile_n: int
@@ -35,7 +35,7 @@ class RowsTile(NamedTuple):
     parts: int
     ctas: int
     num_warps: int = 4
-    early: bool = False
+    early: int = 0
 
 
 # (outputs, channels) -> tile, and whether it is chosen. Measured on an H200 (132 SMs, 2026-11-23,

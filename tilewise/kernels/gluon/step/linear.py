@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.kernels import device
+from tilewise.kernels import device, early
 from tilewise.kernels.gluon.host.descriptors import (
     addressable,
     matrix_descriptor,
@@ -59,11 +59,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None
         raise ValueError(f"weight must be addressable by TMA: {reason}")
     x = addressable(x.reshape(-1, channels))  # a copy lives until the kernel is launched
     if tile is None:
-        tile = tiles.tile_of(outputs, channels)
-        # Outside of a graph the kernel before may be one that writes the weight.
-        if tile.early and not (x.is_cuda and _capturing()):
-            _run_once(x, weight, bias, torch.empty_like(y), tile)
-            tile = tile._replace(early=False)
+        tile = tiles.tile_of(outputs, channels)._replace(early=early.mode("rows"))
     _run(x, weight, bias, y, tile)
     return y
 
@@ -97,18 +93,6 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTi
         y if bias is None else bias, y, sums, arrived, rows, outputs, channels,
         tiles.channels_of_part(tile, channels), shape=shape, num_warps=tile.num_warps, **options,
     )  # fmt: skip
-
-
-_ran: set[tuple[object, ...]] = set()
-
-
-def _run_once(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile) -> None:
-    """Run what graphs will run, so that none has to compile and load it while it is captured."""
-    padded, address = tiles.row_tile(x.shape[0]), 0 if bias is None else bias.data_ptr() % 16
-    key = (tile, padded, weight.shape, x.dtype, x.device, bias is None, address)
-    if key not in _ran:
-        _run(x, weight, bias, y, tile)
-        _ran.add(key)
 
 
 def _capturing() -> bool:

@@ -25,8 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels import early
 from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+
+_FIRST = gl.constexpr(early.FIRST)
 
 
 class Shape(NamedTuple):
@@ -38,7 +41,7 @@ class Shape(NamedTuple):
     stages: int
     parts: int  # CTAs that share a tile of outputs
     num_warps: int
-    early: bool  # the weight is loaded before the kernel before has ended
+    early: int  # of `kernels.early`: the weight is loaded before the kernel before has ended
     has_bias: bool
 
 
@@ -86,7 +89,8 @@ def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
     """Start the copies of the first `count` stages."""
     if shape.early:
         # The next kernel may begin where there is room: it waits for this one's end as well.
-        _each("griddepcontrol.launch_dependents", shape)
+        if shape.early == _FIRST:
+            _each("griddepcontrol.launch_dependents", shape)
         for stage in range(count):
             full = ring.full.index(stage)
             mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
@@ -94,6 +98,8 @@ def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
             tma_load(weight, at, full, ring.weight.index(stage))
         # Nobody writes the weight; whatever else is read or written follows the kernel before.
         _each("griddepcontrol.wait", shape)
+        if shape.early != _FIRST:
+            _each("griddepcontrol.launch_dependents", shape)
         for stage in range(count):
             at = [0, channel + stage * shape.tile_k]
             tma_load(x, at, ring.full.index(stage), ring.x.index(stage))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
@@ -25,13 +26,16 @@ ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, new_residual_ptr, stride_x, stride_residual, eps,
     DIM: tl.constexpr, TILE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < DIM
     dtype = y_ptr.dtype.element_ty
     # Asked for first: it does not wait for what the kernel before has written.
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    await_previous(EARLY)
     x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         at = residual_ptr + row * stride_residual + column
@@ -80,5 +84,5 @@ def _launch(
     _norm_kernel[(rows.shape[0],)](
         rows, added, weight, y, total, rows.stride(0), added.stride(0), eps,
         DIM=dim, TILE=tile, HAS_RESIDUAL=residual is not None,
-        num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)),
+        num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)), **options("norm"),
     )  # fmt: skip

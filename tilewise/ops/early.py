@@ -1,0 +1,29 @@
+"""launching_early(): kernels of a chain may begin before the one before them has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tilewise.kernels import device, early
+
+
+@contextmanager
+def launching_early(where: torch.device) -> Iterator[None]:
+    """Let this thread's kernels begin early on a Hopper GPU; elsewhere nothing changes.
+
+    What they compute has the same bits. See `kernels.early` for what the caller promises: nothing
+    in here writes weights, and what a step's kernels share (plan, table, lengths, slots) is written
+    before a kernel of torch's that comes before all layers.
+
+    Example:
+        >>> with launching_early(x.device):  # of a decode step that is being captured
+        ...     y = model(x)
+    """
+    if where.type == "cuda" and device.arch_of(where) == 90:
+        with early.launching():
+            yield
+    else:
+        yield
