@@ -161,7 +161,9 @@ class DecodeStep:
     def sample(self) -> None:
         """Draw from the logits that `run_model` left, and move the rows on."""
         assert self.logits is not None
-        self._sample(self.logits)
+        # By the very kernels of the captured step, so that none is compiled for this.
+        with ops.launching_early(self.batch.device):
+            self._sample(self.logits)
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
