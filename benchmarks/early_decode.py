@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ from tilewise.engine.settings import cache_spec
 from tilewise.kernels import early
 from tilewise.kernels.early import AFTER, CHOSEN, FIRST
 from tilewise.kernels.tiles import linear_rows
+from tilewise.kernels.tiles import paged as paged_tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile
 from tilewise.kernels.triton.paged import decode
 from tilewise.models import load_model
@@ -57,11 +59,13 @@ class Variant(NamedTuple):
         modes: of `early.launching`.
         tiles: by weight (outputs, channels), its tile of Hopper's product; others as tables say.
         keys: of a split that attention asks for ahead.
+        attention: keys of a step, warps, stages and programs a multiprocessor; None is the table's.
     """
 
     modes: Mapping[str, int]
     tiles: Mapping[tuple[int, int], RowsTile] = {}
     keys: int = 64
+    attention: tuple[int, int, int, int] | None = None
 
 
 def products_of(sizes: Any) -> dict[str, tuple[int, int]]:
@@ -94,6 +98,9 @@ def variants_of(sizes: Any) -> dict[str, Variant]:
     found["attention and rope"] = Variant({"attention": FIRST, "rope": FIRST})
     for keys in (0, 32, 128, 256):
         found[f"{keys} keys"] = Variant(dict.fromkeys(KINDS, FIRST), {}, keys)
+    for attention in ((32, 4, 4, 2), (64, 4, 2, 4), (64, 4, 3, 2), (64, 8, 3, 2), (32, 4, 6, 2)):
+        modes = dict.fromkeys(KINDS, FIRST)
+        found["attention " + "x".join(map(str, attention))] = Variant(modes, {}, 64, attention)
     for name, weight in products_of(sizes).items():
         for tile in forms_of(*weight):
             modes = dict.fromkeys(KINDS, FIRST)
@@ -106,12 +113,22 @@ def applied(variant: Variant) -> Iterator[None]:
     """Let the package do as a variant says."""
     chosen, table, keys = early.CHOSEN, dict(linear_rows._TABLE), decode.KEYS_AHEAD
     early.CHOSEN, decode.KEYS_AHEAD = variant.modes, variant.keys
+    resident, config_of = paged_tiles.RESIDENT_PROGRAMS, paged_tiles.paged_split_config
+    if variant.attention is not None:
+        keys_of_step, warps, stages, paged_tiles.RESIDENT_PROGRAMS = variant.attention
+
+        def changed(*arguments: Any) -> Any:
+            config = config_of(*arguments)
+            return replace(config, tile_n=keys_of_step, num_warps=warps, num_stages=stages)
+
+        paged_tiles.paged_split_config = changed
     for weight, tile in variant.tiles.items():
         linear_rows._TABLE[weight] = (tile, True)
     try:
         yield
     finally:
         early.CHOSEN, decode.KEYS_AHEAD = chosen, keys
+        paged_tiles.RESIDENT_PROGRAMS, paged_tiles.paged_split_config = resident, config_of
         linear_rows._TABLE.clear()
         linear_rows._TABLE.update(table)
 
@@ -214,7 +231,7 @@ def measure(
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, DecodeStep] = {}
     for name, variant in variants.items():
-        key = tuple(sorted(variant.tiles.items()))
+        key = tuple(sorted(variant.tiles.items())), variant.attention
         try:
             if key not in references:
                 with applied(variant._replace(modes={})):
@@ -250,6 +267,8 @@ def best_of(
         fastest = min(own, key=lambda n: rows[n]["us"], default=None)
         if fastest is not None and rows[fastest]["us"] < plain:
             tiles |= variants[fastest].tiles
+    shaped = ["first", *(n for n in rows if n in variants and variants[n].attention is not None)]
+    attention = variants[min(shaped, key=lambda n: rows[n].get("us", 1e9))].attention
     keyed = ["first", *(n for n in rows if n.endswith(" keys") and "us" in rows[n])]
     keys = variants[min(keyed, key=lambda n: rows[n]["us"])].keys
     modes = dict.fromkeys(KINDS, FIRST)
@@ -257,7 +276,7 @@ def best_of(
         forms = {FIRST: plain, AFTER: rows[f"{kind} after"].get("us", 1e9),
                  0: rows[f"but {kind}"].get("us", 1e9)}  # fmt: skip
         modes[kind] = min(forms, key=lambda mode: forms[mode])
-    return Variant(modes, tiles, keys)
+    return Variant(modes, tiles, keys, attention)
 
 
 def main() -> None:
