@@ -1,7 +1,7 @@
 """What a decode step gains by kernels that begin early, in all forms, in one run.
 
     python benchmarks/early_decode.py --json F [--shape qwen3-0.6b] [--batch 32] [--context 1024]
-        [--rounds 5] [--workers 14] [--only NAME ...]
+        [--rounds 5] [--workers 14] [--seconds 100] [--only NAME ...]
 
 A variant says which kinds of kernels begin early and when they let the next one begin
 (`tilewise.kernels.early`), and which tiles the products of few rows have. Each is captured as the
@@ -225,12 +225,19 @@ def compiled(directory: Path, names: list[str], rows: int, workers: int) -> None
 
 
 def measure(
-    bench: Bench, variants: Mapping[str, Variant], rounds: int, references: dict[Any, Any],
+    bench: Bench,
+    variants: Mapping[str, Variant],
+    rounds: int,
+    references: dict[Any, Any],
+    until: float = float("inf"),
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Compare and time variants; return a row for each."""
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, DecodeStep] = {}
     for name, variant in variants.items():
+        if time.perf_counter() > until:
+            rows[name] = {"error": "the time was over"}
+            continue
         key = tuple(sorted(variant.tiles.items())), variant.attention
         try:
             if key not in references:
@@ -286,6 +293,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--limits", nargs=2, type=float, default=[4.4e12, 750e12])
@@ -309,7 +317,8 @@ def main() -> None:
         say(f"compiled in {time.perf_counter() - began:.0f} s")
         bench = Bench(directory, options.batch, options.context)
         references: dict[Any, Any] = {}
-        rows = measure(bench, variants, options.rounds, references)
+        until = began + 0.8 * options.seconds
+        rows = measure(bench, variants, options.rounds, references, until)
         if not options.only and "us" in rows["first"]:
             together = {"off": variants["off"], "first": variants["first"]}
             best = best_of(rows, variants, sizes)
