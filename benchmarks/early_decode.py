@@ -211,6 +211,7 @@ def warm(directory: Path, names: list[str], rows: int) -> None:
         bench = Bench(small, rows, 1024)
         for name in names:
             bench.capture(variants[name])
+            bench.capture(variants[name]._replace(modes={}))  # what it is compared with
 
 
 def compiled(directory: Path, names: list[str], rows: int, workers: int) -> None:
