@@ -60,12 +60,14 @@ class Variant(NamedTuple):
         tiles: by weight (outputs, channels), its tile of Hopper's product; others as tables say.
         keys: of a split that attention asks for ahead.
         attention: keys of a step, warps, stages and programs a multiprocessor; None is the table's.
+        merges: products add their parts themselves, not the norm that follows.
     """
 
     modes: Mapping[str, int]
     tiles: Mapping[tuple[int, int], RowsTile] = {}
     keys: int = 64
     attention: tuple[int, int, int, int] | None = None
+    merges: bool = False
 
 
 def products_of(sizes: Any) -> dict[str, tuple[int, int]]:
@@ -104,7 +106,10 @@ def variants_of(sizes: Any) -> dict[str, Variant]:
     for name, weight in products_of(sizes).items():
         for tile in forms_of(*weight):
             modes = dict.fromkeys(KINDS, FIRST)
-            found[f"{name} {tile.parts}/{tile.ctas}"] = Variant(modes, {weight: tile})
+            own = f"{name} {tile.parts}/{tile.ctas}"
+            found[own] = Variant(modes, {weight: tile})
+            if name in ("o", "down"):
+                found[f"merged {own}"] = found[own]._replace(merges=True)
     return found
 
 
@@ -113,6 +118,9 @@ def applied(variant: Variant) -> Iterator[None]:
     """Let the package do as a variant says."""
     chosen, table, keys = early.CHOSEN, dict(linear_rows._TABLE), decode.KEYS_AHEAD
     early.CHOSEN, decode.KEYS_AHEAD = variant.modes, variant.keys
+    leaves_parts = linear_rows.leaves_parts
+    if variant.merges:
+        linear_rows.leaves_parts = lambda *_: False
     resident, config_of = paged_tiles.RESIDENT_PROGRAMS, paged_tiles.paged_split_config
     if variant.attention is not None:
         keys_of_step, warps, stages, paged_tiles.RESIDENT_PROGRAMS = variant.attention
@@ -128,6 +136,7 @@ def applied(variant: Variant) -> Iterator[None]:
         yield
     finally:
         early.CHOSEN, decode.KEYS_AHEAD = chosen, keys
+        linear_rows.leaves_parts = leaves_parts
         paged_tiles.RESIDENT_PROGRAMS, paged_tiles.paged_split_config = resident, config_of
         linear_rows._TABLE.clear()
         linear_rows._TABLE.update(table)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.layers import RMSNorm, ShiftedRMSNorm, project
+from tilewise.nn.layers import Parts, RMSNorm, ShiftedRMSNorm, project, project_in_parts
 from tilewise.ops import PagedPlan
 
 __all__ = ["Attention"]
@@ -56,6 +56,7 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.window = window
         self.softmax_scale = softmax_scale
+        self.leaves_parts = False
         num_heads = num_q_heads + 2 * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
@@ -72,7 +73,7 @@ class Attention(nn.Module):
         *,
         ctx: AttentionContext | None = None,
         kv: KVLayer | None = None,
-    ) -> Tensor:
+    ) -> Tensor | Parts:
         """Attend within each sequence of a dense batch, or over a paged cache when given one.
 
         Args:
@@ -83,7 +84,7 @@ class Attention(nn.Module):
                 8-bit cache k_scale and v_scale (num_blocks, block_size, Hk).
 
         Returns:
-            Same shape as x.
+            Same shape as x; with `leaves_parts` its parts, where they are best added by a norm.
 
         Raises:
             ValueError: only one of ctx and kv is given.
@@ -98,7 +99,8 @@ class Attention(nn.Module):
             )
         else:
             o = self._attend_cache(heads, rope, ctx, kv)
-        return project(self.o_proj, o.flatten(-2))
+        out = project_in_parts if self.leaves_parts else project
+        return out(self.o_proj, o.flatten(-2))
 
     def _attend_cache(
         self,

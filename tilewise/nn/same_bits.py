@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.errors import UnsupportedError
-from tilewise.nn.layers import GatedMLP, RMSNorm
+from tilewise.nn.layers import GatedMLP, Parts, RMSNorm
 from tilewise.ops import panels
 
 __all__ = ["product", "use_inference_bits"]
@@ -74,8 +74,9 @@ class _RMSNorm(RMSNorm):
         """Normalise the last dim of x (..., dim)."""
         return self._valued(x)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | Parts, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
+        assert isinstance(x, Tensor)  # products on a CPU leave no parts
         total = residual + x
         return self._valued(total), total
 

@@ -99,6 +99,22 @@ def test_parts_are_added_in_their_order_whoever_ends_last():
         assert torch.equal(again, first)
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_parts_that_are_left_add_up_to_the_product_bit_for_bit(tile):
+    for rows, channels, outputs in ((1, 200, 40), (20, 1024, 130), (33, 776, 200)):
+        x, weight, _ = make_product(rows, channels, outputs)
+        wanted = run_emulated(x, weight, None, TILES[tile])
+        with mock.patch.object(linear.torch, "empty", _poisoned), emulated(rows) as names:
+            parts = linear.launch_parts(x, weight, TILES[tile])
+        assert names == ["linear_rows_kernel"]
+        assert parts.shape == (tiles.parts_of(TILES[tile], channels), rows, outputs)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        assert torch.equal(total.to(x.dtype), wanted)
+    assert linear.launch_parts(x[:0], weight, TILES["alone"]).shape == (1, 0, 200)
+
+
 def test_strides_views_and_no_rows():
     x, weight, _ = make_product(12, 64, 40, torch.float16)
     wide = torch.randn(12, 80, dtype=torch.float16)[:, :64]  # rows further apart
@@ -187,6 +203,21 @@ def test_on_a_gpu_a_row_does_not_depend_on_others(tile, dtype):
         for rows in (slice(0, 1), slice(7, 10), slice(1, 16, 5), slice(3, 30)):
             some = linear.launch(x[rows], weight, bias, TILES[tile])
             assert torch.equal(some, together[rows])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_norm_adds_the_parts_of_a_product():
+    from tilewise import ops
+
+    x, weight, _ = (t.cuda() for t in make_product(32, 2048, 1024))
+    residual, scale = torch.randn(32, 1024).to(x), torch.randn(1024).to(x)
+    tile = RowsTile(64, 128, 8, 2)
+    for rows in (1, 7, 32):
+        some, other = x[:rows], residual[:rows]
+        wanted = ops.add_rms_norm(linear.launch(some, weight, None, tile), other, scale, 1e-6)
+        parts = linear.launch_parts(some, weight, tile)
+        found = ops.add_parts_rms_norm(parts, other, scale, 1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.gpu

@@ -90,6 +90,11 @@ def pays(outputs: int, channels: int) -> bool:
     return outputs * channels >= _LEAST_ELEMENTS and outputs <= _MOST_OUTPUTS
 
 
+def leaves_parts(outputs: int, channels: int) -> bool:
+    """Whether a product is chosen and has parts, which are best added by who reads it."""
+    return pays(outputs, channels) and parts_of(tile_of(outputs, channels), channels) > 1
+
+
 def row_tile(rows: int) -> int:
     """Return how many rows a product of `rows` is padded to."""
     return next(padded for padded in ROW_TILES if rows <= padded)
