@@ -161,9 +161,7 @@ class DecodeStep:
     def sample(self) -> None:
         """Draw from the logits that `run_model` left, and move the rows on."""
         assert self.logits is not None
-        # By the very kernels of the captured step, so that none is compiled for this.
-        with ops.launching_early(self.batch.device):
-            self._sample(self.logits)
+        self._sample(self.logits)
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
@@ -187,16 +185,13 @@ class DecodeStep:
         self, compute: Callable[[], None], pool: Any, stream: torch.cuda.Stream
     ) -> torch.cuda.CUDAGraph:
         stream.wait_stream(torch.cuda.current_stream(self.batch.device))
-        with torch.cuda.stream(stream), ops.launching_early(self.batch.device):
+        with torch.cuda.stream(stream):
             compute()
         torch.cuda.current_stream(self.batch.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may wait for an event meanwhile: of results, or of NCCL's watchdog.
         mode = "thread_local"
-        with (
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode),
-            ops.launching_early(self.batch.device),
-        ):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             compute()
         return graph
 
@@ -226,25 +221,27 @@ class DecodeStep:
         for own in (ctx, *ctx.others):
             for plan in own.plans.values():
                 plan.update(own.seqlens_k, own.cu_seqlens_q)
-        # What follows begins with kernels of torch's, the embedding's and the angles': kernels that
-        # begin early (`ops.launching_early`) may read all that was written above.
         token = rows.token[:size]
-        if self._fused is not None:
-            return self._fused(token, self._positions, ctx=ctx)
-        return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+        # The model begins with kernels of torch's, the embedding's and the angles': those that
+        # begin early may read what was written above, and weights written before the step.
+        with ops.launching_early(rows.device):
+            if self._fused is not None:
+                return self._fused(token, self._positions, ctx=ctx)
+            return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
 
     def _sample(self, logits: Tensor) -> None:
         rows, results, size = self.batch, self.results, self.bucket
-        drawn, is_finite = ops.sample_tokens(
-            logits,
-            temperature=rows.temperature[:size],
-            top_k=rows.top_k[:size],
-            top_p=rows.top_p[:size],
-            min_p=rows.min_p[:size],
-            seeds=rows.seed[:size],
-            counters=rows.counter[:size],
-        )
-        finish_decode(
-            drawn, is_finite, rows.token[:size], rows.position[:size], rows.counter[:size],
-            rows.active[:size], results.place, results.values,
-        )  # fmt: skip
+        with ops.launching_early(rows.device):
+            drawn, is_finite = ops.sample_tokens(
+                logits,
+                temperature=rows.temperature[:size],
+                top_k=rows.top_k[:size],
+                top_p=rows.top_p[:size],
+                min_p=rows.min_p[:size],
+                seeds=rows.seed[:size],
+                counters=rows.counter[:size],
+            )
+            finish_decode(
+                drawn, is_finite, rows.token[:size], rows.position[:size], rows.counter[:size],
+                rows.active[:size], results.place, results.values,
+            )  # fmt: skip

@@ -181,6 +181,7 @@ class Attention(nn.Module):
             for stale in [other for other in ctx.plans if other[-1] != lengths]:
                 del ctx.plans[stale]
             plan = ctx.plans[kind] = ops.plan_paged_attention(q, k_cache, v_cache, **options)
+            ops.settle(q.device)  # attention follows at once
         return plan
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads
-from tilewise.ops.early import launching_early
+from tilewise.ops.early import launching_early, settle
 from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.invariant_linear import invariant_linear
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
@@ -64,6 +64,7 @@ __all__ = [
     "rope_write_kv_cache",
     "sample_tokens",
     "shared_prefixes",
+    "settle",
     "silu_mul",
     "swap_blocks",
     "token_logprobs",

@@ -1,4 +1,4 @@
-"""launching_early(): kernels of a chain may begin before the one before them has ended."""
+"""launching_early(), settle(): kernels that begin before the one before them has ended."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def launching_early(where: torch.device) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def settle(where: torch.device) -> None:
+    """Let what was launched before be read early from here on, where kernels begin early.
+
+    A kernel that begins early may read what was written two kernels before, the later of which is
+    not launched early. This launches one such kernel, of a few bytes.
+    """
+    if early.mode("attention") != early.OFF:
+        torch.empty(1, dtype=torch.int32, device=where).fill_(0)
