@@ -58,10 +58,10 @@ def can_capture(model: CausalModel) -> bool:
 def has_run(spec: CacheSpec) -> bool:
     """Whether such steps have run on a GPU over a cache like this one.
 
-    `PromptSteps` captures those over windows and latents, too, but no such graph has run yet: until
+    `PromptSteps` captures those over latents, too, but in 16 bits no such graph has run yet: until
     one has, these models' prompts are computed op by op.
     """
-    return spec.windows == (None,) and not isinstance(spec.kv, LatentSpec)
+    return not isinstance(spec.kv, LatentSpec)
 
 
 class PromptSteps:
