@@ -97,10 +97,19 @@ def variants_of(sizes: Any) -> dict[str, Variant]:
     for kind in KINDS:
         found[f"but {kind}"] = Variant({k: FIRST for k in KINDS if k != kind})
         found[f"{kind} after"] = Variant({k: AFTER if k == kind else FIRST for k in KINDS})
+    found["merged"] = Variant(dict.fromkeys(KINDS, FIRST), merges=True)
+    found["off, merged"] = Variant({}, merges=True)
     found["attention and rope"] = Variant({"attention": FIRST, "rope": FIRST})
     for keys in (0, 32, 128, 256):
         found[f"{keys} keys"] = Variant(dict.fromkeys(KINDS, FIRST), {}, keys)
-    for attention in ((32, 4, 4, 2), (64, 4, 2, 4), (64, 4, 3, 2), (64, 8, 3, 2), (32, 4, 6, 2)):
+    for attention in (
+        (32, 4, 4, 4),
+        (32, 4, 4, 2),
+        (64, 4, 2, 4),
+        (64, 4, 3, 2),
+        (64, 8, 3, 2),
+        (32, 4, 6, 2),
+    ):
         modes = dict.fromkeys(KINDS, FIRST)
         found["attention " + "x".join(map(str, attention))] = Variant(modes, {}, 64, attention)
     for name, weight in products_of(sizes).items():

@@ -70,6 +70,7 @@ class PagedWork:
 
 
 MAX_SPLIT_RUN = 8  # new tokens: speculative drafts; longer runs reuse keys enough without splits
+MANY_SEQS = 128  # that decode: their keys are read in larger steps, see `paged_split_config`
 SMALL_TILE_ROWS = 64  # rows of a key head that one tile of the split kernel holds
 MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-11-22)
 LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
@@ -105,12 +106,17 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
 
     Hopper: 16 KiB of keys and values a step and four steps in flight; within 3 % of the fastest row
     on each decode shape of `tilewise.bench.tune_paged` (H200, bf16, D 128, block 16; 2026-11-20).
-    Elsewhere, unmeasured: 32 KiB a step.
+    Of 128 and more sequences that decode, 32 KiB and two steps: 256 x 1,024 keys, planned, take
+    245.9 us in place of 249.3, 32 x 1,024 would take 41.3 in place of 40.9 (2026-11-23,
+    docs/benchmarks/tune_paged_planned_h200.json). Elsewhere, unmeasured: 32 KiB a step.
     """
     rows = run * spec.group_size
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
     is_hopper = arch // 10 == 9
     step_bytes, num_stages = (16384, 4) if is_hopper else (32768, 2)
+    is_measured = spec.cache_dtype.itemsize == 2 and _row_bytes(spec) == 512
+    if is_hopper and is_measured and spec.max_seqlen_q == 1 and spec.num_seqs >= MANY_SEQS:
+        step_bytes, num_stages = 32768, 2
     tile_n = min(max(16, 1 << (step_bytes // _row_bytes(spec)).bit_length() - 1), 128)
     if not is_hopper and arch in WIDE_SHARED_MEMORY:
         num_stages = 3
