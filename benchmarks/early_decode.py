@@ -338,6 +338,7 @@ def main() -> None:
         references: dict[Any, Any] = {}
         until = began + 0.8 * options.seconds
         rows = measure(bench, variants, options.rounds, references, until)
+        chosen: dict[str, Any] | None = None
         if not options.only and "us" in rows["first"]:
             together = {"off": variants["off"], "first": variants["first"]}
             best = best_of(rows, variants, sizes)
@@ -350,6 +351,10 @@ def main() -> None:
             found = measure(bench, together, 2 * options.rounds, references)
             rows |= {f"{name} (last)": row for name, row in found.items()}
             say(f"together: {best}")
+            chosen = best._asdict() | {
+                "modes": dict(best.modes),
+                "tiles": [[*weight, *tile] for weight, tile in best.tiles.items()],
+            }
     roof = 1e6 * Roof(sizes, *options.limits).step(options.batch, options.batch * options.context)
     for name, row in sorted(rows.items(), key=lambda item: item[1].get("us", 0.0)):
         said = f"{row['us']:9.1f} us  {100 * roof / row['us']:5.1f} %" if "us" in row else str(row)
@@ -358,7 +363,7 @@ def main() -> None:
     document = {
         "version": tilewise.__version__, "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "shape": options.shape, "batch": options.batch,
-        "context": options.context, "roof us": roof, "rows": rows,
+        "context": options.context, "roof us": roof, "together": chosen, "rows": rows,
     }  # fmt: skip
     emit(document, options.json)
 
