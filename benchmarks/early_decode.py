@@ -41,7 +41,7 @@ from tilewise.engine.decode_step import DecodeStep
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.kernels import early
-from tilewise.kernels.early import AFTER, CHOSEN, FIRST
+from tilewise.kernels.early import AFTER, CHOSEN, FIRST, OFF
 from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles import paged as paged_tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile
@@ -94,31 +94,22 @@ def variants_of(sizes: Any) -> dict[str, Variant]:
     """Return the variants by name; "off" is the first."""
     found = {"off": Variant({}), "first": Variant(dict.fromkeys(KINDS, FIRST)),
              "after": Variant(dict.fromkeys(KINDS, AFTER))}  # fmt: skip
-    for kind in KINDS:
-        found[f"but {kind}"] = Variant({k: FIRST for k in KINDS if k != kind})
-        found[f"{kind} after"] = Variant({k: AFTER if k == kind else FIRST for k in KINDS})
-    found["merged"] = Variant(dict.fromkeys(KINDS, FIRST), merges=True)
+    every = found["first"]
+    found["merged"] = every._replace(merges=True)
     found["off, merged"] = Variant({}, merges=True)
-    found["attention and rope"] = Variant({"attention": FIRST, "rope": FIRST})
-    for keys in (0, 32, 128, 256):
-        found[f"{keys} keys"] = Variant(dict.fromkeys(KINDS, FIRST), {}, keys)
-    for attention in (
-        (32, 4, 4, 4),
-        (32, 4, 4, 2),
-        (64, 4, 2, 4),
-        (64, 4, 3, 2),
-        (64, 8, 3, 2),
-        (32, 4, 6, 2),
-    ):
-        modes = dict.fromkeys(KINDS, FIRST)
-        found["attention " + "x".join(map(str, attention))] = Variant(modes, {}, 64, attention)
     for name, weight in products_of(sizes).items():
         for tile in forms_of(*weight):
-            modes = dict.fromkeys(KINDS, FIRST)
             own = f"{name} {tile.parts}/{tile.ctas}"
-            found[own] = Variant(modes, {weight: tile})
-            if name in ("o", "down"):
+            found[own] = every._replace(tiles={weight: tile})
+            if name in ("o", "down") and tile.parts == 8:
                 found[f"merged {own}"] = found[own]._replace(merges=True)
+    for keys in (0, 128):
+        found[f"{keys} keys"] = every._replace(keys=keys)
+    for kind in ("attention", "norm", "rope", "activation", "linear"):
+        found[f"but {kind}"] = every._replace(modes={**every.modes, kind: OFF})
+        found[f"{kind} after"] = every._replace(modes={**every.modes, kind: AFTER})
+    for attention in ((32, 4, 4, 4), (64, 4, 2, 4), (64, 4, 3, 2), (64, 8, 3, 2)):
+        found["attention " + "x".join(map(str, attention))] = every._replace(attention=attention)
     return found
 
 
@@ -268,9 +259,8 @@ def measure(
             rows[name] = {"wrong steps": wrong} if wrong else {}
             if not wrong:
                 steps[name] = step
-        except RuntimeError as error:
-            rows[name] = {"error": str(error)[:300]}
-            torch.cuda.synchronize()
+        except Exception as error:
+            rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -299,8 +289,9 @@ def best_of(
     keys = variants[min(keyed, key=lambda n: rows[n]["us"])].keys
     modes = dict.fromkeys(KINDS, FIRST)
     for kind in KINDS:
-        forms = {FIRST: plain, AFTER: rows[f"{kind} after"].get("us", 1e9),
-                 0: rows[f"but {kind}"].get("us", 1e9)}  # fmt: skip
+        forms = {FIRST: plain}
+        for name, mode in ((f"{kind} after", AFTER), (f"but {kind}", OFF)):
+            forms[mode] = rows.get(name, {}).get("us", float("inf"))
         modes[kind] = min(forms, key=lambda mode: forms[mode])
     return Variant(modes, tiles, keys, attention)
 
