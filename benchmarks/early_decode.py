@@ -117,7 +117,9 @@ def variants_of(sizes: Any) -> dict[str, Variant]:
 def applied(variant: Variant) -> Iterator[None]:
     """Let the package do as a variant says."""
     chosen, table, keys = early.CHOSEN, dict(linear_rows._TABLE), decode.KEYS_AHEAD
-    early.CHOSEN, decode.KEYS_AHEAD = variant.modes, variant.keys
+    large, fills_whole = early.CHOSEN_LARGE, paged_tiles.fills_whole
+    early.CHOSEN = early.CHOSEN_LARGE = variant.modes
+    decode.KEYS_AHEAD = variant.keys
     leaves_parts = linear_rows.leaves_parts
     if variant.merges:
         linear_rows.leaves_parts = lambda *_: False
@@ -130,12 +132,14 @@ def applied(variant: Variant) -> Iterator[None]:
             return replace(config, tile_n=keys_of_step, num_warps=warps, num_stages=stages)
 
         paged_tiles.paged_split_config = changed
+        paged_tiles.fills_whole = lambda *_: False
     for weight, tile in variant.tiles.items():
         linear_rows._TABLE[weight] = (tile, True)
     try:
         yield
     finally:
-        early.CHOSEN, decode.KEYS_AHEAD = chosen, keys
+        early.CHOSEN, early.CHOSEN_LARGE, decode.KEYS_AHEAD = chosen, large, keys
+        paged_tiles.fills_whole = fills_whole
         linear_rows.leaves_parts = leaves_parts
         paged_tiles.RESIDENT_PROGRAMS, paged_tiles.paged_split_config = resident, config_of
         linear_rows._TABLE.clear()

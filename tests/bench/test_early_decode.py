@@ -21,7 +21,8 @@ def test_a_form_is_there_while_it_is_applied_and_gone_afterwards(shape):
     def state():
         return (
             early.CHOSEN, dict(linear_rows._TABLE), decode.KEYS_AHEAD, linear_rows.leaves_parts,
-            paged.paged_split_config, paged.RESIDENT_PROGRAMS,
+            paged.paged_split_config, paged.RESIDENT_PROGRAMS, paged.fills_whole,
+            early.CHOSEN_LARGE,
         )  # fmt: skip
 
     before = state()

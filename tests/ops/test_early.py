@@ -23,6 +23,13 @@ def test_kernels_begin_early_where_that_has_been_measured(arch, mode, monkeypatc
     assert early.mode("attention") == early.OFF
 
 
+def test_large_weights_let_the_next_kernel_begin_later(monkeypatch):
+    monkeypatch.setattr(module.device, "arch_of", lambda _: 90)
+    for elements, modes in ((early.LARGE - 1, early.CHOSEN), (early.LARGE, early.CHOSEN_LARGE)):
+        with ops.launching_early(torch.device("cuda"), largest_weight=elements):
+            assert {kind: early.mode(kind) for kind in modes} == modes
+
+
 def test_what_was_written_settles_where_kernels_begin_early(monkeypatch):
     launched = []
     monkeypatch.setattr(module.torch, "empty", lambda *_, **__: launched.append(1) or torch.ones(1))

@@ -15,23 +15,29 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["AFTER", "CHOSEN", "FIRST", "OFF", "launching", "mode"]
+__all__ = ["AFTER", "CHOSEN", "CHOSEN_LARGE", "FIRST", "LARGE", "OFF", "launching", "mode"]
 
 # When a kernel lets the next one be launched: never before its own end, as soon as all of its
 # programs run, or when they have seen the end of the kernel before.
 OFF, FIRST, AFTER = 0, 1, 2
 
-# What begins early in a captured decode step.
+# What begins early in a decode step: of models with small weights, and where a layer has a weight
+# of LARGE elements and more. Qwen3-0.6B at 32 rows takes 2,084 us without, 2,077 with FIRST alone,
+# and 1,790 with this and the products and tiles of attention that it makes worth while; Llama-3-8B
+# 5,730 without, 6,083 with FIRST and 5,602 with AFTER alone (H200, 2026-11-23,
+# docs/benchmarks/early_decode_h200.json).
+LARGE = 1 << 24
 CHOSEN: Mapping[str, int] = {
-    "norm": FIRST,
+    "norm": AFTER,
     "activation": FIRST,
     "rope": FIRST,
     "attention": FIRST,
-    "linear": FIRST,
+    "linear": AFTER,
     "rows": FIRST,
     "sampling": FIRST,
     "finish": FIRST,
 }
+CHOSEN_LARGE: Mapping[str, int] = dict.fromkeys(CHOSEN, AFTER)
 
 
 class _State(threading.local):
