@@ -123,7 +123,7 @@ def test_a_captured_step_follows_the_groups(tmp_path):
         runner = make_runner(tmp_path, "cuda", dtype="float32", max_num_batched_tokens=64)
         runner.sharing_tokens = sharing_tokens
         prepare(runner, max_num_batched_tokens=64, is_lazy=True)
-        runner.captures = runner.shares_captured = captures
+        runner.captures = captures
         scheduler = new_scheduler(runner, enable_prefix_caching=True)
         found.append(run(Engine(scheduler, runner, overlap=True), alike(5)))
         assert bool(runner.shared_steps) == (sharing_tokens is not None)

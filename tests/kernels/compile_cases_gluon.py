@@ -307,7 +307,7 @@ def product_cases() -> Iterator[GluonCase]:
         "parts": Product(32, 4096, 14336, RowsTile(128, 64, 7, 2)),
         "wide": Product(64, 28672, 4096, RowsTile(256, 64, 1, 1)),
         "two-warpgroups": Product(256, 4096, 4096, RowsTile(128, 64, 4, 1, num_warps=8)),
-        "early": Product(16, 1024, 2048, RowsTile(64, 128, 8, 2, early=True), half, True),
+        "early": Product(16, 1024, 2048, RowsTile(64, 128, 8, 2, early=1), half, True),
         "odd": Product(33, 1001, 1000, RowsTile(64, 64, 3, 3), has_bias=True),
     }.items():
         yield GluonCase(

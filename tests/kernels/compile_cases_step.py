@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
+from tests.kernels.compile_cases_paged import launch_paged, paged_spec
 
 
 def launch_norms(dim: int, dtype: torch.dtype) -> None:
@@ -88,6 +89,39 @@ def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> No
     )  # fmt: skip
 
 
+def launch_early(dim: int, mode: int) -> None:
+    """Call what a decode step launches early, over 16 heads of 128 channels."""
+    from tilewise.kernels import early
+    from tilewise.kernels.triton.paged import rope_write
+    from tilewise.kernels.triton.step import decode_rows
+
+    with early.launching(dict.fromkeys(early.CHOSEN, mode)):
+        launch_norms(dim, torch.bfloat16)
+        for outputs, channels in ((1024, 2048), (4096, 1024)):
+            launch_linear(outputs, channels)
+        launch_sampling(4096)
+        launch_paged(paged_spec({"num_tokens": 16, "max_seqlen_q": 1}), is_planned=True)
+        heads = meta(16, 16, 128, dtype=torch.bfloat16)
+        cache = meta(100, 16, 8, 128, dtype=torch.bfloat16)
+        weight, angles = meta(128, dtype=torch.bfloat16), meta(16, 64, dtype=torch.float32)
+        rope_write.launch(
+            heads, heads[:, :8], heads[:, :8], cache, cache, meta(16, dtype=torch.int64),
+            cos=angles, sin=angles, q_norm=weight, k_norm=weight,
+        )  # fmt: skip
+        rows = meta(16, dtype=torch.int64)
+        active = meta(16, dtype=torch.int32)
+        decode_rows.finish(
+            rows,
+            active.bool(),
+            rows,
+            rows,
+            rows,
+            active,
+            rows[:1],
+            meta(4, 16, 2, dtype=rows.dtype),
+        )
+
+
 def launch_invariant_linear(dtype: torch.dtype) -> None:
     """Call the product of fixed tiles."""
     from tilewise.kernels.triton.step import invariant_linear
@@ -144,6 +178,15 @@ def step_cases() -> Iterator[Case]:
                         mma="mma.sync",
                         slow=arch != 90 or sizes[0] != 1024 or rows != 2,
                     )
+        for mode in (1, 2):
+            if arch >= 90:
+                yield Case(
+                    f"sm_{arch}-early-{mode}",
+                    arch,
+                    lambda mode=mode: launch_early(1024, mode),  # type: ignore[misc]
+                    products=False,
+                    slow=arch != 90 or mode != 1,
+                )
         for dtype in (torch.bfloat16, torch.float32):
             yield Case(
                 f"sm_{arch}-invariant-linear-{str(dtype)[6:]}",

@@ -30,6 +30,7 @@ from tests.kernels import (
     compile_cases_paged,
     compile_cases_step,
     ptx_barriers,
+    ptx_early,
     sass,
 )
 from tilewise.kernels import device
@@ -112,6 +113,10 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         "mma": mma,
         "bare_handovers": ptx_barriers.bare_handovers(ptx),
+        "waits": ptx_early.waits(ptx),
+        "lets_go": ptx_early.lets_go(ptx),
+        "effects_before_waiting": ptx_early.effects_before_waiting(ptx),
+        "returns_before_waiting": ptx_early.returns_before_waiting(ptx),
         "complaints": re.findall(r"C75\d\d.*", report),
     }
 

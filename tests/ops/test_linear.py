@@ -17,7 +17,7 @@ from tilewise.kernels.tiles import invariant_linear as invariant_tiles
 from tilewise.kernels.tiles import linear as linear_tiles
 from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.linear import LinearTile
-from tilewise.nn.layers import project
+from tilewise.nn.layers import Parts, RMSNorm, project, project_in_parts
 from tilewise.testing import assert_within_budget
 
 linear_op = import_module("tilewise.ops.linear")  # its function has the name of the module
@@ -120,6 +120,43 @@ def test_projections_use_it_where_it_pays():
         assert torch.equal(project(layer, x), wanted)
         assert torch.equal(project(layer, x.repeat(2, 1)), layer(x.repeat(2, 1)))
     assert project(layer, x).requires_grad
+
+
+@pytest.mark.gpu
+def test_a_norm_gets_the_parts_of_projections_that_leave_them(monkeypatch):
+    layer = torch.nn.Linear(4096, 1024, bias=False, dtype=torch.bfloat16, device="cuda")
+    norm = RMSNorm(1024, 1e-6).to("cuda", torch.bfloat16)
+    form = linear_rows.RowsTile(64, 128, 4, 2)
+    monkeypatch.setitem(linear_rows._TABLE, (1024, 4096), (form, True))
+    x = torch.randn(32, 4096, dtype=torch.bfloat16, device="cuda")
+    residual = torch.randn(32, 1024, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode():
+        parts = project_in_parts(layer, x)
+        assert isinstance(parts, Parts) == ops.linear_leaves_parts(layer.weight)
+        wanted = norm.add(project(layer, x), residual)
+        assert all(
+            torch.equal(a, b) for a, b in zip(norm.add(parts, residual), wanted, strict=True)
+        )
+        many = project_in_parts(layer, x.repeat(2, 1))  # more rows than the product takes
+        assert isinstance(many, torch.Tensor)
+    assert isinstance(project_in_parts(layer, x), torch.Tensor)  # to be differentiated
+
+
+def test_parts_of_the_reference_are_the_product():
+    x, weight, _ = _problem(2, 30, 7, torch.bfloat16, "cpu")
+    parts = ops.linear_parts(x, weight, backend="reference")
+    assert parts.shape == (1, 2, 7)
+    assert torch.equal(parts[0].bfloat16(), ops.linear(x, weight, backend="reference"))
+    torch.library.opcheck(torch.ops.tilewise.linear_parts.default, (x, weight, "reference"))
+    assert not ops.linear_leaves_parts(weight)
+    layer = torch.nn.Linear(30, 7, bias=False, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.equal(project_in_parts(layer, x), layer(x))
+    for backend, message in (("triton", "must run on gluon or reference"), (None, "linear")):
+        with pytest.raises(UnsupportedError, match=message):
+            ops.linear_parts(x, weight, backend=backend)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        ops.linear_parts(x, weight[:, :29], backend="reference")
 
 
 def test_it_is_a_clean_node_of_a_graph():

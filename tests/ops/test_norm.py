@@ -64,6 +64,33 @@ def test_the_norm_of_a_sum_keeps_the_budget(shape, dtype, backend, place):
 
 @on_each_backend
 @on_each_dtype
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_parts_are_added_in_their_order_and_rounded(count, dtype, backend, place):
+    for shape in ((1, 64), (2, 3, 100), (0, 8)):
+        _, residual, weight = _rows(shape, dtype, place)
+        parts = torch.randn(count, *shape).to(place)
+        x = parts[0]
+        for part in parts[1:]:
+            x = x + part
+        wanted = ops.add_rms_norm(x.to(dtype), residual, weight, EPS, backend=backend)
+        found = ops.add_parts_rms_norm(parts, residual, weight, EPS, backend=backend)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_parts_that_are_none_are_refused():
+    residual, weight = torch.ones(3, 8), torch.ones(8)
+    for parts, error, message in (
+        (torch.ones(2, 3, 8).half(), TypeError, "parts must be float32"),
+        (torch.ones(0, 3, 8), ValueError, "P at least 1"),
+        (torch.ones(2, 4, 8), ValueError, "parts must have shape"),
+        (torch.ones(3, 2, 8).transpose(0, 1), ValueError, "parts must be contiguous"),
+    ):
+        with pytest.raises(error, match=message):
+            ops.add_parts_rms_norm(parts, residual, weight, EPS)
+
+
+@on_each_backend
+@on_each_dtype
 @pytest.mark.parametrize("shape", [(1, 2), (5, 66), (2, 3, 200), (3, 6144), (0, 8)], ids=str)
 def test_a_gated_activation_keeps_the_budget(shape, dtype, backend, place):
     gate_up = (4 * torch.randn(shape)).to(place, dtype)

@@ -63,6 +63,12 @@ def _can_fuse(model: CausalModel, storage: KVStorage) -> bool:
     return storage.layers[0][0].is_cuda and why_not(model, storage) is None
 
 
+def _largest_weight(model: CausalModel) -> int:
+    """Return the elements of the largest weight of a layer."""
+    layers = getattr(model, "layers", [])
+    return max((x.numel() for layer in layers for x in layer.parameters()), default=0)
+
+
 class DecodeStep:
     """The decode step of the first `bucket` rows.
 
@@ -98,6 +104,7 @@ class DecodeStep:
         self._model_graph: torch.cuda.CUDAGraph | None = None
         self._hidden: Tensor | None = None  # what the graph of the model leaves
         device = batch.device
+        self._largest = _largest_weight(model)
         # On a GPU a few rows wait more for launches than for memory.
         self._fused: FusedLayers | None = None
         is_plain = not batch_invariant and shared is None
@@ -222,22 +229,26 @@ class DecodeStep:
             for plan in own.plans.values():
                 plan.update(own.seqlens_k, own.cu_seqlens_q)
         token = rows.token[:size]
-        if self._fused is not None:
-            return self._fused(token, self._positions, ctx=ctx)
-        return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+        # The model begins with kernels of torch's, the embedding's and the angles': those that
+        # begin early may read what was written above, and weights written before the step.
+        with ops.launching_early(rows.device, largest_weight=self._largest):
+            if self._fused is not None:
+                return self._fused(token, self._positions, ctx=ctx)
+            return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
 
     def _sample(self, logits: Tensor) -> None:
         rows, results, size = self.batch, self.results, self.bucket
-        drawn, is_finite = ops.sample_tokens(
-            logits,
-            temperature=rows.temperature[:size],
-            top_k=rows.top_k[:size],
-            top_p=rows.top_p[:size],
-            min_p=rows.min_p[:size],
-            seeds=rows.seed[:size],
-            counters=rows.counter[:size],
-        )
-        finish_decode(
-            drawn, is_finite, rows.token[:size], rows.position[:size], rows.counter[:size],
-            rows.active[:size], results.place, results.values,
-        )  # fmt: skip
+        with ops.launching_early(rows.device, largest_weight=self._largest):
+            drawn, is_finite = ops.sample_tokens(
+                logits,
+                temperature=rows.temperature[:size],
+                top_k=rows.top_k[:size],
+                top_p=rows.top_p[:size],
+                min_p=rows.min_p[:size],
+                seeds=rows.seed[:size],
+                counters=rows.counter[:size],
+            )
+            finish_decode(
+                drawn, is_finite, rows.token[:size], rows.position[:size], rows.counter[:size],
+                rows.active[:size], results.place, results.values,
+            )  # fmt: skip

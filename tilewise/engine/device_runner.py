@@ -78,8 +78,6 @@ class DeviceRunner:
         steps: the decode steps by their number of rows.
         shared_steps: those whose rows share prefixes; they are captured when they first run.
         groups: who shares what in a step that decodes.
-        shares_captured: look for such rows where decode steps are captured, too. Not by default,
-            until such graphs have run on a GPU.
         host: main memory for blocks; may be set before the first step.
         prompts: the steps with prompts, where they are padded.
         captures: a step is captured as a CUDA graph when it first runs.
@@ -125,7 +123,7 @@ class DeviceRunner:
         self.prompts: PromptSteps | None = None
         if max_num_batched_tokens is not None and can_capture(model):
             self.prompts = PromptSteps(model, storage, max_num_batched_tokens)
-        self.captures = self.shares_captured = False
+        self.captures = False
         self.start_seconds: dict[str, float] = {}
         self._capturing: tuple[Any, torch.cuda.Stream] | None = None
         self._place = 0  # of the next results, as the device counts
@@ -223,7 +221,7 @@ class DeviceRunner:
 
     def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
         """Whether rows of a step share enough; looked for when the batch has changed."""
-        if self.sharing_tokens is None or (self.captures and not self.shares_captured):
+        if self.sharing_tokens is None:
             return False
         groups, rows = self.groups, self.rows
         if groups.is_stale or batch.left or not changes.is_empty:

@@ -22,6 +22,9 @@ from tilewise.engine.request import SamplingParams
 
 __all__ = ["MODES", "capture_all", "prepare", "warm_up_batches"]
 
+# Rows from which decode steps launch other kernels: all layers in one, products padded to 8, 16 or
+# 32 rows, and those of cuBLAS.
+ROWS_OF_KERNELS = (1, 2, 3, 9, 17, 33)
 MODES = ("auto", "lazy", "off")
 # New tokens of runs for which attention has tiles of their own: those of few rows end at 16, 32 and
 # 64 of a key head, whatever the number of its queries.
@@ -58,11 +61,14 @@ def prepare(
     Args:
         runner: it has no sequences.
         max_num_batched_tokens: tokens of one step.
-        is_lazy: capture a decode step when it first runs.
+        is_lazy: capture a step when it first runs, but for decode steps of a few sizes.
         show: takes a line of progress.
     """
-    if not is_lazy:
-        capture_all(runner, show)  # before the steps, which then launch little beside attention
+    # Before the steps, which then launch little beside attention.
+    if is_lazy:
+        capture_kinds(runner, show)
+    else:
+        capture_all(runner, show)
     captured = time.perf_counter()
     batches = warm_up_batches(runner, max_num_batched_tokens)
     threshold = runner.sharing_tokens
@@ -92,6 +98,23 @@ def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: No
             capture(size)
         torch.cuda.synchronize(runner.device)
         runner.start_seconds[f"capturing {kind}"] = time.perf_counter() - began
+
+
+def capture_kinds(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
+    """Capture a decode step of every kind: others launch the same kernels.
+
+    On a CPU nothing is captured, and a step op by op has other kernels: none begins early.
+    """
+    if runner.device.type != "cuda":
+        return
+    began = time.perf_counter()
+    sizes = sorted({min(b for b in runner.buckets if b >= rows) for rows in ROWS_OF_KERNELS
+                    if rows <= runner.buckets[-1]})  # fmt: skip
+    for i, size in enumerate(reversed(sizes)):
+        show(f"capturing decode steps, {i + 1} of {len(sizes)}")
+        runner.capture(size)
+    torch.cuda.synchronize(runner.device)
+    runner.start_seconds["capturing decode steps"] = time.perf_counter() - began
 
 
 def warm_up_steps(

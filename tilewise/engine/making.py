@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tilewise.cache.spec import CacheSpec, LatentSpec
+from tilewise.cache.spec import CacheSpec
 from tilewise.engine.block_files import BlockFiles, GroupFiles
 from tilewise.engine.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.device_runner import DeviceRunner
@@ -18,6 +18,7 @@ from tilewise.engine.draft_runner import DraftingRunner, draft_runner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import prepare
 from tilewise.engine.offload import block_files, host_cache
+from tilewise.engine.prompt_steps import has_run
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.runner import Runner
 from tilewise.engine.scheduler import Scheduler
@@ -107,16 +108,8 @@ class EngineMaker:
             max_model_len=self.max_model_len,
             gpu_memory_utilization=self.gpu_memory_utilization,
             has_graphs=self.graphs != "off",
-            captures_prompts=self._captures_prompts(),
+            captures_prompts=has_run(self.spec),
         )
-
-    def _captures_prompts(self) -> bool:
-        """Whether steps with prompts are captured.
-
-        Over windows and latents `PromptSteps` captures them, too, but no such graph has run on a
-        GPU yet: until one has, these models' prompts are computed op by op.
-        """
-        return self.spec.windows == (None,) and not isinstance(self.spec.kv, LatentSpec)
 
     def _on_device(self, storage: Any) -> Runner:
         most = self.max_num_batched_tokens
@@ -125,7 +118,7 @@ class EngineMaker:
             storage,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=most if self._captures_prompts() else None,
+            max_num_batched_tokens=most if has_run(self.spec) else None,
             batch_invariant=self.batch_invariant,
         )
         progress = Progress(terminal(self.use_progress))

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.cache.spec import CacheSpec, LatentSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.runner import CausalModel
 from tilewise.nn.context import Attend, AttentionContext
 
-__all__ = ["PromptSteps", "can_capture", "prompt_sizes"]
+__all__ = ["PromptSteps", "can_capture", "has_run", "prompt_sizes"]
 
 # The context of a layer's group, and what `AttentionContext.attend` is given.
 _Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
@@ -52,6 +53,15 @@ def prompt_sizes(most: int) -> list[int]:
 def can_capture(model: CausalModel) -> bool:
     """Whether the model hands its attention to `AttentionContext.attend`, every layer once."""
     return bool(getattr(model, "hands_attention_over", False))
+
+
+def has_run(spec: CacheSpec) -> bool:
+    """Whether such steps have run on a GPU over a cache like this one.
+
+    `PromptSteps` captures those over latents, too, but in 16 bits no such graph has run yet: until
+    one has, these models' prompts are computed op by op.
+    """
+    return not isinstance(spec.kv, LatentSpec)
 
 
 class PromptSteps:

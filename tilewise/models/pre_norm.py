@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
+from tilewise.nn.attention import Attention
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.layers import GatedMLP, RMSNorm
+from tilewise.nn.layers import GatedMLP, Parts, RMSNorm
 from tilewise.nn.rope import RotaryEmbedding
 
 __all__ = ["PreNormDecoder", "PreNormLayer"]
@@ -33,20 +34,24 @@ class PreNormLayer(nn.Module):
         self.mlp: nn.Module = mlp or GatedMLP(
             config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
         )
+        for block in (attention, self.mlp):
+            if isinstance(block, Attention | GatedMLP):
+                block.leaves_parts = True  # what it gives is read by a norm
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Parts,
         residual: Tensor | None,
         rope: tuple[Tensor, Tensor],
         ctx: AttentionContext | None,
         kv: CacheLayer | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Parts, Tensor]:
         """Map the residual stream x + residual (..., E) to itself; before the first layer it is x.
 
         Returns its two terms, not yet added: what the feed-forward block gives, and the rest.
         """
         if residual is None:
+            assert isinstance(x, Tensor)
             residual, x = x, self.attention_norm(x)
         else:
             x, residual = self.attention_norm.add(x, residual)

@@ -13,7 +13,7 @@ from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.dense_cache import BLOCK_SIZE, dense_context, packed_rope
-from tilewise.nn.layers import RMSNorm, ShiftedRMSNorm, project
+from tilewise.nn.layers import Parts, RMSNorm, ShiftedRMSNorm, project, project_in_parts
 from tilewise.nn.valued import valued
 from tilewise.ops import PagedPlan
 
@@ -70,6 +70,7 @@ class Attention(nn.Module):
         self.softmax_scale = softmax_scale
         self.attends_as_cached = False
         self.sinks = nn.Parameter(torch.zeros(num_q_heads)) if has_sinks else None
+        self.leaves_parts = False
         num_heads = num_q_heads + 2 * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
@@ -87,7 +88,7 @@ class Attention(nn.Module):
         ctx: AttentionContext | None = None,
         kv: KVLayer | None = None,
         on_max_logits: OnMaxLogits | None = None,
-    ) -> Tensor:
+    ) -> Tensor | Parts:
         """Attend within each sequence of a dense batch, or over a paged cache when given one.
 
         Args:
@@ -100,7 +101,7 @@ class Attention(nn.Module):
                 float32 (Hq,): what QK-clip needs, see docs/training.md.
 
         Returns:
-            Same shape as x.
+            Same shape as x; with `leaves_parts` its parts, where they are best added by a norm.
 
         Raises:
             ValueError: only one of ctx and kv is given, or on_max_logits with a cache.
@@ -116,7 +117,8 @@ class Attention(nn.Module):
             o = self._attend_as_cached(heads, rope, on_max_logits)
         else:
             o = self._attend_dense(heads, rope, on_max_logits)
-        return project(self.o_proj, o.flatten(-2))
+        out = project_in_parts if self.leaves_parts else project
+        return out(self.o_proj, o.flatten(-2))
 
     def _attend_dense(
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
@@ -230,6 +232,7 @@ class Attention(nn.Module):
             for stale in [other for other in ctx.plans if other[-1] != lengths]:
                 del ctx.plans[stale]
             plan = ctx.plans[kind] = ops.plan_paged_attention(q, k_cache, v_cache, **options)
+            ops.settle(q.device)  # attention follows at once
         return plan
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.ops import linear_pays
+from tilewise.ops import linear_leaves_parts, linear_pays
 
-__all__ = ["ACTIVATIONS", "MLP", "GatedMLP", "RMSNorm", "ShiftedRMSNorm", "project"]
+__all__ = [
+    "ACTIVATIONS",
+    "MLP",
+    "GatedMLP",
+    "Parts",
+    "RMSNorm",
+    "ShiftedRMSNorm",
+    "project",
+    "project_in_parts",
+]
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 
@@ -69,6 +79,26 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts:
+    """Return linear(x) for `RMSNorm.add`, which adds its parts where a kernel best leaves them."""
+    few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
+    if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
+        weight = linear.weight
+        if linear.bias is None and _fuses(x, weight) and linear_leaves_parts(weight):
+            return Parts(ops.linear_parts(x, weight))
+    return project(linear, x)
+
+
+class Parts(NamedTuple):
+    """A product whose parts are not yet added.
+
+    Attributes:
+        sums: (P, ..., E) float32, of `ops.linear_parts`.
+    """
+
+    sums: Tensor
+
+
 class RMSNorm(nn.Module):
     """Scale each row to unit root mean square: y = round(x / sqrt(mean(x^2) + eps)) * weight.
 
@@ -93,8 +123,10 @@ class RMSNorm(nn.Module):
             return ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | Parts, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
+        if isinstance(x, Parts):
+            return ops.add_parts_rms_norm(x.sums, residual, self.weight, self.eps)
         if _fuses(x, residual, self.weight, on_cpu=self.fuses_on_cpu):
             if self.fuses_on_cpu and x.dtype == torch.float32:
                 total = residual + x
@@ -145,12 +177,14 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = ACTIVATIONS[activation]
         self.fuses_on_cpu = False
+        self.leaves_parts = False  # to `RMSNorm.add`
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | Parts:
         """Map x (..., E) to (..., E)."""
         gate_up = project(self.gate_up_proj, x)
         if self.activation is F.silu and _fuses(gate_up, on_cpu=self.fuses_on_cpu):
-            return project(self.down_proj, ops.silu_mul(gate_up))
+            down = project_in_parts if self.leaves_parts else project
+            return down(self.down_proj, ops.silu_mul(gate_up))
         gate, up = gate_up.chunk(2, dim=-1)
         y: Tensor = self.down_proj(self.activation(gate) * up)
         return y

@@ -5,14 +5,21 @@ from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
+from tilewise.ops.early import launching_early, settle
 from tilewise.ops.expert_mlp import expert_mlp
 from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.invariant_linear import invariant_linear
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
 from tilewise.ops.latent.expanded import mla_attention, mla_prefill
-from tilewise.ops.linear import MOST_LINEAR_ROWS, linear, linear_pays
+from tilewise.ops.linear import (
+    MOST_LINEAR_ROWS,
+    linear,
+    linear_leaves_parts,
+    linear_parts,
+    linear_pays,
+)
 from tilewise.ops.merge import merge_states
-from tilewise.ops.norm import add_rms_norm, rms_norm
+from tilewise.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from tilewise.ops.paged.api import paged_attention
 from tilewise.ops.paged.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
 from tilewise.ops.paged.plan import PagedPlan, plan_paged_attention
@@ -30,6 +37,7 @@ __all__ = [
     "PagedPlan",
     "Precompiled",
     "SharedPrefixes",
+    "add_parts_rms_norm",
     "add_rms_norm",
     "adjust_logits",
     "apply_rope",
@@ -41,7 +49,10 @@ __all__ = [
     "expert_mlp",
     "explain",
     "invariant_linear",
+    "launching_early",
     "linear",
+    "linear_leaves_parts",
+    "linear_parts",
     "linear_pays",
     "merge_states",
     "mla_attention",
@@ -55,6 +66,7 @@ __all__ = [
     "rms_norm",
     "rope_write_kv_cache",
     "sample_tokens",
+    "settle",
     "shared_prefixes",
     "silu_mul",
     "swap_blocks",

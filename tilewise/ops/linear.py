@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows
@@ -78,6 +79,41 @@ def linear(
     return y
 
 
+def linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
+    """Compute x weight^T in parts of K that the reader is to add, for at most 32 rows.
+
+    Programs that share an output would have to meet to add their parts; who reads every number
+    anyway adds them in passing: `ops.add_parts_rms_norm`. Added in their order and rounded once
+    they are `linear(x, weight)`, bit for bit. Nothing is differentiable.
+
+    Args:
+        x, weight: as in `linear`.
+        backend: "gluon" (on Hopper) or "reference", whose only part is the whole; None is gluon.
+
+    Returns:
+        (P, ..., N) float32, P by the shape of the weight alone.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as `linear`.
+
+    Example:
+        >>> parts = linear_parts(x, layer.weight)  # x (4, 2048) on a GPU
+    """
+    check_product(x, weight, None, MOST_LINEAR_ROWS)
+    dispatch.check_backend_name(backend)
+    if backend not in (None, "gluon", "reference"):
+        raise UnsupportedError(f"linear_parts must run on gluon or reference, got {backend}")
+    parts: Tensor = _linear_parts(x, weight, backend)
+    return parts
+
+
+def linear_leaves_parts(weight: Tensor) -> bool:
+    """Whether `linear_parts` is faster than `linear` where a reader can add the parts."""
+    if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return linear_rows.leaves_parts(*weight.shape) and _by_rows(_spec_of(weight))
+
+
 def linear_pays(weight: Tensor) -> bool:
     """Whether `linear` has been measured to be faster than cuBLAS for a weight of this shape."""
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
@@ -118,4 +154,23 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None)
 register(
     "linear(Tensor x, Tensor weight, Tensor? bias, str? backend) -> Tensor", _kernel, fake_product
 )
-_linear = lean("linear")
+
+
+def _parts_kernel(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
+    name = dispatch.choose("linear", _spec_of(weight), backend or "gluon")
+    parts: Tensor = dispatch.kernel_module("linear", name).launch_parts(x, weight)
+    return parts
+
+
+def _fake_parts(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
+    outputs, channels = weight.shape
+    count = 1
+    if backend != "reference":
+        count = linear_rows.parts_of(linear_rows.tile_of(outputs, channels), channels)
+    return x.new_empty((count, *x.shape[:-1], outputs), dtype=torch.float32)
+
+
+register(
+    "linear_parts(Tensor x, Tensor weight, str? backend) -> Tensor", _parts_kernel, _fake_parts
+)
+_linear, _linear_parts = lean("linear"), lean("linear_parts")

@@ -78,6 +78,44 @@ def add_rms_norm(
     return y, new_residual
 
 
+def add_parts_rms_norm(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and normalise the sum, where x comes in parts.
+
+    x = round(parts[0] + parts[1] + ...), in float32 in this order, as a product leaves them
+    (`ops.linear_parts`); then `add_rms_norm`. Nothing is differentiable.
+
+    Args:
+        parts: (P, ..., E) float32, contiguous, P at least 1.
+        residual: (..., E), any float dtype, last dim contiguous; x is rounded to it.
+        weight: (E,), the dtype of residual.
+        eps: added to the mean square.
+        backend: "cpu", "triton" or "reference"; None chooses.
+
+    Returns:
+        y and new_residual, new contiguous tensors of residual's shape and dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `rms_norm`.
+
+    Example:
+        >>> y, residual = add_parts_rms_norm(torch.randn(4, 3, 64), residual, torch.ones(64), 1e-6)
+    """
+    _check(residual, weight)
+    if parts.dtype != torch.float32:
+        raise TypeError(f"parts must be float32, got {parts.dtype}")
+    if parts.dim() < 1 or len(parts) < 1:
+        raise ValueError(f"parts must be (P, ..., E) with P at least 1, got {tuple(parts.shape)}")
+    checks.check_shape("parts", parts, (len(parts), *residual.shape))
+    checks.check_device("parts", parts, residual.device)
+    if not parts.is_contiguous():
+        raise ValueError(f"parts must be contiguous, got strides {parts.stride()}")
+    dispatch.check_backend_name(backend)
+    y, new_residual = _add_parts_rms_norm(parts, residual, weight, eps, backend)
+    return y, new_residual
+
+
 def _check(x: Tensor, weight: Tensor) -> None:
     checks.check_float("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
@@ -106,6 +144,20 @@ def _add_rms_norm_kernel(
     return y, new_residual
 
 
+def _add_parts_rms_norm_kernel(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    module = _module(residual, backend)
+    if hasattr(module, "add_parts_rms_norm"):
+        y, new_residual = module.add_parts_rms_norm(parts, residual, weight, eps)
+        return y, new_residual
+    x = parts[0]
+    for part in parts[1:]:
+        x = x + part
+    y, new_residual = module.add_rms_norm(x.to(residual.dtype), residual, weight, eps)
+    return y, new_residual
+
+
 def _one_like(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -125,4 +177,11 @@ register(
     _add_rms_norm_kernel,
     _two_like,
 )
+register(
+    "add_parts_rms_norm(Tensor parts, Tensor residual, Tensor weight, float eps, str? backend) "
+    "-> (Tensor, Tensor)",
+    _add_parts_rms_norm_kernel,
+    lambda parts, residual, *_: _two_like(residual),
+)
 _rms_norm, _add_rms_norm = lean("rms_norm"), lean("add_rms_norm")
+_add_parts_rms_norm = lean("add_parts_rms_norm")

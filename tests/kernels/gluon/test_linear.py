@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.gluon.emulator import Program, emulated
+from tilewise.kernels import early
 from tilewise.kernels.gluon.step import linear
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
@@ -26,7 +27,8 @@ TILES = {
     "parts": RowsTile(64, 64, 3, 4),
     "wide": RowsTile(128, 128, 2, 1),
     "two_warpgroups": RowsTile(128, 64, 2, 1, num_warps=8),
-    "early": RowsTile(64, 64, 2, 4, early=True),
+    "early": RowsTile(64, 64, 2, 4, early=early.FIRST),
+    "early_after": RowsTile(64, 64, 2, 4, early=early.AFTER),
 }
 
 
@@ -97,6 +99,22 @@ def test_parts_are_added_in_their_order_whoever_ends_last():
         assert torch.equal(again, first)
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_parts_that_are_left_add_up_to_the_product_bit_for_bit(tile):
+    for rows, channels, outputs in ((1, 200, 40), (20, 1024, 130), (33, 776, 200)):
+        x, weight, _ = make_product(rows, channels, outputs)
+        wanted = run_emulated(x, weight, None, TILES[tile])
+        with mock.patch.object(linear.torch, "empty", _poisoned), emulated(rows) as names:
+            parts = linear.launch_parts(x, weight, TILES[tile])
+        assert names == ["linear_rows_kernel"]
+        assert parts.shape == (tiles.parts_of(TILES[tile], channels), rows, outputs)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        assert torch.equal(total.to(x.dtype), wanted)
+    assert linear.launch_parts(x[:0], weight, TILES["alone"]).shape == (1, 0, 200)
+
+
 def test_strides_views_and_no_rows():
     x, weight, _ = make_product(12, 64, 40, torch.float16)
     wide = torch.randn(12, 80, dtype=torch.float16)[:, :64]  # rows further apart
@@ -152,23 +170,25 @@ def test_launches_of_a_stream_share_their_zeros_and_those_of_graphs_do_not():
     assert counters.take(1 << 20, 1, True) is None
 
 
-def test_an_early_weight_is_for_graphs_which_find_their_kernel_compiled():
+def test_who_launches_a_chain_says_whether_a_weight_is_loaded_early():
     x, weight, bias = make_product(3, 256, 64)
-    early = RowsTile(64, 64, 1, 2, early=True)
+    tile = RowsTile(64, 64, 1, 2)
     run = []
 
     def kept(*arguments: Any) -> None:
         run.append(arguments[-1])
 
     with (
-        mock.patch.object(tiles, "_TABLE", {(64, 256): (early, True)}),
+        mock.patch.object(tiles, "_TABLE", {(64, 256): (tile, True)}),
         mock.patch.object(linear, "_run", kept),
-        mock.patch.object(linear, "_ran", set()),
     ):
-        for _ in range(2):
+        linear.launch(x, weight, bias)
+        for mode in (early.FIRST, early.AFTER):
+            with early.launching({"rows": mode}):
+                linear.launch(x, weight, bias)
+        with early.launching({"norm": early.FIRST}):
             linear.launch(x, weight, bias)
-    late = early._replace(early=False)
-    assert run == [early, late, late]
+    assert [tile.early for tile in run] == [early.OFF, early.FIRST, early.AFTER, early.OFF]
 
 
 @pytest.mark.gpu
@@ -183,6 +203,21 @@ def test_on_a_gpu_a_row_does_not_depend_on_others(tile, dtype):
         for rows in (slice(0, 1), slice(7, 10), slice(1, 16, 5), slice(3, 30)):
             some = linear.launch(x[rows], weight, bias, TILES[tile])
             assert torch.equal(some, together[rows])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_norm_adds_the_parts_of_a_product():
+    from tilewise import ops
+
+    x, weight, _ = (t.cuda() for t in make_product(32, 2048, 1024))
+    residual, scale = torch.randn(32, 1024).to(x), torch.randn(1024).to(x)
+    tile = RowsTile(64, 128, 8, 2)
+    for rows in (1, 7, 32):
+        some, other = x[:rows], residual[:rows]
+        wanted = ops.add_rms_norm(linear.launch(some, weight, None, tile), other, scale, 1e-6)
+        parts = linear.launch_parts(some, weight, tile)
+        found = ops.add_parts_rms_norm(parts, other, scale, 1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.gpu

@@ -474,8 +474,8 @@ def test_a_plan_deals_every_tile_out_once(window_left: int) -> None:
     for num_seqs in (1, 5):
         lengths = [draw.choice([0, 1, 64, 700, draw.randrange(9000)]) for _ in range(num_seqs)]
         spec = _spec(num_seqs=num_seqs, num_kv_heads=2, max_blocks=600, window_left=window_left)
-        config = tiles.paged_split_config(spec, 1, 90)
-        plan = tiles.planned_splits(spec, config, 1, 4)
+        work = tiles.planned_work(spec, 90, 4)
+        config, plan = work.split_config, work.split_plan
         assert plan.weighed
         records = torch.full((plan.num_pairs, 8), -1, dtype=torch.int32)
         paged_plan.launch_plan(
@@ -494,6 +494,28 @@ def test_a_plan_deals_every_tile_out_once(window_left: int) -> None:
             assert [record[5] for record in own] == edges[1:]
             assert {tuple(record[1:4]) for record in own} == {(seq, 1, length)}
             assert {tuple(record[6:]) for record in own} == {(used.index(own[0]), len(own))}
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "is_whole"), [(24, False), (29, False), (30, True), (33, True), (34, False)]
+)
+def test_sequences_that_fill_an_h200_once_are_planned_whole(num_seqs: int, is_whole: bool) -> None:
+    spec = _spec(num_seqs=num_seqs, num_tokens=num_seqs)
+    planned = tiles.planned_work(spec, 90, 132)
+    asked = tiles.WHOLE_PROGRAMS, tiles.WHOLE_TILE_N, tiles.WHOLE_STAGES
+    config = planned.split_config
+    found = planned.split_plan.target_pairs * 8 / 132, config.tile_n, config.num_stages
+    assert (found == asked) == is_whole
+    assert tiles.paged_work(spec, 90, 132).split_config.tile_n == 32  # without a plan, as before
+    for other in ({"cache_dtype": torch.int8}, {"head_dim": 64, "v_head_dim": 64}):
+        changed = tiles.planned_work(replace(spec, **other), 90, 132)
+        assert (
+            changed.split_config == tiles.paged_work(replace(spec, **other), 90, 132).split_config
+        )
+    assert (
+        tiles.planned_work(spec, 80, 132).split_config
+        == tiles.paged_work(spec, 80, 132).split_config
+    )
 
 
 def test_plan_fills_the_device_and_leaves_short_sequences_whole() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tilewise import PagedPlan, paged_attention, plan_paged_attention
 from tilewise.kernels.device import interpreting
-from tilewise.testing import make_paged_cache
+from tilewise.kernels.tiles.paged import fills_whole
+from tilewise.testing import assert_within_budget, make_paged_cache
 
 pytest.importorskip("triton")
 BACKENDS = ["cpu", "reference", *(["triton"] if interpreting() else [])]
@@ -83,6 +84,28 @@ def test_the_last_program_merges_all_splits_and_leaves_the_counters_at_0(
         for a, b in zip(want, got, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         assert torch.equal(plan.records, before)
+
+
+@interpreted
+def test_whole_sequences_keep_the_budget_of_split_ones() -> None:
+    # Four sequences of two key heads fill the interpreter's four multiprocessors once.
+    lengths = [300, 20, 64, 129]
+    k_cache, v_cache, table, seqlens_k = make_paged_cache(lengths, 16, 2, 128)
+    k_cache, v_cache = k_cache.bfloat16(), v_cache.bfloat16()
+    q = torch.randn(4, 4, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+    options: dict[str, Any] = {
+        "block_table": table, "seqlens_k": seqlens_k, "return_lse": True,
+        "cu_seqlens_q": torch.arange(5, dtype=torch.int32), "max_seqlen_q": 1,
+    }  # fmt: skip
+    plan = plan_paged_attention(q, k_cache, v_cache, backend="triton", **options)
+    assert fills_whole(plan.spec, 90, 4)
+    wide = [x.double() for x in (q, k_cache, v_cache)]
+    truth = paged_attention(*wide, backend="reference", **options)
+    eager = paged_attention(q, k_cache, v_cache, backend="reference", **options)
+    for _ in range(2):
+        found = paged_attention(q, k_cache, v_cache, backend="triton", plan=plan, **options)
+        for x, y, z in zip(found, truth, eager, strict=True):
+            assert_within_budget(x, y, z)
 
 
 @interpreted

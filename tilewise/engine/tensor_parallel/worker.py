@@ -31,6 +31,7 @@ from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.graphs import prepare
 from tilewise.engine.host_cache import HostCache
 from tilewise.engine.options import Options
+from tilewise.engine.prompt_steps import has_run
 from tilewise.engine.runner import Runner, StepHandle
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
 from tilewise.engine.settings import cache_spec
@@ -149,7 +150,7 @@ class _Worker:
             self.model, self.spec, self.device,
             gpu_memory_utilization=self.settings["gpu_memory_utilization"],
             has_graphs=self.settings["graphs"] != "off",
-            captures_prompts=False,  # nor does `make_runner`
+            captures_prompts=has_run(self.spec),
             **{name: self.settings[name] for name in names},
         )  # fmt: skip
 
@@ -159,7 +160,7 @@ class _Worker:
         Returns:
             How many blocks move a second, 0 for none; why small sums are NCCL's, or None.
         """
-        settings = self.settings
+        settings, most = self.settings, self.settings["max_num_batched_tokens"]
         storage = allocate(self.spec, num_blocks, self.device)
         host = HostCache(storage, num_swap_blocks) if num_swap_blocks else None
         if self.device.type == "cuda" and settings["graphs"] != "off":
@@ -168,10 +169,11 @@ class _Worker:
                 storage,
                 max_num_seqs=settings["max_num_seqs"],
                 max_model_len=settings["max_model_len"],
+                max_num_batched_tokens=most if has_run(self.spec) else None,
             )
             prepare(
                 on_device,
-                max_num_batched_tokens=settings["max_num_batched_tokens"],
+                max_num_batched_tokens=most,
                 is_lazy=settings["graphs"] == "lazy",
             )
             gc.collect()

@@ -26,8 +26,8 @@ class RowsTile(NamedTuple):
         parts: CTAs that share a tile of outputs, each with its channels.
         ctas: of a multiprocessor, among which its shared memory is divided.
         num_warps: 4 or 8.
-        early: in a graph the weight is loaded while the kernel before still runs, which must not
-            be one that writes it.
+        early: the weight is loaded while the kernel before still runs, which must not be one that
+            writes it; see `kernels.early`, which says when launches are so.
     """
 
     tile_n: int
@@ -35,7 +35,7 @@ class RowsTile(NamedTuple):
     parts: int
     ctas: int
     num_warps: int = 4
-    early: bool = False
+    early: int = 0
 
 
 # (outputs, channels) -> tile, and whether it is chosen. Measured on an H200 (132 SMs, 2026-11-23,
@@ -54,15 +54,17 @@ class RowsTile(NamedTuple):
 #       3,072 ->   1,024     5.81    4.84     6.74    5.46    21 %
 #
 # The Triton kernel, which is the peer for 1 row of the second and third, takes 46 and 17 us for 32.
+# The last four were chosen in a whole decode step of 32 rows, where products begin early: 1,790 us
+# with them and other forms, 2,077 without (early_decode_h200.json).
 _TABLE: dict[tuple[int, int], tuple[RowsTile, bool]] = {
     (28672, 4096): (RowsTile(128, 128, 1, 2), True),
     (4096, 14336): (RowsTile(64, 128, 2, 2), True),
     (4096, 4096): (RowsTile(64, 128, 2, 2), True),
     (6144, 4096): (RowsTile(64, 128, 1, 2), True),
-    (4096, 1024): (RowsTile(64, 128, 1, 2), False),
-    (6144, 1024): (RowsTile(64, 128, 1, 2), False),
-    (1024, 2048): (RowsTile(64, 128, 4, 2), False),
-    (1024, 3072): (RowsTile(64, 128, 4, 2), False),
+    (4096, 1024): (RowsTile(64, 128, 1, 2), True),
+    (6144, 1024): (RowsTile(64, 128, 1, 2), True),
+    (1024, 2048): (RowsTile(64, 128, 4, 1), True),
+    (1024, 3072): (RowsTile(64, 128, 4, 2), True),
 }
 # Other weights are cut by the rule that gives the first four, and chosen between their sizes: small
 # ones wait for one another (three microseconds of each product), and of heads nothing is known.
@@ -88,6 +90,11 @@ def pays(outputs: int, channels: int) -> bool:
     if found is not None:
         return found[1]
     return outputs * channels >= _LEAST_ELEMENTS and outputs <= _MOST_OUTPUTS
+
+
+def leaves_parts(outputs: int, channels: int) -> bool:
+    """Whether a product is chosen and has parts, which are best added by who reads it."""
+    return pays(outputs, channels) and parts_of(tile_of(outputs, channels), channels) > 1
 
 
 def row_tile(rows: int) -> int:

@@ -6,7 +6,7 @@ Shipped code never autotunes. Each row of a table names where it was measured: d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.kernels.spec import PagedSpec
 
@@ -70,6 +70,7 @@ class PagedWork:
 
 
 MAX_SPLIT_RUN = 8  # new tokens: speculative drafts; longer runs reuse keys enough without splits
+MANY_SEQS = 128  # that decode: their keys are read in larger steps, see `paged_split_config`
 SMALL_TILE_ROWS = 64  # rows of a key head that one tile of the split kernel holds
 MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-11-22)
 LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
@@ -78,6 +79,12 @@ PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 20
 # Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
 RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
+# Sequences that decode and fill the device once without splits, this many programs an SM, have more
+# keys in flight a program: 32 x 1,024 keys, 8 key heads, a step of Qwen3-0.6B of 28 layers takes
+# 1,936 us in place of 2,077 (H200, 2026-11-23, docs/benchmarks/early_decode_h200.json); with twice
+# the sequences a layer takes 153 us in place of 127 (tune_paged_planned_h200.json).
+WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
+_LEAST_FILLED = 0.9
 # Of gluon.paged.decode: 64 x 4,096 keys took 150 us, with (3, 3, 256) 158 (H200, 2026-11-22).
 BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
@@ -105,12 +112,17 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
 
     Hopper: 16 KiB of keys and values a step and four steps in flight; within 3 % of the fastest row
     on each decode shape of `tilewise.bench.tune_paged` (H200, bf16, D 128, block 16; 2026-11-20).
-    Elsewhere, unmeasured: 32 KiB a step.
+    Of 128 and more sequences that decode, 32 KiB and two steps: 256 x 1,024 keys, planned, take
+    245.9 us in place of 249.3, 32 x 1,024 would take 41.3 in place of 40.9 (2026-11-23,
+    docs/benchmarks/tune_paged_planned_h200.json). Elsewhere, unmeasured: 32 KiB a step.
     """
     rows = run * spec.group_size
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
     is_hopper = arch // 10 == 9
     step_bytes, num_stages = (16384, 4) if is_hopper else (32768, 2)
+    is_measured = spec.cache_dtype.itemsize == 2 and _row_bytes(spec) == 512
+    if is_hopper and is_measured and spec.max_seqlen_q == 1 and spec.num_seqs >= MANY_SEQS:
+        step_bytes, num_stages = 32768, 2
     tile_n = min(max(16, 1 << (step_bytes // _row_bytes(spec)).bit_length() - 1), 128)
     if not is_hopper and arch in WIDE_SHARED_MEMORY:
         num_stages = 3
@@ -169,11 +181,24 @@ def plan_splits(
     )
 
 
-def planned_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:
-    """Choose the splits of the split kernel where a plan tells its programs what they read."""
-    return plan_splits(
-        spec, config, run, sm_count, programs_per_sm=RESIDENT_PROGRAMS, waves=PLANNED_WAVES
-    )
+def fills_whole(spec: PagedSpec, arch: int, sm_count: int) -> bool:
+    """Whether sequences that decode fill the device once with their keys whole."""
+    is_measured = spec.cache_dtype.itemsize == 2 and _row_bytes(spec) == 512 and arch // 10 == 9
+    slots = WHOLE_PROGRAMS * sm_count
+    filled = spec.num_seqs * spec.num_kv_heads / slots
+    return is_measured and spec.max_seqlen_q == 1 and _LEAST_FILLED <= filled <= 1
+
+
+def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
+    """Choose as `paged_work` does where a plan tells the split kernel's programs what they read."""
+    work = paged_work(spec, arch, sm_count)
+    config, resident = work.split_config, RESIDENT_PROGRAMS
+    if fills_whole(spec, arch, sm_count):
+        config = replace(config, tile_n=WHOLE_TILE_N, num_stages=WHOLE_STAGES)
+        resident = WHOLE_PROGRAMS
+    run = max(1, work.split_run)
+    plan = plan_splits(spec, config, run, sm_count, programs_per_sm=resident, waves=PLANNED_WAVES)
+    return replace(work, split_config=config, split_plan=plan)
 
 
 def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:

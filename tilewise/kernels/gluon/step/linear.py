@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.kernels import device
+from tilewise.kernels import device, early
 from tilewise.kernels.gluon.host.descriptors import (
     addressable,
     matrix_descriptor,
@@ -20,7 +20,7 @@ from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile
 
-__all__ = ["forget_counters", "launch", "why_not", "why_not_product"]
+__all__ = ["forget_counters", "launch", "launch_parts", "why_not", "why_not_product"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _COUNTERS = 1 << 20  # of a device: what launches inside of graphs take is never given back
@@ -54,22 +54,41 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    reason = why_no_descriptor(weight)
-    if reason is not None:
-        raise ValueError(f"weight must be addressable by TMA: {reason}")
-    x = addressable(x.reshape(-1, channels))  # a copy lives until the kernel is launched
     if tile is None:
-        tile = tiles.tile_of(outputs, channels)
-        # Outside of a graph the kernel before may be one that writes the weight.
-        if tile.early and not (x.is_cuda and _capturing()):
-            _run_once(x, weight, bias, torch.empty_like(y), tile)
-            tile = tile._replace(early=False)
-    _run(x, weight, bias, y, tile)
+        tile = tiles.tile_of(outputs, channels)._replace(early=early.mode("rows"))
+    _run(_readable(x, weight), weight, bias, y, tile)
     return y
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile) -> None:
-    """Compute y of x (rows, K), which TMA can read."""
+def launch_parts(x: Tensor, weight: Tensor, tile: RowsTile | None = None) -> Tensor:
+    """Return float32 (parts, ..., N): added in this order and rounded once, what `launch` gives.
+
+    Args:
+        tile: as for `launch`.
+    """
+    outputs, channels = weight.shape
+    if tile is None:
+        tile = tiles.tile_of(outputs, channels)._replace(early=early.mode("rows"))
+    shape = (tiles.parts_of(tile, channels), *x.shape[:-1], outputs)
+    sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if sums.numel() > 0:
+        _run(_readable(x, weight), weight, None, sums, tile, keeps_parts=True)
+    return sums
+
+
+def _readable(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x as rows that TMA can read; a copy lives until the kernel is launched."""
+    reason = why_no_descriptor(weight)
+    if reason is not None:
+        raise ValueError(f"weight must be addressable by TMA: {reason}")
+    return addressable(x.reshape(-1, weight.shape[1]))
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile, *,
+    keeps_parts: bool = False,
+) -> None:  # fmt: skip
+    """Compute y, or with keeps_parts the sums of parts, of x (rows, K), which TMA can read."""
     outputs, channels = weight.shape
     rows = x.shape[0]
     if rows > tiles.most_rows(tile):
@@ -81,13 +100,13 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTi
     parts = tiles.parts_of(tile, channels)
     num_tiles = -(-outputs // tile.tile_n)
     sums = arrived = y  # never touched
-    if parts > 1:
+    if parts > 1 and not keeps_parts:
         size = num_tiles * parts * tile.tile_n * padded
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = _counters(num_tiles, x.device)
     shape = Shape(
         padded, tile.tile_n, tile.tile_k, stages, parts, tile.num_warps, tile.early,
-        bias is not None,
+        bias is not None, keeps_parts,
     )  # fmt: skip
     options = {"launch_pdl": True} if tile.early else {}
     start(
@@ -97,18 +116,6 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTi
         y if bias is None else bias, y, sums, arrived, rows, outputs, channels,
         tiles.channels_of_part(tile, channels), shape=shape, num_warps=tile.num_warps, **options,
     )  # fmt: skip
-
-
-_ran: set[tuple[object, ...]] = set()
-
-
-def _run_once(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile) -> None:
-    """Run what graphs will run, so that none has to compile and load it while it is captured."""
-    padded, address = tiles.row_tile(x.shape[0]), 0 if bias is None else bias.data_ptr() % 16
-    key = (tile, padded, weight.shape, x.dtype, x.device, bias is None, address)
-    if key not in _ran:
-        _run(x, weight, bias, y, tile)
-        _ran.add(key)
 
 
 def _capturing() -> bool:

@@ -25,8 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels import early
 from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+
+_FIRST = gl.constexpr(early.FIRST)
 
 
 class Shape(NamedTuple):
@@ -38,8 +41,9 @@ class Shape(NamedTuple):
     stages: int
     parts: int  # CTAs that share a tile of outputs
     num_warps: int
-    early: bool  # the weight is loaded before the kernel before has ended
+    early: int  # of `kernels.early`: the weight is loaded before the kernel before has ended
     has_bias: bool
+    keeps_parts: bool = False  # their sums are left to who reads y
 
 
 class Ring(NamedTuple):
@@ -60,6 +64,13 @@ def _store_layout(num_warps, tile_n):
     """Return how y (rows, outputs) is stored: 16 bytes a thread, of one row by neighbours."""
     across = min(32, tile_n // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [num_warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _leave_layout(num_warps, tile_n):
+    """Likewise float32 numbers."""
+    across = min(32, tile_n // 4)
+    return gl.BlockedLayout([1, 4], [32 // across, across], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -86,7 +97,8 @@ def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
     """Start the copies of the first `count` stages."""
     if shape.early:
         # The next kernel may begin where there is room: it waits for this one's end as well.
-        _each("griddepcontrol.launch_dependents", shape)
+        if shape.early == _FIRST:
+            _each("griddepcontrol.launch_dependents", shape)
         for stage in range(count):
             full = ring.full.index(stage)
             mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
@@ -94,6 +106,8 @@ def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
             tma_load(weight, at, full, ring.weight.index(stage))
         # Nobody writes the weight; whatever else is read or written follows the kernel before.
         _each("griddepcontrol.wait", shape)
+        if shape.early != _FIRST:
+            _each("griddepcontrol.launch_dependents", shape)
         for stage in range(count):
             at = [0, channel + stage * shape.tile_k]
             tma_load(x, at, ring.full.index(stage), ring.x.index(stage))
@@ -146,6 +160,18 @@ def _finish(total, bias, y, first_output, rows, outputs, shape: gl.constexpr):
     gl.store(y + at, rounded, mask=(row < rows) & (output < outputs))
 
 
+@gluon.jit
+def _leave(acc, sums, part, first_output, rows, outputs, shape: gl.constexpr):
+    """Store the sums (TILE_N, rows) of a part, turned around: (parts, rows, outputs)."""
+    layout: gl.constexpr = _leave_layout(shape.num_warps, shape.tile_n)
+    turned = gl.convert_layout(acc.permute((1, 0)), layout)
+    row = gl.expand_dims(gl.arange(0, shape.rows, gl.SliceLayout(1, layout)), 1)
+    output = first_output + gl.arange(0, shape.tile_n, gl.SliceLayout(0, layout))
+    output = gl.expand_dims(output, 0)
+    at = (part * rows + row).to(gl.int64) * outputs + output
+    gl.store(sums + at, turned, mask=(row < rows) & (output < outputs))
+
+
 @gluon.jit(do_not_specialize=["rows", "channels", "part_channels"])
 def linear_rows_kernel(
     weight, x, bias, y, sums, arrived, rows, outputs, channels, part_channels,
@@ -155,7 +181,8 @@ def linear_rows_kernel(
 
     weight, x: descriptors of (N, K) and (rows, K); sums: float32, TILE_N * shape.rows for each CTA,
     and arrived: int32 zeros, one for each tile of outputs, which are zeros again afterwards; both
-    are used with parts alone. part_channels: of a part, a multiple of the stages' channels.
+    are used with parts alone, and with keeps_parts sums is (parts, rows, N), all there is of a
+    result. part_channels: of a part, a multiple of the stages' channels.
     """
     ring = Ring(
         gl.allocate_shared_memory(
@@ -173,7 +200,9 @@ def linear_rows_kernel(
     steps = gl.cdiv(gl.minimum(part_channels, channels - first), shape.tile_k)
     _begin(weight, x, ring, output, first, gl.minimum(steps, shape.stages), shape)
     acc = _multiply(weight, x, ring, output, first, steps, shape)
-    if shape.parts == 1:
+    if shape.keeps_parts:
+        _leave(acc, sums, part, output, rows, outputs, shape)
+    elif shape.parts == 1:
         _finish(acc, bias, y, output, rows, outputs, shape)
     else:
         size: gl.constexpr = shape.tile_n * shape.rows

@@ -26,6 +26,7 @@ from torch import Tensor
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E
+from tilewise.kernels.triton.early import await_previous, begin_next, options, prefetch
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
     MERGE_TILE,
@@ -39,6 +40,7 @@ from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.splits import FIELDS, TILE_B, plan_record
 from tilewise.kernels.triton.start import Start, by_triton
 
+KEYS_AHEAD = 64  # of each split: 16 MiB for the programs that an H200 holds at a time
 FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
 
 
@@ -59,15 +61,13 @@ def _split_kernel(
     KIND: tl.constexpr,
     FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr, HAS_PLAN: tl.constexpr,
     MERGES: tl.constexpr, FIELDS: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    TILE_N: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    begin_next(EARLY)
     head = tl.program_id(0) % NUM_KV_HEADS
     pair = tl.program_id(0) // NUM_KV_HEADS
-    if CLEARS and tl.program_id(1) == 0:
-        used = tl.load(cu_seqlens_q_ptr + num_seqs)
-        clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
-                           num_tokens, head, GROUP, TILE_G, V_HEAD_DIM, TILE_DV)  # fmt: skip
     if HAS_PLAN:
+        # A step's plan and table are written long before: a kernel that begins early may read them.
         record_ptr = records_ptr + pair * FIELDS
         seq = tl.load(record_ptr)
         start = tl.load(record_ptr + 1)
@@ -77,7 +77,18 @@ def _split_kernel(
         last = tl.load(record_ptr + 5)
         first_pair = tl.load(record_ptr + 6)
         num_splits = tl.load(record_ptr + 7)
-    else:
+        if EARLY > 0 and AHEAD > 0:
+            _ask_for_keys(
+                k_ptr, v_ptr, block_table_ptr + seq.to(tl.int64) * stride_table, head,
+                stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
+                first * TILE_N, tl.where(num_splits > 0, tl.minimum(last * TILE_N, seqlen_k), 0),
+                HEAD_DIM, V_HEAD_DIM, BLOCK_SIZE, AHEAD)  # fmt: skip
+    await_previous(EARLY)
+    if CLEARS and tl.program_id(1) == 0:
+        used = tl.load(cu_seqlens_q_ptr + num_seqs)
+        clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
+                           num_tokens, head, GROUP, TILE_G, V_HEAD_DIM, TILE_DV)  # fmt: skip
+    if not HAS_PLAN:
         seq, start, run, seqlen_k, first, last, first_pair, num_splits = plan_record(
             seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
             WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
@@ -144,6 +155,27 @@ def _split_kernel(
                     part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh,
                     first_pair, num_splits, start, run, max_run, head,
                     NUM_KV_HEADS, GROUP, TILE_G, V_HEAD_DIM, TILE_DV, TILE_M)  # fmt: skip
+
+
+@triton.jit
+def _ask_for_keys(
+    k_ptr, v_ptr, block_row_ptr, head, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp,
+    stride_vh, first_key, end_key,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Have L2 fetch the first AHEAD keys and values of a split, of 16 bits each channel.
+
+    The newest are written just now; they too are read after the wait alone.
+    """
+    key = first_key + tl.arange(0, AHEAD)
+    inside = key < end_key
+    block = tl.load(block_row_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    slot, head = key % BLOCK_SIZE, head.to(tl.int64)
+    k_rows = k_ptr + (block * stride_kb + slot * stride_kp + head * stride_kh)
+    v_rows = v_ptr + (block * stride_vb + slot * stride_vp + head * stride_vh)
+    prefetch(k_rows, inside, 2 * HEAD_DIM)
+    prefetch(v_rows, inside, 2 * V_HEAD_DIM)
 
 
 @triton.jit
@@ -282,6 +314,7 @@ def launch_decode(
         part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
     if not (plan.alone or merges):
         bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=q.device)
+    early = options("attention") if merges or (records is not None and plan.alone) else {"EARLY": 0}
     start(
         _split_kernel,
         (num_heads, triton.cdiv(rows, config.tile_m)),
@@ -303,11 +336,21 @@ def launch_decode(
         FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears, HAS_PLAN=records is not None,
         MERGES=merges, FIELDS=FIELDS, TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        AHEAD=_keys_ahead(k_cache, v_cache) if early["EARLY"] else 0,
+        num_warps=config.num_warps, num_stages=config.num_stages, **early,
     )  # fmt: skip
     if plan.alone or merges:
         return
     launch_merge(part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run, start=start)
+
+
+def _keys_ahead(k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return how many keys of a split a kernel that begins early asks for."""
+    for cache in (k_cache, v_cache):
+        steps = (*cache.stride()[:3], cache.shape[-1])
+        if cache.itemsize != 2 or cache.data_ptr() % 16 or any(step % 8 for step in steps):
+            return 0
+    return KEYS_AHEAD
 
 
 def counter_rows(spec: PagedSpec, config: TileConfig, plan: SplitPlan, max_run: int) -> int:

@@ -17,7 +17,6 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.spec import PagedSpec, SharedKeys
 from tilewise.kernels.tiles import paged as tiles
-from tilewise.kernels.tiles.paged import PagedWork, SplitPlan
 from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
 from tilewise.kernels.triton.paged import decode as paged_decode
 from tilewise.kernels.triton.paged.quantise import Scales, as_bytes
@@ -93,12 +92,12 @@ def launch(
         "start": start,
     }
     if tree_mask is None and shared is None:
-        work = tiles.paged_work(spec, arch, sm_count)
+        choose = tiles.paged_work if plan is None else tiles.planned_work
+        work = choose(spec, arch, sm_count)
         if work.split_run > 0:
-            splits = work.split_plan if plan is None else _planned(spec, work, sm_count)
             paged_decode.launch_decode(
                 q, k_cache, v_cache, spec, o, lse, **tensors, config=work.split_config,
-                plan=splits, max_run=work.split_run, clears=work.rows_config is None,
+                plan=work.split_plan, max_run=work.split_run, clears=work.rows_config is None,
                 records=plan,
             )  # fmt: skip
         if work.rows_config is not None:
@@ -124,29 +123,24 @@ def launch(
     return o, lse
 
 
-def _planned(spec: PagedSpec, work: PagedWork, sm_count: int) -> SplitPlan:
-    return tiles.planned_splits(spec, work.split_config, work.split_run, sm_count)
-
-
 def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
     """Return how many rows a plan of `spec` has; 0 where no kernel would read them."""
     if spec.has_tree or spec.has_shared or spec.num_tokens == 0:
         return 0
     sm_count = device.sm_count_of(where)
-    work = tiles.paged_work(spec, device.arch_of(where), sm_count)
+    work = tiles.planned_work(spec, device.arch_of(where), sm_count)
     if work.split_run == 0:
         return 0
-    splits = _planned(spec, work, sm_count)
-    return splits.num_pairs + paged_decode.counter_rows(
-        spec, work.split_config, splits, work.split_run
+    return work.split_plan.num_pairs + paged_decode.counter_rows(
+        spec, work.split_config, work.split_plan, work.split_run
     )
 
 
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
     """Write the records of these lengths into the first rows; the counters behind them stay 0."""
     sm_count = device.sm_count_of(records.device)
-    work = tiles.paged_work(spec, device.arch_of(records.device), sm_count)
+    work = tiles.planned_work(spec, device.arch_of(records.device), sm_count)
     launch_plan(
-        seqlens_k, cu_seqlens_q, records, plan=_planned(spec, work, sm_count),
+        seqlens_k, cu_seqlens_q, records, plan=work.split_plan,
         tile_n=work.split_config.tile_n, max_run=work.split_run, window_left=spec.window_left,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.spec import ElementSpec, scale_per_slot
+from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.paged.quantise import (
     FLOAT,
     as_bytes,
@@ -131,13 +132,15 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, TILE_HALF: tl.constexpr,
     REST: tl.constexpr, TILE_REST: tl.constexpr, V_DIM: tl.constexpr, TILE_V: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
-    KIND: tl.constexpr, OWNS_SCALE: tl.constexpr, TILE_H: tl.constexpr,
+    KIND: tl.constexpr, OWNS_SCALE: tl.constexpr, TILE_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_next(EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     offs_h = tl.arange(0, TILE_H)
     cos_ptr += token * stride_cos
     sin_ptr += token * stride_sin
+    await_previous(EARLY)
     if tile < q_tiles:
         _move_heads(
             q_ptr + token * stride_qt, out_ptr + token * stride_ot, k_scale_ptr, q_norm_ptr,
@@ -226,6 +229,7 @@ def launch(
         V_DIM=v_dim, TILE_V=triton.next_power_of_2(v_dim), INTERLEAVED=interleaved,
         HAS_NORM=q_norm is not None, KIND=cache_kind(k_cache.dtype, 0),
         OWNS_SCALE=k_scale is not None and k_scale.dim() == 3, TILE_H=tile_h, num_warps=4,
+        **options("rope"),
     )  # fmt: skip
     return out
 

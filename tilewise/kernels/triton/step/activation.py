@@ -16,18 +16,23 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 1024  # 8 a thread of four warps, so 16 bytes of 2-byte elements; 6 programs for I = 6,144
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, y_ptr, stride, tiles, dim, TILE: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr, y_ptr, stride, tiles, dim, TILE: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    begin_next(EARLY)
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     channel = (program % tiles) * TILE + tl.arange(0, TILE)
     inside = channel < dim
     at = gate_up_ptr + row * stride + channel
+    await_previous(EARLY)
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + dim, mask=inside, other=0.0).to(tl.float32)
     dtype = y_ptr.dtype.element_ty
@@ -54,6 +59,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     tile = min(TILE, triton.next_power_of_2(dim))
     tiles = triton.cdiv(dim, tile)
     _silu_mul_kernel[(rows.shape[0] * tiles,)](
-        rows, y, rows.stride(0), tiles, dim, TILE=tile, num_warps=max(1, tile // 256)
+        rows,
+        y,
+        rows.stride(0),
+        tiles,
+        dim,
+        TILE=tile,
+        num_warps=max(1, tile // 256),
+        **options("activation"),
     )
     return y

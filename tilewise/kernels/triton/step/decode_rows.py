@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.triton.early import await_previous, begin_next, options
+
 TILE_B = 128
 
 
@@ -45,8 +47,10 @@ def _begin_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _finish_kernel(
     drawn_ptr, finite_ptr, token_ptr, position_ptr, counter_ptr, active_ptr, place_ptr, results_ptr,
-    num_rows, stride_place, TILE_B: tl.constexpr,
+    num_rows, stride_place, TILE_B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_next(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0) * TILE_B + tl.arange(0, TILE_B)
     inside = row < num_rows
     active = tl.load(active_ptr + row, mask=inside, other=0)
@@ -85,5 +89,5 @@ def finish(
         is_finite = is_finite.view(torch.uint8)
     _finish_kernel[(triton.cdiv(num_rows, TILE_B),)](
         drawn, is_finite, token, position, counter, active, place, results,
-        num_rows, results.stride(0), TILE_B=TILE_B, num_warps=4,
+        num_rows, results.stride(0), TILE_B=TILE_B, num_warps=4, **options("finish"),
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.tiles.linear import LinearTile, tile_of
+from tilewise.kernels.triton.early import RUN, await_previous, begin_next, options, prefetch
 
 DTYPES = (torch.float16, torch.bfloat16)
 ROWS = 16  # of the smallest matrix instruction; fewer, or fewer than 32, are padded
@@ -31,13 +32,22 @@ def _linear_kernel(
     slices_per_part,
     HAS_BIAS: tl.constexpr, WAYS: tl.constexpr,
     ROWS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    EARLY: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
+    begin_next(EARLY)
     part = tl.program_id(1)
     row = tl.arange(0, ROWS)
     output = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     is_row, is_output = row < rows, output < outputs
     first = part * slices_per_part * (WAYS * TILE_K)
     end = tl.minimum(first + slices_per_part * (WAYS * TILE_K), channels)
+    if EARLY > 0:
+        if RUNS > 0:
+            asked = first + tl.arange(0, RUNS) * RUN
+            runs = weight_ptr + output.to(tl.int64)[:, None] * stride_weight + asked[None, :]
+            nbytes = 2 * tl.minimum(end - asked, RUN)
+            prefetch(runs, is_output[:, None] & (asked < end)[None, :], nbytes[None, :])
+        await_previous(EARLY)
     if WAYS == 1:
         channel = tl.arange(0, TILE_K)
         x_at = x_ptr + row[:, None] * stride_x + channel[None, :]
@@ -115,12 +125,15 @@ def launch(
     if parts > 1:
         target = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
     given = y if bias is None else bias
+    early, runs = options("linear"), 0
+    if early["EARLY"] and (weight.data_ptr() | 2 * weight.stride(0) | 2 * channels) % 16 == 0:
+        runs = triton.next_power_of_2(triton.cdiv(per_part * tile.tile_k * tile.ways, RUN))
     _linear_kernel[(triton.cdiv(outputs, tile.tile_n), parts)](
         x, weight, given, target, rows, outputs, channels, x.stride(0), weight.stride(0), per_part,
         HAS_BIAS=bias is not None and parts == 1, WAYS=tile.ways,
         ROWS=ROWS if rows <= ROWS else 2 * ROWS,
         TILE_N=tile.tile_n, TILE_K=tile.tile_k, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.num_stages, RUN=RUN, RUNS=runs, **early,
     )  # fmt: skip
     if parts > 1:
         _merge_kernel[(triton.cdiv(y.numel(), MERGE_TILE),)](

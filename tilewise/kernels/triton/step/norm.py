@@ -1,6 +1,7 @@
 """RMS norm of rows, and of the sum of two rows.
 
-what     r = round(x + residual), where there is a residual; y = round(r / rms(r)) * weight
+what     r = round(x + residual), where there is a residual; y = round(r / rms(r)) * weight. x may
+         come in parts, float32, which a product has left: they are added in order and rounded
 grid     (rows,)
 program  holds one row in registers, whatever its width
 traffic  every element read once and written once; the weight from the L2 cache
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
@@ -23,16 +25,25 @@ ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, new_residual_ptr, stride_x, stride_residual, eps,
-    DIM: tl.constexpr, TILE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, new_residual_ptr, stride_x, stride_residual,
+    stride_part, eps,
+    DIM: tl.constexpr, TILE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < DIM
     dtype = y_ptr.dtype.element_ty
     # Asked for first: it does not wait for what the kernel before has written.
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    await_previous(EARLY)
     x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        at = x_ptr + part * stride_part + row * stride_x + column
+        x += tl.load(at, mask=inside, other=0.0)
+    if PARTS > 0:
+        x = x.to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
         at = residual_ptr + row * stride_residual + column
         x += tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -68,9 +79,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return y, total
 
 
+def add_parts_rms_norm(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return y and the new residual, both (..., E), of parts (P, ..., E) float32 of x."""
+    y = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    _launch(parts[0], residual, weight, eps, y, total, parts)
+    return y, total
+
+
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor
-) -> None:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor,
+    parts: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write y and total of x, the first of `parts` where these are given, which are contiguous."""
     if x.numel() == 0:
         return
     dim = x.shape[-1]
@@ -78,7 +101,9 @@ def _launch(
     added = rows if residual is None else residual.reshape(-1, dim)
     tile = triton.next_power_of_2(dim)
     _norm_kernel[(rows.shape[0],)](
-        rows, added, weight, y, total, rows.stride(0), added.stride(0), eps,
+        rows, added, weight, y, total, rows.stride(0), added.stride(0),
+        0 if parts is None else parts.stride(0), eps,
         DIM=dim, TILE=tile, HAS_RESIDUAL=residual is not None,
-        num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)),
+        PARTS=0 if parts is None else len(parts),
+        num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)), **options("norm"),
     )  # fmt: skip

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 CHUNK = 2048
 GROUP = 32  # tokens that share a peak; more where a vocabulary has over 8,192 groups
@@ -104,8 +105,10 @@ def _weights(logit, top, slope):
 def _chunk_kernel(
     logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
     HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_next(EARLY)
+    await_previous(EARLY)
     program = tl.program_id(0)
     row, chunk = (program // chunks).to(tl.int64), program % chunks
     group = tl.arange(0, CHUNK // GROUP)
@@ -415,8 +418,10 @@ def _draw_kernel(
     stride, vocab, chunks, groups, list_stride,
     HAS_TEMPERATURE: tl.constexpr, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr,
     CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
-    FEW: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+    FEW: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_next(EARLY)
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     number = tl.arange(0, TILE_CHUNKS)
@@ -536,6 +541,7 @@ class _Parts:
             self.peak, logits.stride(0), vocab, self.chunks, self.groups,
             HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
             CHUNK=max(CHUNK, self.group), GROUP=self.group, num_warps=4,
+            **options("sampling"),
         )  # fmt: skip
 
 
@@ -570,7 +576,7 @@ def sample_tokens(
         HAS_TEMPERATURE=temperature is not None, HAS_K=top_k is not None, HAS_P=top_p is not None,
         HAS_MIN=min_p is not None, CHUNK=CHUNK, TILE_CHUNKS=parts.tile_chunks, GROUP=parts.group,
         TILE_GROUPS=parts.tile_groups, FEW=FEW, CANDIDATES=CANDIDATES, TILE=TILE,
-         num_warps=ROW_WARPS if truncates else 4,
+        num_warps=ROW_WARPS if truncates else 4, **options("sampling"),
     )  # fmt: skip
     return tokens, is_finite
 
