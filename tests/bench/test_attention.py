@@ -135,7 +135,7 @@ def test_every_table_runs_and_the_last_line_is_all_of_it(
     document = json.loads(output.out.splitlines()[-1])
     assert document == json.loads(path.read_text())
     rows = document["rows"]
-    assert {row["table"] for row in rows} == set(tables.TABLES)
+    assert {row["table"] for row in rows} == set(tables.TABLES) - {"fp8"}  # of a GPU's scale only
     failed = [row for row in rows if "error" in row]
     assert not [row for row in failed if row["peer"].startswith("tilewise")], failed
     assert not [row for row in failed if "wrong result" in row["error"]], failed

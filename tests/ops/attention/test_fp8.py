@@ -244,7 +244,7 @@ class TestTheBoundary:
     def test_the_ops_are_opcheck_clean(self):
         q, k, v = _inputs((2, 5, 9, 4, 2, 64))
         lengths = torch.tensor([9, 4], dtype=torch.int32)
-        rule = (lengths, 3, -1, 0, 0.2, 0.0, None)
+        rule = (lengths, 3, False, -1, 0, 0.2, 0.0, None)
         op = torch.ops.tilewise.attention_fp8_fwd.default
         torch.library.opcheck(op, (q, k, v, None, None, None, *rule))
         quantise = torch.ops.tilewise.quantize_heads.default

@@ -30,7 +30,7 @@ from tilewise.kernels.cpu.attention.problem import (
     Q,
     V,
 )
-from tilewise.kernels.cpu.attention.softmax import logits_row, softmax_row
+from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
 from tilewise.kernels.cpu.attention.visibility import (
     WORD,
     WORDS,
@@ -222,12 +222,7 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, maxima, sequence, kv_
         key = following
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
-        most, total, share = m[row], l[row], like.dtype.type(1.0)
-        sink = arrays.sinks[head]
-        if sink > -math.inf:  # a last key whose value is 0
-            top = max(most, sink)
-            share = like.dtype.type(math.exp(most - top))
-            total, most = total * share + like.dtype.type(math.exp(sink - top)), top
+        most, total, share = join_sink(like, m[row], l[row], arrays.sinks[head])
         inverse = like.dtype.type(0.0)
         if total != 0.0:
             inverse = like.dtype.type(dropout.scale) * share / total

@@ -112,3 +112,17 @@ def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep
     if new != m:
         rescale = simd.max_lanes(simd.exp2(simd.mul(simd.splat(like, m - shift), log2_e)))
     return new, simd.sum_lanes(total), rescale
+
+
+@inner
+def join_sink(like, most, total, sink):
+    """Add a sink, a last key whose value is 0, to a row that has seen all of its keys.
+
+    Returns (maximum, sum of probabilities, what the sums of values are to be multiplied by).
+    """
+    share = like.dtype.type(1.0)
+    if sink > -math.inf:
+        top = max(most, sink)
+        share = like.dtype.type(math.exp(most - top))
+        total, most = total * share + like.dtype.type(math.exp(sink - top)), top
+    return most, total, share

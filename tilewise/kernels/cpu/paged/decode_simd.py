@@ -26,7 +26,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, K, O, Q, V
-from tilewise.kernels.cpu.attention.softmax import logits_row, softmax_row
+from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
 from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.gemm import block_of, lanes_in, panel_columns, words_to_elements
@@ -177,7 +177,7 @@ def _new_work(sizes, arrays, heads, ld, ldv, is_direct):
 
 @inner
 def _load_rows(sizes, arrays, work, sequence, first_head, heads, ld):
-    """Query rows to scratch; maxima and sums of rows that have seen their sink alone."""
+    """Query rows to scratch; maxima and sums of rows that have seen nothing."""
     work.m[:] = -math.inf
     work.l[:] = 0
     work.acc[:] = 0
@@ -185,8 +185,6 @@ def _load_rows(sizes, arrays, work, sequence, first_head, heads, ld):
         head = first_head * sizes.group + row
         address = arrays.starts[sequence, Q] + head * sizes.q_head
         load_row(arrays.like, sizes.q_code, work.q, row * ld, address, sizes.head_dim)
-        if arrays.sinks[head] > -math.inf:
-            work.m[row], work.l[row] = arrays.sinks[head], 1.0
 
 
 @inner
@@ -195,12 +193,13 @@ def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, ldv):
     like, starts, m, l = arrays.like, arrays.starts, work.m, work.l
     for row in range(heads * sizes.group):
         head = first_head * sizes.group + row
+        most, total, share = join_sink(like, m[row], l[row], arrays.sinks[head])
         inverse = like.dtype.type(0.0)
-        if l[row] != 0.0:
-            inverse = like.dtype.type(1.0) / l[row]
+        if total != 0.0:
+            inverse = like.dtype.type(1.0) * share / total
         address = starts[sequence, O] + head * sizes.o_head
         store_row(like, sizes.q_code, work.acc, row * ldv, inverse, address, sizes.v_head_dim)
-        log_sum = m[row] + math.log(l[row]) if l[row] != 0.0 else -math.inf
+        log_sum = most + math.log(total) if total != 0.0 else -math.inf
         lse[starts[sequence, LSE] + head * sizes.lse_head] = log_sum
 
 
