@@ -4,7 +4,7 @@ Numba turns every function into machine code as soon as it is compiled, also one
 functions call. A kernel takes the LLVM code of all that it calls, and machine code is made of the
 whole: what was made of its parts was never run, and took a fifth of the time of a first call
 (attention in bfloat16: 14.5 s of CPU with it, 11.4 s without; Xeon, 2026-11-23). LLVM optimises the
-parts still: kernels whose parts are optimised only as a whole are made in 9.3 s, and run up to 11 %
+parts still: kernels whose parts are optimised only as a whole are made in 9.3 s, and run up to 14 %
 slower.
 """
 
