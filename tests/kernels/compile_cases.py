@@ -210,6 +210,9 @@ def attention_cases() -> Iterator[Case]:
             "padded-d80": attention_spec(80),
             "mla-d192-128": attention_spec(192, 128),
             "mla-d64-512": attention_spec(64, 512),
+            # Rows on no boundary of 4 bytes, and values narrower than keys; see geometry.py.
+            "odd-d20-10": attention_spec(20, 10, causal=False, is_varlen=True),
+            "odd-d150-9": attention_spec(150, 9, causal=False),
             "mla-d576-512": attention_spec(576, 512),
             "fp32-d576-512": attention_spec(576, 512, dtype=torch.float32),
             "d512-bias": attention_spec(512, has_bias=True),
@@ -219,7 +222,9 @@ def attention_cases() -> Iterator[Case]:
             "bias-d64": attention_spec(64, has_bias=True, causal=False),
             "bias-d256": attention_spec(256, has_bias=True),
         }
-        quick = {"everything-d128", "fp32-d64", "mla-d192-128"} if arch == 90 else set()
+        quick = (
+            {"everything-d128", "fp32-d64", "mla-d192-128", "odd-d20-10"} if arch == 90 else set()
+        )
         for name, spec in features.items():
             for part in _PARTS:
                 tile = candidates(spec, part, arch)[0]
