@@ -58,10 +58,12 @@ _WRITES_UNIFORM = (*_UNIFORM, "CS2UR", "LDCU", "R2UR", "REDUX", "S2UR", "UFLO", 
 
 def unwritten_registers(instructions: list[str], labels: dict[str, int]) -> list[str]:
     """Return uniform arithmetic that reads what nothing has written on some way to it."""
+    if not instructions:
+        return []
     starts, following = _blocks(instructions, labels)
     ends = [*starts[1:], len(instructions)]
     written: list[set[int] | None] = [set(), *[None] * (len(starts) - 1)]
-    waiting = [0] if starts else []
+    waiting = [0]
     while waiting:
         block = waiting.pop()
         now = set(written[block] or ())
