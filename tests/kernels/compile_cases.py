@@ -99,16 +99,25 @@ def tensors_of_mask(spec: AttentionSpec) -> MaskTensors | None:
 
 
 def launch_attention(
-    spec: AttentionSpec, part: Part | Literal["dbias"], tile: TileConfig | None = None
+    spec: AttentionSpec,
+    part: Part | Literal["dbias"],
+    tile: TileConfig | None = None,
+    *,
+    is_aligned: bool = True,
 ) -> None:
-    """Call the launcher of one part of an attention call; "rows" are part of "dkdv"."""
+    """Call the launcher of one part of an attention call; "rows" are part of "dkdv".
+
+    Args:
+        is_aligned: whether q, k and v start at multiples of 16 bytes, or at an odd element.
+    """
     from tests.kernels.planned import tensors_of
     from tilewise.kernels.plan import Call
     from tilewise.kernels.triton.attention import plan as attention
 
     def tensor(heads: int, width: int, seqlen: int) -> Tensor:
         rows = (spec.batch * seqlen,) if spec.is_varlen else (spec.batch, seqlen)
-        return meta(*rows, heads, width, dtype=spec.dtype)
+        x = meta(*rows, heads, width, dtype=spec.dtype)
+        return x if is_aligned else meta(1 + x.numel(), dtype=spec.dtype)[1:].view(x.shape)
 
     def numbers(present: bool, size: int, dtype: torch.dtype) -> Tensor | None:
         return meta(size, dtype=dtype) if present else None
@@ -229,6 +238,14 @@ def attention_cases() -> Iterator[Case]:
             for part in _PARTS:
                 tile = candidates(spec, part, arch)[0]
                 yield _attention_case(name, arch, spec, part, tile, name not in quick, False)
+            if name == "odd-d20-10":
+                yield Case(
+                    f"sm_{arch}-fwd-odd-address-d64-16",
+                    arch,
+                    lambda: launch_attention(attention_spec(64, 16), "fwd", is_aligned=False),
+                    hot=False,
+                    slow=name not in quick,
+                )
             if spec.has_bias:
                 yield Case(
                     f"sm_{arch}-dbias-{name}",

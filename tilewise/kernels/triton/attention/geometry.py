@@ -21,8 +21,12 @@ _VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it w
 _COPIED_BYTES, _SWIZZLED_BYTES = 4, 128
 
 
-def head_dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
-    """Return the head dims as the kernels count them, and how they may address `tensors`."""
+def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) -> HeadDims:
+    """Return the head dims as the kernels count them, and how they may address `tensors`.
+
+    Args:
+        is_aligned: each of them starts at a multiple of 16 bytes.
+    """
     unit = _VECTOR_BYTES // spec.dtype.itemsize
     for tensor in tensors:
         if tensor.numel() == 0:
@@ -33,7 +37,7 @@ def head_dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
             unit = 1
     d, dv, rest = min(spec.head_dim, WIDEST), spec.v_head_dim, max(spec.head_dim - WIDEST, 0)
     d_pad, dv_pad, rest_pad = (padded_head_dim(width) if width else 0 for width in (d, dv, rest))
-    if unit * spec.dtype.itemsize < _COPIED_BYTES:
+    if (unit if is_aligned else 1) * spec.dtype.itemsize < _COPIED_BYTES:
         dv_pad = max(dv_pad, min(d_pad, _SWIZZLED_BYTES // spec.dtype.itemsize))
     longest_row = max(tensor.stride(-3) for tensor in tensors)
     is_narrow = _MOST_ROWS * longest_row < 2**31
