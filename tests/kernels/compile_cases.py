@@ -99,16 +99,25 @@ def tensors_of_mask(spec: AttentionSpec) -> MaskTensors | None:
 
 
 def launch_attention(
-    spec: AttentionSpec, part: Part | Literal["dbias"], tile: TileConfig | None = None
+    spec: AttentionSpec,
+    part: Part | Literal["dbias"],
+    tile: TileConfig | None = None,
+    *,
+    is_aligned: bool = True,
 ) -> None:
-    """Call the launcher of one part of an attention call; "rows" are part of "dkdv"."""
+    """Call the launcher of one part of an attention call; "rows" are part of "dkdv".
+
+    Args:
+        is_aligned: whether q, k and v start at multiples of 16 bytes, or at an odd element.
+    """
     from tests.kernels.planned import tensors_of
     from tilewise.kernels.plan import Call
     from tilewise.kernels.triton.attention import plan as attention
 
     def tensor(heads: int, width: int, seqlen: int) -> Tensor:
         rows = (spec.batch * seqlen,) if spec.is_varlen else (spec.batch, seqlen)
-        return meta(*rows, heads, width, dtype=spec.dtype)
+        x = meta(*rows, heads, width, dtype=spec.dtype)
+        return x if is_aligned else meta(1 + x.numel(), dtype=spec.dtype)[1:].view(x.shape)
 
     def numbers(present: bool, size: int, dtype: torch.dtype) -> Tensor | None:
         return meta(size, dtype=dtype) if present else None
@@ -210,6 +219,9 @@ def attention_cases() -> Iterator[Case]:
             "padded-d80": attention_spec(80),
             "mla-d192-128": attention_spec(192, 128),
             "mla-d64-512": attention_spec(64, 512),
+            # Rows on no boundary of 4 bytes, and values narrower than keys; see geometry.py.
+            "odd-d20-10": attention_spec(20, 10, causal=False, is_varlen=True),
+            "odd-d150-9": attention_spec(150, 9, causal=False),
             "mla-d576-512": attention_spec(576, 512),
             "fp32-d576-512": attention_spec(576, 512, dtype=torch.float32),
             "d512-bias": attention_spec(512, has_bias=True),
@@ -219,11 +231,21 @@ def attention_cases() -> Iterator[Case]:
             "bias-d64": attention_spec(64, has_bias=True, causal=False),
             "bias-d256": attention_spec(256, has_bias=True),
         }
-        quick = {"everything-d128", "fp32-d64", "mla-d192-128"} if arch == 90 else set()
+        quick = (
+            {"everything-d128", "fp32-d64", "mla-d192-128", "odd-d20-10"} if arch == 90 else set()
+        )
         for name, spec in features.items():
             for part in _PARTS:
                 tile = candidates(spec, part, arch)[0]
                 yield _attention_case(name, arch, spec, part, tile, name not in quick, False)
+            if name == "odd-d20-10":
+                yield Case(
+                    f"sm_{arch}-fwd-odd-address-d64-16",
+                    arch,
+                    lambda: launch_attention(attention_spec(64, 16), "fwd", is_aligned=False),
+                    hot=False,
+                    slow=name not in quick,
+                )
             if spec.has_bias:
                 yield Case(
                     f"sm_{arch}-dbias-{name}",

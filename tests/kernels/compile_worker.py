@@ -115,6 +115,7 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
         "local_shares": [loop.local / loop.length for loop in loops],
         "loops": [asdict(loop) for loop in loops],
         "operands": sass.overwritten_operands(instructions),
+        "unwritten": sass.unwritten_registers(instructions, labels) if arch == 90 else [],
         "shared": kernel.metadata.shared,
         "mma": mma,
         "bare_handovers": ptx_barriers.bare_handovers(ptx),

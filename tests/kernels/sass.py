@@ -52,6 +52,54 @@ def disassemble(cubin: Path) -> tuple[list[str], dict[str, int]]:
     return instructions, labels
 
 
+_UNIFORM = ("UIADD3", "UIMAD", "ULEA", "ULOP3", "UMOV", "USEL", "USGXT", "USHF")
+_WRITES_UNIFORM = (*_UNIFORM, "CS2UR", "LDCU", "R2UR", "REDUX", "S2UR", "UFLO", "ULDC", "UPOPC")
+
+
+def unwritten_registers(instructions: list[str], labels: dict[str, int]) -> list[str]:
+    """Return uniform arithmetic that reads what nothing has written on some way to it."""
+    if not instructions:
+        return []
+    starts, following = _blocks(instructions, labels)
+    ends = [*starts[1:], len(instructions)]
+    written: list[set[int] | None] = [set(), *[None] * (len(starts) - 1)]
+    waiting = [0]
+    while waiting:
+        block = waiting.pop()
+        now = set(written[block] or ())
+        for text in instructions[starts[block] : ends[block]]:
+            now |= _uniform(text)[0]
+        for after in following[block]:
+            before = written[after]
+            both = now if before is None else before & now
+            if both != before:
+                written[after] = set(both)
+                waiting.append(after)
+    found = []
+    for block, before in enumerate(written):
+        now = set(before or ())
+        for text in instructions[starts[block] : ends[block]] if before is not None else ():
+            writes, reads = _uniform(text)
+            if text.startswith(_UNIFORM) and reads - now:
+                found.append(text)
+            now |= writes
+    return found
+
+
+def _uniform(text: str) -> tuple[set[int], set[int]]:
+    """Return the uniform registers that an instruction writes and reads."""
+    operation, _, rest = text.removeprefix("@ ").partition(" ")
+    wide = 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
+    if operation.startswith("USHF"):
+        wide = 1  # its .U64 is what it shifts
+    operands = [re.findall(r"\bUR(\d+)\b", operand) for operand in rest.split(",")]
+    first = 1 if operation.startswith(_WRITES_UNIFORM) else 0
+    if operation.startswith("R2UR") and not operands[0]:
+        first = 2  # a predicate comes before it
+    writes = {int(n) + i for operand in operands[:first] for n in operand for i in range(wide)}
+    return writes, {int(n) for operand in operands[first:] for n in operand}
+
+
 def innermost_loops(instructions: list[str], labels: dict[str, int]) -> list[Loop]:
     """Return the innermost loops that multiply; the shortest comes first.
 

@@ -91,6 +91,7 @@ def test_compiles_without_a_gpu(case: Case) -> None:
     for kernel in kernels:
         assert "error" not in kernel, kernel["error"]
         assert kernel["shared"] <= _SHARED_LIMIT[case.arch], kernel
+        assert not kernel["unwritten"], kernel
     if case.products:
         mma = case.mma or _MMA[case.arch]
         assert any(mma in kernel["mma"] for kernel in kernels), kernels

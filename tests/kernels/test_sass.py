@@ -7,7 +7,12 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels import sass_budgets
-from tests.kernels.sass import Loop, innermost_loops, overwritten_operands
+from tests.kernels.sass import (
+    Loop,
+    innermost_loops,
+    overwritten_operands,
+    unwritten_registers,
+)
 
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R88, R184, gdesc[UR16].tnspB, R88, gsb0"
 FROM_MEMORY = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, !UPT, gsb0"
@@ -41,6 +46,24 @@ def test_operands_must_hold_still_until_they_are_waited_for(
     code: list[str], overwritten: list[str]
 ) -> None:
     assert overwritten_operands(code) == overwritten
+
+
+@pytest.mark.parametrize(
+    ("code", "unwritten"),
+    [
+        (["UMOV UR4, 0x400", "UIADD3 UR5, UP0, UR4, 0x20, URZ"], []),
+        (["UIADD3 UR5, UP0, UR5, 0x20, URZ"], ["UIADD3 UR5, UP0, UR5, 0x20, URZ"]),
+        (["ULDC.64 UR4, c[0x0][0x208]", "UMOV UR6, UR5"], []),  # both of a pair
+        (["ULDC UR4, c[0x0][0x208]", "UMOV UR6, UR5"], ["UMOV UR6, UR5"]),
+        (["@ BRA `(.L_end)", "UMOV UR4, 0x400", "UMOV UR5, UR4"], ["UMOV UR5, UR4"]),  # 2: .L_end
+        (["@ BRA `(.L_end)", "UMOV UR4, 0x400", "EXIT"], []),
+        (["R2UR P0, UR8, R8", "UMOV UR6, UR8"], []),
+    ],
+)  # fmt: skip
+def test_uniform_registers_are_written_before_they_are_read(
+    code: list[str], unwritten: list[str]
+) -> None:
+    assert unwritten_registers(code, {".L_end": 2}) == unwritten
 
 
 def test_loops_are_innermost_and_multiply() -> None:

@@ -15,10 +15,18 @@ from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Variant
 SECTION_BYTES = 32 << 20
 _MOST_ROWS = 256  # of a tile
 _VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it when they allow
+# Rows that start at no multiple of so many bytes are not copied ahead of their use. Where tiles of
+# values are swizzled less widely than those of keys, up to 128 bytes, ptxas of CUDA 12.8 then makes
+# their descriptors of registers that nothing has written: an illegal access on an H200.
+_COPIED_BYTES, _SWIZZLED_BYTES = 4, 128
 
 
-def head_dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
-    """Return the head dims as the kernels count them, and how they may address `tensors`."""
+def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) -> HeadDims:
+    """Return the head dims as the kernels count them, and how they may address `tensors`.
+
+    Args:
+        is_aligned: each of them starts at a multiple of 16 bytes.
+    """
     unit = _VECTOR_BYTES // spec.dtype.itemsize
     for tensor in tensors:
         if tensor.numel() == 0:
@@ -28,9 +36,12 @@ def head_dims(spec: AttentionSpec, *tensors: Tensor) -> HeadDims:
         if any(step % unit for size, step in sizes_steps if size > 1):
             unit = 1
     d, dv, rest = min(spec.head_dim, WIDEST), spec.v_head_dim, max(spec.head_dim - WIDEST, 0)
-    pads = (padded_head_dim(width) if width else 0 for width in (d, dv, rest))
+    d_pad, dv_pad, rest_pad = (padded_head_dim(width) if width else 0 for width in (d, dv, rest))
+    if (unit if is_aligned else 1) * spec.dtype.itemsize < _COPIED_BYTES:
+        dv_pad = max(dv_pad, min(d_pad, _SWIZZLED_BYTES // spec.dtype.itemsize))
     longest_row = max(tensor.stride(-3) for tensor in tensors)
-    return HeadDims(d, dv, rest, *pads, unit, narrow=_MOST_ROWS * longest_row < 2**31)
+    is_narrow = _MOST_ROWS * longest_row < 2**31
+    return HeadDims(d, dv, rest, d_pad, dv_pad, rest_pad, unit, narrow=is_narrow)
 
 
 def strides_of(tensor: Tensor, spec: AttentionSpec, dims: HeadDims) -> tuple[int, int, int]:

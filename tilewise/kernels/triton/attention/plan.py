@@ -191,7 +191,7 @@ def add_fwd(
     q, k, v = tensors[:3]
     o = _allocate(maker, q, (*q.shape[:-1], spec.v_head_dim), spec)
     lse = _allocate_rows(maker, q, spec)
-    dims = head_dims(spec, q, k, v, o)
+    dims = head_dims(spec, q, k, v, o, is_aligned=all(map(maker.is_aligned, (q, k, v))))
     strides = FwdStrides(*(strides_of(x, spec, dims) for x in (q, k, v, o)), row_strides(lse))
     num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
     num_heads = spec.batch * spec.num_q_heads
