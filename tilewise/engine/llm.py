@@ -119,7 +119,8 @@ class LLM:
             directory then needs only a config.json.
         graphs: on a GPU, decode steps, and of others all but attention, are CUDA graphs:
             captured before this returns ("auto"), or but for a few sizes when they are first needed
-            ("lazy"), in which case the first ones take long. "off" computes every step op by op, and none ahead.
+            ("lazy"), in which case the first ones take long. "off" computes every step op by op,
+            and none ahead.
         batch_invariant: a request has the same tokens and log-probabilities, to the bit, whatever
             runs beside it, however its prompt is cut, whether it is preempted and whatever the
             prefix cache has of it. None is True on a CPU and False on a GPU; see
