@@ -105,6 +105,21 @@ def test_who_holds_what_helpers_need_to_end_waits_a_bounded_time(monkeypatch):
     assert not helper.is_alive()
 
 
+def test_a_step_runs_alone_where_no_thread_may_begin(monkeypatch):
+    alone, step = runner_of(monkeypatch, 1)
+    expected = alone.forward(step).clone()
+    runner, step = runner_of(monkeypatch, 1)
+    monkeypatch.setattr(runner.teams, "choose", lambda kind, most: 3)
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert torch.equal(runner.forward(step), expected)
+    assert runner.program._crew._threads == []
+
+
 def test_a_step_runs_alone_when_they_have_left(monkeypatch):
     runner, step = runner_of(monkeypatch)
     expected = runner.forward(step).clone()

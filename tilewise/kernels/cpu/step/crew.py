@@ -191,6 +191,8 @@ class Crew:
     def grow(self, count: int, help_out: Callable[..., Any], *args: Any) -> None:
         """Have at least `count` helpers; none come when all have been told to leave.
 
+        Nor where the system lets no thread begin: a step needs none of them.
+
         Each of them calls help_out(*args, mailbox, number), numbers from 1, which releases the GIL.
         """
         while len(self._threads) < count and not self._has_left:
@@ -199,8 +201,12 @@ class Crew:
                 target=help_out, args=(*args, self.mailbox, number),
                 name=f"tilewise-step-{number}", daemon=True,
             )  # fmt: skip
+            try:
+                thread.start()
+            except RuntimeError:
+                self._has_left = True  # asked once: a refused thread costs more than a step
+                return
             self._threads.append(thread)
-            thread.start()
 
     def leave(self, timeout_s: float = 5.0) -> None:
         """Tell all helpers to leave, and wait until they have, `timeout_s` at most.
