@@ -179,6 +179,36 @@ def test_a_write_that_fails_midway_leaves_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_engines_that_share_a_directory_keep_each_other_from_nothing(tmp_path, monkeypatch):
+    """Both write one block at once; and one begins, and removes what the other is writing."""
+    host, replace = filled_host(), Path.replace
+    stores, names = [files(tmp_path, host) for _ in range(2)], set()
+
+    def note(self, target):
+        names.add(self)
+        return replace(self, target)
+
+    def lose(self, target):
+        files(tmp_path, host)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", note)
+    for store in stores:
+        store.save(content(1), 0)
+        store.flush()
+    assert len(names) == 2
+    monkeypatch.setattr(Path, "replace", lose)
+    stores[0].save(content(2), 1)
+    stores[0].flush()
+    assert stores[0].is_writable
+    assert not stores[0].has(content(2).digest)
+    monkeypatch.setattr(Path, "replace", replace)
+    stores[0].save(content(2), 1)
+    stores[0].flush()
+    assert stores[0].load(content(2), 3)
+    assert block(host, 3) == block(host, 1)
+
+
 def test_forgetting_takes_all_that_follows_along(tmp_path):
     host = filled_host()
     stored(tmp_path, host, content(1), content(1, 2), content(1, 2, 3), content(4))

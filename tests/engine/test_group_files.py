@@ -132,6 +132,24 @@ def test_a_reset_drops_files_and_a_failure_those_behind_its_first_block():
     assert not any(store.files for store in stores)
 
 
+def test_what_is_at_hand_is_looked_for_once_however_many_hits_files_have(monkeypatch):
+    from tilewise.engine.scheduler import Scheduler
+
+    stores = [VirtualStore(lambda: 0.0, group) for group in range(2)]
+    scheduler = Scheduler([40, 40], 2, windows=(None, 3), num_swap_blocks=40, store=stores,
+                          max_num_seqs=1, max_num_batched_tokens=80, max_model_len=80)  # fmt: skip
+    for store in stores:
+        monkeypatch.setattr(store, "has", lambda digest: True)
+        monkeypatch.setattr(store, "load", lambda content, slot: False)
+    calls, find = [], scheduler.tables.tree.find
+    monkeypatch.setattr(
+        scheduler.tables.tree, "find", lambda *args, **kw: calls.append(args) or find(*args, **kw)
+    )
+    scheduler.add(ask("long", list(range(61)), max_tokens=1))
+    assert scheduler.schedule() is not None
+    assert len(calls) < 10
+
+
 def test_there_is_a_store_for_each_group():
     from tilewise.engine.scheduler import Scheduler
 

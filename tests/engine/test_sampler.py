@@ -36,6 +36,16 @@ def test_greedy_is_the_first_of_the_largest():
     assert draw(logits, row(GREEDY), row(GREEDY)) == [[1], [0]]
 
 
+def test_numbers_beyond_those_of_float32_mean_what_they_say():
+    logits = torch.randn(1, 997, generator=torch.Generator().manual_seed(5))
+    least = SamplingParams(top_p=1e-60)  # the most likely token alone
+    assert draw(logits, row(least)) == [[int(logits.argmax())]]
+    logits[:, 8:] = -torch.inf  # as a structured output masks
+    hottest = SamplingParams(temperature=1e300)
+    drawn = [draw(logits, row(hottest, seeds=(seed,)))[0][0] for seed in range(60)]
+    assert set(drawn) == set(range(8))
+
+
 def test_sequences_that_do_not_sample_get_an_empty_list():
     logits = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     idle = ScheduledSequence(0, (1,), 0, (0,), 0, SamplingParams())

@@ -179,7 +179,7 @@ def test_a_cache_gets_what_step_and_graphs_leave(card):
 
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_trial_pads_steps_with_prompts_where_its_runner_will(card, monkeypatch, captures):
-    """Workers of a parallel engine do not: their trial must not capture what they never run."""
+    """Over latents none does: the trial must not capture what never runs."""
     made = []
 
     class Trial(DeviceRunner):
@@ -190,6 +190,20 @@ def test_a_trial_pads_steps_with_prompts_where_its_runner_will(card, monkeypatch
     monkeypatch.setattr(sizing, "DeviceRunner", Trial)
     blocks_on_card(has_graphs=True, captures_prompts=captures)
     assert made == [16 if captures else None]
+
+
+def test_steps_that_share_prefixes_have_graphs_to_come(card, monkeypatch):
+    class Trial(DeviceRunner):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            self.sharing_tokens = 100
+
+    monkeypatch.setattr(sizing, "DeviceRunner", Trial)
+    used = iter([4 * GIB, 5 * GIB, 7 * GIB, 7 * GIB + GIB // 8])
+    monkeypatch.setattr(sizing, "_used", lambda device: next(used))
+    wanted = int(10 * GIB * 0.9) - 5 * GIB - (2 * GIB + GIB // 8) - (2 + 4) * (GIB // 8)
+    assert blocks_on_card(has_graphs=True) == wanted // 32
+    assert card == [8, 4]
 
 
 def test_a_cache_without_graphs_gets_what_the_step_leaves(card):

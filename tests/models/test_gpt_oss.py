@@ -159,6 +159,30 @@ def test_panels_of_experts_give_what_their_weights_give(count):
         torch.testing.assert_close(ours(x), plain(x), rtol=1e-5, atol=1e-5)
 
 
+def test_inference_bits_on_a_gpu_are_those_of_one_tile_for_any_number_of_rows(packed, monkeypatch):
+    """A batch-invariant engine's tile of experts does not follow the rows; nor does the model's."""
+    model = load_model(packed[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        model.use_inference_bits()
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert experts
+    assert all(each.has_inference_bits and each.is_invariant for each in experts)
+
+
+@pytest.mark.gpu
+def test_experts_learn_on_a_gpu_also_where_nothing_before_them_does():
+    experts, x = Experts(64, 32, ExpertsConfig(5, 2)), torch.randn(9, 64)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(0, 0.2)
+    experts.router.requires_grad_(False)
+    [expected] = torch.autograd.grad(experts(x).sum(), [experts.down_bias])
+    experts.cuda()
+    [got] = torch.autograd.grad(experts(x.cuda()).sum(), [experts.down_bias])
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_what_reads_an_expert_in_part_is_refused(packed):
     config = ModelConfig.from_hf(json.loads((packed[1] / "config.json").read_text()))
     check_shards(config, 1)

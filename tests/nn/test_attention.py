@@ -118,6 +118,19 @@ def test_a_dense_batch_over_a_cache_of_its_own(case):
         assert attention(x[:, :0], rope_of(0)).shape == (3, 0, E)
 
 
+@pytest.mark.parametrize("case", ["qk_norm", "sinks"])
+def test_what_lies_between_frozen_projections_learns_over_a_cache_too(case):
+    attention = Attention(E, 6, 2, D, has_sinks=True) if case == "sinks" else make(case)
+    leaf = attention.sinks if case == "sinks" else attention.q_norm.weight
+    attention.requires_grad_(False)
+    leaf.requires_grad_(True)
+    x, dy = torch.randn(2, 19, E), torch.randn(2, 19, E)
+    [expected] = torch.autograd.grad(attention(x, rope_of(19)), [leaf], dy)
+    attention.attends_as_cached = True
+    [got] = torch.autograd.grad(attention(x, rope_of(19)), [leaf], dy)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_window_of_one_key_passes_each_rows_own_value():
     attention = Attention(E, 6, 2, D, window=1)
     x = torch.randn(2, 9, E)

@@ -287,7 +287,8 @@ class BlockFiles:
         with self._lock:
             self._make_room(size)
         path = self.path(content.digest, content.parent)
-        unfinished = path.with_suffix(f".{os.getpid()}{UNFINISHED}")
+        # A name that no other engine writes to, also none of this process.
+        unfinished = path.with_suffix(f".{os.getpid()}-{id(self):x}{UNFINISHED}")
         try:
             with unfinished.open("wb") as file:
                 file.write(MAGIC + digest.digest())
@@ -297,7 +298,10 @@ class BlockFiles:
                 if content.digest not in self._waiting:  # it was forgotten meanwhile
                     unfinished.unlink()
                     return
-                unfinished.replace(path)
+                try:
+                    unfinished.replace(path)
+                except FileNotFoundError:
+                    return  # an engine that began just now took it for a dead writer's
                 self._note(content.digest, content.parent, size)
         except OSError:
             with suppress(OSError):

@@ -64,7 +64,7 @@ class Changes:
         ints = np.zeros((4, len(self.set_rows)), np.int64)
         for i, (_, run, position, counter) in enumerate(self.set_rows):
             sampling = run.sampling
-            floats[:3, i] = sampling.temperature, sampling.top_p, sampling.min_p
+            floats[:3, i] = sampling.float32_rule
             floats[3:].view(np.int32)[0, i] = min(sampling.top_k, 2**31 - 1)
             ints[:, i] = position, 1, run.seeds[0] if run.seeds else 0, counter
         places = [np.arange(len(b), dtype=np.int64) + r * width + c for r, c, b in self.blocks]

@@ -588,7 +588,7 @@ def _sampling(
     for s in sequences:
         some = slice(first, first := first + s.num_samples)
         p = s.sampling
-        floats[0, some], floats[1, some], floats[2, some] = p.temperature, p.top_p, p.min_p
+        floats[0, some], floats[1, some], floats[2, some] = p.float32_rule
         floats.view(np.int32)[3, some] = min(p.top_k, 2**31 - 1)
         counters[some] = s.num_generated
     return floats.view(np.int32), np.array(seeds, np.int64), counters

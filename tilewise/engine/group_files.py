@@ -73,9 +73,9 @@ def read_files(tables: GroupedTables, seq: Sequence) -> None:
     if memory is None or tree is None or not memory.stores or memory.is_paused:
         return
     places, ends = _look(tables, seq)
-    ends = [
-        end for end in ends if end > len(tree.find(seq.token_ids, seq.request.salt, in_slots=True))
-    ]
+    if ends:
+        found = len(tree.find(seq.token_ids, seq.request.salt, in_slots=True))
+        ends = [end for end in ends if end > found]
     if not ends:
         return
     firsts = [[first_block(end * size, w, size) for w in tree.windows] for end in ends]

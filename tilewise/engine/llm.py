@@ -112,15 +112,15 @@ class LLM:
         swap_space_gib: main memory, GiB, for what is swapped out, and for blocks of prefixes that
             the cache has no room for; they are found again there. 0 keeps nothing.
         offload_dir: where such blocks go when main memory is full, to be found again by whoever
-            has the same model, also later. All weights are read once to know the model. Not for
-            models whose layers have windows.
+            has the same model, also later. All weights are read once to know the model.
         offload_gib: bytes of that directory at most, GiB.
         seed: from which requests without a seed draw theirs.
         random_weights: draw the weights instead of reading them, to measure a model's speed; the
             directory then needs only a config.json.
         graphs: on a GPU, decode steps, and of others all but attention, are CUDA graphs:
-            captured before this returns ("auto") or when they are first needed ("lazy"), in which
-            case the first ones take long. "off" computes every step op by op, and none ahead.
+            captured before this returns ("auto"), or but for a few sizes when they are first needed
+            ("lazy"), in which case the first ones take long. "off" computes every step op by op,
+            and none ahead.
         batch_invariant: a request has the same tokens and log-probabilities, to the bit, whatever
             runs beside it, however its prompt is cut, whether it is preempted and whatever the
             prefix cache has of it. None is True on a CPU and False on a GPU; see

@@ -22,6 +22,8 @@ NO_TOKEN = -2  # in place of a token of which the logits were not finite
 MAX_N = 1024  # samples per request: more is a denial of service, not a workload
 # Of stop strings, of characters of each, of stop tokens: every step of every thread waits for them.
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 1024
+# The largest number of float32, and the smallest with all its bits.
+LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
 class FinishReason(enum.StrEnum):
@@ -206,6 +208,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether each token is the argmax."""
         return self.temperature == 0
+
+    @property
+    def float32_rule(self) -> tuple[float, float, float]:
+        """Temperature, top_p and min_p as ops take them, in float32.
+
+        There a top_p below all its numbers would keep no token, and a temperature above them would
+        be an infinity.
+        """
+        return min(self.temperature, LARGEST), max(self.top_p, SMALLEST), self.min_p
 
     @property
     def has_penalties(self) -> bool:

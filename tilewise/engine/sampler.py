@@ -246,9 +246,9 @@ def _draw_compiled(
         some = logits.index_select(0, torch.tensor(places))
     ids, _ = ops.sample_tokens(
         some,
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        temperature=torch.tensor([p.float32_rule[0] for p in params], dtype=torch.float32),
         top_k=_unless_all([p.top_k for p in params], 0, torch.int32),
-        top_p=_unless_all([p.top_p for p in params], 1.0, torch.float32),
+        top_p=_unless_all([p.float32_rule[1] for p in params], 1.0, torch.float32),
         min_p=_unless_all([p.min_p for p in params], 0.0, torch.float32),
         seeds=torch.from_numpy(
             np.array([s.seeds[0] & 0xFFFFFFFFFFFFFFFF for s in chosen], np.uint64).view(np.int64)

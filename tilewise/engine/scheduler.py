@@ -124,7 +124,8 @@ class Scheduler:
         preemption, victim: who loses its blocks, and how, see `engine.preemption`.
         num_swap_blocks: blocks of main memory for what is swapped out and for cold prefixes; of
             every group of layers, or one number for each.
-        store: where cold prefixes go from there.
+        store: where cold prefixes go from there; one for each group of layers, in a sequence, where
+            there are several or one with a window.
         speculative: guess several tokens of a sequence and verify them in one step; None does not.
         max_waiting_requests: requests that may wait without having run; None is no bound.
         max_waiting_tokens: tokens of their prompts together; None is no bound.
@@ -134,8 +135,7 @@ class Scheduler:
         clock: seconds, for deadlines.
 
     Raises:
-        ValueError: a limit is out of its range, or a store is to keep blocks of layers with
-            windows.
+        ValueError: a limit is out of its range, or there is not one store for each group of layers.
     """
 
     def __init__(

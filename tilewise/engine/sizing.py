@@ -222,7 +222,10 @@ def blocks_on_cuda(
 
 
 def _graph_bytes(trial: DeviceRunner, before: int) -> int:
-    """Capture the two largest steps of each kind and return what all of them will take."""
+    """Capture the two largest steps of each kind and return what all of them will take.
+
+    Decode steps whose rows share prefixes are captured when they first run, and count as others.
+    """
     total, used = 0, before
     kinds: list[tuple[list[int], Callable[[int], None]]] = [(trial.buckets, trial.capture)]
     if trial.prompts is not None:
@@ -233,7 +236,10 @@ def _graph_bytes(trial: DeviceRunner, before: int) -> int:
             capture(size)
             now = _used(trial.device)
             another, used = now - used, now
-        total += max(0, another) * max(0, len(sizes) - 2)
+        later = max(0, len(sizes) - 2)
+        if sizes is trial.buckets and trial.sharing_tokens is not None:
+            later += len(sizes)
+        total += max(0, another) * later
     return used - before + total
 
 

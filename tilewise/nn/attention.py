@@ -146,11 +146,16 @@ class Attention(nn.Module):
         with torch.no_grad():
             o = self._attend_cache(rows, packed_rope(rope, batch), ctx, kv)
         value: Tensor = o.unflatten(0, (batch, length))
-        learns = torch.is_grad_enabled() and heads.requires_grad
+        learns = torch.is_grad_enabled() and (heads.requires_grad or self._learns_within())
         if not learns and on_max_logits is None:
             return value
         dense = self._attend_dense(heads, rope, on_max_logits)
         return valued(dense, value) if learns else value
+
+    def _learns_within(self) -> bool:
+        """Whether a parameter between the projections has a gradient to get."""
+        within = [self.sinks, *(norm.weight for norm in (self.q_norm, self.k_norm) if norm)]
+        return any(weight is not None and weight.requires_grad for weight in within)
 
     def _attend_cache(
         self,

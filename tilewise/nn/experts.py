@@ -101,7 +101,9 @@ class Experts(nn.Module):
         """Map x (..., E) to (..., E)."""
         rows = x.reshape(-1, x.shape[-1])
         logits = project(self.router, rows)
-        if torch.is_grad_enabled() and (rows.requires_grad or logits.requires_grad):
+        if torch.is_grad_enabled() and (
+            rows.requires_grad or any(p.requires_grad for p in self.parameters())
+        ):
             y = self._by_expert(rows, logits)
             if self.has_inference_bits and rows.is_cuda:
                 with torch.no_grad():

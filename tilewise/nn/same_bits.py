@@ -131,7 +131,8 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
         if isinstance(module, Attention):
             module.attends_as_cached = is_on_gpu
         if isinstance(module, Experts):
-            module.has_inference_bits = is_on_gpu
+            # One tile for any number of rows, as in a batch-invariant engine.
+            module.has_inference_bits = module.is_invariant = is_on_gpu
             module.multiply = F.linear if is_on_gpu else product
     if not is_on_gpu:
         attend_as_steps(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -90,6 +91,33 @@ def test_helpers_leave_with_their_program(monkeypatch):
     del runner
     gc.collect()
     assert not any(each.is_alive() for each in helpers)
+
+
+def test_who_holds_what_helpers_need_to_end_waits_a_bounded_time(monkeypatch):
+    runner, step = runner_of(monkeypatch)
+    runner.forward(step)
+    crew_of_it = runner.program._crew
+    [helper] = crew_of_it._threads
+    with threading._active_limbo_lock:  # as where garbage is collected inside of it
+        crew_of_it.leave(timeout_s=0.2)
+        assert helper.is_alive()
+    helper.join(30)
+    assert not helper.is_alive()
+
+
+def test_a_step_runs_alone_where_no_thread_may_begin(monkeypatch):
+    alone, step = runner_of(monkeypatch, 1)
+    expected = alone.forward(step).clone()
+    runner, step = runner_of(monkeypatch, 1)
+    monkeypatch.setattr(runner.teams, "choose", lambda kind, most: 3)
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert torch.equal(runner.forward(step), expected)
+    assert runner.program._crew._threads == []
 
 
 def test_a_step_runs_alone_when_they_have_left(monkeypatch):

@@ -23,6 +23,7 @@ import ctypes
 import platform
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,8 @@ class Crew:
     def grow(self, count: int, help_out: Callable[..., Any], *args: Any) -> None:
         """Have at least `count` helpers; none come when all have been told to leave.
 
+        Nor where the system lets no thread begin: a step needs none of them.
+
         Each of them calls help_out(*args, mailbox, number), numbers from 1, which releases the GIL.
         """
         while len(self._threads) < count and not self._has_left:
@@ -198,17 +201,28 @@ class Crew:
                 target=help_out, args=(*args, self.mailbox, number),
                 name=f"tilewise-step-{number}", daemon=True,
             )  # fmt: skip
+            try:
+                thread.start()
+            except RuntimeError:
+                self._has_left = True  # asked once: a refused thread costs more than a step
+                return
             self._threads.append(thread)
-            thread.start()
 
-    def leave(self) -> None:
-        """Tell all helpers to leave, and wait until they have."""
+    def leave(self, timeout_s: float = 5.0) -> None:
+        """Tell all helpers to leave, and wait until they have, `timeout_s` at most.
+
+        Not for ever: this runs wherever garbage is collected, where the thread may hold what
+        helpers need in order to end, such as the lock of the list of threads.
+        """
         self._has_left = True
         self.mailbox[LEAVE * LINE // 8] = 1
         address = self.mailbox.ctypes.data + NUMBER * LINE
         wake = ctypes.CDLL(None).syscall
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             while thread.is_alive() and thread is not threading.current_thread():
                 # Again and again: one may be on its way to sleep.
                 wake(FUTEX, ctypes.c_void_p(address), WAKE_PRIVATE, 2**30)
+                if time.monotonic() > deadline:
+                    return
                 thread.join(0.001)
