@@ -112,6 +112,17 @@ MUTANTS = {
         _TABLES, "            if is_shared:\n", "            if is_shared and number == 0:\n",
         _TEST_GROUPS,
     ),
+    "what_was_found_inside_a_block_of_a_group_is_written_in_place": Mutant(
+        _TABLES, "plans.append((owners > 1 or is_found, grown))",
+        "plans.append((owners > 1, grown))", _TEST_GROUPS,
+    ),
+    "a_block_begins_inside_one_that_a_group_has_lost": Mutant(
+        _GROUPED, "if min(child.blocks) >= 0:", "if child.blocks[0] >= 0:", _TEST_GROUPS,
+    ),
+    "a_forgotten_block_is_still_begun_inside": Mutant(
+        _GROUPED, "        _take_out(first, root)\n", "        del root.children[first.tokens]\n",
+        ("tests/cache/test_grouped_prefix.py",),
+    ),
     "a_block_taken_over_in_another_group_is_not_told": Mutant(
         _TABLES, "            told = places_of(seq).told\n            told[number - 1] = min(",
         "            told = places_of(seq).told\n            told[number - 1] = max(", _TEST_GROUPS,

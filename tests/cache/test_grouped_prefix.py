@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tilewise.cache.allocator import BlockAllocator
@@ -134,4 +136,55 @@ def test_what_is_forgotten_is_found_by_nobody():
     cache.check_integrity([])
     cache.reset()
     assert found(cache, [7, 7, 7]) == []
+    cache.check_integrity([])
+
+
+def test_a_beginning_is_that_of_the_child_with_most_tokens_in_common():
+    """Whatever comes and goes; of the children that every group has."""
+    rng, size = random.Random(3), 3
+    cache, pools = prefix(None, 4, num_blocks=60, block_size=size)
+    store(cache, pools, [0] * size)
+    [parent] = cache.find([0] * (size + 1))
+    for round_number in range(300):
+        tokens = [rng.randrange(4) for _ in range(size)]
+        if rng.random() < 0.3 and parent.children:
+            child = parent.children[rng.choice(parent.order)]
+            for group in range(len(pools)):
+                if child.blocks[group] >= 0:
+                    cache.forget_block(group, child.blocks[group])
+        elif len(parent.children) < 12:
+            node = cache.child(parent, "", tokens)
+            # A child that the second group lacks is passed over.
+            for group, pool in enumerate(pools[: 1 if round_number % 4 == 0 else 2]):
+                block = pool.allocate(1)
+                cache.put(node, group, *block)
+                pool.release(block)
+        cache.check_integrity([])
+        wanted = [rng.randrange(4) for _ in range(rng.randrange(1, size + 1))]
+        whole = [list(memoryview(node.tokens).cast("i")) for node in parent.children.values()
+                 if min(node.blocks) >= 0]  # fmt: skip
+        most = max((common(tokens, wanted) for tokens in whole), default=0)
+        found, count = cache.begins_inside(parent, wanted)
+        assert count == most
+        assert (found is None) == (most == 0)
+        if found is not None:
+            assert found.parent is parent
+            assert min(found.blocks) >= 0
+            assert common(list(memoryview(found.tokens).cast("i")), wanted) == most
+
+
+def common(tokens, wanted):
+    pairs = zip(tokens, wanted, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(wanted)))
+
+
+def test_a_forgotten_node_has_no_beginnings():
+    cache, pools = prefix(None, 3)
+    store(cache, pools, [1, 2, 3, 4])
+    [node] = cache.find([1, 2, 9])
+    assert cache.begins_inside(node, [3, 9])[1] == 1
+    cache.hold(node)
+    cache.forget([1, 2, 3], "")
+    assert cache.begins_inside(node, [3, 9]) == (None, 0)
+    cache.drop(node)
     cache.check_integrity([])

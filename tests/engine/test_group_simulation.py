@@ -6,6 +6,7 @@ that was let go of too early has been given to somebody else or is spoilt, and s
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.engine.simulator import Outputs, VirtualModel, VirtualStore, check_idle
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
+from tilewise.cache.grouped_prefix import GroupedPrefix
 from tilewise.engine import group_tables
 from tilewise.engine.admission import window_blocks
 from tilewise.engine.group_swap import GroupSwap
@@ -189,29 +191,36 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
         (
             "passed", "preemptions", "hits", "window hits", "other copies", "taken over", "drafts",
             "swapped", "families", "recalled", "kept", "full", "revoked", "withdrawn",
-            "passed then", "files", "files in windows",
+            "passed then", "files", "files in windows", "inside", "inside taken over",
+            "inside behind a window", "one source twice", "inside beside others",
         ),
         0,
     )  # fmt: skip
-    rare = ("passed then", "files")
+    rare = ("passed then", "files", "inside taken over")
     for seed in range(450):
         story = GroupStory(seed, overlap=seed % 2 == 1, fails=seed % 5 == 3)
         tables, submit = story.scheduler.tables, story.model.submit
+        size = tables.block_size
 
         def passing(seq, number, first, go=tables._pass):
             before = seq.places.gone[number]
             go(seq, number, first)
             seen["passed"] += seq.places.gone[number] - before
 
-        def reserving(seq, spare, reserve=tables.reserve):
+        def reserving(seq, spare, reserve=tables.reserve, tables=tables, size=size):
             there = reserve(seq, spare)
             if there and seq.num_computed_tokens:
                 seen["window hits"] += max(seq.places.gone) > 0
+                is_inside = seq.num_computed_tokens % size > 0
+                seen["inside"] += is_inside
+                seen["inside behind a window"] += is_inside and max(seq.places.gone) > 0
+                seen["inside beside others"] += is_inside and tables.has_fenced
             return there
 
-        def adopting(seq, adopt=tables.adopt):
+        def adopting(seq, adopt=tables.adopt, size=size):
             gained = adopt(seq)
             seen["taken over"] += gained
+            seen["inside taken over"] += gained > 0 and seq.num_computed_tokens % size > 0
             return gained
 
         def swapping(family, swap_out=tables.swap_out):
@@ -229,8 +238,12 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
             seen["passed then"] += has_passed(seq)
             return has_passed(seq)
 
-        def submitting(batch, submit=submit):
+        def submitting(batch, submit=submit, tables=tables):
             seen["other copies"] += sum(map(len, batch.other_copies))
+            for number, pool in enumerate(tables.pools):
+                sources = [source for source, _ in batch.of_group(number).block_copies]
+                found = {s for s in sources if pool.allocator.is_cached(s)}
+                seen["one source twice"] += any(sources.count(s) > 1 for s in found)
             seen["kept"] += sum(len(out) for out, _ in batch.other_moves)
             submit(batch)
 
@@ -261,7 +274,8 @@ def failing(seed: int) -> None:
 # Planted mistakes, see test_planted_mistakes.py.
 
 FIRST, SEEN, BRING_BACK = group_tables.first_block, group_tables.seen, group_tables.bring_back
-READ = group_tables.read_files
+READ, INSIDE = group_tables.read_files, group_tables.begin_inside_groups
+COPY, BEGINS = group_tables.GroupedTables._copy, GroupedPrefix.begins_inside
 SWAP_OUT, KEEP, TAKE = GroupSwap.swap_out, GroupSwap.keep, group_tables.take
 
 
@@ -345,7 +359,91 @@ def use_what_is_torn(tables, seq):
     READ(tables, seq)
 
 
+def begin_one_token_too_far(tables, seq, spare, *, is_fresh):
+    count = INSIDE(tables, seq, spare, is_fresh=is_fresh)
+    return count + (0 < count < seq.num_tokens - seq.num_registered_blocks * tables.block_size - 1)
+
+
+def begin_without_a_copy(tables, seq, spare, *, is_fresh):
+    count = INSIDE(tables, seq, spare, is_fresh=is_fresh)
+    seq.shares_tail = False
+    return count
+
+
+def hold_no_source_of_the_last_group(tables, seq, spare, *, is_fresh):
+    count = INSIDE(tables, seq, spare, is_fresh=is_fresh)
+    if count:
+        last = len(tables.pools) - 1
+        block = tables.table(seq, last)[seq.num_registered_blocks]
+        tables.pools[last].allocator.release([block])
+    return count
+
+
+def copy_in_all_groups_but_the_last(tables, seq, number, place):
+    source = tables.table(seq, number)[place]
+    COPY(tables, seq, number, place)
+    pool = tables.pools[number]
+    if number == len(tables.pools) - 1 and pool.allocator.is_cached(source):
+        pool.copies.pop()
+        pool.sources[source] = max(0, pool.sources[source] - 1)
+        tables._let_go_of(number, [source])
+
+
+def take_a_child_that_a_group_lacks(tree, node, token_ids):
+    blocks = [list(child.blocks) for child in node.children.values()]
+    for child in node.children.values():
+        child.blocks = [max(0, block) for block in child.blocks]
+    found, count = BEGINS(tree, node, token_ids)
+    kept = found.blocks if found else None
+    for child, own in zip(node.children.values(), blocks, strict=True):
+        child.blocks = own
+    if found is not None and min(found.blocks) < 0:
+        odd = copy.copy(found)
+        odd.blocks = kept
+        return odd, count
+    return found, count
+
+
+def begin_under_any_parent(tree, node, token_ids):
+    found = [BEGINS(tree, other, token_ids) for other in tree._all() if other.parent is not None]
+    return max(found, key=lambda pair: pair[1], default=(None, 0))
+
+
+def take_any_child(tree, node, token_ids):
+    found, count = BEGINS(tree, node, token_ids)
+    whole = [child for child in node.children.values() if min(child.blocks) >= 0]
+    return (whole[0], count) if found else (None, 0)
+
+
+def give_back_beside_unfinished_steps(tables, seq, spare, *, is_fresh):
+    return INSIDE(tables, seq, spare, is_fresh=True)
+
+
 MISTAKES = {
+    "a hit inside blocks of groups is a token too long": (
+        group_tables, "begin_inside_groups", begin_one_token_too_far, play,
+    ),
+    "one token behind a hit inside blocks is written in place": (
+        group_tables, "begin_inside_groups", begin_without_a_copy, play,
+    ),
+    "the source of one group is not held": (
+        group_tables, "begin_inside_groups", hold_no_source_of_the_last_group, play,
+    ),
+    "what was found inside blocks is not copied in one group": (
+        group_tables.GroupedTables, "_copy", copy_in_all_groups_but_the_last, play,
+    ),
+    "a source is taken that one group has no more": (
+        GroupedPrefix, "begins_inside", take_a_child_that_a_group_lacks, play,
+    ),
+    "another prompt's blocks are copied in groups": (
+        GroupedPrefix, "begins_inside", begin_under_any_parent, play,
+    ),
+    "another child's blocks are copied in groups": (
+        GroupedPrefix, "begins_inside", take_any_child, play,
+    ),
+    "what a source replaces is given back at once": (
+        group_tables, "begin_inside_groups", give_back_beside_unfinished_steps, play,
+    ),
     "a torn file of a group is used": (group_tables, "read_files", use_what_is_torn, play),
     "a window is a key too short": (group_tables, "first_block", pass_a_key_too_early, play),
     "the first block of a window is not swapped": (

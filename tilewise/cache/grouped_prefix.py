@@ -15,6 +15,7 @@ a block also where a slot there holds it; the node lists that slot.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -23,6 +24,9 @@ from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 
 __all__ = ["GroupedPrefix", "Keeper", "PrefixNode", "first_block"]
+
+
+MOST_CHILDREN = 8  # that begins_inside() looks at
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:
@@ -43,11 +47,12 @@ class PrefixNode:
         num_users: sequences whose last known block it is.
         is_forgotten: nobody finds it any more, nor what follows it.
         digest: of the whole prefix, once a store has asked for it; see `engine.group_files`.
+        order: the keys of its children, in order.
     """
 
     __slots__ = (
-        "blocks", "children", "digest", "is_forgotten", "num_users", "number", "parent", "salt",
-        "slots", "tokens",
+        "blocks", "children", "digest", "is_forgotten", "num_users", "number", "order", "parent",
+        "salt", "slots", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +61,7 @@ class PrefixNode:
         self.parent, self.salt, self.tokens, self.number = parent, salt, tokens, number
         self.blocks, self.slots = [-1] * num_groups, [-1] * num_groups
         self.children: dict[bytes, PrefixNode] = {}
+        self.order: list[bytes] = []
         self.num_users = 0
         self.is_forgotten = False
         self.digest = b""
@@ -165,7 +171,37 @@ class GroupedPrefix:
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = self._new(parent, salt, key)
+            insort(parent.order, key)
         return node
+
+    def begins_inside(
+        self, node: PrefixNode, token_ids: Sequence[int]
+    ) -> tuple[PrefixNode | None, int]:
+        """Return the child of a node that has most of its first tokens in common.
+
+        Only one that every group has in a block. Others may lie nearer in the order of the keys; a
+        few of them are passed over, the nearest first.
+
+        Args:
+            node: of a block; first blocks of prompts are not looked for, see `PrefixCache`.
+            token_ids: at most block_size tokens that come after it.
+
+        Returns:
+            The child, and how many tokens agree; (None, 0) if none does.
+        """
+        wanted, order = PrefixCache.pack(token_ids), node.order
+        after = bisect_left(order, wanted)
+        before = after - 1
+        for _ in range(MOST_CHILDREN):
+            left = _count_common(order[before], wanted) if before >= 0 else 0
+            right = _count_common(order[after], wanted) if after < len(order) else 0
+            if left == right == 0:
+                break
+            child = node.children[order[before if left > right else after]]
+            if min(child.blocks) >= 0:
+                return child, max(left, right)
+            before, after = (before - 1, after) if left > right else (before, after + 1)
+        return None, 0
 
     def root(self, salt: str) -> PrefixNode | None:
         """Return the node before all first blocks of a salt, if there is one."""
@@ -206,16 +242,17 @@ class GroupedPrefix:
         root = self._roots.get(salt)
         first = None
         if root is not None:
-            first = root.children.pop(PrefixCache.pack(token_ids[: self.block_size]), None)
+            first = root.children.get(PrefixCache.pack(token_ids[: self.block_size]))
         if root is None or first is None:
             return forgotten
+        _take_out(first, root)
         self.version += 1
         nodes = [first]
         for node in nodes:  # it grows meanwhile
             nodes += node.children.values()
         for node in nodes:
             node.is_forgotten = True
-            node.children = {}
+            node.children, node.order = {}, []
             for group, block in enumerate(node.blocks):
                 if block >= 0:
                     self._take_off(node, group)
@@ -297,6 +334,7 @@ class GroupedPrefix:
             (all(n.num_users == held.count(id(n)) for n in nodes), "users of a node are counted"),
             (all(needed), "no content is kept for nothing"),
             (not any(n.is_forgotten for n in nodes), "what is forgotten is not found"),
+            (all(n.order == sorted(n.children) for n in nodes), "children are listed in order"),
         ]
         for holds, rule in rules:
             if not holds:
@@ -334,5 +372,19 @@ class GroupedPrefix:
                     del self._roots[node.salt]
                 return
             if node.parent.children.get(node.tokens) is node:
-                del node.parent.children[node.tokens]
+                _take_out(node, node.parent)
             node = node.parent
+
+
+def _take_out(node: PrefixNode, parent: PrefixNode) -> None:
+    """Let a parent know a child no more."""
+    del parent.children[node.tokens]
+    del parent.order[bisect_left(parent.order, node.tokens)]
+
+
+def _count_common(tokens: bytes, wanted: bytes) -> int:
+    """Return how many tokens two packed runs of them have in common at their beginning."""
+    count = 0
+    while count < len(wanted) and tokens[count : count + 4] == wanted[count : count + 4]:
+        count += 4
+    return count // 4

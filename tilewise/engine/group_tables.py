@@ -8,7 +8,9 @@ is of the same tokens, i * block_size and on. What `BlockTables` promises holds 
                        that is still unfinished, or is run again, finds what it was told; later
                        steps read nothing there
     all or none        a sequence gets the blocks of a step in all groups, or in none
-    a hit is common    the prefix cache gives what every group has, see `cache.grouped_prefix`
+    a hit is common    the prefix cache gives what every group has, see `cache.grouped_prefix`; the
+                       block in which a prompt leaves it is shared, too, until the sequence writes
+                       there, and is copied then, in every group (`engine.group_inside`)
 
 At admission a group without a window gives blocks for all known tokens. One with a window gives as
 many as its layers ever need at a time: those of a window and of a step. A sequence that goes on
@@ -32,6 +34,7 @@ from tilewise.engine.admission import window_blocks
 from tilewise.engine.batch import Batch
 from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.group_files import forget_files, read_files
+from tilewise.engine.group_inside import begin_inside_groups
 from tilewise.engine.group_moves import (
     bring_back,
     count_lacking,
@@ -209,7 +212,8 @@ class GroupedTables(BlockTables):
         node = hits[-1] if hits else None
         seq.places = Places(tables[1:], [0] * (len(tables) - 1), gone, node)
         seq.num_registered_blocks = len(hits)
-        seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * size
+        inside = begin_inside_groups(self, seq, spare, is_fresh=True)
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * size + inside
         if self.tree is not None:
             self.tree.count(seq.num_tokens, seq.num_computed_tokens)
         return True
@@ -288,8 +292,9 @@ class GroupedTables(BlockTables):
             if owners > 1:  # those who have just got copies own the source no more
                 owners -= pool.sources[table[first]]
             grown = max(0, self.blocks_for(end) - len(table))
-            plans.append((owners > 1, grown))
-            has_room &= (owners > 1) + grown <= pool.allocator.num_free
+            is_found = first < len(table) and pool.allocator.is_cached(table[first])
+            plans.append((owners > 1 or is_found, grown))
+            has_room &= (owners > 1 or is_found) + grown <= pool.allocator.num_free
         if not has_room:
             return False
         for number, (is_shared, grown) in enumerate(plans):
@@ -426,8 +431,23 @@ class GroupedTables(BlockTables):
             return 0
         places, size = places_of(seq), self.block_size
         found = tree.find(seq.token_ids, seq.request.salt, places.node, first)
-        if not found:
+        end = first + len(found)
+        if end * size < before:  # it has begun a block of its own
             return 0
+        if found:
+            self._take_over(seq, found)
+        inside = begin_inside_groups(self, seq, 0, is_fresh=False)
+        if inside:
+            self.trace.note("hit", seq.seq_id, end, (seq.block_ids[end],))
+        seq.num_computed_tokens = seq.num_scheduled_tokens = end * size + inside
+        tree.count(0, seq.num_computed_tokens - before)
+        return seq.num_computed_tokens - before
+
+    def _take_over(self, seq: Sequence, found: list[PrefixNode]) -> None:
+        """Hold the blocks of nodes in place of a sequence's first unknown ones."""
+        tree, places, size = self.tree, places_of(seq), self.block_size
+        assert tree is not None
+        first = seq.num_registered_blocks
         end = first + len(found)
         for number, pool in enumerate(self.pools):
             table, gone = self.table(seq, number), places.gone[number]
@@ -448,9 +468,6 @@ class GroupedTables(BlockTables):
         tree.drop(places.node)
         places.node = found[-1]
         seq.num_registered_blocks = end
-        seq.num_computed_tokens = seq.num_scheduled_tokens = end * size
-        tree.count(0, seq.num_computed_tokens - before)
-        return seq.num_computed_tokens - before
 
     def next_content(self, seq: Sequence) -> tuple[int | str, tuple[int, ...]] | None:
         """Return the content of the first full block of known tokens that is not findable yet.
