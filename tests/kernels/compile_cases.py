@@ -219,7 +219,7 @@ def attention_cases() -> Iterator[Case]:
             "padded-d80": attention_spec(80),
             "mla-d192-128": attention_spec(192, 128),
             "mla-d64-512": attention_spec(64, 512),
-            # Rows on no boundary of 4 bytes, and values narrower than keys; see geometry.py.
+            # Rows on no boundary of 4 bytes, and values narrower than keys; see tiles/paged.py.
             "odd-d20-10": attention_spec(20, 10, causal=False, is_varlen=True),
             "odd-d150-9": attention_spec(150, 9, causal=False),
             "mla-d576-512": attention_spec(576, 512),

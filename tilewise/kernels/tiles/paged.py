@@ -95,6 +95,16 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def padded_value_dim(head_dim: int, v_head_dim: int) -> int:
+    """Channels of a tile of values that is stored beside one of keys, as wide up to 64.
+
+    Where neither is copied ahead of its use, and values are swizzled less widely than keys, ptxas
+    of CUDA 12.8 makes their descriptors of registers that nothing has written: wrong sums, and an
+    illegal access on an H200. Rows of 64 channels and more are swizzled alike.
+    """
+    return max(padded_head_dim(v_head_dim), min(padded_head_dim(head_dim), 64))
+
+
 def _compute_bytes(spec: PagedSpec) -> int:
     """Bytes of an operand: 8-bit caches are widened to q's dtype, mixed floats to float32."""
     is_plain = spec.dtype == spec.cache_dtype or spec.cache_dtype.itemsize == 1

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.kernels.tiles.attention import WIDEST
-from tilewise.kernels.tiles.paged import padded_head_dim
+from tilewise.kernels.tiles.paged import padded_head_dim, padded_value_dim
 from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Variant
 
 # Keys and values that one wave of programs shares in L2, bytes: 32 MiB of Hopper's 50 MB, which is
@@ -15,10 +15,7 @@ from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Variant
 SECTION_BYTES = 32 << 20
 _MOST_ROWS = 256  # of a tile
 _VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it when they allow
-# Rows that start at no multiple of so many bytes are not copied ahead of their use. Where tiles of
-# values are swizzled less widely than those of keys, up to 128 bytes, ptxas of CUDA 12.8 then makes
-# their descriptors of registers that nothing has written: an illegal access on an H200.
-_COPIED_BYTES, _SWIZZLED_BYTES = 4, 128
+_COPIED_BYTES = 4  # rows that start at no multiple of so many are not copied ahead of their use
 
 
 def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) -> HeadDims:
@@ -38,7 +35,7 @@ def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) ->
     d, dv, rest = min(spec.head_dim, WIDEST), spec.v_head_dim, max(spec.head_dim - WIDEST, 0)
     d_pad, dv_pad, rest_pad = (padded_head_dim(width) if width else 0 for width in (d, dv, rest))
     if (unit if is_aligned else 1) * spec.dtype.itemsize < _COPIED_BYTES:
-        dv_pad = max(dv_pad, min(d_pad, _SWIZZLED_BYTES // spec.dtype.itemsize))
+        dv_pad = padded_value_dim(d, dv)
     longest_row = max(tensor.stride(-3) for tensor in tensors)
     is_narrow = _MOST_ROWS * longest_row < 2**31
     return HeadDims(d, dv, rest, d_pad, dv_pad, rest_pad, unit, narrow=is_narrow)

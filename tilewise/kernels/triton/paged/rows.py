@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles.paged import padded_head_dim
+from tilewise.kernels.tiles.paged import padded_head_dim, padded_value_dim
 from tilewise.kernels.tiles.paged_rows import RowsPlan
 from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.paged.items import find_item, find_tile
@@ -242,7 +242,8 @@ def launch_rows(
         plan.split_tiles, spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, TILE_G=triton.next_power_of_2(group),
         HEAD_DIM=spec.head_dim, V_HEAD_DIM=spec.v_head_dim,
-        TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
+        TILE_D=padded_head_dim(spec.head_dim),
+        TILE_DV=padded_value_dim(spec.head_dim, spec.v_head_dim),
         BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
         WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
         HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
