@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilewise import ops
 from tilewise.nn import layers
-from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, RMSNorm
+from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, Parts, RMSNorm
 from tilewise.testing import assert_within_budget
 
 
@@ -124,3 +124,14 @@ def test_inference_in_one_kernel_gives_what_training_gives(monkeypatch, dtype):
         norm(x.float() if dtype == torch.bfloat16 else x.double())
         norm(torch.randn(96, 7, dtype=dtype).T)
     assert len(calls) == 3
+
+
+def test_a_norm_that_adds_parts_learns_where_the_product_before_it_is_frozen():
+    norm, x, residual = RMSNorm(24, 1e-5), torch.randn(3, 5, 24), torch.randn(5, 24)
+    dy = torch.randn(5, 24)
+    expected, total = norm.add(x[0] + x[1] + x[2], residual)
+    [wanted] = torch.autograd.grad(expected, [norm.weight], dy)
+    y, added = norm.add(Parts(x), residual)
+    [got] = torch.autograd.grad(y, [norm.weight], dy)
+    torch.testing.assert_close(added, total)
+    torch.testing.assert_close(got, wanted)

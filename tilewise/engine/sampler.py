@@ -241,15 +241,16 @@ def _draw_compiled(
         return []
     chosen = [rows[i] for i in places]
     params = [s.sampling for s in chosen]
+    temperature, top_p, min_p = zip(*(p.float32_rule for p in params), strict=True)
     some = logits
     if len(places) < len(logits):
         some = logits.index_select(0, torch.tensor(places))
     ids, _ = ops.sample_tokens(
         some,
-        temperature=torch.tensor([p.float32_rule[0] for p in params], dtype=torch.float32),
+        temperature=torch.tensor(temperature, dtype=torch.float32),
         top_k=_unless_all([p.top_k for p in params], 0, torch.int32),
-        top_p=_unless_all([p.float32_rule[1] for p in params], 1.0, torch.float32),
-        min_p=_unless_all([p.min_p for p in params], 0.0, torch.float32),
+        top_p=_unless_all(top_p, 1.0, torch.float32),
+        min_p=_unless_all(min_p, 0.0, torch.float32),
         seeds=torch.from_numpy(
             np.array([s.seeds[0] & 0xFFFFFFFFFFFFFFFF for s in chosen], np.uint64).view(np.int64)
         ),

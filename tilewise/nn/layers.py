@@ -126,7 +126,10 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor | Parts, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
         if isinstance(x, Parts):
-            return ops.add_parts_rms_norm(x.sums, residual, self.weight, self.eps)
+            learns = residual.requires_grad or self.weight.requires_grad
+            if not (torch.is_grad_enabled() and learns):
+                return ops.add_parts_rms_norm(x.sums, residual, self.weight, self.eps)
+            x = x.sums.sum(0).to(residual.dtype)
         if _fuses(x, residual, self.weight, on_cpu=self.fuses_on_cpu):
             if self.fuses_on_cpu and x.dtype == torch.float32:
                 total = residual + x
