@@ -25,6 +25,7 @@ from tests.kernels.gluon.emulator import Program, Recording, Replay, recorded
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward
 from tests.kernels.triton.test_mla import Case as Latents
 from tests.kernels.triton.test_mla import make_inputs
+from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 
@@ -45,6 +46,7 @@ class Attention:
         tile: changes of the forward tile, for rows of the table that only long calls choose.
         prepost: the backward kernel does prepost of other heads, as it does of large calls.
         resident: CTAs of the backward kernel at a time.
+        form: changes of its variant, for forms that only long calls choose.
     """
 
     call: Call
@@ -53,6 +55,7 @@ class Attention:
     deterministic: bool = False
     prepost: bool = False
     resident: int = 1
+    form: tuple[tuple[str, Any], ...] = ()
 
     def run(self, seed: int, program: Program) -> list[Recording]:
         torch.manual_seed(0)
@@ -72,6 +75,10 @@ class Attention:
             if self.prepost:
                 patch(mock.patch.object(attention_bwd_plan, "L2_BYTES", 1))
                 patch(mock.patch.object(attention_bwd_plan, "_FEW_WAVES", 0))
+            if self.form:
+                chosen = attention_bwd_launch.variant_of
+                changed = lambda spec: chosen(spec)._replace(**dict(self.form))  # noqa: E731
+                patch(mock.patch.object(attention_bwd_launch, "variant_of", changed))
             if self.kernels == "forward":
                 with recorded() as recordings:
                     results = forward(problem, seed, program=program, num_sms=1)
@@ -185,6 +192,22 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     ).run,
     "backward_wide": Attention(
         Call(150, 100, (1, 1), (256, 256), 1, BRAIN, CAUSAL, dropout_p=0.2), "backward"
+    ).run,
+    "backward_by_query": Attention(
+        Call(300, 130, (1, 1), (64, 64), 1, BRAIN), "backward",
+        form=(("flat", True), ("by_query", True)),
+    ).run,
+    "backward_in_a_ring": Attention(
+        Call(200, 130, (1, 1), (128, 128), 1, BRAIN), "backward",
+        form=(("flat", True), ("by_query", True), ("ring", True)),
+    ).run,
+    "backward_together": Attention(
+        Call(200, 260, (1, 1), (128, 128), 1, BRAIN, CAUSAL), "backward",
+        form=(("flat", True), ("by_query", True), ("together", True)),
+    ).run,
+    "backward_in_one_loop": Attention(
+        Call(200, 260, (1, 1), (128, 128), 1, BRAIN, CAUSAL), "backward",
+        form=(("flat", True), ("by_query", True), ("together", True), ("two_loops", False)),
     ).run,
     "8_bits": _bytes,
     "paged_decode": _paged,
