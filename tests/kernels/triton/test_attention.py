@@ -56,6 +56,7 @@ CASES = {
     ),
     "latent_prefill_192_128": Call(100, 130, dims=(192, 128), window=CAUSAL),
     "padded_head_dims": Call(100, 100, dims=(80, 72), window=CAUSAL),
+    "odd_head_dims": Call(100, 150, dims=(20, 10), dtype=BRAIN),
     "smallest_head_dim": Call(100, 100, dims=(16, 16)),
     "largest_head_dim": Call(90, 90, heads=(1, 1), dims=(256, 256), window=CAUSAL),
     "negative_scale": Call(100, 100, scale=-0.2, window=CAUSAL),
@@ -79,6 +80,9 @@ GPU_CASES = {
     "latent_2k": Call(1536, 1536, (4, 4), (192, 128), 1, BRAIN, CAUSAL),
     "padded_d96": Call(1000, 1300, (4, 4), (96, 96), 2, BRAIN, CAUSAL),
     "padded_d40": Call(700, 900, (4, 4), (40, 40), 2, HALF),
+    "odd_d20": Call(32, 4096, (6, 6), (20, 10), 1, BRAIN),
+    "odd_d70": Call(300, 700, (4, 2), (70, 30), 1, HALF, CAUSAL),
+    "odd_d150": Call(300, 700, (4, 2), (150, 9), 1, BRAIN),
     "softcap_2k": Call(1024, 2048, (8, 4), (128, 128), 1, BRAIN, CAUSAL, softcap=20.0),
     "alibi_sinks": Call(
         1024, 2048, (8, 4), (64, 64), 1, BRAIN, CAUSAL, alibi="heads", sinks=True

@@ -175,6 +175,7 @@ CASES = [
     Case("decode_block_of_256_bf16", (1, 1), (257, 600), block_size=256, dtype=torch.bfloat16),
     Case("decode_d80", (1, 1), (70, 90), head_dim=80),
     Case("decode_d96_dv32", (1, 1), (70, 290), head_dim=96, v_head_dim=32),
+    Case("prompts_d20_dv10", (40, 3), (90, 130), head_dim=20, v_head_dim=10, dtype=torch.bfloat16),
     Case("decode_d256", (1, 1), (70, 290), head_dim=256),
     Case("decode_window", (1, 1, 1), (40, 300, 900), window=100),
     Case("decode_window_of_1", (1, 1), (40, 300), window=1),
