@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
+from tests.waits import waits_are_errors
 from tilewise.cache.storage import KVStorage
 from tilewise.engine import device_runner
 from tilewise.engine.decode_step import buckets
@@ -324,15 +324,8 @@ def test_a_decode_step_waits_for_nothing(directory, option):
     submit = runner.submit
 
     def watched(batch):
-        torch._C._cuda_set_sync_debug_mode(2)  # an error where torch waits
-        try:
+        with waits_are_errors():
             return submit(batch)
-        finally:
-            torch._C._cuda_set_sync_debug_mode(0)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says at the first call that it may miss some
-        torch._C._cuda_set_sync_debug_mode(0)
 
     runner.submit = watched
     for _ in range(10):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.integrations.flash_attn_oracle import KVCacheCase, draw, expected
+from tests.waits import waits_are_errors
 from tilewise.integrations.flash_attn import flash_attn_with_kvcache
 from tilewise.integrations.flash_attn.pages import row_blocks
 from tilewise.ops import dispatch
@@ -127,13 +127,8 @@ class TestCases:
         case = next(c for c in CASES if c.name == name)
         _check(case, torch.bfloat16, "cuda")  # compiled by now
         given = draw(case, torch.bfloat16, "cuda").arguments
-        try:
-            with warnings.catch_warnings():  # torch says once that the mode is a prototype
-                warnings.simplefilter("ignore")
-                torch.cuda.set_sync_debug_mode("error")
+        with waits_are_errors():
             flash_attn_with_kvcache(**given, **case.options)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def _random_case(seed: int) -> KVCacheCase:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from tests.training.small import WORDS, make_bert, make_decoder, make_packer
+from tests.waits import waits_are_errors
 from tilewise.training.packing import mask_batch
 from tilewise.training.trainer import Settings, Trainer, learning_rate, model_flops
 
@@ -130,17 +128,6 @@ def test_wrong_settings_are_refused():
         Settings(dtype="int8")
     with pytest.raises(ValueError, match="steps must be positive, got 0"):
         Settings(steps=0)
-
-
-@contextlib.contextmanager
-def waits_are_errors():
-    try:
-        with warnings.catch_warnings():  # torch says once that the mode is a prototype
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @traces_a_function
