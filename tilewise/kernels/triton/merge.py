@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels import device
-from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E
+from tilewise.kernels.triton.elements import why_not as why_not
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_ELEMENTS = 2048  # of each input: two 16-byte loads of 2-byte elements a thread of four warps
 
 
@@ -60,15 +58,6 @@ def _merge_kernel(
     o_b = tl.load(b_row + offs, mask=inside & (weight_b > 0.0)[:, None], other=0.0).to(tl.float32)
     o = o_a * (weight_a / total)[:, None] + o_b * (weight_b / total)[:, None]
     tl.store(o_row + offs, o.to(o_ptr.dtype.element_ty), mask=inside)
-
-
-def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
-    if spec.device_type != "cuda" and not device.interpreting():
-        return f"needs a CUDA device, got {spec.device_type}"
-    if spec.dtype not in DTYPES:
-        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    return None
 
 
 def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

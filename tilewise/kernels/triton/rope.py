@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels import device
-from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.triton.elements import why_not as why_not
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_PAIRS = 1024  # channel pairs of a tile: 8 a thread of four warps, one 16-byte load a half
 
 
@@ -60,15 +58,6 @@ def _rope_kernel(
         rest = 2 * HALF + tl.arange(0, TILE_REST)[None, :]
         inside = in_heads & (rest < HEAD_DIM)
         tl.store(out_row + rest, tl.load(x_row + rest, mask=inside), mask=inside)
-
-
-def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
-    if spec.device_type != "cuda" and not device.interpreting():
-        return f"needs a CUDA device, got {spec.device_type}"
-    if spec.dtype not in DTYPES:
-        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    return None
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -6,23 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from tilewise.kernels import device
-from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.tiles.experts import ROUTED_TOKENS, expert_tile, most_row_tiles
+from tilewise.kernels.triton.elements import why_not as why_not
 from tilewise.kernels.triton.experts.products import combine_kernel, down_kernel, up_kernel
 from tilewise.kernels.triton.experts.route import choose_kernel, place_kernel
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COMBINED = 1024  # channels of a program that adds a token's experts
-
-
-def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
-    if spec.device_type != "cuda" and not device.interpreting():
-        return f"needs a CUDA device, got {spec.device_type}"
-    if spec.dtype not in DTYPES:
-        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    return None
 
 
 def launch(

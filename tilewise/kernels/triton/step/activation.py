@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels import device
-from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
+from tilewise.kernels.triton.elements import why_not as why_not
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 1024  # 8 a thread of four warps, so 16 bytes of 2-byte elements; 6 programs for I = 6,144
 
 
@@ -38,15 +36,6 @@ def _silu_mul_kernel(
     dtype = y_ptr.dtype.element_ty
     activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(y_ptr + row * dim + channel, (activated * up).to(dtype), mask=inside)
-
-
-def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
-    if spec.device_type != "cuda" and not device.interpreting():
-        return f"needs a CUDA device, got {spec.device_type}"
-    if spec.dtype not in DTYPES:
-        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    return None
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

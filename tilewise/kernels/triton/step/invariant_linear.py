@@ -18,10 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.tiles.invariant_linear import InvariantTile, invariant_tile
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from tilewise.kernels.triton.elements import why_not as why_not
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -47,15 +45,6 @@ def _invariant_linear_kernel(
         acc += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
-
-
-def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
-    if spec.device_type != "cuda" and not device.interpreting():
-        return f"needs a CUDA device, got {spec.device_type}"
-    if spec.dtype not in DTYPES:
-        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    return None
 
 
 def launch(

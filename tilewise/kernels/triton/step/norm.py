@@ -15,11 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels import device
-from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
+from tilewise.kernels.triton.elements import why_not as why_not
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
 
 
@@ -53,15 +51,6 @@ def _norm_kernel(
     mean_square = tl.sum(x * x, 0) / DIM
     scaled = (x * tl.rsqrt(mean_square + eps)).to(dtype)
     tl.store(y_ptr + row * DIM + column, (scaled.to(tl.float32) * weight).to(dtype), mask=inside)
-
-
-def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
-    if spec.device_type != "cuda" and not device.interpreting():
-        return f"needs a CUDA device, got {spec.device_type}"
-    if spec.dtype not in DTYPES:
-        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
