@@ -37,19 +37,15 @@ class _Place(NamedTuple):
 
 def content_of(node: PrefixNode) -> Content:
     """Return what a node's block holds, with all that comes before."""
-    chain: list[PrefixNode] = []
-    at = node
-    while at.parent is not None:
-        chain.append(at)
-        at = at.parent
+    chain = _path(node)
     root = digest = root_digest(node.salt)
     first = root
-    for each in reversed(chain):
+    for each in chain:
         if not each.digest:
             each.digest = child_digest(digest, each.tokens)
         first = each.digest if digest is root else first
         digest = each.digest
-    tokens = b"".join(each.tokens for each in reversed(chain))
+    tokens = b"".join(each.tokens for each in chain)
     return Content(node.salt, tokens, digest, root if len(chain) == 1 else first)
 
 

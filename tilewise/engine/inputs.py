@@ -161,9 +161,8 @@ def build_inputs(
         for own, group, table in zip(other_slots, groups, all_tables[1:], strict=True)
         for part in (own, _flatten(group.block_copies), table.astype(np.int32).ravel())
     ]
-    if (
-        longest == 1 and device.type == "cpu"
-    ):  # nothing to send, and no kernel that asks how it lies
+    # Nothing to send, and no kernel that asks how it lies.
+    if longest == 1 and device.type == "cpu":
         sent = [torch.from_numpy(np.ascontiguousarray(part)) for part in (*parts, *more)]
     else:
         sent = send((*parts, *more), device)
