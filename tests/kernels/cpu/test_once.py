@@ -1,4 +1,4 @@
-"""Of processes that need the same kernel at the same moment, one compiles it and the others load it."""
+"""Of processes that need a kernel at the same moment, one compiles it and the others load it."""
 
 from __future__ import annotations
 
