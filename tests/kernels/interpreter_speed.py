@@ -4,7 +4,8 @@ Most of the time of an interpreted kernel goes where nothing is computed. The in
 its language anew at each call of a device function, though the launch has patched it already;
 repeats each operation on integers in int64 to find overflow, and then drops the finding, because
 asserts on the device need its option `debug`; builds a table of dtypes at every look-up of one;
-wraps the shape of every result; and asks five times what class a dtype is of to compare it. Without that, attention with its gradients takes a quarter of it.
+wraps the shape of every result; and asks five times what class a dtype is of to compare it. Without
+that, attention with its gradients takes a quarter of it.
 
 `hasten()` is called once, with `interpreter.repair()`.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -138,6 +139,23 @@ def test_the_lock_is_given_back_after_compiling_and_after_an_error(module):
     again = shared(module.halve)
     assert again(8) == 4
     assert not again.stats.cache_misses
+
+
+def test_garbage_is_looked_for_as_before_after_compiling(module):
+    before = gc.get_threshold()
+    compiled, seen = shared(module.halve), []
+    compile_now = compiled.targetctx.codegen
+
+    def codegen():
+        seen.append(gc.get_threshold())
+        return compile_now()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled.targetctx, "codegen", codegen)
+        assert compiled(9) == 4
+    assert seen
+    assert max(threshold[0] for threshold in seen) >= 100_000
+    assert gc.get_threshold() == before
 
 
 def test_a_cache_of_another_stamp_is_not_used(module):
