@@ -45,6 +45,8 @@ _FROM_THE_BACK = (
     "kernels/test_compile.py", "kernels/gluon", "kernels/triton", "kernels",
     "bench", "test_masks.py", "cost", "cache", "reference",
 )  # fmt: skip
+# Folders whose files share processes that start once: one process of the tests takes all of them.
+_TOGETHER = ("tests/distributed/", "tests/engine/tensor_parallel/")
 _TESTS = Path(__file__).parent
 
 
@@ -71,6 +73,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class FromBothEnds(LoadFileScheduling):
         """Files in the order of the list; every other process takes them from its end."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            folders = [folder for folder in _TOGETHER if nodeid.startswith(folder)]
+            return folders[0] if folders else super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node) -> None:
             if self.nodes.index(node) % 2:
