@@ -42,11 +42,15 @@ with torch.device("meta"):
 # that both do not compile the same. Files not named here stand in the middle, by name.
 _FROM_THE_FRONT = ("kernels/cpu", "engine", "ops", "nn", "models", "integrations", "training")
 _FROM_THE_BACK = (
-    "kernels/test_compile.py", "kernels/gluon", "kernels/triton", "kernels",
+    "kernels/test_early.py", "kernels/test_compile.py", "kernels/gluon", "kernels/triton", "kernels",
     "bench", "test_masks.py", "cost", "cache", "reference",
 )  # fmt: skip
-# Folders whose files share processes that start once: one process of the tests takes all of them.
-_TOGETHER = ("tests/distributed/", "tests/engine/tensor_parallel/")
+# Files that share what is made once, as processes and compiled kernels: one process takes them all.
+_TOGETHER = (
+    ("tests/distributed/",),
+    ("tests/engine/tensor_parallel/",),
+    ("tests/kernels/test_compile.py", "tests/kernels/test_early.py"),
+)
 _TESTS = Path(__file__).parent
 
 
@@ -75,8 +79,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         """Files in the order of the list; every other process takes them from its end."""
 
         def _split_scope(self, nodeid: str) -> str:
-            folders = [folder for folder in _TOGETHER if nodeid.startswith(folder)]
-            return folders[0] if folders else super()._split_scope(nodeid)
+            shared = [files[0] for files in _TOGETHER if nodeid.startswith(files)]
+            return shared[0] if shared else super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node) -> None:
             if self.nodes.index(node) % 2:
