@@ -42,10 +42,10 @@ with torch.device("meta"):
 # that both do not compile the same. Files not named here stand in the middle, by name.
 _FROM_THE_FRONT = ("kernels/cpu", "engine", "ops", "nn", "models", "integrations", "training")
 _FROM_THE_BACK = (
-    "kernels/test_early.py", "kernels/test_compile.py", "kernels/gluon", "kernels/triton", "kernels",
-    "bench", "test_masks.py", "cost", "cache", "reference",
+    "kernels/test_early.py", "kernels/test_compile.py", "kernels/gluon", "kernels/triton",
+    "kernels", "bench", "test_masks.py", "cost", "cache", "reference",
 )  # fmt: skip
-# Files that share what is made once, as processes and compiled kernels: one process takes them all.
+# Files that share what is made once, processes or compiled kernels: one process takes them all.
 _TOGETHER = (
     ("tests/distributed/",),
     ("tests/engine/tensor_parallel/",),
