@@ -20,7 +20,8 @@ if (count := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
 import torch
 
 # Must be set before triton is imported; on a machine with a GPU the kernels are compiled instead.
-if not torch.cuda.is_available():
+_HAS_GPU = torch.cuda.is_available()
+if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
@@ -144,4 +145,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    torch.manual_seed(0)
+    if _HAS_GPU:
+        torch.manual_seed(0)
+    else:  # the same, without a stack trace kept for each kind of device that may come later
+        torch.default_generator.manual_seed(0)
