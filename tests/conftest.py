@@ -20,8 +20,7 @@ if (count := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
 import torch
 
 # Must be set before triton is imported; on a machine with a GPU the kernels are compiled instead.
-_HAS_GPU = torch.cuda.is_available()
-if not _HAS_GPU:
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
@@ -31,6 +30,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
     from tests.kernels import interpreter
 
     interpreter.repair()
+
+_HAS_GPU = torch.cuda.is_available()
 
 # torch remembers at the first use of a device context which functions make tensors; that must
 # happen before the poison below puts its own function in place of torch.empty.
