@@ -36,8 +36,6 @@ FORMS = {
     "together": {"flat": True, "by_query": True, "together": True},
     "together_in_one_loop": {"flat": True, "by_query": True, "together": True, "two_loops": False},
     "together_in_tiles": {"together": True, "prepost": "none"},
-    "direct": {"flat": True, "direct": True},
-    "direct_together": {"flat": True, "direct": True, "together": True, "stages": 3},
 }
 
 
