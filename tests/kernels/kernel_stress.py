@@ -438,17 +438,13 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     def lazily(make: Callable[..., Prepared], *arguments: Any) -> Callable[[], Prepared]:
         return lambda: make(*arguments)
 
-    forward = {
-        name: _shorter(call, 5) for name, call in (LITTLE | test_gluon_attention_fwd.CASES).items()
-    }
+    forward = LITTLE | test_gluon_attention_fwd.CASES
     backward = LITTLE | test_gluon_attention_bwd.CASES
-    portable = {name: _shorter(call, 2) for name, call in backward.items()}
-    backward = {name: _shorter(call, 5) for name, call in backward.items()}
     for name, call in forward.items():
-        yield f"forward/{name}", lazily(_forward, call)
+        yield f"forward/{name}", lazily(_forward, _shorter(call, 5))
     for name, call in backward.items():
-        yield f"backward/{name}", lazily(_backward, call, False)
-        yield f"backward_in_order/{name}", lazily(_backward, call, True)
+        yield f"backward/{name}", lazily(_backward, _shorter(call, 5), False)
+        yield f"backward_in_order/{name}", lazily(_backward, _shorter(call, 5), True)
     for name, call in test_gluon_few.CASES.items():
         yield f"few/{name}", lazily(_few, call)
     fp8 = test_gluon_fp8_emulated.CASES | {
@@ -465,8 +461,8 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
         yield f"latents/{name}", lazily(_latents, case)
     for name, given in test_gluon_mla_bytes.CASES.items():
         yield f"latents_of_8_bits/{name}", lazily(_latents_of_bytes, given)
-    for name, call in portable.items():
-        yield f"triton/{name}", lazily(_portable, call)
+    for name, call in backward.items():
+        yield f"triton/{name}", lazily(_portable, _shorter(call, 2))
     for case in test_triton_paged.CASES:
         yield f"triton_paged/{case.name}", lazily(_portable_paged, case)
     for case in test_triton_mla.CASES:

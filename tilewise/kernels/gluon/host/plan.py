@@ -393,9 +393,10 @@ class LaunchPlan(plan.LaunchPlan):
             slow = super()._begin(tensors)
             return Run([*slow.tensors, None], 0, self._at.copy(), None, self)
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        at, found = self._at.copy(), [*tensors, *self._unmade]
+        at = self._at.copy()
+        found: list[Any] = [*tensors, *self._unmade]
         for index in self._given:
-            at[index] = tensors[index].data_ptr()  # type: ignore[union-attr]
+            at[index] = found[index].data_ptr()
         for index, made in self._made:
             x = found[index] = _fresh(*made)
             at[index] = x.data_ptr()
