@@ -289,15 +289,22 @@ LITTLE = {
 }  # fmt: skip
 
 
+_MOST_TILES = 160
+
+
 def _shorter(call: Call, batch: int) -> Call:
     """Return a call with so many sequences at most: a shorter run hands over as often a second.
 
-    Five sequences of 32 heads are more tiles than an H200 has multiprocessors: programs of a
-    persistent kernel still go from tile to tile, and share what comes before and after them.
+    One sequence is enough where its tiles of 128 rows are more than an H200 has multiprocessors,
+    132: programs of a persistent kernel still go from tile to tile, and share what comes before and
+    after them. Sequences with lengths of their own for the keys are few, and each has its point.
     """
     if call.lengths is not None:
         return replace(call, lengths=call.lengths[: len(_SHORT) * batch])
-    return replace(call, batch=min(call.batch, batch))
+    if call.seqlens_k is not None:
+        return call
+    tiles = call.heads[0] * -(-max(call.seqlen_q, call.seqlen_k) // 128)
+    return replace(call, batch=min(call.batch, batch, -(-_MOST_TILES // tiles)))
 
 
 def _forward(call: Call) -> Prepared:
