@@ -219,8 +219,10 @@ class _Gather(torch.autograd.Function):
         rows = _rows(q)
         o = lse = None
         for part in _parts(problem, batch, length, q.device):
-            some = taken(rows, part.rows), *(taken(t, part.keys) for t in keys)
-            found, found_lse = attend(*some, part.window, part.lengths, options)
+            some_k, some_v = (taken(t, part.keys) for t in keys)
+            found, found_lse = attend(
+                taken(rows, part.rows), some_k, some_v, part.window, part.lengths, options
+            )
             if found.shape[1] == rows.shape[1]:  # one call has all queries, in their order
                 o, lse = found, found_lse
                 continue
@@ -253,11 +255,11 @@ class _Gather(torch.autograd.Function):
         dq = torch.zeros_like(rows)
         totals = [torch.zeros_like(t[0], dtype=dtype) for t in keys]
         for part in _parts(problem, batch, length, q.device):
-            own = part.rows
+            own, (some_k, some_v) = part.rows, (taken(t, part.keys) for t in keys)
             grads = differentiate(
                 taken(do, own).contiguous(), None if dlse is None else taken(dlse, own, 2),
-                taken(rows, own), *(taken(t, part.keys) for t in keys), taken(o, own),
-                taken(lse, own, 2), part.window, part.lengths, options,
+                taken(rows, own), some_k, some_v, taken(o, own), taken(lse, own, 2), part.window,
+                part.lengths, options,
             )  # fmt: skip
             dq[:, own] = grads[0]
             for total, grad in zip(totals, grads[1:], strict=True):

@@ -191,8 +191,11 @@ class _Ring(torch.autograd.Function):
             if step + 1 < steps and agreement is None:
                 pending = exchange.shift(keys)
             for part in parts_of(problem, (problem.rank - step) % problem.size, q.device):
-                some = taken(q, part.rows), *(taken(t, part.keys) for t in keys)
-                sums.add(part, *attend(*some, part.window, part.lengths, options))
+                some_k, some_v = (taken(t, part.keys) for t in keys)
+                found = attend(
+                    taken(q, part.rows), some_k, some_v, part.window, part.lengths, options
+                )
+                sums.add(part, *found)
             if agreement is not None:
                 agreement.finish()
                 agreement = None
@@ -220,11 +223,11 @@ class _Ring(torch.autograd.Function):
             pending = exchange.shift(keys) if step + 1 < steps else None
             own = [torch.zeros_like(t) for t in grads] if behind is not None else grads
             for part in parts_of(problem, (problem.rank - step) % problem.size, q.device):
-                rows = part.rows
+                rows, (some_k, some_v) = part.rows, (taken(t, part.keys) for t in keys)
                 grads_of = differentiate(
                     taken(do, rows), None if dlse is None else taken(dlse, rows, 2),
-                    taken(q, rows), *(taken(t, part.keys) for t in keys), taken(o, rows),
-                    taken(lse, rows, 2), part.window, part.lengths, options,
+                    taken(q, rows), some_k, some_v, taken(o, rows), taken(lse, rows, 2),
+                    part.window, part.lengths, options,
                 )  # fmt: skip
                 dq[:, rows] += grads_of[0]
                 for total, more in zip(own, grads_of[1:], strict=True):
