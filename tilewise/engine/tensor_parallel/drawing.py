@@ -4,7 +4,7 @@ What travels, for each row and rank, and in how many exchanges of a step:
 
 most likely   the largest logit and its token                          all rows            1
 candidates    the largest few logits of the share and their tokens     top_k, top_p        1
-sums          the share's weights, as an integer                       drawn rows          1
+sums          the share's weights, as an integer                       no top_k            1
 token         the token, or that it is another rank's                  no top_k or top_p   1
 scores        the largest few, the sum of exponentials, own logits     log-probabilities   1
 
@@ -36,6 +36,8 @@ __all__ = ["draw_from_shares"]
 # Candidates of a share. Text seldom needs more than some ten: at a top_p of 0.95 a nucleus of more
 # than 256 tokens of a share is that of a row that knows nothing, or is hot.
 MOST = 256
+# Logits of a share that are weighed at a time: temporaries of 2 MiB stay in a core's cache.
+AT_A_TIME = 2**18
 LOG2E = 1 / math.log(2)
 
 
@@ -142,17 +144,19 @@ class _Share:
         cut = (is_cut & (self.top_k <= MOST)).nonzero()[:, 0]
         plain = (~is_cut).nonzero()[:, 0]
         few = self._candidates(cut) if len(cut) else None
-        weights = self._weights(self.logits, slice(None))
-        weights[plain] *= self._powers(self.logits[plain], plain) >= self.min_p[plain, None]
-        sums = self.head.group.stack(weights.sum(1))  # (N, R)
         found: dict[int, list[int]] = {}
+        # All tokens of a row weigh in but where top_k says how many do.
+        summed = (self.top_k == 0).nonzero()[:, 0]
+        sums = torch.zeros((self.head.group.size, len(self.rows)), dtype=torch.int64)
+        if len(summed):
+            sums[:, summed] = self.head.group.stack(self._sums(summed))
         if few is not None:
             is_settled, ids = self._from_candidates(few, cut, sums.sum(0)[cut])
             for i, ok, some in zip(cut.tolist(), is_settled.tolist(), ids.tolist(), strict=True):
                 if ok:
                     found[i] = some
         if len(plain):
-            ids = self._from_shares(weights[plain], plain, sums[:, plain])
+            ids = self._from_shares(plain, sums[:, plain])
             found.update(zip(plain.tolist(), ids.tolist(), strict=True))
         left = [i for i in range(len(self.rows)) if i not in found]
         if left:
@@ -161,13 +165,30 @@ class _Share:
             found.update(zip(left, draw_tokens(whole, chosen, whole.argmax(1)), strict=True))
         return [found[i] for i in range(len(self.rows))]
 
-    def _powers(self, logits: Tensor, places: Tensor | slice) -> Tensor:
+    def _powers(self, logits: Tensor, places: Tensor) -> Tensor:
         """Return exp((logit - m) / T) of (R, C) logits of the rows at `places`, float64."""
-        distance = logits.double() - self.best[places, None]
-        return (distance * self.slope[places, None]).exp2()
+        powers = logits.to(torch.float64, copy=True)
+        powers -= self.best[places, None]
+        powers *= self.slope[places, None]
+        return powers.exp2_()
 
-    def _weights(self, logits: Tensor, places: Tensor | slice) -> Tensor:
-        return (self._powers(logits, places) * self.scale).to(torch.int64)
+    def _weights(self, powers: Tensor, places: Tensor) -> Tensor:
+        """Return integers; may write to the powers. 0 where min_p rules a plain row's token out."""
+        least = torch.where(self.top_p[places] < 1, 0.0, self.min_p[places])[:, None]
+        if bool((least > 0).any()):
+            powers *= powers >= least
+        powers *= self.scale
+        return powers.to(torch.int64)
+
+    def _sums(self, places: Tensor) -> Tensor:
+        """Return (r,) int64, the weights of this share, of the rows at `places`."""
+        size = self.logits.shape[1]
+        step = max(AT_A_TIME // max(size, 1), 1)
+        sums = [
+            self._weights(self._powers(self.logits[some], some), some).sum(1)
+            for some in places.split(step)
+        ]
+        return torch.cat(sums)
 
     def _candidates(self, places: Tensor) -> _Few:
         """Return the largest logits of all shares, of the rows at `places`."""
@@ -197,7 +218,8 @@ class _Share:
         Returns:
             Whether the candidates were enough, (r,); token ids (r, samples).
         """
-        powers, weights = self._powers(few.values, places), self._weights(few.values, places)
+        powers = self._powers(few.values, places)
+        weights = (powers * self.scale).to(torch.int64)
         top_k, top_p = self.top_k[places], self.top_p[places]
         takes_k = top_k > 0
         last = (top_k - 1).clamp(0, few.values.shape[1] - 1)
@@ -218,11 +240,10 @@ class _Share:
         )
         return is_settled, ids.gather(1, number.clamp(max=ids.shape[1] - 1))
 
-    def _from_shares(self, weights: Tensor, places: Tensor, sums: Tensor) -> Tensor:
+    def _from_shares(self, places: Tensor, sums: Tensor) -> Tensor:
         """Return (r, samples) token ids of rows that are not truncated.
 
         Args:
-            weights: (r, n) int64 of this share.
             places: of the rows.
             sums: (N, r) int64, the weights of each share.
         """
@@ -230,9 +251,12 @@ class _Share:
         targets = self._targets(places, sums.sum(0)) - sums[:rank].sum(0)[:, None]
         is_here = (targets >= 0) & (targets < sums[rank][:, None])
         own = torch.full_like(targets, -1)
-        if weights.shape[1]:
-            at = torch.searchsorted(weights.cumsum(1), targets.clamp(min=0), right=True)
-            own = torch.where(is_here, at + self.head.first, -1)
+        # Weighed once more rather than kept: a rank has the token of one row in N.
+        for row in is_here.any(1).nonzero()[:, 0].split(1):
+            some = places[row]
+            weights = self._weights(self._powers(self.logits[some], some), some)
+            at = torch.searchsorted(weights.cumsum(1), targets[row].clamp(min=0), right=True)
+            own[row] = torch.where(is_here[row], at + self.head.first, -1)
         ids: Tensor = self.head.group.stack(own).amax(0)
         return ids
 
