@@ -36,23 +36,30 @@ def test_what_is_sent_is_what_the_papers_count():
 
 
 def test_the_one_that_waits_least_is_picked():
-    many = _explain(131072, 32, 32, causal=True, rates=Rates(link=50e9, room=1e12))
+    many = _explain(16384, 32, 32, causal=True, rates=Rates(link=200e9, room=1e12))
     assert many.method == "ring"  # its transfers hide behind attention
     assert many.exposed_s["ring"] < min(many.exposed_s["ulysses"], many.exposed_s["gather"])
     few = _explain(8192, 64, 8, causal=True)
     assert few.method == "gather"  # fewer bytes than merging the steps of a ring moves
     assert "where ring waits" in str(few)
-    equal = _explain(65536, 8, 8, size=8, rates=Rates(memory=1e15, flops=1e18, message_s=0.0))
+    equal = _explain(16384, 8, 8, size=8, rates=Rates(memory=1e15, flops=1e18, message_s=0.0))
     assert equal.method == "ulysses"  # nothing to hide behind, and it sends less
 
 
 def test_what_has_no_room_is_not_picked():
-    whole = _explain(262144, 32, 8, causal=True)
+    whole = _explain(8192, 32, 8, causal=True, rates=Rates(room=3e8))
     assert whole.method == "ring"
-    assert "gather would take" in whole.reason
-    keys = 262144 * 8 * 2 * 128 * 2  # a rank's in bfloat16; gradients have twice as many bytes
+    assert "gather would take 0.8 GB" in whole.reason
+    keys = 8192 * 8 * 2 * 128 * 2  # a rank's in bfloat16; gradients have twice as many bytes
     assert whole.memory_bytes["gather"] == 2 * 4 * 3 * keys
-    assert _explain(262144, 32, 8, causal=True, rates=Rates(room=1e12)).method == "gather"
+    assert _explain(8192, 32, 8, causal=True).method == "gather"
+
+
+def test_long_pieces_are_not_gathered_unless_asked_for():
+    long = _explain(32768, 64, 8, size=2, causal=True)
+    assert long.method == "ring"
+    assert "gather is for at most 16,384 tokens a rank" in long.reason
+    assert _explain(32768, 64, 8, size=2, causal=True, method="gather").method == "gather"
 
 
 def test_the_busiest_rank_is_weighed():

@@ -231,13 +231,17 @@ def test_a_ring_takes_head_counts_that_ranks_do_not_divide(ranks):
     assert ranks.run(compare, 4, method="ring", heads=(3, 1)) == [{}] * 4
 
 
-def refused(group, rank, size, *, method, tokens=None, heads=None, options=None, packed=False):
+def refused(
+    group, rank, size, *, method, tokens=None, heads=None, options=None, packed=False, on_gpu=False
+):
     """Call with arguments that differ by rank; return the error and the seconds it took."""
     count = (tokens or [8] * size)[rank]
     q = torch.zeros(1, count, (heads or [4] * size)[rank], 16)
     k = torch.zeros(1, count, 2, 16)
     if packed:
         q, k = q[0], k[0]
+    if on_gpu:
+        q, k = (t.to(f"cuda:{rank}", torch.bfloat16) for t in (q, k))
     started = time.monotonic()
     try:
         FUNCTIONS[method](q, k, k, group=group, **(options or [{}] * size)[rank])

@@ -28,6 +28,10 @@ __all__ = ["METHODS", "Choice", "Rates", "context_parallel_attention", "explain"
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention, "gather": gather_attention}
 # Messages of a call's forward pass, a step of a ring each time: k and v; q, k, v and o.
 MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
+# Tokens of a rank's part up to which a gather is picked. From 32,768 a ring gave 0.96 of one GPU,
+# at 8,192 0.66 (2 H200s, 2026-11-23). `explain` counts less for a gather there, too: when rows of
+# `tilewise bench context --methods gather` have shown that, this may go.
+SHORT = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +167,16 @@ def explain(
 
     if method is not None:
         return choice(method, "asked for by name")
-    possible = {
-        name: seconds for name, seconds in waits.items()
-        if name == "ring" or memory[name] <= rates.room
-    }  # fmt: skip
-    best = min(possible, key=possible.__getitem__)
+    why_not = {
+        name: f"{name} would take {memory[name] / 1e9:,.1f} GB"
+        for name in ("gather", *(["ulysses"] if refusal is None else []))
+        if memory[name] > rates.room
+    }
+    if q.shape[-3] > SHORT:
+        why_not.setdefault("gather", f"gather is for at most {SHORT:,} tokens a rank")
+    best = min((name for name in waits if name not in why_not), key=waits.__getitem__)
     others = [
-        f"{name} waits {1e6 * waits[name]:,.1f} us" if name in possible
-        else f"{name} would take {memory[name] / 1e9:,.1f} GB"
+        why_not.get(name, f"{name} waits {1e6 * waits[name]:,.1f} us")
         for name in waits if name != best
     ]  # fmt: skip
     if refusal is not None:
