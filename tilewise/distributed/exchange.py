@@ -77,7 +77,8 @@ class Agreement:
             dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
             own += [dtype, tensor.dim(), *(*tensor.shape, 0, 0, 0, 0)[:4]]
         # Of the group and not of the tensors, which may be wrong.
-        is_cuda = dist.get_backend(group) == "nccl"
+        backend = str(dist.get_backend(group))
+        is_cuda = "nccl" in backend and "gloo" not in backend
         mine = torch.tensor(own, dtype=torch.int64)
         if is_cuda:
             mine = mine.to(next((t.device for t in tensors.values() if _is_on_gpu(t)), "cuda"))
