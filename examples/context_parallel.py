@@ -1,4 +1,4 @@
-"""Attention over a sequence that two processes share, three ways, beside one process.
+"""Attention over a sequence that two processes share, four ways, beside one process.
 
     python examples/context_parallel.py [ranks]
 
@@ -20,7 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
 from tilewise import attention
-from tilewise.distributed import explain, ring_attention, shard_sequence, ulysses_attention
+from tilewise.distributed import (
+    explain,
+    gather_attention,
+    ring_attention,
+    shard_sequence,
+    ulysses_attention,
+)
 from tilewise.integrations.torch_flash import register
 
 TOKENS, HEADS, HEAD_DIM = 256, 4, 32
@@ -35,7 +41,7 @@ def work(rank: int, size: int, meeting: str) -> None:
     parts = [shard_sequence(t, rank, size).requires_grad_() for t in whole]
     if rank == 0:
         print(explain(*parts, size=size, causal=True))
-    for attend in (ring_attention, ulysses_attention):
+    for attend in (ring_attention, gather_attention, ulysses_attention):
         o = attend(*parts, causal=True)
         o.sum().backward()
         error = (o - want).abs().max().item()

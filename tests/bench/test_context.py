@@ -15,11 +15,34 @@ def test_rows_of_two_processes(capsys):
                  "--dtype", "float32", "--repeats", "1"]  # fmt: skip
     assert context.main(arguments) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["method"] for row in document["rows"]] == ["ring", "ulysses", "torch"]
+    assert [row["method"] for row in document["rows"]] == [
+        "ring", "gather", "ulysses", "torch",
+    ]  # fmt: skip
     for row in document["rows"]:
         assert "error" not in row
         assert row["forward ms"] > 0
         assert row["x one device"] > 0
+
+
+def test_rows_of_packed_documents(capsys):
+    arguments = ["--device", "cpu", "--tokens", "32", "--heads", "4", "2", "--head-dim", "16",
+                 "--dtype", "float32", "--repeats", "1", "--documents", "19", "3",
+                 "--unchecked"]  # fmt: skip
+    assert context.main(arguments) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    *rows, torchs = document["rows"]
+    assert [row["method"] for row in rows] == ["ring", "gather", "ulysses"]
+    for row in rows:
+        assert "error" not in row
+        assert row["layout"] in ("zigzag", "documents")
+        assert row["x one device"] > 0
+    assert torchs["error"] == "torch's context_parallel has no packed documents"
+    assert not document["checked"]
+
+
+def test_documents_fill_the_tokens_of_all_ranks():
+    assert context._edges([5, 2], 16) == [0, 5, 7, 12, 14, 16]
+    assert context._edges([16], 16) == [0, 16]
 
 
 def test_a_wrong_result_has_no_numbers():

@@ -39,6 +39,7 @@ class Ranks:
             )
             for rank in range(count)
         ]  # fmt: skip
+        self._number = 0
         self._readers = []
         self._answers = [queue.SimpleQueue() for _ in self.processes]
         for process, answers in zip(self.processes, self._answers, strict=True):
@@ -51,12 +52,19 @@ class Ranks:
 
         An answer {"error": [type, text]} is what it raised.
         """
+        self._number += 1
         ask = {"module": function.__module__, "name": function.__name__, "size": size,
-               "values": values}  # fmt: skip
+               "values": values, "number": self._number}  # fmt: skip
         for process in self.processes[:size]:
             process.stdin.write(json.dumps(ask) + "\n")
             process.stdin.flush()
-        return [answers.get(timeout=self.patience) for answers in self._answers[:size]]
+        return [self._answer(answers) for answers in self._answers[:size]]
+
+    def _answer(self, answers):
+        while True:
+            number, answer = answers.get(timeout=self.patience)
+            if number == self._number:  # not what an earlier call was too impatient for
+                return answer
 
     def close(self) -> None:
         for process in self.processes:
@@ -92,7 +100,7 @@ def _serve(rank: int, count: int, meeting: str, backend: str) -> None:
         except Exception as error:
             traceback.print_exc()
             answer = {"error": [type(error).__name__, str(error)]}
-        print(MARK + json.dumps(answer), flush=True)
+        print(MARK + json.dumps([ask["number"], answer]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""ring_attention and ulysses_attention beside one device: results, gradients, refusals."""
+"""ring_attention, gather_attention and ulysses_attention beside one device: results, refusals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import time
 import pytest
 import torch
 
-from tilewise.distributed import ring_attention, shard_sequence, ulysses_attention
+from tilewise.distributed import (
+    gather_attention,
+    ring_attention,
+    shard_sequence,
+    ulysses_attention,
+)
 from tilewise.testing import accumulator_scales, budget_violation
 
-FUNCTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
+FUNCTIONS = {
+    "ring": ring_attention, "ulysses": ulysses_attention, "gather": gather_attention,
+}  # fmt: skip
 NAMES = ("o", "lse", "dq", "dk", "dv")
 
 
@@ -61,7 +68,8 @@ def compare(group, rank, size, *, method, layout="zigzag", heads=(4, 2), tokens=
     seen = _seen(tokens, causal, window, documents)
 
     def part(x, dim=1):
-        own = shard_sequence(x, rank, size, dim=dim, layout=layout).contiguous()
+        own = shard_sequence(x, rank, size, dim=dim, layout=layout, cu_seqlens=documents)
+        own = own.contiguous()
         return own.to(f"cuda:{rank}") if on_gpu else own
 
     def run(q, k, v):
@@ -139,6 +147,81 @@ def test_contiguous_layout(ranks, case, method):
     assert ranks.run(compare, 2, method=method, **options) == [{}] * 2
 
 
+# Of 48 tokens: documents within a rank's piece, across all ranks, empty ones (at both ends, too),
+# shorter than the pieces that they are dealt out in, and of no common divisor with them.
+DEALT = {
+    "one": {"documents": [0, 48]},
+    "uneven": {"documents": [0, 5, 5, 29, 30, 48]},
+    "empty_at_the_ends": {"documents": [0, 0, 0, 13, 37, 48, 48]},
+    "single_tokens": {"documents": [0, 1, 2, 3, 20, 21, 47, 48]},
+    "window": {"documents": [0, 20, 41, 48], "window": 6},
+    "window_over_pieces": {"documents": [0, 31, 48], "window": 20},
+    "window_both_sides": {"documents": [0, 17, 40, 48], "causal": False, "window": [5, 9]},
+    "window_to_the_left": {"documents": [0, 17, 40, 48], "causal": False, "window": [4, None]},
+    "plain": {"documents": [0, 2, 26, 48], "causal": False},
+    "bfloat16": {"documents": [0, 7, 48], "dtype": "bfloat16"},
+    "float64": {"documents": [0, 7, 48], "dtype": "float64", "dims": (16, 24)},
+    "odd": {"documents": [0, 9, 11, 36], "tokens": 36},  # that no zigzag of four ranks divides
+}
+
+
+def compare_all(group, rank, size, *, cases, **options):
+    """Compare many cases in one go; return what breaks the budget, by case."""
+    found = {name: compare(group, rank, size, **case, **options) for name, case in cases.items()}
+    return {name: why for name, why in found.items() if why}
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_documents_are_dealt_out(ranks, size, method):
+    values = {"cases": DEALT, "layout": "documents", "method": method}
+    assert ranks.run(compare_all, size, **values) == [{}] * size
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_documents_of_all_kinds_cross_ranks(ranks, layout, method):
+    cases = {name: case for name, case in DEALT.items() if name != "odd"}
+    values = {"cases": cases, "layout": layout, "method": method}
+    assert ranks.run(compare_all, 4, **values) == [{}] * 4
+
+
+def unused(group, rank, size, *, method):
+    """Differentiate only the first rank's results; the others' must help, and get their share."""
+    q, k, v, do, _ = _drawn((4, 2), 16, (16, 16), 1, torch.float32)
+    parts = [shard_sequence(t, rank, size).requires_grad_() for t in (q, k, v)]
+    o = FUNCTIONS[method](*parts, group=group, causal=True, softmax_scale=0.3)
+    weight = shard_sequence(do, rank, size) if rank == 0 else torch.zeros_like(o)
+    got = torch.autograd.grad((o * weight).sum(), parts)
+    whole = [t.requires_grad_() for t in (q, k, v)]
+    o, _ = _eager(*whole, _seen(16, True, None, None), 0.3)
+    want = torch.autograd.grad((shard_sequence(o, 0, size) * shard_sequence(do, 0, size)).sum(),
+                               whole)  # fmt: skip
+    return [
+        float((a - shard_sequence(b, rank, size)).abs().max())
+        for a, b in zip(got, want, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_gradients_reach_ranks_whose_results_are_not_used(ranks, method):
+    for errors in ranks.run(unused, 2, method=method):
+        assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_no_token_is_no_result(ranks, method):
+    assert ranks.run(nothing, 2, method=method) == [[[0, 4, 16], [4, 0]]] * 2
+
+
+def nothing(group, rank, size, *, method):
+    q = torch.zeros(0, 4, 16)
+    o, lse = FUNCTIONS[method](
+        q, q, q, group=group, cu_seqlens=[0, 0, 0], causal=True, return_lse=True
+    )
+    return [list(o.shape), list(lse.shape)]
+
+
 @pytest.mark.parametrize("method", FUNCTIONS)
 def test_one_rank_is_attention(ranks, method):
     assert ranks.run(compare, 1, method=method) == [{}]
@@ -148,11 +231,17 @@ def test_a_ring_takes_head_counts_that_ranks_do_not_divide(ranks):
     assert ranks.run(compare, 4, method="ring", heads=(3, 1)) == [{}] * 4
 
 
-def refused(group, rank, size, *, method, tokens=None, heads=None, options=None):
+def refused(
+    group, rank, size, *, method, tokens=None, heads=None, options=None, packed=False, on_gpu=False
+):
     """Call with arguments that differ by rank; return the error and the seconds it took."""
     count = (tokens or [8] * size)[rank]
     q = torch.zeros(1, count, (heads or [4] * size)[rank], 16)
     k = torch.zeros(1, count, 2, 16)
+    if packed:
+        q, k = q[0], k[0]
+    if on_gpu:
+        q, k = (t.to(f"cuda:{rank}", torch.bfloat16) for t in (q, k))
     started = time.monotonic()
     try:
         FUNCTIONS[method](q, k, k, group=group, **(options or [{}] * size)[rank])
@@ -169,10 +258,28 @@ def refused(group, rank, size, *, method, tokens=None, heads=None, options=None)
          "(1, 8, 4, 16) float32 on rank 0, (1, 10, 4, 16) float32 on rank 1"),
         ({"options": [{}, {"causal": True}]}, "must be the same on all ranks, got others on rank"),
         ({"options": [{"layout": "spiral"}, {}]}, "arguments must be right on every rank, got them "
-         "refused on [0]|layout must be one of zigzag, contiguous, got 'spiral'"),
+         "refused on [0]|layout must be one of zigzag, contiguous, documents, got 'spiral'"),
         ({"tokens": [7, 7]}, "a rank's tokens must be even with the zigzag layout, got 7"),
         ({"options": [{"window": 0}] * 2}, "window must be at least 1, got 0"),
         ({"options": [{"cu_seqlens": [0, 16]}] * 2}, "q must be (T / N, H, D) with cu_seqlens"),
+        ({"options": [{"window": [3, 4, 5]}, {}]}, "window must be None, a count or (left, right), "
+         "got [3, 4, 5]|refused on [0]"),
+        ({"options": [{"softmax_scale": "x"}, {}]}, "softmax_scale must be a number, got 'x'|"
+         "refused on [0]"),
+        ({"options": [{}, {"backend": "metal"}]}, "got 'metal'|refused on [1]"),
+        ({"options": [{"deterministic": True}, {}]}, "must be the same on all ranks"),
+        ({"options": [{"layout": "documents"}] * 2}, "layout must be zigzag or contiguous without "
+         "cu_seqlens, got 'documents'"),
+        ({"options": [{"cu_seqlens": [0, 16]}, {"cu_seqlens": ["x"]}], "packed": True},
+         "cu_seqlens must be whole numbers, got ['x']|refused on [1]"),
+        ({"options": [{"cu_seqlens": [0, 9, 16]}, {"cu_seqlens": [0, 8, 16]}], "packed": True},
+         "must be the same on all ranks"),
+        ({"options": [{"cu_seqlens": [0, 9, 4, 16]}, {"cu_seqlens": [0, 16]}], "packed": True},
+         "cu_seqlens must ascend from 0 to the 16 tokens of all ranks, got [0, 9, 4, 16] ... 16|"
+         "refused on [0]"),
+        ({"options": [{"cu_seqlens": []}, {"cu_seqlens": [0, 16]}], "packed": True},
+         "cu_seqlens must ascend from 0 to the 16 tokens of all ranks, got [] ... None|refused on "
+         "[0]"),
         ({"heads": [5, 5]}, "q a multiple of them, got (1, 8, 5, 16), (1, 8, 2, 16)"),
     ],
 )  # fmt: skip
@@ -186,6 +293,23 @@ def test_ulysses_refuses_heads_that_it_cannot_deal_out(ranks):
     values = {"tokens": [8] * 4, "heads": [6] * 4}
     for text, _ in ranks.run(refused, 4, method="ulysses", **values):
         assert text == "q must have a multiple of 4 heads for 4 ranks, got 6"
+
+
+def no_tensor(group, rank, size, *, method):
+    q = torch.zeros(1, 8, 4, 16)
+    try:
+        FUNCTIONS[method](q, q if rank else None, q, group=group)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_what_is_no_tensor_is_told_on_every_rank(ranks, method):
+    assert ranks.run(no_tensor, 2, method=method) == [
+        "k must be a tensor, got NoneType",
+        "arguments must be right on every rank, got them refused on [0]",
+    ]
 
 
 def test_without_ranks_the_group_is_asked_for():

@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.test_context_parallel import FUNCTIONS, compare
+from tests.distributed.test_context_parallel import FUNCTIONS, compare, refused
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
+OPTIONS = {
+    "tokens": 1024, "heads": (8, 2), "dims": (64, 64), "dtype": "bfloat16", "scale": 0.125,
+    "on_gpu": True, "deterministic": True,
+}  # fmt: skip
 CASES = {
     "plain": {"causal": False},
     "causal": {},
@@ -20,7 +24,21 @@ CASES = {
     "documents": {"documents": [0, 5, 5, 700, 701, 1024]},
     "documents_with_window": {"documents": [0, 640, 1024], "window": 100},
     "odd_chunks": {"tokens": 1012},
+    "dealt_out": {"documents": [0, 5, 5, 700, 701, 1024], "layout": "documents"},
+    "dealt_out_with_window": {"documents": [0, 640, 1024], "window": 100, "layout": "documents"},
+    "dealt_out_plain": {"documents": [0, 333, 1024], "causal": False, "layout": "documents"},
+    "dealt_out_float16": {"documents": [0, 333, 1024], "dtype": "float16", "layout": "documents"},
 }
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_two_gpus_that_disagree_are_both_told(gpus, method):
+    """The ring's ranks have begun to attend by then; nothing waits, and the next call works."""
+    options = [{"softmax_scale": 0.5}, {}]
+    for text, seconds in gpus.run(refused, 2, method=method, options=options, on_gpu=True):
+        assert "must be the same on all ranks" in text
+        assert seconds < 30
+    assert gpus.run(compare, 2, method=method, **OPTIONS) == [{}] * 2
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +51,4 @@ def gpus(tmp_path_factory):
 @pytest.mark.parametrize("method", FUNCTIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_two_gpus(gpus, case, method):
-    options = {
-        "tokens": 1024, "heads": (8, 2), "dims": (64, 64), "dtype": "bfloat16", "scale": 0.125,
-        "on_gpu": True, "deterministic": True, **CASES[case],
-    }  # fmt: skip
-    assert gpus.run(compare, 2, method=method, **options) == [{}] * 2
+    assert gpus.run(compare, 2, method=method, **{**OPTIONS, **CASES[case]}) == [{}] * 2

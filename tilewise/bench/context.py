@@ -3,6 +3,9 @@
 Each rank holds the same number of tokens. "x one device" is the time of the whole on one device,
 over the ranks' time and their number: 1 would be a perfect split. A result that differs from the
 one device's is not timed. torch's own context_parallel gets as many key heads as query heads.
+`--documents` packs documents of such lengths, again and again, until the tokens of all ranks are
+full; torch's has no such form. `--unchecked` leaves out what the ranks say of their arguments, for
+which the host waits at the beginning of each call.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +33,18 @@ from torch import Tensor
 import tilewise
 from tilewise.bench.report import emit, format_table, say, write
 from tilewise.bench.roofline import device_name
-from tilewise.distributed import ring_attention, shard_sequence, ulysses_attention
+from tilewise.distributed import choose_layout, shard_sequence
+from tilewise.distributed.choose import METHODS as FUNCTIONS
 from tilewise.distributed.environment import worker_environment
-from tilewise.ops import attention
+from tilewise.distributed.layout import LAYOUTS
+from tilewise.ops import attention, attention_varlen
 
 Row = dict[str, Any]
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # o, dq, dk, dv
 
-METHODS = ("ring", "ulysses", "torch")
-COLUMNS = ["ranks", "tokens a rank", "method", "forward ms", "backward ms", "x one device",
-           "backward x", "TFLOP/s a rank", "GiB a rank", "error"]  # fmt: skip
+METHODS = ("ring", "gather", "ulysses", "torch")
+COLUMNS = ["ranks", "tokens a rank", "method", "layout", "forward ms", "backward ms",
+           "x one device", "backward x", "TFLOP/s a rank", "GiB a rank", "error"]  # fmt: skip
 # A rank that waits longer for another one ends, and the others with it: nothing may wait for ever.
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=120)
 # Of the root mean square: two results in 16 bits.
@@ -176,8 +183,31 @@ def _document(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
     return {
         "version": tilewise.__version__, "device": device_name(options.device),
         "torch": torch.__version__, "dtype": options.dtype, "heads": options.heads,
-        "head dim": options.head_dim, "rows": rows,
+        "head dim": options.head_dim, "documents": options.documents,
+        "checked": not options.unchecked, "rows": rows,
     }  # fmt: skip
+
+
+def _edges(lengths: Sequence[int], total: int) -> list[int]:
+    """Return where documents of these lengths, again and again, begin and end in so many tokens."""
+    edges = [0]
+    for length in cycle(lengths):
+        if edges[-1] == total:
+            return edges
+        edges.append(min(edges[-1] + length, total))
+    return edges
+
+
+def _on_one(edges: list[int] | None, device: torch.device) -> Callable[..., Tensor]:
+    """Return causal attention over the whole on one device."""
+    if edges is None:
+        return partial(attention, causal=True)
+    longest = max(b - a for a, b in pairwise(edges))
+    cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=device)
+    return partial(
+        attention_varlen, causal=True, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest, max_seqlen_k=longest,
+    )  # fmt: skip
 
 
 def _row(
@@ -186,34 +216,46 @@ def _row(
     heads, kv_heads = options.heads
     dim, size, rank = options.head_dim, options.ranks, dist.get_rank()
     total = tokens * size
+    edges = _edges(options.documents, total) if options.documents else None
+    if edges is not None and method == "torch":
+        return {"error": "torch's context_parallel has no packed documents"}
+    layout = "zigzag"
+    if edges is not None:
+        layout = choose_layout(edges, size) if options.layout == "auto" else options.layout
     generator = torch.Generator(device).manual_seed(0)
     whole = [
         torch.randn(1, total, count, dim, generator=generator, device=device).to(dtype)
         for count in (heads, kv_heads, kv_heads, heads)
     ]
-    parts = [shard_sequence(t, rank, size) for t in whole]
+    if edges is not None:
+        whole = [t[0] for t in whole]
+    along: dict[str, Any] = {"dim": 0 if edges else 1, "layout": layout, "cu_seqlens": edges}
+    parts = [shard_sequence(t, rank, size, **along) for t in whole]
     wanted: Results | None = None
     one: Row = {}
     if total <= options.most_on_one:
-        one, results = _measured(
-            lambda q, k, v: attention(q, k, v, causal=True), whole[:3], whole[3], options.repeats
-        )
-        wanted = _results(shard_sequence(t, rank, size) for t in results)
+        one, results = _measured(_on_one(edges, device), whole[:3], whole[3], options.repeats)
+        wanted = _results(shard_sequence(t, rank, size, **along) for t in results)
         del results
     with ExitStack() as stack:
         if method == "torch":
             attend, inputs, do = _torch_ring(stack, whole)
         else:
-            function: Any = ring_attention if method == "ring" else ulysses_attention
+            function: Any = FUNCTIONS[method]
             inputs, do = parts[:3], parts[3]
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                o: Tensor = function(q, k, v, causal=True)
+                o: Tensor = function(
+                    q, k, v, causal=True, layout=layout, cu_seqlens=edges,
+                    check=not options.unchecked,
+                )  # fmt: skip
                 return o
 
         del whole, parts
         row, found = _measured(attend, inputs, do, options.repeats)
-    flops = 2 * total * total * heads * dim / size
+    pairs = sum((b - a) ** 2 for a, b in pairwise(edges or (0, total)))
+    flops = 2 * pairs * heads * dim / size
+    row |= {"layout": layout} if edges is not None else {}
     row |= {"forward ms": 1e3 * row["forward s"], "backward ms": 1e3 * row["backward s"]}
     row["TFLOP/s a rank"] = flops / row["forward s"] / 1e12
     if wanted is None:
@@ -230,6 +272,13 @@ def _row(
     return row
 
 
+def _length(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"documents must be at least 1, got {value}")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = argparse.ArgumentParser(prog="tilewise bench context", description=__doc__)
@@ -241,6 +290,12 @@ def parser() -> argparse.ArgumentParser:
     add("--heads", type=int, nargs=2, default=[64, 8], metavar=("Q", "KV"), help="(64 8)")
     add("--head-dim", type=int, default=128)
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add(
+        "--documents", type=_length, nargs="+", default=None, metavar="N",
+        help="lengths of packed documents; default: one sequence",
+    )  # fmt: skip
+    add("--layout", choices=("auto", *LAYOUTS), default="auto", help="of packed documents (auto)")
+    add("--unchecked", action="store_true", help="the ranks do not compare arguments")
     add("--repeats", type=int, default=5)
     add(
         "--most-on-one", type=int, default=1 << 19,

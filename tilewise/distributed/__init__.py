@@ -6,13 +6,16 @@ import importlib
 from typing import Any
 
 from tilewise.distributed.choose import context_parallel_attention, explain
-from tilewise.distributed.layout import shard_sequence
+from tilewise.distributed.gather import gather_attention
+from tilewise.distributed.layout import choose_layout, shard_sequence
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import ulysses_attention
 
 __all__ = [
+    "choose_layout",
     "context_parallel_attention",
     "explain",
+    "gather_attention",
     "ring_attention",
     "serve_app",
     "shard_sequence",

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.distributed.exchange import agree, rank_and_size
-from tilewise.distributed.layout import LAYOUTS, Bound, num_chunks
+from tilewise.distributed.exchange import Agreement, rank_and_size
+from tilewise.distributed.layout import (
+    Bound,
+    bounds,
+    edges_of,
+    edges_rule,
+    layout_rule,
+    num_chunks,
+)
+from tilewise.ops import dispatch
 
 __all__ = [
     "Keywords",
@@ -76,11 +85,13 @@ def prepare(
     softmax_scale: float | None,
     cu_seqlens: Sequence[int] | Tensor | None,
     layout: str,
+    deterministic: bool,
+    backend: str | None,
     check: bool,
     method: str,
     rule: Callable[[int, int, int], str | None] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Problem]:
-    """Check a call on all ranks; return q, k and v as (B, S / N, H, D), packed ones with B = 1.
+) -> tuple[Tensor, Tensor, Tensor, Problem, Agreement | None]:
+    """Check a call on this rank; return q, k and v as (B, S / N, H, D), packed ones with B = 1.
 
     Args:
         check: exchange shapes and options with the other ranks; without it a rank that differs
@@ -88,57 +99,66 @@ def prepare(
         method: its name.
         rule: says what is wrong with Hq, Hk and the number of ranks, or None.
 
+    Returns:
+        Also the agreement with the other ranks, to be finished before anything else is exchanged.
+
     Raises:
-        ValueError: something is wrong, on this rank or on another; on every rank.
+        ValueError: something is wrong on this rank. The others are told.
     """
     rank, size = rank_and_size(group)
-    edges = None
-    if cu_seqlens is not None:
-        listed = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-        edges = tuple(int(edge) for edge in listed)
-    problem = _why_not(q, k, v, edges, layout, size, window)
-    found = None
-    if problem is None:
-        left, right = _bounds(causal, window)
-        is_packed = q.dim() == 3
-        tokens = q.shape[-3]
-        found = Problem(
-            rank=rank,
-            size=size,
-            chunk=tokens * size // num_chunks(size, layout),
-            layout=layout,
-            left=left,
-            right=right,
-            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            edges=edges,
-            is_packed=is_packed,
-        )
-        problem = None if rule is None else rule(q.shape[-2], k.shape[-2], size)
+    tensors = {"q": q, "k": k, "v": v}
+    edges, problem = _edges_of(cu_seqlens)
+    problem = problem or _why_no_options(window, softmax_scale, backend)
+    problem = problem or _why_not(tensors, edges, layout, size)
+    if problem is None and rule is not None:
+        problem = rule(q.shape[-2], k.shape[-2], size)
+    agreement = None
     if check:
-        options = (method, causal, window, softmax_scale, layout, edges)
-        agree(group, {"q": q, "k": k, "v": v}, options, problem)
-    elif problem is not None:
+        options = (method, causal, window, softmax_scale, layout, edges, deterministic, backend)
+        agreement = Agreement(group, tensors, options, problem)
+    if problem is not None:
+        if agreement is not None:
+            agreement.finish()
         raise ValueError(problem)
-    assert found is not None
+    left, right = bounds(causal, window)
+    found = Problem(
+        rank=rank,
+        size=size,
+        chunk=q.shape[-3] * size // num_chunks(size, layout),
+        layout=layout,
+        left=left,
+        right=right,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        edges=edges,
+        is_packed=q.dim() == 3,
+    )
     if found.is_packed:
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    return q, k, v, found
+    return q, k, v, found, agreement
+
+
+def _edges_of(
+    cu_seqlens: Sequence[int] | Tensor | None,
+) -> tuple[tuple[int, ...] | None, str | None]:
+    """Return where documents begin and end, or what is wrong with that."""
+    if cu_seqlens is None:
+        return None, None
+    try:
+        return edges_of(cu_seqlens), None
+    except (TypeError, ValueError):
+        # Told like any other mistake: an error that is raised here leaves the others waiting.
+        return (), f"cu_seqlens must be whole numbers, got {cu_seqlens!r}"
 
 
 def _why_not(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    edges: tuple[int, ...] | None,
-    layout: str,
-    size: int,
-    window: Window,
+    tensors: dict[str, Tensor], edges: tuple[int, ...] | None, layout: str, size: int
 ) -> str | None:
-    """Say what is wrong with the arguments of this rank, or return None."""
-    if layout not in LAYOUTS:
-        return f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
+    """Say what is wrong with the tensors of this rank, or return None."""
     dims = 3 if edges is not None else 4
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    q, k, v = tensors.values()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            return f"{name} must be a tensor, got {type(tensor).__name__}"
         if tensor.dim() != dims:
             form = "(T / N, H, D) with cu_seqlens" if dims == 3 else "(B, S / N, H, D)"
             return f"{name} must be {form}, got shape {tuple(tensor.shape)}"
@@ -159,18 +179,21 @@ def _why_not(
             "k must have q's channels, v k's heads, and q a multiple of them, got "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if tokens % (num_chunks(size, layout) // size):
-        return f"a rank's tokens must be even with the zigzag layout, got {tokens}"
-    if edges is not None and (
-        len(edges) < 2
-        or edges[0] != 0
-        or edges[-1] != tokens * size
-        or any(a > b for a, b in pairwise(edges))
-    ):
-        return (
-            f"cu_seqlens must ascend from 0 to the {tokens * size} tokens of all ranks, "
-            f"got {list(edges[:4])} ... {edges[-1] if edges else None}"
-        )
+    refusal = layout_rule(layout, edges)
+    if refusal is None and tokens % (num_chunks(size, layout) // size):
+        refusal = f"a rank's tokens must be even with the zigzag layout, got {tokens}"
+    if refusal is None and edges is not None:
+        refusal = edges_rule(edges, tokens * size)
+    return refusal
+
+
+def _why_no_options(window: Window, softmax_scale: object, backend: str | None) -> str | None:
+    if softmax_scale is not None and not isinstance(softmax_scale, Real):
+        return f"softmax_scale must be a number, got {softmax_scale!r}"
+    try:
+        dispatch.check_backend_name(backend)
+    except ValueError as error:
+        return str(error)
     return _why_no_window(window)
 
 
@@ -178,18 +201,12 @@ def _why_no_window(window: Window) -> str | None:
     values = window if isinstance(window, tuple) else (window,)
     if isinstance(window, int) and window < 1:
         return f"window must be at least 1, got {window}"
-    if len(values) > 2 or any(v is not None and (type(v) is not int or v < -1) for v in values):
+    is_pair = isinstance(window, tuple) and len(values) == 2
+    if not (is_pair or window is None or type(window) is int) or any(
+        v is not None and (type(v) is not int or v < -1) for v in values
+    ):
         return f"window must be None, a count or (left, right), got {window!r}"
     return None
-
-
-def _bounds(causal: bool, window: Window) -> tuple[Bound, Bound]:
-    """Return how far a query sees to the left and to the right."""
-    if isinstance(window, int):
-        return window - 1, 0
-    left, right = (None, None) if window is None else window
-    left, right = (None if bound in (None, -1) else bound for bound in (left, right))
-    return left, 0 if causal else right
 
 
 def result_of(problem: Problem, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

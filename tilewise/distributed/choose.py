@@ -1,7 +1,10 @@
-"""Which of the two ways to attend over a shared sequence is faster, and why.
+"""Which of the three ways to attend over a shared sequence is fastest, and why.
 
-exposed time   what a rank waits for the others: all of the trades of Ulysses; of a ring the part
-               of each transfer that is longer than the attention beside it, and the merges
+exposed time   what a rank does beside attention while the others wait with it
+  ring         the part of each transfer that is longer than the attention beside it, and the
+               passes over o in float32 that merge its steps
+  gather       all keys and values on their way, and the pass that puts them in order
+  ulysses      all trades, and the passes that cut and join heads
 """
 
 from __future__ import annotations
@@ -15,27 +18,43 @@ from torch import Tensor
 
 from tilewise.distributed.arguments import Window
 from tilewise.distributed.exchange import agree, rank_and_size
+from tilewise.distributed.gather import gather_attention
+from tilewise.distributed.layout import bounds, edges_of, edges_rule, layout_rule, work_of
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import repeats, ulysses_attention, why_not_ulysses
 
 __all__ = ["METHODS", "Choice", "Rates", "context_parallel_attention", "explain"]
 
-METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
+METHODS = {"ring": ring_attention, "ulysses": ulysses_attention, "gather": gather_attention}
+# Messages of a call's forward pass, a step of a ring each time: k and v; q, k, v and o.
+MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
+# Tokens of a rank's part up to which a gather is picked. From 32,768 a ring gave 0.96 of one GPU,
+# at 8,192 0.66 (2 H200s, 2026-11-23). `explain` counts less for a gather there, too: when rows of
+# `tilewise bench context --methods gather` have shown that, this may go.
+SHORT = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What a machine does a second. The defaults are of an H200.
 
+    With them the extra time of ring and Ulysses over an even split grows by 51 and 92 ns a token
+    (2 GPUs, GQA 64/8, D 128): measured were 34 and 87 between 8,192 and 32,768 tokens a GPU, and
+    1.1 to 1.3 ms that do not grow, mostly the host's (docs/scale.md, 2026-11-23).
+
     Attributes:
         flops: of attention, FLOP/s; measured here forward, causal, 2026-11 (docs/hopper.md).
         link: bytes/s that one GPU sends; NVLink 4 by its vendor's figure, not measured here.
         memory: bytes/s of a GPU's memory, a copy, both ways counted; measured 2026-11.
+        message_s: seconds that a message takes whatever it carries; not measured.
+        room: bytes that a call may take beside its arguments and results; a tenth of the GPU.
     """
 
     flops: float = 600e12
     link: float = 450e9
     memory: float = 4.3e12
+    message_s: float = 20e-6
+    room: float = 14e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +62,34 @@ class Choice:
     """What would be run, and what it was weighed against.
 
     Attributes:
-        method: "ring" or "ulysses".
+        method: "ring", "gather" or "ulysses".
         reason: why, in a sentence.
-        compute_s: seconds of attention on each rank, forward.
+        compute_s: seconds of attention on the busiest rank, forward.
+        balance: the work of all ranks by that of the busiest times their number; 1 is level.
         sent_bytes: that each rank sends, forward, by method; a method that is refused is missing.
         exposed_s: seconds that a rank waits beside that, by method.
+        memory_bytes: that a rank takes beside arguments and results, forward and backward, by
+            method.
     """
 
     method: str
     reason: str
     compute_s: float
+    balance: float
     sent_bytes: dict[str, float]
     exposed_s: dict[str, float]
+    memory_bytes: dict[str, float]
 
     def __str__(self) -> str:
         """Show it as a table."""
         lines = [
             f"{self.method}: {self.reason}",
-            f"  attention {1e6 * self.compute_s:,.1f} us a rank",
+            f"  attention {1e6 * self.compute_s:,.1f} us on the busiest rank, "
+            f"{self.balance:.0%} of it in the mean",
         ]
         lines += [
             f"  {name:8} sends {self.sent_bytes[name] / 1e6:,.1f} MB a rank, "
-            f"waits {1e6 * seconds:,.1f} us"
+            f"waits {1e6 * seconds:,.1f} us, takes {self.memory_bytes[name] / 1e6:,.1f} MB"
             for name, seconds in self.exposed_s.items()
         ]
         return "\n".join(lines)
@@ -78,6 +103,8 @@ def explain(
     size: int,
     causal: bool = False,
     window: Window = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    layout: str = "zigzag",
     rates: Rates | None = None,
     method: str | None = None,
 ) -> Choice:
@@ -86,12 +113,13 @@ def explain(
     Args:
         q, k, v: a rank's part, as for `ring_attention`; meta tensors will do.
         size: ranks.
-        causal, window: of the call.
+        causal, window, cu_seqlens, layout: of the call.
         rates: of the machine.
         method: what is asked for; None chooses.
 
     Raises:
-        ValueError: a method is not known, or refused for these heads.
+        ValueError: a method is not known, or refused for these heads; or cu_seqlens or layout
+            break a rule of `ring_attention`.
 
     Example:
         >>> q = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
@@ -106,30 +134,81 @@ def explain(
     if method == "ulysses" and refusal is not None:
         raise ValueError(refusal)
     tokens = q.shape[:-2].numel()
+    pairs, balance = _pairs(tokens, q.shape[-3], size, causal, window, cu_seqlens, layout)
+    compute = 2 * pairs * heads * (q.shape[-1] + v.shape[-1]) / rates.flops
     row = (q.shape[-1] + v.shape[-1]) * q.itemsize  # bytes of a token's key and value of one head
-    whole = tokens * size
-    left = window - 1 if isinstance(window, int) else None if window is None else window[0]
-    visible = whole / 2 if causal or isinstance(window, int) else float(whole)
-    if left is not None and left >= 0:
-        visible = min(visible, left + 1)
-    compute = 2 * tokens * visible * heads * (q.shape[-1] + v.shape[-1]) / rates.flops
     steps = size - 1
-    transfer = tokens * kv_heads * row
-    merge = 3 * tokens * heads * v.shape[-1] * 4 / rates.memory  # read twice, written once
-    sent: dict[str, float] = {"ring": steps * transfer}
-    waits = {"ring": steps * (max(transfer / rates.link - compute / size, 0.0) + merge)}
+    keys, outputs = tokens * kv_heads * row, tokens * heads * v.shape[-1]
+    wide = 4 * tokens * kv_heads * (q.shape[-1] + v.shape[-1])  # gradients of keys in float32
+    sent: dict[str, float] = {"ring": steps * keys, "gather": steps * keys}
+    # A step's o is widened, merged (three passes) and stored; a causal one has half of the rows.
+    merged = outputs * (12 + 30 * steps * (0.5 if causal or isinstance(window, int) else 1.0))
+    late = max(keys / rates.link - compute / size, 0.0)
+    ordered = 2 * size * keys
+    waits = {
+        "ring": steps * late + merged / rates.memory,
+        "gather": steps * keys / rates.link + ordered / rates.memory,
+    }
+    memory: dict[str, float] = {
+        "ring": 2 * keys + 3 * wide + 4 * outputs, "gather": 2 * size * (keys + wide),
+    }  # fmt: skip
     count = repeats(heads, kv_heads, size)
     if count is not None:
-        traded = tokens * row * (heads + count * kv_heads) * steps / size
-        sent["ulysses"], waits["ulysses"] = traded, traded / rates.link
+        held = tokens * row * (heads + count * kv_heads)
+        sent["ulysses"] = held * steps / size
+        waits["ulysses"] = sent["ulysses"] / rates.link + 6 * held / rates.memory
+        memory["ulysses"] = 2 * held
+    for name in waits:
+        times = steps if name == "ring" else int(size > 1)
+        waits[name] += times * MESSAGES[name] * rates.message_s
+
+    def choice(method: str, reason: str) -> Choice:
+        return Choice(method, reason, compute, balance, sent, waits, memory)
+
     if method is not None:
-        return Choice(method, "asked for by name", compute, sent, waits)
+        return choice(method, "asked for by name")
+    why_not = {
+        name: f"{name} would take {memory[name] / 1e9:,.1f} GB"
+        for name in ("gather", *(["ulysses"] if refusal is None else []))
+        if memory[name] > rates.room
+    }
+    if q.shape[-3] > SHORT:
+        why_not.setdefault("gather", f"gather is for at most {SHORT:,} tokens a rank")
+    best = min((name for name in waits if name not in why_not), key=waits.__getitem__)
+    others = [
+        why_not.get(name, f"{name} waits {1e6 * waits[name]:,.1f} us")
+        for name in waits if name != best
+    ]  # fmt: skip
     if refusal is not None:
-        return Choice("ring", f"ulysses cannot: {refusal}", compute, sent, waits)
-    best = min(waits, key=waits.__getitem__)
-    other = "ulysses" if best == "ring" else "ring"
-    reason = f"waits {1e6 * waits[best]:,.1f} us where {other} waits {1e6 * waits[other]:,.1f} us"
-    return Choice(best, reason, compute, sent, waits)
+        others.append(f"ulysses cannot: {refusal}")
+    return choice(best, f"waits {1e6 * waits[best]:,.1f} us where {', '.join(others)}")
+
+
+def _pairs(
+    tokens: int, length: int, size: int, causal: bool, window: Window,
+    cu_seqlens: Sequence[int] | Tensor | None, layout: str,
+) -> tuple[float, float]:  # fmt: skip
+    """Return the pairs of queries and keys of the busiest rank, and how level the ranks are."""
+    left, right = bounds(causal, window)
+    edges = None if cu_seqlens is None else edges_of(cu_seqlens)
+    refusal = layout_rule(layout, edges)
+    if refusal is None and edges is not None:
+        refusal = edges_rule(edges, length * size)
+    if refusal is not None:
+        raise ValueError(refusal)
+    if edges is None:
+        whole = length * size
+        visible = whole / 2 if right == 0 else float(whole)
+        if left is not None:
+            visible = min(visible, left + 1 + (right or 0))
+        if layout == "contiguous" and right == 0 and left is None:
+            return tokens * (whole - length / 2), whole / 2 / (whole - length / 2)
+        return tokens * visible, 1.0
+    work = [
+        work_of(rank, size, layout=layout, left=left, right=right, edges=edges)
+        for rank in range(size)
+    ]
+    return float(max(work)), sum(work) / max(size * max(work), 1) or 1.0
 
 
 def _unknown(method: object) -> str:
@@ -146,14 +225,16 @@ def context_parallel_attention(
     causal: bool = False,
     window: Window = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    layout: str = "zigzag",
     rates: Rates | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a shared sequence by the way that `explain` picks, or that is named.
 
     Args:
-        q, k, v, group, causal, window, cu_seqlens, options: as `ring_attention` takes them.
-        method: "ring" or "ulysses"; None chooses by shape, the same on every rank.
+        q, k, v, group, causal, window, cu_seqlens, layout, options: as `ring_attention` takes
+            them.
+        method: "ring", "gather" or "ulysses"; None chooses by shape, the same on every rank.
         rates: of the machine.
 
     Returns:
@@ -169,12 +250,25 @@ def context_parallel_attention(
     if method is not None and method not in METHODS:
         # To the others, too, who wait for this rank's shapes.
         agree(group, {"q": q, "k": k, "v": v}, (), _unknown(method))
-    # Shapes that cannot be weighed are refused by the method, on every rank.
-    is_plain = min(q.dim(), k.dim(), v.dim()) >= 3 and size * k.shape[-2] > 0
-    if method is None and is_plain and q.shape[-2] % k.shape[-2] == 0:
-        method = explain(q, k, v, size=size, causal=causal, window=window, rates=rates).method
-    attend: Any = METHODS[method or "ring"]
+    method = method or _method_of(q, k, v, size, causal, window, cu_seqlens, layout, rates)
+    attend: Any = METHODS[method]
     result: Tensor | tuple[Tensor, Tensor] = attend(
-        q, k, v, group=group, causal=causal, window=window, cu_seqlens=cu_seqlens, **options
-    )
+        q, k, v, group=group, causal=causal, window=window, cu_seqlens=cu_seqlens, layout=layout,
+        **options,
+    )  # fmt: skip
     return result
+
+
+def _method_of(
+    q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, window: Window,
+    cu_seqlens: Sequence[int] | Tensor | None, layout: str, rates: Rates | None,
+) -> str:  # fmt: skip
+    """Return the fastest method; of arguments that cannot be weighed any, which refuses them."""
+    try:
+        return explain(
+            q, k, v, size=size, causal=causal, window=window, cu_seqlens=cu_seqlens,
+            layout=layout, rates=rates,
+        ).method  # fmt: skip
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError):
+        # On every rank: the others must be told, which the method does.
+        return "ring"

@@ -1,4 +1,4 @@
-"""What ranks that share a sequence send one another: agreement, rings, all-to-all."""
+"""What ranks that share a sequence send one another: agreement, rings, gathers, all-to-all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Exchange", "Pending", "agree", "all_to_all", "rank_and_size"]
+__all__ = ["Agreement", "Exchange", "Pending", "agree", "all_to_all", "rank_and_size"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -47,37 +47,95 @@ def agree(
         options: plain values.
         problem: what this rank refuses, or None.
     """
-    rank, size = rank_and_size(group)
-    if size == 1:
+    Agreement(group, tensors, options, problem).finish()
+
+
+class Agreement:
+    """What `agree` does in two parts: a rank may compute between them, but exchange nothing.
+
+    Args:
+        group, tensors, options, problem: as `agree` takes them; what is no tensor is told as none.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        tensors: dict[str, Tensor],
+        options: Sequence[object],
+        problem: str | None,
+    ) -> None:
+        self._rank, self._size = rank_and_size(group)
+        self._names, self._problem = tuple(tensors), problem
+        self._work: Any = None
+        if self._size == 1:
+            return
+        own: list[int] = [problem is not None, zlib.crc32(repr(tuple(options)).encode())]
+        for tensor in tensors.values():
+            if not isinstance(tensor, Tensor):
+                own += [-1] * 6
+                continue
+            dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
+            own += [dtype, tensor.dim(), *(*tensor.shape, 0, 0, 0, 0)[:4]]
+        # Of the group and not of the tensors, which may be wrong.
+        backend = str(dist.get_backend(group))
+        is_cuda = "nccl" in backend and "gloo" not in backend
+        mine = torch.tensor(own, dtype=torch.int64)
+        if is_cuda:
+            mine = mine.to(next((t.device for t in tensors.values() if _is_on_gpu(t)), "cuda"))
+        self._rows = mine.new_empty((self._size, len(own)))
+        self._work = _all_gather(self._rows, mine, group)
+
+    def finish(self) -> None:
+        """Wait for the others' words, and raise ValueError where anything is wrong with them."""
+        problem = self._problem
+        if self._work is not None:
+            told = self._told()
         if problem is not None:
             raise ValueError(problem)
-        return
-    own: list[int] = [problem is not None, zlib.crc32(repr(tuple(options)).encode())]
-    for tensor in tensors.values():
-        dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
-        own += [dtype, tensor.dim(), *(*tensor.shape, 0, 0, 0, 0)[:4]]
-    device = next(iter(tensors.values())).device
-    mine = torch.tensor(own, dtype=torch.int64).to(device)
-    rows = mine.new_empty((size, len(own)))
-    dist.all_gather(list(rows.unbind(0)), mine, group=group)
-    told = rows.tolist()
-    if problem is not None:
-        raise ValueError(problem)
-    refusing = [other for other, row in enumerate(told) if row[0]]
-    if refusing:
-        raise ValueError(f"arguments must be right on every rank, got them refused on {refusing}")
-    for place, name in enumerate(tensors):
-        kinds = [_kind(row[2 + 6 * place : 8 + 6 * place]) for row in told]
-        if len(set(kinds)) > 1:
-            listed = ", ".join(f"{kind} on rank {i}" for i, kind in enumerate(kinds))
-            raise ValueError(f"{name} must be of one shape and dtype on all ranks, got {listed}")
-    if len({row[1] for row in told}) > 1:
-        other = next(i for i, row in enumerate(told) if row[1] != told[rank][1])
-        raise ValueError(
-            "method, causal, window, softmax_scale, layout and cu_seqlens must be the same on all "
-            "ranks, "
-            f"got others on rank {other} than on rank {rank}"
-        )
+        if self._work is None:
+            return
+        self._work = None
+        refusing = [other for other, row in enumerate(told) if row[0]]
+        if refusing:
+            raise ValueError(
+                f"arguments must be right on every rank, got them refused on {refusing}"
+            )
+        for place, name in enumerate(self._names):
+            kinds = [_kind(row[2 + 6 * place : 8 + 6 * place]) for row in told]
+            if len(set(kinds)) > 1:
+                listed = ", ".join(f"{kind} on rank {i}" for i, kind in enumerate(kinds))
+                raise ValueError(
+                    f"{name} must be of one shape and dtype on all ranks, got {listed}"
+                )
+        if len({row[1] for row in told}) > 1:
+            rank = self._rank
+            other = next(i for i, row in enumerate(told) if row[1] != told[rank][1])
+            raise ValueError(
+                "method, causal, window, softmax_scale, layout, cu_seqlens, deterministic and "
+                f"backend must be the same on all ranks, got others on rank {other} than on rank "
+                f"{rank}"
+            )
+
+    def _told(self) -> list[list[int]]:
+        if not self._rows.is_cuda:
+            self._work.wait()
+            return list(self._rows.tolist())
+        # On a stream of its own, as the current one has the attention that goes on meanwhile.
+        stream = torch.cuda.Stream(self._rows.device)
+        with torch.cuda.stream(stream):
+            self._work.wait()
+            return list(self._rows.tolist())
+
+
+def _is_on_gpu(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_cuda
+
+
+def _all_gather(room: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Any:
+    """Begin to put `x` of all ranks into (size, ...)."""
+    if x.is_cuda:
+        return dist.all_gather_into_tensor(room, x, group=group, async_op=True)
+    return dist.all_gather(list(room.unbind(0)), x, group=group, async_op=True)  # gloo's form
 
 
 def _kind(row: Sequence[int]) -> str:
@@ -122,6 +180,30 @@ class Exchange:
             ops.append(dist.P2POp(dist.isend, tensor, to, self.group))
             ops.append(dist.P2POp(dist.irecv, room, source, self.group))
         return Pending(received, dist.batch_isend_irecv(ops), sent)
+
+    def gather(self, tensors: Sequence[Tensor]) -> Pending:
+        """Receive each tensor of all ranks, (size, ...)."""
+        sent = [tensor.contiguous() for tensor in tensors]
+        if self.size == 1:
+            return Pending([tensor.unsqueeze(0) for tensor in sent], [], [])
+        received = [tensor.new_empty((self.size, *tensor.shape)) for tensor in sent]
+        works = [
+            _all_gather(room, tensor, self.group)
+            for tensor, room in zip(sent, received, strict=True)
+        ]
+        return Pending(received, works, sent)
+
+    def trade(self, tensors: Sequence[Tensor]) -> Pending:
+        """Send part i of each tensor's dim 0 to rank i; receive what each rank had for this one."""
+        if self.size == 1:
+            return Pending(list(tensors), [], [])
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = [torch.empty_like(tensor) for tensor in sent]
+        works = [
+            dist.all_to_all_single(room, tensor, group=self.group, async_op=True)
+            for tensor, room in zip(sent, received, strict=True)
+        ]
+        return Pending(received, works, sent)
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

@@ -2,15 +2,25 @@
 
 contiguous   N chunks; rank r holds chunk r. With a causal mask the last rank works the most.
 zigzag       2 N chunks; rank r holds chunks r and 2 N - 1 - r, so that all see equally many keys.
+documents    each document of a packed sequence is dealt out as zigzag deals the whole, in pieces
+             that differ by a token at most; what is left of one document goes to the ranks after
+             those that got what was left of the document before, so that all hold equally many.
 
-A call of attention takes rows of one chunk's queries and of another's keys. Masks are aligned at
+Zigzag levels the work of one document. Of several it does not: a long one in the first half gives
+rank N - 1 the queries at its end, and no rank others to make up for them. Dealing out documents
+levels every one of them, but cuts short ones into pieces of less than a kernel's tile:
+`choose_layout` counts tiles.
+
+A call of attention takes rows of one piece's queries and of another's keys. Masks are aligned at
 the bottom right there, so rows that see nothing are cut off until the alignment can express what is
-left: `span`.
+left: `span`. Pieces of many documents are runs of one packed call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,20 +29,28 @@ from torch import Tensor
 __all__ = [
     "LAYOUTS",
     "Call",
+    "Piece",
+    "Run",
     "Span",
     "calls_of",
+    "choose_layout",
     "chunks_of",
     "num_chunks",
+    "order_of",
+    "pieces_of",
     "shard_sequence",
     "span",
+    "whole_calls_of",
+    "work_of",
 ]
 
-LAYOUTS = ("zigzag", "contiguous")
+LAYOUTS = ("zigzag", "contiguous", "documents")
+TILE = 128  # rows of a tile of the kernels, to which `work_of` rounds up
 Bound = int | None  # of a window; None is unlimited
 
 
 def num_chunks(size: int, layout: str) -> int:
-    """Return how many chunks a sequence is cut into.
+    """Return how many chunks a sequence is cut into; with "documents" of no common length.
 
     Raises:
         ValueError: the layout is not known.
@@ -42,6 +60,15 @@ def num_chunks(size: int, layout: str) -> int:
     return 2 * size if layout == "zigzag" else size
 
 
+def layout_rule(layout: str, edges: Sequence[int] | None) -> str | None:
+    """Say why a sequence cannot lie on the ranks in this way, or return None when it can."""
+    if layout not in LAYOUTS:
+        return f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
+    if layout == "documents" and edges is None:
+        return "layout must be zigzag or contiguous without cu_seqlens, got 'documents'"
+    return None
+
+
 def chunks_of(rank: int, size: int, layout: str) -> tuple[int, ...]:
     """Return the chunks that a rank holds, in the order in which they lie there."""
     count = num_chunks(size, layout)
@@ -49,22 +76,34 @@ def chunks_of(rank: int, size: int, layout: str) -> tuple[int, ...]:
 
 
 def shard_sequence(
-    x: Tensor, rank: int, size: int, *, dim: int = 1, layout: str = "zigzag"
+    x: Tensor,
+    rank: int,
+    size: int,
+    *,
+    dim: int = 1,
+    layout: str = "zigzag",
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """Return the part of `x` that a rank holds.
 
     Args:
-        x: any tensor, the same on every rank; its `dim` is cut.
+        x: any tensor, the same on every rank; its `dim` is cut. Positions are cut alike:
+            `shard_sequence(torch.arange(T), rank, size, dim=0, ...)`.
         rank, size: which of how many.
         dim: of the sequence: 1 of (B, S, H, D), 0 of packed (T, H, D).
-        layout: "zigzag" or "contiguous".
+        layout: "zigzag", "contiguous" or "documents".
+        cu_seqlens: where documents begin and end, ascending from 0 to the length of `dim`; needed
+            for "documents" and without effect on the others.
 
     Raises:
-        ValueError: the dim is no multiple of the number of chunks.
+        ValueError: the dim is no multiple of the number of chunks (of the ranks with "documents"),
+            or cu_seqlens is missing or does not cover it.
 
     Example:
         >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
     """
+    if layout == "documents":
+        return _shard_documents(x, rank, size, dim, cu_seqlens)
     count = num_chunks(size, layout)
     if x.shape[dim] % count:
         raise ValueError(
@@ -73,6 +112,192 @@ def shard_sequence(
         )
     chunks = x.chunk(count, dim)
     return torch.cat([chunks[i] for i in chunks_of(rank, size, layout)], dim)
+
+
+def _shard_documents(
+    x: Tensor, rank: int, size: int, dim: int, cu_seqlens: Sequence[int] | Tensor | None
+) -> Tensor:
+    tokens = x.shape[dim]
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens must be given for the layout documents, got None")
+    edges = edges_of(cu_seqlens)
+    refusal = edges_rule(edges, tokens)
+    if refusal is not None:
+        raise ValueError(refusal)
+    if tokens % size:
+        raise ValueError(
+            f"the sequence must be a multiple of {size} for {size} ranks (documents), got {tokens}"
+        )
+    pieces = pieces_of(rank, size, layout="documents", edges=edges)
+    return torch.cat([x.narrow(dim, p.first, p.last - p.first) for p in pieces], dim)
+
+
+def edges_of(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
+    """Return where documents begin and end as plain numbers; waits for a tensor on a GPU."""
+    listed = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    return tuple(int(edge) for edge in listed)
+
+
+def edges_rule(edges: Sequence[int], tokens: int) -> str | None:
+    """Say why documents do not cover the tokens of all ranks, or return None when they do."""
+    is_covering = len(edges) >= 2 and edges[0] == 0 and edges[-1] == tokens
+    if is_covering and all(a <= b for a, b in pairwise(edges)):
+        return None
+    return (
+        f"cu_seqlens must ascend from 0 to the {tokens} tokens of all ranks, "
+        f"got {list(edges[:4])} ... {edges[-1] if edges else None}"
+    )
+
+
+class Piece(NamedTuple):
+    """Tokens of one document that lie together on a rank.
+
+    Attributes:
+        document: its number.
+        first, last: their positions in the whole sequence, the last not included.
+        place: the row of the first of them among the rank's.
+    """
+
+    document: int
+    first: int
+    last: int
+    place: int
+
+    @property
+    def end(self) -> int:
+        """The row after the last."""
+        return self.place + self.last - self.first
+
+
+def pieces_of(rank: int, size: int, *, layout: str, edges: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Return what a rank holds of each document, in the order of positions, which is that of rows.
+
+    Args:
+        rank, size: which of how many.
+        layout: see LAYOUTS.
+        edges: where documents begin and end in the whole sequence; empty ones have no piece.
+    """
+    return _all_pieces(size, layout, edges)[rank]
+
+
+@lru_cache(maxsize=16)
+def _all_pieces(size: int, layout: str, edges: tuple[int, ...]) -> list[tuple[Piece, ...]]:
+    pieces: list[list[Piece]] = [[] for _ in range(size)]
+    runs = _dealt(size, edges) if layout == "documents" else _cut(size, layout, edges)
+    for rank, document, first, last in runs:
+        own = pieces[rank]
+        if own and own[-1].document == document and own[-1].last == first:
+            own[-1] = own[-1]._replace(last=last)  # the middle of a zigzag
+        else:
+            own.append(Piece(document, first, last, own[-1].end if own else 0))
+    return [tuple(own) for own in pieces]
+
+
+def _cut(size: int, layout: str, edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """Cut the whole in chunks: (rank, document, first, last) by positions."""
+    count = num_chunks(size, layout)
+    chunk = edges[-1] // count
+    rank_of = {c: rank for rank in range(size) for c in chunks_of(rank, size, layout)}
+    runs, document = [], 0
+    for c in range(count):
+        first = c * chunk
+        while first < (c + 1) * chunk:
+            while edges[document + 1] <= first:
+                document += 1
+            last = min(edges[document + 1], (c + 1) * chunk)
+            runs.append((rank_of[c], document, first, last))
+            first = last
+    return runs
+
+
+def _dealt(size: int, edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """Deal out each document: (rank, document, first, last) by positions."""
+    count, turn, runs = 2 * size, 0, []
+    for document, (first, end) in enumerate(pairwise(edges)):
+        least, more = divmod(end - first, count)
+        lengths = [least] * count
+        for i in range(more):  # one to each rank, then a second one
+            rank = (turn + i) % size
+            lengths[count - 1 - rank if i < size else rank] += 1
+        turn = (turn + more) % size
+        for c, length in enumerate(lengths):
+            if length:
+                runs.append((min(c, count - 1 - c), document, first, first + length))
+                first += length
+    return runs
+
+
+def work_of(
+    rank: int, size: int, *, layout: str, left: Bound, right: Bound, edges: tuple[int, ...]
+) -> int:
+    """Return the pairs of queries and keys that a rank computes, rows rounded up to tiles.
+
+    Args:
+        rank, size, layout, edges: as in `pieces_of`.
+        left, right: the window over positions; None is unlimited.
+    """
+    work = 0
+    for piece in pieces_of(rank, size, layout=layout, edges=edges):
+        begin, end = edges[piece.document : piece.document + 2]
+        rows, middle = piece.last - piece.first, (piece.first + piece.last) // 2
+        low = begin if left is None else max(begin, middle - left)
+        high = end if right is None else min(end, middle + right + 1)
+        work += -(-rows // TILE) * TILE * (high - low)
+    return work
+
+
+def choose_layout(
+    cu_seqlens: Sequence[int] | Tensor,
+    size: int,
+    *,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+) -> str:
+    """Return the layout, "zigzag" or "documents", whose busiest rank computes fewer tiles.
+
+    Args:
+        cu_seqlens: where documents begin and end in the whole packed sequence.
+        size: ranks.
+        causal, window: of the attention.
+
+    Raises:
+        ValueError: cu_seqlens does not ascend from 0, or neither layout divides it.
+
+    Source: Wang et al. 2025 (WLB-LLM) for weighing cuts of documents against cuts of the whole.
+
+    Example:
+        >>> choose_layout([0, 6000, 6100, 8192], 4)
+        'documents'
+    """
+    edges = edges_of(cu_seqlens)
+    refusal = edges_rule(edges, edges[-1] if edges else 0)
+    if refusal is not None:
+        raise ValueError(refusal)
+    if edges[-1] % size:
+        raise ValueError(f"cu_seqlens must end at a multiple of {size} ranks, got {edges[-1]}")
+    left, right = bounds(causal, window)
+    fitting = ["zigzag", "documents"] if edges[-1] % (2 * size) == 0 else ["documents"]
+    return min(fitting, key=lambda layout: max(
+        work_of(rank, size, layout=layout, left=left, right=right, edges=edges)
+        for rank in range(size)
+    ))  # fmt: skip
+
+
+def bounds(causal: bool, window: int | tuple[int | None, int | None] | None) -> tuple[Bound, Bound]:
+    """Return how far a query sees to the left and to the right."""
+    if isinstance(window, int):
+        return window - 1, 0
+    left, right = (None, None) if window is None else window
+    left, right = (None if bound in (None, -1) else bound for bound in (left, right))
+    return left, 0 if causal else right
+
+
+def order_of(tokens: int, size: int, layout: str, edges: tuple[int, ...] | None) -> Tensor:
+    """Return the positions of the tokens as they lie when the ranks' parts are put side by side."""
+    edges = edges or (0, tokens)
+    pieces = [p for own in _all_pieces(size, layout, edges) for p in own]
+    runs = [torch.arange(piece.first, piece.last) for piece in pieces]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
 
 
 class Span(NamedTuple):
@@ -124,21 +349,31 @@ def span(
     return Span(first - q_start, last - q_start, low - k_start, high - k_start, new_left, new_right)
 
 
+class Run(NamedTuple):
+    """Rows [q_first, q_last) of queries that attend to the rows [k_first, k_last) of keys."""
+
+    q_first: int
+    q_last: int
+    k_first: int
+    k_last: int
+
+
 class Call(NamedTuple):
     """One call of attention: local rows of queries, rows of keys as their rank holds them.
 
     Attributes:
-        rows: the queries.
-        keys: the keys.
+        rows: the queries, or the first and the last of them.
+        keys: the keys, or the first and the last of them.
         left, right: what `attention` takes as window.
-        edges: where documents begin and end among the rows, which are also the keys'; None for one.
+        runs: of a packed call, in the order of the queries; no row of a query is in two of them.
+            None: all rows are one run.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
     left: Bound
     right: Bound
-    edges: tuple[int, ...] | None = None
+    runs: tuple[Run, ...] | None = None
 
 
 def calls_of(
@@ -150,71 +385,129 @@ def calls_of(
     layout: str,
     left: Bound,
     right: Bound,
-    edges: Sequence[int] | None,
+    edges: tuple[int, ...] | None,
 ) -> list[Call]:
     """Return the calls by which a rank's queries attend to the keys of the rank `source`.
 
     Args:
         rank, source, size: which of how many.
-        chunk: tokens of a chunk.
+        chunk: tokens of a chunk; of no meaning with edges.
         layout: see LAYOUTS.
         left, right: the window over positions; None is unlimited.
         edges: where documents begin and end in the whole sequence; None is one document.
     """
+    if edges is not None:
+        return _packed_calls(rank, source, size, layout, left, right, edges)
     ours, theirs = chunks_of(rank, size, layout), chunks_of(source, size, layout)
-    if rank == source and edges is None and left is None and right in (None, 0):
+    if rank == source and left is None and right in (None, 0):
         whole = (0, chunk * len(ours))  # chunks in order see one another as one sequence does
         return [Call(whole, whole, left, right)]
     calls = []
     for i, mine in enumerate(ours):
         for j, other in enumerate(theirs):
-            places = i * chunk, j * chunk
-            if mine == other and edges is not None:
-                calls.append(_own_documents(places[0], mine, chunk, edges, left, right))
-                continue
-            found = _across(mine, other, chunk, edges, left, right)
+            found = span(mine * chunk, chunk, other * chunk, chunk, left, right)
             if found is not None:
-                rows = (places[0] + found.q_first, places[0] + found.q_last)
-                keys = (places[1] + found.k_first, places[1] + found.k_last)
+                rows = (i * chunk + found.q_first, i * chunk + found.q_last)
+                keys = (j * chunk + found.k_first, j * chunk + found.k_last)
                 calls.append(Call(rows, keys, found.left, found.right))
     return _joined(calls)
 
 
-def _own_documents(
-    place: int, number: int, chunk: int, edges: Sequence[int], left: Bound, right: Bound
-) -> Call:
-    """Return the call of a chunk with itself."""
-    first, last = number * chunk, (number + 1) * chunk
-    inner = {min(max(edge, first), last) - first for edge in edges}
-    rows = (place, place + chunk)
-    return Call(rows, rows, left, right, tuple(sorted(inner | {0, chunk})))
+def _packed_calls(
+    rank: int, source: int, size: int, layout: str, left: Bound, right: Bound,
+    edges: tuple[int, ...],
+) -> list[Call]:  # fmt: skip
+    theirs = _by_document(pieces_of(source, size, layout=layout, edges=edges))
+    found = []
+    for document, mine in _by_document(pieces_of(rank, size, layout=layout, edges=edges)).items():
+        others = theirs.get(document, [])
+        if others:
+            found.append(_calls_of_document(mine, others, left, right))
+    return _packed(found)
 
 
-def _across(
-    mine: int, other: int, chunk: int, edges: Sequence[int] | None, left: Bound, right: Bound
-) -> Span | None:
-    """Return what a chunk sees of another: of the one document at most that is in both."""
-    q_first, k_first = mine * chunk, other * chunk
-    q_last, k_last = q_first + chunk, k_first + chunk
-    if edges is not None:
-        inside = max(q_first, k_first)  # every document in both has this position
-        begin = max((edge for edge in edges if edge <= inside), default=0)
-        end = min((edge for edge in edges if edge > inside), default=inside + chunk)
-        low, high = (q_first, q_last), (k_first, k_last)
-        q_first, q_last = max(low[0], begin), min(low[1], end)
-        k_first, k_last = max(high[0], begin), min(high[1], end)
-        if q_first >= q_last or k_first >= k_last:
-            return None
-    found = span(q_first, q_last - q_first, k_first, k_last - k_first, left, right)
-    if found is None:
-        return None
-    more_q, more_k = q_first - mine * chunk, k_first - other * chunk
-    return found._replace(
-        q_first=found.q_first + more_q,
-        q_last=found.q_last + more_q,
-        k_first=found.k_first + more_k,
-        k_last=found.k_last + more_k,
-    )
+def _by_document(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.document, []).append(piece)
+    return found
+
+
+def _calls_of_document(
+    mine: list[Piece], others: list[Piece], left: Bound, right: Bound
+) -> list[Call]:
+    """Return what a rank's pieces of a document see of a rank's pieces of it."""
+    if mine == others and left is None and right in (None, 0):
+        whole = (mine[0].place, mine[-1].end)  # pieces in order see one another as the whole does
+        return [Call(whole, whole, left, right)]
+    calls = []
+    for own in mine:
+        for other in others:
+            seen = span(
+                own.first, own.last - own.first, other.first, other.last - other.first, left, right
+            )
+            if seen is None:
+                continue
+            rows = (own.place + seen.q_first, own.place + seen.q_last)
+            keys = (other.place + seen.k_first, other.place + seen.k_last)
+            # Bounds that a short piece does not need stay, for it to share the others' call.
+            kept = (left, right) if own == other else (seen.left, seen.right)
+            calls.append(Call(rows, keys, *kept))
+    return _joined(calls)
+
+
+def _packed(documents: Sequence[Sequence[Call]]) -> list[Call]:
+    """Put calls of several documents together where their bounds are equal.
+
+    Of one document a packed call has one run at most, so that no row of its queries or keys is in
+    two of them.
+    """
+    packed: dict[tuple[Bound, Bound, int], list[Run]] = {}
+    for calls in documents:
+        count: dict[tuple[Bound, Bound], int] = {}
+        for call in calls:
+            bound = call.left, call.right
+            turn = count[bound] = count.get(bound, -1) + 1
+            packed.setdefault((*bound, turn), []).append(Run(*call.rows, *call.keys))
+    return [_call(left, right, runs) for (left, right, _), runs in packed.items()]
+
+
+def _call(left: Bound, right: Bound, runs: Sequence[Run]) -> Call:
+    rows = min(run.q_first for run in runs), max(run.q_last for run in runs)
+    keys = min(run.k_first for run in runs), max(run.k_last for run in runs)
+    return Call(rows, keys, left, right, None if len(runs) == 1 else tuple(runs))
+
+
+def whole_calls_of(
+    rank: int, size: int, *, layout: str, left: Bound, right: Bound, edges: tuple[int, ...]
+) -> list[Call]:
+    """Return the calls by which a rank's queries attend to the keys of all ranks.
+
+    Every query is in one run of one call. Keys are rows of the whole sequence, and may be in two
+    runs: of the two pieces that a rank has of a document.
+
+    Args:
+        rank, size, layout, edges: as in `pieces_of`.
+        left, right: the window over positions; None is unlimited.
+    """
+    calls: dict[tuple[Bound, Bound], list[Run]] = {}
+    for document, mine in _by_document(pieces_of(rank, size, layout=layout, edges=edges)).items():
+        begin, end = edges[document : document + 2]
+        if left is None and right is None:
+            run = Run(mine[0].place, mine[-1].end, begin, end)
+            calls.setdefault((None, None), []).append(run)
+            continue
+        for piece in mine:
+            low = begin if left is None else max(begin, piece.first - left)
+            high = end if right is None else min(end, piece.last + right)
+            offset = high - piece.last  # of the last query and the last key
+            new_left = None if left is None else left + offset
+            new_right = None if right is None else right - offset
+            if right is None and new_left is not None and new_left >= high - low - 1:
+                new_left = None
+            run = Run(piece.place, piece.end, low, high)
+            calls.setdefault((new_left, new_right), []).append(run)
+    return [_call(*bound, runs) for bound, runs in calls.items()]
 
 
 def _joined(calls: list[Call]) -> list[Call]:
@@ -222,7 +515,7 @@ def _joined(calls: list[Call]) -> list[Call]:
     joined: list[Call] = []
     for call in calls:
         for place, other in enumerate(joined):
-            if any((c.left, c.right, c.edges) != (None, None, None) for c in (call, other)):
+            if any((c.left, c.right) != (None, None) for c in (call, other)):
                 continue
             if other.keys == call.keys and other.rows[1] == call.rows[0]:
                 joined[place] = other._replace(rows=(other.rows[0], call.rows[1]))

@@ -6,42 +6,112 @@ the part's keys have of all, so that no partial result is kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.distributed.arguments import max_length, window_of
-from tilewise.distributed.layout import Call
+from tilewise.distributed.arguments import Problem, window_of
+from tilewise.distributed.layout import Call, Run, calls_of
 from tilewise.ops import attention, attention_varlen
-from tilewise.ops.attention.arguments import Lengths, Rule, prepare
+from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, prepare
 from tilewise.ops.attention.op import attention_bwd
 
-__all__ = ["part_backward", "part_forward"]
+__all__ = ["Part", "attend", "differentiate", "lengths_of", "parts_of", "rows_of", "taken"]
+
+Rows = slice | Tensor  # a slice where they lie together, else int64 indices
 
 
-def part_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A call of attention, as tensors of a device need it.
+
+    Attributes:
+        rows, keys: which of the queries, of the keys; no row is in there twice.
+        touched: the first and the last of the queries.
+        window: causal and window of `attention`.
+        lengths: where the runs of a packed call lie among the rows and keys that are taken.
+    """
+
+    rows: Rows
+    keys: Rows
+    touched: tuple[int, int]
+    window: dict[str, Any]
+    lengths: Lengths
+
+
+# The calls of a layer's attention are those of the layer before. Indices of S / N rows at most.
+@lru_cache(maxsize=64)
+def parts_of(problem: Problem, source: int, device: torch.device) -> tuple[Part, ...]:
+    """Return the calls by which this rank's queries attend to the keys of the rank `source`."""
+    calls = calls_of(
+        problem.rank, source, problem.size, problem.chunk, layout=problem.layout,
+        left=problem.left, right=problem.right, edges=problem.edges,
+    )  # fmt: skip
+    return tuple(_part(call, device) for call in calls)
+
+
+def _part(call: Call, device: torch.device) -> Part:
+    window = window_of(call.left, call.right)
+    if call.runs is None:
+        return Part(slice(*call.rows), slice(*call.keys), call.rows, window, DENSE)
+    return Part(
+        rows_of([(run.q_first, run.q_last) for run in call.runs], device),
+        rows_of([(run.k_first, run.k_last) for run in call.runs], device),
+        call.rows, window, lengths_of(call.runs, device),
+    )  # fmt: skip
+
+
+def rows_of(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
+    """Return the rows of some runs (first, last), one after another."""
+    if all(a[1] == b[0] for a, b in pairwise(runs)):
+        return slice(runs[0][0], runs[-1][1])
+    with torch.inference_mode(False):  # kept for calls that differentiate
+        return torch.cat([torch.arange(first, last) for first, last in runs]).to(device)
+
+
+def lengths_of(runs: Sequence[Run], device: torch.device) -> Lengths:
+    """Return where the runs of a packed call begin and end among the rows that are taken."""
+    edges = torch.zeros((2, len(runs) + 1), dtype=torch.int32)
+    sizes = [[run.q_last - run.q_first for run in runs], [run.k_last - run.k_first for run in runs]]
+    edges[:, 1:] = torch.tensor(sizes).cumsum(1)
+    with torch.inference_mode(False):
+        cu_seqlens_q, cu_seqlens_k = (row.clone().to(device) for row in edges)
+    return Lengths(None, cu_seqlens_q, cu_seqlens_k, max(sizes[0]), max(sizes[1]))
+
+
+def taken(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
+    """Return some rows of a dim: a view, or a copy of rows that lie apart."""
+    if isinstance(rows, Tensor):
+        return x.index_select(dim, rows)
+    return x.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, window: dict[str, Any], lengths: Lengths,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o (B, rows, Hq, Dv) and lse (B, Hq, rows) of a call.
 
     Args:
-        q, k, v: (B, S / N, H, D), of this rank and of the keys' rank.
-        call: which rows of them.
+        q, k, v: (B, rows, H, D); B is 1 where lengths says that they are packed.
+        window: causal and window of `attention`.
+        lengths: of its sequences.
         options: softmax_scale, deterministic and backend of `attention`.
     """
-    q, k, v = q[:, slice(*call.rows)], k[:, slice(*call.keys)], v[:, slice(*call.keys)]
-    if call.edges is None:
-        o, lse = attention(q, k, v, return_lse=True, **window_of(call.left, call.right), **options)
-        return o, lse
-    o, lse = attention_varlen(
-        q[0], k[0], v[0], return_lse=True,
-        **_lengths(q, call), **window_of(call.left, call.right), **options,
-    )  # fmt: skip
+    if lengths.cu_seqlens_q is None:
+        return attention(q, k, v, return_lse=True, **window, **options)
+    packed: dict[str, Any] = lengths._asdict()
+    del packed["seqlens_k"]
+    o, lse = attention_varlen(q[0], k[0], v[0], return_lse=True, **packed, **window, **options)
     return o.unsqueeze(0), lse.unsqueeze(0)
 
 
-def part_backward(
+def differentiate(
     do: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -49,38 +119,24 @@ def part_backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    call: Call,
+    window: dict[str, Any],
+    lengths: Lengths,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a call gives to dq (B, rows, Hq, D), and to dk and dv (B, keys, Hk, D).
 
     Args:
-        do, dlse: gradients of the whole's o and lse; o and lse those, all of this rank's queries.
-        q, k, v, call, options: as in `part_forward`.
+        do, dlse, o, lse: of the queries over all of their keys, gradients first.
+        q, k, v, window, lengths, options: as in `attend`.
     """
-    rows, keys = slice(*call.rows), slice(*call.keys)
-    do, q, o = do[:, rows], q[:, rows], o[:, rows]
-    lse = lse[:, :, rows].contiguous()
-    dlse = None if dlse is None else dlse[:, :, rows].contiguous()
-    k, v = k[:, keys], v[:, keys]
-    if call.edges is None:
-        rule = Rule(**window_of(call.left, call.right), **options)
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    rule = Rule(**window, **options)
+    if lengths.cu_seqlens_q is None:
         q, k, v, prepared = prepare(q, k, v, rule)
         dq, dk, dv, _, _ = attention_bwd(do, dlse, q, k, v, o, lse, False, *prepared)
         return dq, dk, dv
-    rule = Rule(**window_of(call.left, call.right), **options)
-    q, k, v, prepared = prepare(q[0], k[0], v[0], rule, Lengths(**_lengths(q, call)))
-    dq, dk, dv, _, _ = attention_bwd(
-        do[0], None if dlse is None else dlse[0], q, k, v, o[0], lse[0], False, *prepared
-    )
+    q, k, v, prepared = prepare(q[0], k[0], v[0], rule, lengths)
+    dlse = None if dlse is None else dlse[0]
+    dq, dk, dv, _, _ = attention_bwd(do[0], dlse, q, k, v, o[0], lse[0], False, *prepared)
     return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
-
-
-def _lengths(q: Tensor, call: Call) -> dict[str, Any]:
-    assert call.edges is not None
-    cu_seqlens = torch.tensor(call.edges, dtype=torch.int32).to(q.device, non_blocking=True)
-    longest = max_length(call.edges)
-    return {
-        "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": longest, "max_seqlen_k": longest,
-    }  # fmt: skip

@@ -3,6 +3,7 @@
 step s   a rank has the keys of the rank s before it; while its queries attend to them, the keys
          travel on. Partial results are merged by their log-sum-exp, always in the same order.
 backward the keys travel once more, and their gradients one step behind them, until they are home
+check    what the ranks say of their arguments is awaited while a rank attends to its own keys
 
 Memory is that of a rank's own part, twice the keys and values, and in the backward pass twice their
 gradients in float32. Source: Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped
@@ -12,6 +13,7 @@ Attention) for why causal parts are dealt out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -27,9 +29,9 @@ from tilewise.distributed.arguments import (
     prepare,
     result_of,
 )
-from tilewise.distributed.exchange import Exchange
-from tilewise.distributed.layout import Call, calls_of
-from tilewise.distributed.partial import part_backward, part_forward
+from tilewise.distributed.exchange import Agreement, Exchange
+from tilewise.distributed.layout import calls_of
+from tilewise.distributed.partial import Part, attend, differentiate, parts_of, taken
 from tilewise.ops import merge_states
 
 __all__ = ["num_steps", "ring_attention"]
@@ -82,10 +84,11 @@ def ring_attention(
         cu_seqlens: where documents begin and end in the whole packed sequence, ascending from 0 to
             T, on every rank the same; they may cross ranks. Best a list: a tensor on a GPU is
             waited for.
-        layout: "zigzag" or "contiguous": how the sequence lies on the ranks.
+        layout: "zigzag", "contiguous" or, with cu_seqlens, "documents": how the sequence lies on
+            the ranks, see `shard_sequence`; `choose_layout` weighs them.
         deterministic: the backward pass must be bitwise reproducible, see `attention`.
-        check: compare shapes and options of all ranks first, a small exchange that the host waits
-            for. Without it ranks that differ wait for one another for ever.
+        check: compare shapes and options of all ranks, a small exchange that the host waits for.
+            Without it ranks that differ wait for one another for ever.
         return_lse: also return the log-sum-exp.
         backend: of `attention`.
 
@@ -101,34 +104,72 @@ def ring_attention(
         >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
         >>> o = ring_attention(q, k, v, causal=True)
     """
-    q, k, v, problem = prepare(
+    q, k, v, problem, agreement = prepare(
         q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens, layout=layout, check=check, method="ring",
+        cu_seqlens=cu_seqlens, layout=layout, deterministic=deterministic, backend=backend,
+        check=check, method="ring",
     )  # fmt: skip
     options = {
         "softmax_scale": problem.softmax_scale, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
-    o, lse = _Ring.apply(q, k, v, problem, group, options)  # type: ignore[no-untyped-call]
+    o, lse = _Ring.apply(  # type: ignore[no-untyped-call]
+        q, k, v, problem, group, options, agreement
+    )
     o, lse = result_of(problem, o, lse)
     return (o, lse) if return_lse else o
 
 
-def _calls(problem: Problem, rank: int, step: int) -> list[Call]:
-    """Return what a rank computes in a step."""
-    source = (rank - step) % problem.size
-    return calls_of(
-        rank, source, problem.size, problem.chunk, layout=problem.layout, left=problem.left,
-        right=problem.right, edges=problem.edges,
-    )  # fmt: skip
-
-
+@lru_cache(maxsize=16)
 def num_steps(problem: Problem) -> int:
     """Return after how many steps no rank's queries see further keys."""
     size = problem.size
     for step in range(size - 1, 0, -1):
-        if any(_calls(problem, rank, step) for rank in range(size)):
-            return step + 1
+        for rank in range(size):
+            if calls_of(
+                rank, (rank - step) % size, size, problem.chunk, layout=problem.layout,
+                left=problem.left, right=problem.right, edges=problem.edges,
+            ):  # fmt: skip
+                return step + 1
     return 1
+
+
+class _Sums:
+    """o and lse of the queries over the keys so far, in the accumulator's dtype."""
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        self._like, self._dim = q, v.shape[-1]
+        self._dtype = accumulator_dtype(q.dtype)
+        self._o: Tensor | None = None
+        self._lse: Tensor | None = None
+        self._seen: list[tuple[int, int]] = []  # rows of o that are no longer 0
+
+    def add(self, part: Part, o: Tensor, lse: Tensor) -> None:
+        """Add what a call gave."""
+        rows, (first, last) = part.rows, part.touched
+        is_all = isinstance(rows, slice) and last - first == self._like.shape[1]
+        if self._o is None and is_all:
+            self._o, self._lse = o.to(self._dtype), lse.to(self._dtype)
+        else:
+            so_far, so_far_lse = self._made()
+            if any(a < last and first < b for a, b in self._seen):
+                o, lse = merge_states(
+                    taken(so_far, rows), taken(so_far_lse, rows, 2), o.to(self._dtype), lse
+                )
+            so_far[:, rows], so_far_lse[:, :, rows] = o.to(self._dtype), lse.to(self._dtype)
+        self._seen.append((first, last))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return o in q's dtype, and lse."""
+        o, lse = self._made()
+        return o.to(self._like.dtype), lse
+
+    def _made(self) -> tuple[Tensor, Tensor]:
+        if self._o is None or self._lse is None:
+            q = self._like
+            batch, length, heads, _ = q.shape
+            self._o = q.new_zeros((batch, length, heads, self._dim), dtype=self._dtype)
+            self._lse = q.new_full((batch, heads, length), -torch.inf, dtype=self._dtype)
+        return self._o, self._lse
 
 
 class _Ring(torch.autograd.Function):
@@ -141,28 +182,27 @@ class _Ring(torch.autograd.Function):
         problem: Problem,
         group: dist.ProcessGroup | None,
         options: dict[str, Any],
+        agreement: Agreement | None,
     ) -> tuple[Tensor, Tensor]:
         exchange, steps = Exchange(group), num_steps(problem)
-        dtype = accumulator_dtype(q.dtype)
-        batch, length, heads, _ = q.shape
-        o = q.new_zeros((batch, length, heads, v.shape[-1]), dtype=dtype)
-        lse = q.new_full((batch, heads, length), -torch.inf, dtype=dtype)
-        seen: list[tuple[int, int]] = []  # rows of o that are no longer 0
-        keys = [k, v]
+        sums, keys = _Sums(q, v), [k, v]
         for step in range(steps):
-            pending = exchange.shift(keys) if step + 1 < steps else None
-            for call in _calls(problem, problem.rank, step):
-                part, part_lse = part_forward(q, keys[0], keys[1], call, options)
-                rows = slice(*call.rows)
-                if any(a < call.rows[1] and call.rows[0] < b for a, b in seen):
-                    part, part_lse = merge_states(
-                        o[:, rows], lse[:, :, rows], part.to(dtype), part_lse
-                    )
-                o[:, rows], lse[:, :, rows] = part, part_lse
-                seen.append(call.rows)
+            pending = None
+            if step + 1 < steps and agreement is None:
+                pending = exchange.shift(keys)
+            for part in parts_of(problem, (problem.rank - step) % problem.size, q.device):
+                some_k, some_v = (taken(t, part.keys) for t in keys)
+                found = attend(
+                    taken(q, part.rows), some_k, some_v, part.window, part.lengths, options
+                )
+                sums.add(part, *found)
+            if agreement is not None:
+                agreement.finish()
+                agreement = None
+                pending = exchange.shift(keys) if step + 1 < steps else None
             if pending is not None:
                 keys = pending.wait()
-        o = o.to(q.dtype)
+        o, lse = sums.result()
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.call = problem, exchange, options, steps
         ctx.set_materialize_grads(False)
@@ -171,7 +211,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 6
+        nothing = (None,) * 4
         # Every rank must send what the others wait for, though its own results were not used.
         q, k, v, o, lse = ctx.saved_tensors
         problem, exchange, options, steps = ctx.call
@@ -182,14 +222,19 @@ class _Ring(torch.autograd.Function):
         for step in range(steps):
             pending = exchange.shift(keys) if step + 1 < steps else None
             own = [torch.zeros_like(t) for t in grads] if behind is not None else grads
-            for call in _calls(problem, problem.rank, step):
-                part = part_backward(do, dlse, q, keys[0], keys[1], o, lse, call, options)
-                dq[:, slice(*call.rows)] += part[0]
-                for total, more in zip(own, part[1:], strict=True):
-                    total[:, slice(*call.keys)] += more
+            for part in parts_of(problem, (problem.rank - step) % problem.size, q.device):
+                rows, (some_k, some_v) = part.rows, (taken(t, part.keys) for t in keys)
+                grads_of = differentiate(
+                    taken(do, rows), None if dlse is None else taken(dlse, rows, 2),
+                    taken(q, rows), some_k, some_v, taken(o, rows), taken(lse, rows, 2),
+                    part.window, part.lengths, options,
+                )  # fmt: skip
+                dq[:, rows] += grads_of[0]
+                for total, more in zip(own, grads_of[1:], strict=True):
+                    total[:, part.keys] += more
             if behind is not None:  # what the ranks before this one have found for these keys
                 grads = [a.add_(b) for a, b in zip(behind.wait(), own, strict=True)]
             if pending is not None:
                 behind, keys = exchange.shift(grads), pending.wait()
         dk, dv = exchange.shift(grads, -(steps - 1)).wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *nothing[:3]
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *nothing

@@ -285,13 +285,16 @@ class VocabularyHead(nn.Module):
         group: the ranks.
 
     Attributes:
-        is_whole: give the logits of the whole vocabulary; else the rank's own, for `most_likely`.
+        width: rows of every rank, padding included.
+        is_whole: give the logits of the whole vocabulary; else the rank's own, for `most_likely`
+            and what draws from shares.
     """
 
     def __init__(self, linear: nn.Module, vocab_size: int, group: ShardGroup) -> None:
         super().__init__()
         self.linear, self.vocab_size, self.group = linear, vocab_size, group
         self.first, self.end = vocabulary_rows(vocab_size, group.rank, group.size)
+        self.width = _padded_rows(vocab_size, group.size)
         self.is_whole = True
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -303,6 +306,12 @@ class VocabularyHead(nn.Module):
         if not self.is_whole:
             return logits[..., : self.end - self.first]
         return self.group.concatenate(logits)[..., : self.vocab_size].contiguous()
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Return the logits (R, vocab_size) of all ranks, of the rank's own (R, n)."""
+        missing = self.width - logits.shape[1]
+        padded = F.pad(logits, (0, missing)) if missing else logits
+        return self.group.concatenate(padded)[..., : self.vocab_size].contiguous()
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit of each row over all ranks and the first token that has it.

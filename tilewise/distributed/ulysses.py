@@ -11,6 +11,7 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -27,7 +28,7 @@ from tilewise.distributed.arguments import (
     window_of,
 )
 from tilewise.distributed.exchange import all_to_all
-from tilewise.distributed.layout import chunks_of, num_chunks
+from tilewise.distributed.layout import order_of
 from tilewise.ops import attention, attention_varlen
 
 __all__ = ["repeats", "ulysses_attention", "why_not_ulysses"]
@@ -104,10 +105,13 @@ def ulysses_attention(
         >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
         >>> o = ulysses_attention(q, k, v, causal=True)
     """
-    q, k, v, problem = prepare(
+    q, k, v, problem, agreement = prepare(
         q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens, layout=layout, check=check, method="ulysses", rule=why_not_ulysses,
+        cu_seqlens=cu_seqlens, layout=layout, deterministic=deterministic, backend=backend,
+        check=check, method="ulysses", rule=why_not_ulysses,
     )  # fmt: skip
+    if agreement is not None:
+        agreement.finish()
     size = problem.size
     count = repeats(q.shape[2], k.shape[2], size)
     assert count is not None
@@ -137,9 +141,17 @@ def ulysses_attention(
     return (o, lse) if return_lse else o
 
 
-def _order(problem: Problem) -> list[int]:
-    """Return which chunk lies where when the ranks' parts are put side by side."""
-    return [c for r in range(problem.size) for c in chunks_of(r, problem.size, problem.layout)]
+@lru_cache(maxsize=8)
+def _order(problem: Problem, tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Return which position lies where when the ranks' parts are put side by side, and the inverse.
+
+    None where the positions are in order.
+    """
+    if problem.size == 1 or problem.layout == "contiguous":
+        return None
+    with torch.inference_mode(False):  # kept for calls that differentiate
+        order = order_of(tokens, problem.size, problem.layout, problem.edges)
+        return order.to(device), order.argsort().to(device)
 
 
 def _to_heads(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> Tensor:
@@ -148,20 +160,15 @@ def _to_heads(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> T
     if size > 1:
         parts = all_to_all(x.unflatten(2, (size, -1)).movedim(2, 0), group)  # (N, B, S / N, ...)
         x = parts.movedim(0, 1).flatten(1, 2)
-    order = _order(problem)
-    if order == sorted(order):
-        return x
-    chunks = x.unflatten(1, (num_chunks(size, problem.layout), -1))
-    places = torch.tensor(order).argsort().tolist()
-    ordered: Tensor = chunks[:, places].flatten(1, 2)
-    return ordered
+    order = _order(problem, x.shape[1], x.device)
+    return x if order is None else x.index_select(1, order[1])
 
 
 def _to_tokens(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> Tensor:
     """(B, S, H / N, D) -> (B, S / N, H, D), tokens as the layout has them."""
-    size, order = problem.size, _order(problem)
-    if order != sorted(order):
-        x = x.unflatten(1, (num_chunks(size, problem.layout), -1))[:, order].flatten(1, 2)
+    size, order = problem.size, _order(problem, x.shape[1], x.device)
+    if order is not None:
+        x = x.index_select(1, order[0])
     if size == 1:
         return x
     parts = all_to_all(x.unflatten(1, (size, -1)).movedim(1, 0), group)  # (N, B, S / N, H / N, D)

@@ -22,7 +22,7 @@ from tilewise.engine.philox import uniforms
 from tilewise.engine.request import SamplingParams
 from tilewise.ops.sampling import MOST_TOKENS
 
-__all__ = ["few_threads", "most_likely", "sample", "truncate"]
+__all__ = ["draw_tokens", "few_threads", "most_likely", "sample", "truncate", "uniforms_of"]
 
 # Probability 1 as an integer weight. 2**48 leaves 15 bits of int64 above it for rounding, and
 # nothing that float64 holds above 3.6e-15 is lost.
@@ -87,7 +87,7 @@ def _sample(logits: Tensor, batch: Batch, untouched: Tensor | None) -> list[list
     best, argmax = logits.max(dim=-1)  # the first of equal ones; NaN when the row has one
     is_finite, raw = best.isfinite(), logits if untouched is None else untouched
     if bool(is_finite.all()):
-        drawn = iter(_with_logprobs(raw, rows, _draw(logits, rows, argmax)))
+        drawn = iter(_with_logprobs(raw, rows, draw_tokens(logits, rows, argmax)))
     else:
         drawn = iter(_of_finite_rows(logits, raw, rows, argmax, is_finite))
     return [next(drawn) if s.num_samples > 0 else [] for s in batch.sequences]
@@ -106,7 +106,7 @@ def _of_finite_rows(
     kept = index.tolist()
     if kept:
         some, chosen = logits.index_select(0, index), [rows[i] for i in kept]
-        drawn = _draw(some, chosen, argmax.index_select(0, index))
+        drawn = draw_tokens(some, chosen, argmax.index_select(0, index))
         own = raw.index_select(0, index)
         for i, tokens in zip(kept, _with_logprobs(own, chosen, drawn), strict=True):
             samples[i] = tokens
@@ -214,8 +214,10 @@ def most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return top, ids
 
 
-def _draw(logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor) -> list[list[int]]:
-    """Return the token ids of each row."""
+def draw_tokens(
+    logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor
+) -> list[list[int]]:
+    """Return the token ids of each row; argmax (R,) are those of greedy ones."""
     tokens = [[token] * s.num_samples for s, token in zip(rows, argmax.tolist(), strict=True)]
     drawn = [i for i, s in enumerate(rows) if not s.sampling.greedy]
     if logits.device.type == "cpu" and logits.shape[-1] <= MOST_TOKENS:
@@ -278,13 +280,13 @@ def _draw_rows(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[list[i
     weights = probabilities.mul_(WEIGHT_OF_ONE).to(torch.int64)
     cumulative = weights.cumsum(dim=-1)  # (R, V)
     total = cumulative[:, -1:]
-    u = torch.from_numpy(_uniforms_of(rows)).to(logits.device)  # (R, n)
+    u = torch.from_numpy(uniforms_of(rows)).to(logits.device)  # (R, n)
     threshold = torch.minimum((u * total).to(torch.int64), total - 1)
     token_ids: list[list[int]] = torch.searchsorted(cumulative, threshold, right=True).tolist()
     return token_ids
 
 
-def _uniforms_of(rows: Sequence[ScheduledSequence]) -> NDArray[np.float64]:
+def uniforms_of(rows: Sequence[ScheduledSequence]) -> NDArray[np.float64]:
     """Return (R, max(num_samples)) uniform numbers, zero where a row draws fewer."""
     counts = np.array([s.num_samples for s in rows])
     assert all(len(s.seeds) == s.num_samples for s in rows)

@@ -1,7 +1,8 @@
 """Shards under the runner of a GPU, on a CPU: rows on the device, a step ahead, through the wire.
 
 The ranks are threads with collectives of their own, so that `DeviceRunner` and its decode steps run
-over a shard without a GPU.
+over a shard without a GPU. The runner of a CPU's shards draws here as from many rows of a large
+vocabulary: from each rank's share.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import cache_spec
+from tilewise.engine.tensor_parallel import sharded_runner
+from tilewise.engine.tensor_parallel.sharded_runner import ShardedRunner
 from tilewise.engine.tensor_parallel.wire import (
     BatchReader,
     BatchWriter,
@@ -38,7 +41,8 @@ class _Ranks:
     host = None
     num_compilations = 0
 
-    def __init__(self, path, storage):
+    def __init__(self, path, storage, runner_class=DeviceRunner):
+        self._runner_class = runner_class
         self.storage = storage
         self._writer = BatchWriter()
         self._threads = [ThreadPoolExecutor(1) for _ in range(SIZE)]
@@ -53,12 +57,13 @@ class _Ranks:
             for thread, own in zip(self._threads, zip(*values, strict=True), strict=True)
         ]
 
-    @staticmethod
-    def _make(path, group):
+    def _make(self, path, group):
         model = load_shard(path, group)
         longest = SETTINGS["max_model_len"]
         spec = cache_spec(model.config, SETTINGS["block_size"], torch.float32, longest)
         storage = KVStorage(spec, SETTINGS["num_blocks"])
+        if self._runner_class is ShardedRunner:
+            return ShardedRunner(model, storage, batch_invariant=False)
         return DeviceRunner(
             model, storage, max_num_seqs=SETTINGS["max_num_seqs"],
             max_model_len=SETTINGS["max_model_len"],
@@ -94,11 +99,12 @@ class _Handle:
         return read_samples(json.loads(told[0]))
 
 
-def _both(path):
+def _both(path, runner_class=DeviceRunner):
     settings = {**SETTINGS, "swap_space_gib": 0.0}
     whole, shards = (LLM(path, **settings) for _ in range(2))
-    runner = _Ranks(path, shards.engine.runner.storage)
-    shards.engine = Engine(shards._new_scheduler(), runner, overlap=True)
+    runner = _Ranks(path, shards.engine.runner.storage, runner_class)
+    is_ahead = runner_class is DeviceRunner
+    shards.engine = Engine(shards._new_scheduler(), runner, overlap=is_ahead)
     yield whole, shards
     whole.close()
     shards.close()
@@ -126,6 +132,53 @@ def both_of_kind(request, tmp_path_factory):
 )
 def test_rows_of_shards_give_the_tokens_of_the_whole(both, options):
     _assert_same_tokens(*both, **options)
+
+
+@pytest.fixture(scope="module")
+def both_of_many_logits(checkpoint):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_runner, "GATHERED_BYTES", 0)
+        yield from _both(checkpoint, ShardedRunner)
+
+
+DRAWN = [
+    {"temperature": 0.8, "max_tokens": 20, "seed": 3, "n": 2, "top_p": 0.9},
+    {"temperature": 1.3, "max_tokens": 20, "seed": 4},
+    {"temperature": 0.9, "max_tokens": 20, "seed": 5, "top_k": 12, "min_p": 0.01},
+    {"temperature": 1.0, "max_tokens": 12, "seed": 6, "logprobs": 3},
+    {"temperature": 0.0, "max_tokens": 12, "logprobs": 3},
+    # What changes logits, or scores a prompt, gathers them.
+    {"temperature": 0.7, "max_tokens": 12, "seed": 7, "presence_penalty": 1.0,
+     "repetition_penalty": 1.2, "logit_bias": {4: 3.0}},
+    {"temperature": 0.7, "max_tokens": 12, "seed": 8, "logprobs": 2, "prompt_logprobs": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", DRAWN, ids=[str(i) for i in range(len(DRAWN))])
+def test_what_is_drawn_from_shares_is_drawn_from_the_whole(
+    both_of_many_logits, options, monkeypatch
+):
+    steps = []
+
+    def counted(head, logits, batch):
+        steps.append(logits.shape[1])
+        return draw(head, logits, batch)
+
+    draw = sharded_runner.draw_from_shares
+    monkeypatch.setattr(sharded_runner, "draw_from_shares", counted)
+    _assert_same_tokens(*both_of_many_logits, **options)
+    gathers = {"presence_penalty", "prompt_logprobs"} & set(options)
+    assert (not steps) == bool(gathers)
+    assert sum(set(steps)) in (0, 300)  # the two shares of the vocabulary
+
+
+def test_rows_of_many_rules_are_drawn_in_one_step(both_of_many_logits):
+    whole, shards = both_of_many_logits
+    prompts = [{"prompt_token_ids": [(5 * i + n) % 290 for i in range(n)]} for n in range(3, 10)]
+    params = [SamplingParams(ignore_eos=True, **{**rule, "max_tokens": 15}) for rule in DRAWN]
+    want, got = (llm.generate(prompts, params) for llm in (whole, shards))
+    for mine, theirs in zip(got, want, strict=True):
+        assert [c.token_ids for c in mine.outputs] == [c.token_ids for c in theirs.outputs]
 
 
 def test_rows_of_groups_and_of_latents_give_the_tokens_of_the_whole(both_of_kind):

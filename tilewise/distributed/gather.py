@@ -1,0 +1,280 @@
+"""gather_attention(): every rank gets all keys and values, its queries attend to them in one call.
+
+forward   keys and values of all ranks at once; those that the rank's queries see are put in order;
+          one packed call: a run of queries for each piece of a document, its keys from the
+          document's beginning (or the window's) to the piece's end
+backward  the keys once more, so that none is kept meanwhile; one call; each rank's part of the
+          gradients is sent to it, and there added in the order of the ranks, in float32
+
+Few, large messages and one kernel, with no partial results to merge; but nothing is computed while
+the keys travel. It is for pieces so short that a ring's steps cost more than they hide. Memory is
+twice the keys and values of the whole sequence; backward their gradients twice in float32, too.
+Source: Llama Team 2024 (The Llama 3 Herd of Models), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Literal, Unpack, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewise.distributed.arguments import (
+    Keywords,
+    Problem,
+    Window,
+    accumulator_dtype,
+    prepare,
+    result_of,
+    window_of,
+)
+from tilewise.distributed.exchange import Exchange
+from tilewise.distributed.layout import Call, Run, order_of, whole_calls_of
+from tilewise.distributed.partial import (
+    Rows,
+    attend,
+    differentiate,
+    lengths_of,
+    rows_of,
+    taken,
+)
+from tilewise.ops.attention.arguments import Lengths
+
+__all__ = ["gather_attention"]
+
+
+@overload
+def gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Keywords],
+) -> Tensor: ...
+
+
+@overload
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    layout: str = "zigzag",
+    deterministic: bool = False,
+    check: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend over a sequence of which each rank holds a part; exact, and differentiable once.
+
+    What `ring_attention` computes, by other means: a rank has all keys and values for a while.
+
+    Args:
+        q, k, v, group, causal, window, softmax_scale, cu_seqlens, layout, deterministic, check,
+            return_lse, backend: as `ring_attention` takes them.
+
+    Returns:
+        o and, with return_lse, lse, as `ring_attention` returns them.
+
+    Raises:
+        ValueError: a rule is broken on some rank; on every rank.
+        UnsupportedError: see `attention`.
+
+    Example:
+        >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
+        >>> o = gather_attention(q, k, v, causal=True)
+    """
+    q, k, v, problem, agreement = prepare(
+        q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
+        cu_seqlens=cu_seqlens, layout=layout, deterministic=deterministic, backend=backend,
+        check=check, method="gather",
+    )  # fmt: skip
+    if agreement is not None:
+        agreement.finish()
+    options = {
+        "softmax_scale": problem.softmax_scale, "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    o, lse = _Gather.apply(q, k, v, problem, group, options)  # type: ignore[no-untyped-call]
+    o, lse = result_of(problem, o, lse)
+    return (o, lse) if return_lse else o
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A call of attention over gathered keys.
+
+    Attributes:
+        rows: of this rank's queries, (B S / N) in all.
+        keys: of the gathered keys (N B S / N), in the order of the runs; some may be in two runs.
+        returns: where gradients of the keys are added, of all keys once in each: which of the keys
+            taken (None: all of them), which of the gathered.
+        window: causal and window of `attention`.
+        lengths: of the runs.
+    """
+
+    rows: Rows
+    keys: Tensor
+    returns: tuple[tuple[Tensor | None, Tensor], ...]
+    window: dict[str, Any]
+    lengths: Lengths
+
+
+# The calls of a layer's attention are those of the layer before; some index for every key.
+@lru_cache(maxsize=8)
+def _parts(problem: Problem, batch: int, length: int, device: torch.device) -> tuple[_Part, ...]:
+    """Return the calls that attend to all keys of a batch of sequences, `length` rows a rank."""
+    tokens = length * problem.size
+    with torch.inference_mode(False):  # kept for calls that differentiate
+        order = order_of(tokens, problem.size, problem.layout, problem.edges)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(tokens)
+        rank, row = places // max(length, 1), places % max(length, 1)
+        gathered = [(rank * batch + b) * length + row for b in range(batch)]
+        calls = whole_calls_of(
+            problem.rank, problem.size, layout=problem.layout, left=problem.left,
+            right=problem.right, edges=problem.edges or (0, tokens),
+        )  # fmt: skip
+        return tuple(_part(call, gathered, length, device) for call in calls)
+
+
+def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.device) -> _Part:
+    """Return a call on each of several sequences, whose positions lie among the gathered keys."""
+    own = call.runs or (Run(*call.rows, *call.keys),)
+    runs = [
+        run._replace(q_first=run.q_first + b * length, q_last=run.q_last + b * length)
+        for b in range(len(gathered))
+        for run in own
+    ]
+    keys = [places[run.k_first : run.k_last] for places in gathered for run in own]
+    ends = list(accumulate(len(places) for places in keys))
+    # The runs of a document follow one another and may share keys, which are added one after the
+    # other: sums of several at once would come in any order.
+    turns: list[list[int]] = []
+    turn = 0
+    for i, run in enumerate(runs):
+        before = own[i % len(own) - 1]
+        is_shared = i % len(own) > 0 and before.k_first <= run.k_first < before.k_last
+        turn = turn + 1 if is_shared else 0
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(i)
+    returns: list[tuple[Tensor | None, Tensor]] = []
+    for chosen in turns:
+        some = [torch.arange(ends[i] - len(keys[i]), ends[i]) for i in chosen]
+        which = None if len(turns) == 1 else torch.cat(some).to(device)
+        returns.append((which, torch.cat([keys[i] for i in chosen]).to(device)))
+    return _Part(
+        rows_of([(run.q_first, run.q_last) for run in runs], device),
+        torch.cat(keys).to(device), tuple(returns), window_of(call.left, call.right),
+        lengths_of(runs, device),
+    )  # fmt: skip
+
+
+def _gathered(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return (1, N B S / N, H, D) of each (B, S / N, H, D)."""
+    return [t.flatten(0, 2).unsqueeze(0) for t in exchange.gather(tensors).wait()]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, S / N, H, D) -> (1, B S / N, H, D)."""
+    return x.reshape(1, -1, *x.shape[2:])
+
+
+def _lse_rows(lse: Tensor) -> Tensor:
+    """(B, H, S / N) -> (1, H, B S / N)."""
+    return lse.transpose(0, 1).flatten(1).unsqueeze(0)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        problem: Problem,
+        group: dist.ProcessGroup | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        exchange = Exchange(group)
+        batch, length, heads, _ = q.shape
+        keys = _gathered(exchange, (k, v))
+        rows = _rows(q)
+        o = lse = None
+        for part in _parts(problem, batch, length, q.device):
+            some_k, some_v = (taken(t, part.keys) for t in keys)
+            found, found_lse = attend(
+                taken(rows, part.rows), some_k, some_v, part.window, part.lengths, options
+            )
+            if found.shape[1] == rows.shape[1]:  # one call has all queries, in their order
+                o, lse = found, found_lse
+                continue
+            if o is None or lse is None:
+                o = found.new_zeros((1, rows.shape[1], heads, v.shape[-1]))
+                lse = found_lse.new_full((1, heads, rows.shape[1]), -torch.inf)
+            o[:, part.rows], lse[:, :, part.rows] = found, found_lse
+        if o is None or lse is None:  # there is no token
+            o = q.new_zeros((1, 0, heads, v.shape[-1]))
+            lse = q.new_zeros((1, heads, 0), dtype=accumulator_dtype(q.dtype))
+        o = o.view(batch, length, heads, v.shape[-1])
+        lse = lse[0].unflatten(1, (batch, length)).transpose(0, 1).contiguous()
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.call = problem, exchange, options
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Every rank must send what the others wait for, though its own results were not used.
+        q, k, v, o, lse = ctx.saved_tensors
+        problem, exchange, options = ctx.call
+        batch, length, _, _ = q.shape
+        do = _rows(torch.zeros_like(o) if do is None else do.to(o.dtype))
+        dlse = None if dlse is None else _lse_rows(dlse)
+        rows, o, lse = _rows(q), _rows(o), _lse_rows(lse)
+        keys = _gathered(exchange, (k, v))
+        dtype = accumulator_dtype(q.dtype)
+        dq = torch.zeros_like(rows)
+        totals = [torch.zeros_like(t[0], dtype=dtype) for t in keys]
+        for part in _parts(problem, batch, length, q.device):
+            own, (some_k, some_v) = part.rows, (taken(t, part.keys) for t in keys)
+            grads = differentiate(
+                taken(do, own).contiguous(), None if dlse is None else taken(dlse, own, 2),
+                taken(rows, own), some_k, some_v, taken(o, own), taken(lse, own, 2), part.window,
+                part.lengths, options,
+            )  # fmt: skip
+            dq[:, own] = grads[0]
+            for total, grad in zip(totals, grads[1:], strict=True):
+                for which, places in part.returns:
+                    some = grad[0] if which is None else grad[0].index_select(0, which)
+                    total.index_add_(0, places, some.to(dtype))  # no place is in there twice
+        del keys
+        sent = [t.unflatten(0, (problem.size, batch, length)) for t in totals]
+        dk, dv = (_ordered_sum(t) for t in exchange.trade(sent).wait())
+        return dq.view_as(q), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _ordered_sum(parts: Tensor) -> Tensor:
+    """Add up what the ranks have found, in their order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total
