@@ -191,28 +191,28 @@ class DeviceRunner:
     def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
         changes = self.rows.take(batch, decodes=True)
         bucket = next(b for b in self.buckets if b >= self.rows.num_rows)
-        step = self._prepared(bucket, adjusts, self._finds_groups(batch, changes, bucket))
+        asking = self._asking(batch.sequences, changes.rows)
+        in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
+        step = self._prepared(bucket, in_halves, self._finds_groups(batch, changes, bucket))
         self._copy_blocks(batch)
         self.rows.send(changes)
-        asking = self._asking(batch.sequences, changes.rows)
         errors: dict[int, Exception] = {}
         raw = None
-        if adjusts:
-            logits = step.run_model()
+        if in_halves:
+            logits = step.run_model(widens=adjusts)
             raw = None if asking is None else logits.index_select(0, asking.rows)
-            errors = self.adjuster.adjust(
-                logits, batch.sequences, changes.rows, tokens=self.rows.token,
-                token_rows=changes.rows,
-            )  # fmt: skip
+            if adjusts:
+                errors = self.adjuster.adjust(
+                    logits, batch.sequences, changes.rows, tokens=self.rows.token,
+                    token_rows=changes.rows,
+                )  # fmt: skip
             step.sample()
         else:
             step.run()
         place, self._place = self._place, (self._place + 1) % RING
         logprobs = None
-        if asking is not None:
-            assert step.logits is not None
+        if asking is not None and raw is not None:
             tokens = self.results.values[place, :, 0].index_select(0, asking.rows)
-            raw = step.logits.index_select(0, asking.rows) if raw is None else raw
             logprobs = asking.found_in(raw, tokens)
         end, pinned = self.rows.num_rows, self._pinned[place]
         target = pinned[:end]
@@ -230,10 +230,10 @@ class DeviceRunner:
             groups.find(rows.host_table[: rows.num_rows], lengths, bucket, self.sharing_tokens)
         return groups.is_active
 
-    def _prepared(self, bucket: int, adjusts: bool, shares: bool) -> DecodeStep:
+    def _prepared(self, bucket: int, in_halves: bool, shares: bool) -> DecodeStep:
         step = self.step_of(bucket, shares=shares)
-        if self.captures and not (step.is_model_captured if adjusts else step.is_captured):
-            self.capture(bucket, of_model=adjusts, shares=shares)
+        if self.captures and not (step.is_model_captured if in_halves else step.is_captured):
+            self.capture(bucket, of_model=in_halves, shares=shares)
         return step
 
     def capture(self, bucket: int, *, of_model: bool = False, shares: bool = False) -> None:
