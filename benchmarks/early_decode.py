@@ -179,7 +179,9 @@ class Bench:
     def new_step(self) -> DecodeStep:
         """Make a step that shares nothing with others but the model and the rows."""
         runner = self.runner
-        return DecodeStep(runner.model, runner.storage, runner.rows, runner.results, self.rows)
+        return DecodeStep(
+            runner.model, runner.storage, runner.rows, runner.results, self.rows, keeps_logits=True
+        )
 
     def logits(self, step: DecodeStep, count: int) -> list[torch.Tensor]:
         """Run a step so often; return the logits of each."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
+from tests.engine.test_sizing import KEPT_PER_ROW
 from tests.waits import waits_are_errors
 from tilewise.cache.storage import KVStorage
 from tilewise.engine import device_runner
-from tilewise.engine.decode_step import buckets
+from tilewise.engine.batch import SampledToken
+from tilewise.engine.decode_step import DecodeStep, buckets
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import prepare, warm_up_batches
@@ -201,9 +205,88 @@ def test_compilations_are_counted_from_when_the_runner_is_ready(directory):
     assert runner.compilations.names == ["after"]
 
 
+class Replay:
+    """A graph on a CPU: what was captured, done again."""
+
+    def __init__(self, compute):
+        self.replay = compute
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Let steps be captured on a CPU; return the number of those that were."""
+    captured = []
+
+    def capture(self, compute, pool, stream):
+        compute()
+        captured.append(self.bucket)
+        return Replay(compute)
+
+    monkeypatch.setattr(DecodeStep, "_captured", capture)
+    monkeypatch.setattr(DeviceRunner, "_captured_in", lambda self: (None, None))
+    return captured
+
+
+def drawn(runner, requests):
+    """Run requests; return all that their events say."""
+    engine = Engine(new_scheduler(runner), runner, overlap=True)
+    for request in requests:
+        engine.add_request(request)
+    found: dict[tuple[str, int], list[SampledToken]] = {}
+    while engine.has_unfinished():
+        for event in engine.step():
+            found.setdefault((event.request_id, event.index), []).append(event.token)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_halves_of_a_captured_step_are_the_step_bit_for_bit(directory, dtype, replays):
+    """Rows that ask for log-probabilities, or change their logits, beside rows that do not."""
+    found = []
+    for captures, asks in ((False, True), (True, True), (True, False)):
+        requests = mixed_requests()
+        for i, request in enumerate(requests):
+            option = {"logprobs": 4} if i % 3 == 1 else {"presence_penalty": 0.0}
+            request.sampling = replace(request.sampling, **(option if asks and i % 3 else {}))
+            request.__post_init__()
+        runner = make_runner(directory, "cpu", dtype=dtype)
+        runner.captures = captures
+        found.append(drawn(runner, requests))
+        assert all(step.logits is None for step in runner.steps.values())
+        rooms = {s._hidden.data_ptr() for s in runner.steps.values() if s._hidden is not None}
+        assert len(rooms) == (1 if captures and asks else 0)
+    assert found[0] == found[1]
+    assert all(
+        [t.token_id for t in found[2][key]] == [t.token_id for t in tokens]
+        for key, tokens in found[1].items()
+    )
+    assert len(replays) > 2
+
+
+def test_a_captured_step_keeps_nothing_but_where_its_rows_belong(directory, replays):
+    """Logits of 4,096 rows of a vocabulary of 128,256 are 1 GB: there are 143 such steps."""
+    runner = make_runner(directory, "cpu", max_num_seqs=64)
+    runner.captures = True
+    for of_model in (False, True):
+        for bucket in runner.buckets:
+            runner.capture(bucket, of_model=of_model)
+    assert len(replays) == 2 * len(runner.buckets)
+    for bucket, step in runner.steps.items():
+        own = [step._positions, step._place, step._graph_logits, step.logits, step.ctx.seqlens_k,
+               step.ctx.cu_seqlens_q, step.ctx.slot_mapping]  # fmt: skip
+        kept = sum(x.untyped_storage().nbytes() for x in own if x is not None)
+        assert kept == KEPT_PER_ROW * bucket + 4 + 8
+        assert step._hidden.data_ptr() == runner.steps[64]._hidden.data_ptr()
+        assert step.ctx.block_table.data_ptr() == runner.rows.table.data_ptr()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    assert not [x.shape for x in tensors if x.dim() == 2 and x.shape[1] == VOCAB]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_captured_step_is_the_step_bit_for_bit(directory, dtype):
+def test_a_captured_step_is_the_step_bit_for_bit(directory, dtype, monkeypatch):
+    keeping = partial(DecodeStep, keeps_logits=True)
+    monkeypatch.setattr(device_runner, "DecodeStep", keeping)
     logits: list[list[torch.Tensor]] = []
     for captures in (False, True):
         runner = make_runner(directory, "cuda", block_size=16, dtype=dtype)
@@ -292,10 +375,10 @@ def test_drawn_tokens_are_the_same_with_graphs_and_without(directory, requests):
 @pytest.mark.gpu
 def test_a_step_in_two_halves_is_the_whole_step_bit_for_bit(directory):
     """Neighbours that ask for nothing keep their logits, captured in halves or in one."""
-    plain = Request("plain", prompts(1)[0], replace(GREEDY, logprobs=5))
     asking = replace(GREEDY, presence_penalty=0.0, logit_bias={3: 1.0})
     found = []
-    for other in (GREEDY, asking):
+    for logprobs, other in ((None, GREEDY), (5, GREEDY), (5, asking)):
+        plain = Request("plain", prompts(1)[0], replace(GREEDY, logprobs=logprobs))
         runner = make_runner(directory, "cuda", block_size=16, dtype="bfloat16")
         prepare(runner, max_num_batched_tokens=64, is_lazy=False)
         engine = Engine(new_scheduler(runner), runner, overlap=True)
@@ -306,8 +389,10 @@ def test_a_step_in_two_halves_is_the_whole_step_bit_for_bit(directory):
             events += [e.token for e in engine.step() if e.request_id == "plain"]
         found.append(events)
         assert engine.stats().num_compilations == 0
-        assert any(s.is_model_captured for s in runner.steps.values()) == (other is asking)
-    assert found[0] == found[1]
+        has_halves = any(s.is_model_captured for s in runner.steps.values())
+        assert has_halves == (logprobs is not None)
+    assert found[1] == found[2]
+    assert [t.token_id for t in found[0]] == [t.token_id for t in found[1]]
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.engine import sizing
+from tilewise.engine.decode_step import buckets
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.sizing import available_memory, blocks_on_cpu, run_once, warm_up, widest_batch
 
@@ -142,19 +143,36 @@ def test_warming_up_runs_the_kernels_that_requests_will(is_invariant):
 
 
 GIB = 2**30
+# Positions, slots, lengths and edges of `DecodeStep`; its table and its hidden states are shared.
+KEPT_PER_ROW = 8 + 8 + 4 + 4
+
+
+def uses(monkeypatch, *used):
+    """Let a card say what is used, in GiB, one after the other; torch has given 1/4 of it out."""
+    found = iter(sizing._Memory(int(x * GIB), int(x * GIB / 2), int(x * GIB / 4)) for x in used)
+    monkeypatch.setattr(sizing, "_memory", lambda device: next(found))
 
 
 @pytest.fixture
 def card(monkeypatch):
     """A card of 10 GiB of which 4 are used, 5 with the widest step, 7 and 7.5 with two graphs."""
-    used = iter([4 * GIB, 5 * GIB, 7 * GIB, 7 * GIB + GIB // 2])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(sizing, "_used", lambda device: next(used))
+    # Of the second graph 1/8 GiB are tensors that it keeps, 1/4 the driver's. Halves take nothing.
+    uses(monkeypatch, 4, 5, 7, 7.5, 7.5, 7.5, 7.5)
     captured = []
-    monkeypatch.setattr(DeviceRunner, "capture", lambda self, bucket: captured.append(bucket))
+
+    def capture(self, bucket, *, of_model=False):
+        captured.append((bucket, of_model))
+
+    monkeypatch.setattr(DeviceRunner, "capture", capture)
     return captured
+
+
+BOTH = [(8, False), (4, False), (8, True), (4, True)]
+# Of 1 and 2 rows: a quarter and half of what 4 rows keep, and the driver's nodes.
+SMALL = (1 + 2) * GIB // 32 + 2 * (GIB // 4)
 
 
 def blocks_on_card(**changes):
@@ -171,10 +189,10 @@ def blocks_on_card(**changes):
 
 
 def test_a_cache_gets_what_step_and_graphs_leave(card):
-    # Decode steps of 1, 2, 4 and 8 rows: 2.5 GiB for the two largest, half a GiB for each other.
-    wanted = int(10 * GIB * 0.9) - 5 * GIB - (2 * GIB + GIB // 2) - 2 * (GIB // 2)
+    # Decode steps of 1, 2, 4 and 8 rows: 2.5 GiB for the two largest.
+    wanted = int(10 * GIB * 0.9) - 5 * GIB - (2 * GIB + GIB // 2) - SMALL
     assert blocks_on_card(has_graphs=True) == wanted // 32
-    assert card == [8, 4]
+    assert card == BOTH
 
 
 @pytest.mark.parametrize("captures", [True, False])
@@ -199,11 +217,44 @@ def test_steps_that_share_prefixes_have_graphs_to_come(card, monkeypatch):
             self.sharing_tokens = 100
 
     monkeypatch.setattr(sizing, "DeviceRunner", Trial)
-    used = iter([4 * GIB, 5 * GIB, 7 * GIB, 7 * GIB + GIB // 8])
-    monkeypatch.setattr(sizing, "_used", lambda device: next(used))
-    wanted = int(10 * GIB * 0.9) - 5 * GIB - (2 * GIB + GIB // 8) - (2 + 4) * (GIB // 8)
+    uses(monkeypatch, 4, 5, 6, 6.5, 6.5, 6.5, 6.5)
+    four = GIB // 8 + GIB // 4
+    wanted = int(10 * GIB * 0.9) - 5 * GIB - (GIB + GIB // 2) - 2 * SMALL
+    wanted -= four + (2 * (GIB // 8) + GIB // 4)  # those of 4 and 8 rows that share
     assert blocks_on_card(has_graphs=True) == wanted // 32
-    assert card == [8, 4]
+    assert card == BOTH
+
+
+def test_decode_steps_in_halves_have_graphs_to_come(card, monkeypatch):
+    """They are captured when a sequence first asks for what a graph of the whole cannot give."""
+    uses(monkeypatch, 4, 5, 7, 7, 7, 7.5, 7.5)
+    wanted = int(10 * GIB * 0.9) - 5 * GIB - (2 * GIB + GIB // 2) - SMALL
+    assert blocks_on_card(has_graphs=True) == wanted // 32
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(("seats", "most"), [(4096, 3.5), (8192, 7.0)])
+def test_the_graphs_of_many_seats_take_little_beside_the_largest(seats, most):
+    """A Llama of 1 B has 1 GB of logits at 4,096 rows; each graph kept its own, 277 GiB in all.
+
+    With 6 MiB of nodes a graph, and what a step keeps by its rows (see the test below).
+    """
+    sizes = buckets(seats)
+    kept = KEPT_PER_ROW * sizes[-2]
+    found = 2 * sizing.bytes_to_come(sizes, kept, 6 * MIB, count=2)  # whole ones and halves
+    assert len(sizes) * 4 * 6 * MIB - 4 * 6 * MIB < found < most * GIB
+    before = (2 * len(sizes) - 2) * 2 * 128_256 * sizes[-2]
+    assert before > (270 if seats == 4096 else 1000) * GIB
+    assert found < before / 50
+
+
+def test_what_takes_nothing_more_has_nothing_to_come():
+    assert sizing.bytes_to_come([1, 2, 4, 8], 0, 0, count=2) == 0
+    assert sizing.bytes_to_come([4, 8], 400, 10) == 0
+    assert sizing.bytes_to_come([4, 8], 400, 10, count=2) == 410 + 810
+    assert sizing.bytes_to_come([1, 4, 8], 400, 10) == 110
 
 
 def test_a_cache_without_graphs_gets_what_the_step_leaves(card):
@@ -216,7 +267,7 @@ def test_what_does_not_fit_is_refused_with_the_sizes(card):
         blocks_on_card(has_graphs=True, gpu_memory_utilization=0.8)
     assert str(caught.value).endswith(
         "of 10.0 GiB, 3.0 GiB weights, 1.0 GiB other programs and the driver, 1.0 GiB the widest "
-        "step, 3.5 GiB graphs, got 0.8"
+        "step, 3.1 GiB graphs, got 0.8"
     )
     assert "max_num_seqs and max_num_batched_tokens be lower" in str(caught.value)
 

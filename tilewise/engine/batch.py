@@ -20,6 +20,7 @@ __all__ = [
     "PENDING",
     "Asked",
     "Batch",
+    "PlainTokens",
     "SampledToken",
     "ScheduledSequence",
     "ScoredToken",
@@ -126,6 +127,8 @@ class Batch:
         swap_in: (slot, block), written after that and before block_copies.
         other_copies: block_copies of the groups of layers beyond the first.
         other_moves: swap_out and swap_in of these.
+        is_plain: every sequence runs one token, behind one that it has drawn, draws one, and asks
+            for nothing but temperature and truncation. False may be, too, where nobody has looked.
     """
 
     sequences: tuple[ScheduledSequence, ...]
@@ -135,6 +138,7 @@ class Batch:
     swap_in: tuple[tuple[int, int], ...] = ()
     other_copies: tuple[tuple[tuple[int, int], ...], ...] = ()
     other_moves: tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...] = ()
+    is_plain: bool = False
 
     @property
     def is_moving(self) -> bool:
@@ -146,11 +150,20 @@ class Batch:
     @property
     def asks(self) -> bool:
         """Whether any sequence is more to its runner than temperature and truncation."""
-        return any(s.asked is not None for s in self.sequences)
+        return not self.is_plain and any(s.asked is not None for s in self.sequences)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence runs one token and draws one."""
+        return self.is_plain or all(
+            s.num_samples == 1 and len(s.token_ids) == 1 for s in self.sequences
+        )
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step, T."""
+        if self.is_plain:
+            return len(self.sequences)
         return sum(len(s.token_ids) for s in self.sequences)
 
     def part(self, sequences: Sequence[ScheduledSequence]) -> Batch:
@@ -225,6 +238,18 @@ def why_undrawn(token: SampledToken, request: Request) -> Exception:
 
 # What a runner returns for each sample of a row of logits that is not finite.
 BROKEN = SampledToken(NO_TOKEN)
+
+
+class PlainTokens(dict[int, SampledToken]):
+    """Tokens without log-probabilities by their ids, each made once: making one takes longer.
+
+    As many as a vocabulary has; 100 bytes each.
+    """
+
+    def __missing__(self, token_id: int) -> SampledToken:
+        """Make one."""
+        token = self[token_id] = SampledToken(token_id)
+        return token
 
 
 @dataclass(slots=True)

@@ -6,8 +6,10 @@ needs them. So it can be repeated without a word between, and captured in a CUDA
 replayed in one call. It runs a fixed number of rows, a bucket; those that are not active have no
 keys and write to no slot.
 
-Where a row's logits are to be changed before it is drawn from, the step runs in two halves: the
-model, which has a graph of its own, and the sampler, op by op.
+Where a row's logits are to be changed before it is drawn from, or read beside, the step runs in two
+halves: the model, which has a graph of its own, and head and sampler, op by op. So no graph keeps
+its logits. They are by far the largest tensor of a step, 1 GB for 4,096 rows of 128,256: all graphs
+find room for theirs in the same part of their pool.
 """
 
 from __future__ import annotations
@@ -57,6 +59,16 @@ class Results:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self.values = torch.zeros((RING, max_num_seqs, 2), dtype=torch.int64, device=device)
         self.place = torch.full((1,), RING - 1, dtype=torch.int64, device=device)
+        self._hidden: Tensor | None = None
+
+    def room_for(self, hidden: Tensor) -> Tensor:
+        """Return where the graphs of models leave states like `hidden` (rows, E), all in one place.
+
+        The head reads them before the next graph of a model runs.
+        """
+        if self._hidden is None:
+            self._hidden = hidden.new_empty(self.values.shape[1], *hidden.shape[1:])
+        return self._hidden[: len(hidden)]
 
 
 def _can_fuse(model: CausalModel, storage: KVStorage) -> bool:
@@ -80,9 +92,10 @@ class DecodeStep:
         bucket: rows of the step.
         batch_invariant: what `AttentionContext` takes.
         shared: leading blocks that layers without a window read once for several rows.
+        keeps_logits: `logits` are there after `run`, too, in memory of this step's own.
 
     Attributes:
-        logits: (bucket, V) of the last run, float32 or as the head rounds them.
+        logits: (bucket, V) between `run_model` and `sample`; else None.
     """
 
     def __init__(
@@ -95,14 +108,15 @@ class DecodeStep:
         *,
         batch_invariant: bool = False,
         shared: SharedPrefixes | None = None,
+        keeps_logits: bool = False,
     ) -> None:
         self.model, self.storage, self.batch, self.results = model, storage, batch, results
-        self.bucket = bucket
+        self.bucket, self.keeps_logits = bucket, keeps_logits
         self.logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph_logits: Tensor | None = None
         self._model_graph: torch.cuda.CUDAGraph | None = None
-        self._hidden: Tensor | None = None  # what the graph of the model leaves
+        self._hidden: Tensor | None = None  # where the graph of the model leaves its states
         device = batch.device
         self._largest = _largest_weight(model)
         # On a GPU a few rows wait more for launches than for memory.
@@ -154,14 +168,21 @@ class DecodeStep:
             self.logits = self._graph_logits
 
     @torch.inference_mode()
-    def run_model(self) -> Tensor:
-        """Do the step up to its logits (bucket, V), which may then be changed; `sample` follows."""
+    def run_model(self, *, widens: bool = True) -> Tensor:
+        """Do the step up to its logits (bucket, V), which may then be read; `sample` follows.
+
+        Args:
+            widens: the logits are float32 and may be changed; else they are as the head rounds
+                them.
+        """
         if self._model_graph is None:
-            self._hidden = self._compute_hidden()
+            hidden = self._compute_hidden()
         else:
             self._model_graph.replay()
-        assert self._hidden is not None
-        self.logits = self.model.compute_logits(self._hidden)
+            assert self._hidden is not None
+            hidden = self._hidden
+        head = self.model.compute_logits if widens else head_logits(self.model)
+        self.logits = head(hidden)
         return self.logits
 
     @torch.inference_mode()
@@ -169,6 +190,7 @@ class DecodeStep:
         """Draw from the logits that `run_model` left, and move the rows on."""
         assert self.logits is not None
         self._sample(self.logits)
+        self.logits = None
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
@@ -180,12 +202,24 @@ class DecodeStep:
         self._graph_logits = self.logits
 
     def capture_model(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Capture the step up to the head as a graph of its own, for `run_model`; likewise."""
+        """Capture the step up to the head as a graph of its own, for `run_model`; likewise.
+
+        Head and sampler, which follow op by op, have run once then, too.
+        """
 
         def compute() -> None:
-            self._hidden = self._compute_hidden()
+            hidden = self._compute_hidden()
+            self._hidden = self.results.room_for(hidden)
+            self._hidden.copy_(hidden)
 
         self._model_graph = self._captured(compute, pool, stream)
+        self._after_model()
+
+    @torch.inference_mode()
+    def _after_model(self) -> None:
+        assert self._hidden is not None
+        self._hidden.zero_()
+        self._sample(self.model.compute_logits(self._hidden))
 
     @torch.inference_mode()
     def _captured(
@@ -203,8 +237,9 @@ class DecodeStep:
         return graph
 
     def _compute(self) -> None:
-        self.logits = head_logits(self.model)(self._compute_hidden())
-        self._sample(self.logits)
+        logits = head_logits(self.model)(self._compute_hidden())
+        self._sample(logits)
+        self.logits = logits if self.keeps_logits else None
 
     def _compute_hidden(self) -> Tensor:
         rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket

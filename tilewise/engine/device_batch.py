@@ -226,8 +226,8 @@ class DeviceBatch:
         self._turn = (self._turn + 1) % BUFFERS
         values = buffer.numpy()
         values.fill(-1)
-        for row, block in fresh:
-            values[row] = block
+        rows, blocks = zip(*fresh, strict=True)
+        values[list(rows)] = blocks
         end = self.num_rows
         self.fresh[:end].copy_(buffer[:end], non_blocking=True)
         self.num_bytes_sent += 4 * end
@@ -268,6 +268,7 @@ class DeviceBatch:
 
     def _follow_decode(self, batch: Batch, changes: Changes) -> None:
         next_of, num_blocks, size = self._next, self._num_blocks, self.block_size
+        columns: list[int] = []  # of the fresh blocks
         for row, run in zip(changes.rows, batch.sequences, strict=True):
             start = run.start
             if next_of[row] != start or run.is_chosen:
@@ -280,10 +281,13 @@ class DeviceBatch:
             if have < len(blocks):
                 if have == len(blocks) - 1 == start // size:
                     changes.fresh.append((row, blocks[have]))
-                    self.host_table[row, have] = blocks[have]
+                    columns.append(have)
                     num_blocks[row] = len(blocks)
                 else:
                     self._store_blocks(row, have, blocks, changes)
+        if columns:
+            rows, fresh = zip(*changes.fresh, strict=True)
+            self.host_table[rows, columns] = fresh
         self._set_active(changes)
 
     def _follow(self, batch: Batch, changes: Changes) -> None:

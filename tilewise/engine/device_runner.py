@@ -30,6 +30,7 @@ from tilewise.engine.batch import (
     BROKEN,
     PENDING,
     Batch,
+    PlainTokens,
     SampledToken,
     ScheduledSequence,
     ScoredToken,
@@ -58,6 +59,7 @@ __all__ = ["DeviceRunner"]
 
 # Logits that are drawn from at a time in a step of prompts: 256 MiB of float32.
 MAX_SAMPLED = 2**26
+_plain = PlainTokens()
 Logprobs = tuple[Tensor, Tensor, Tensor]
 Read = Callable[[], tuple[list[int], list[int], list[list[Any]]]]
 
@@ -177,8 +179,7 @@ class DeviceRunner:
             adjusts = self.adjuster.follow(batch, asks)
             chunks, whole = self.scores.follow(batch, asks)
             parts, pooled = self.pools.follow(batch, asks)
-            decodes = all(s.num_samples == 1 and len(s.token_ids) == 1 for s in batch.sequences)
-            if decodes and not parts:  # a graph keeps no hidden states
+            if batch.decodes and not parts:  # a graph keeps no hidden states
                 handle = self._decode(batch, adjusts)
             else:
                 handle = self._run(batch, adjusts, chunks, parts)
@@ -191,28 +192,28 @@ class DeviceRunner:
     def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
         changes = self.rows.take(batch, decodes=True)
         bucket = next(b for b in self.buckets if b >= self.rows.num_rows)
-        step = self._prepared(bucket, adjusts, self._finds_groups(batch, changes, bucket))
+        asking = None if batch.is_plain else self._asking(batch.sequences, changes.rows)
+        in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
+        step = self._prepared(bucket, in_halves, self._finds_groups(batch, changes, bucket))
         self._copy_blocks(batch)
         self.rows.send(changes)
-        asking = self._asking(batch.sequences, changes.rows)
         errors: dict[int, Exception] = {}
         raw = None
-        if adjusts:
-            logits = step.run_model()
+        if in_halves:
+            logits = step.run_model(widens=adjusts)
             raw = None if asking is None else logits.index_select(0, asking.rows)
-            errors = self.adjuster.adjust(
-                logits, batch.sequences, changes.rows, tokens=self.rows.token,
-                token_rows=changes.rows,
-            )  # fmt: skip
+            if adjusts:
+                errors = self.adjuster.adjust(
+                    logits, batch.sequences, changes.rows, tokens=self.rows.token,
+                    token_rows=changes.rows,
+                )  # fmt: skip
             step.sample()
         else:
             step.run()
         place, self._place = self._place, (self._place + 1) % RING
         logprobs = None
-        if asking is not None:
-            assert step.logits is not None
+        if asking is not None and raw is not None:
             tokens = self.results.values[place, :, 0].index_select(0, asking.rows)
-            raw = step.logits.index_select(0, asking.rows) if raw is None else raw
             logprobs = asking.found_in(raw, tokens)
         end, pinned = self.rows.num_rows, self._pinned[place]
         target = pinned[:end]
@@ -230,10 +231,10 @@ class DeviceRunner:
             groups.find(rows.host_table[: rows.num_rows], lengths, bucket, self.sharing_tokens)
         return groups.is_active
 
-    def _prepared(self, bucket: int, adjusts: bool, shares: bool) -> DecodeStep:
+    def _prepared(self, bucket: int, in_halves: bool, shares: bool) -> DecodeStep:
         step = self.step_of(bucket, shares=shares)
-        if self.captures and not (step.is_model_captured if adjusts else step.is_captured):
-            self.capture(bucket, of_model=adjusts, shares=shares)
+        if self.captures and not (step.is_model_captured if in_halves else step.is_captured):
+            self.capture(bucket, of_model=in_halves, shares=shares)
         return step
 
     def capture(self, bucket: int, *, of_model: bool = False, shares: bool = False) -> None:
@@ -561,11 +562,11 @@ class _Handle:
         sequences = self._batch.sequences
         if not len(self._pairs):
             return [[] for _ in sequences]
-        token_ids, is_finite = self._pairs.t().tolist()
+        pairs = self._pairs.numpy()
         if self._rows is not None:
-            token_ids = [token_ids[row] for row in self._rows]
-            is_finite = [is_finite[row] for row in self._rows]
-        tokens = [SampledToken(i) for i in token_ids]
+            pairs = pairs[self._rows]
+        is_finite = pairs[:, 1].tolist()
+        tokens = list(map(_plain.__getitem__, pairs[:, 0].tolist()))
         if self._logprobs is not None:
             samplers = [s for s in sequences for _ in range(s.num_samples)]
             self._logprobs.attach(samplers, tokens)

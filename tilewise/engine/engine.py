@@ -342,9 +342,11 @@ class Engine:
     def _record(self, batch: Batch, samples: Samples | None, seconds: float) -> None:
         """Note what a step took; without samples it was run again, in parts."""
         runs = batch.sequences
-        decodes = all(len(s.token_ids) == 1 + s.num_drafts and s.num_generated > 0 for s in runs)
+        decodes = batch.is_plain or all(
+            len(s.token_ids) == 1 + s.num_drafts and s.num_generated > 0 for s in runs
+        )
         kind = "decode" if decodes else "prefill"
-        num_drawn = len(runs) if samples is None else sum(map(len, samples))
+        num_drawn = len(runs) if samples is None or batch.is_plain else sum(map(len, samples))
         self._tokens[kind] += num_drawn if decodes else batch.num_tokens
         if self.scheduler.speculation is not None and samples is not None:
             self.scheduler.speculation.record(batch, samples, seconds)

@@ -1,6 +1,6 @@
 """One thread owns the engine; all others hand it requests and wait to be told. No torch.
 
-submit(generation) -> inbox -> engine.step(), again and again -> generation.take(event)
+submit(generation) -> inbox -> engine.step(), again and again -> generation.take_all(events)
                                                               -> on_change(), on_end()
 
 Between two steps the thread takes what has come into its inbox: requests, aborts, functions to
@@ -30,6 +30,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from tilewise.engine.engine import Engine
@@ -47,6 +49,7 @@ T = TypeVar("T")
 PATIENCE = 5.0
 # Before the first step of a new scheduler: whoever asks again at once would break it at once.
 BACKOFF_S = 0.25
+_request_id = attrgetter("request_id")
 
 
 class EngineLoop:
@@ -386,26 +389,27 @@ class _Core:
         self._is_new = False
         changed: dict[Generation, None] = {}
         live = self.live
-        for event in events:
-            generation = live.get(event.request_id)
+        for request_id, some in groupby(events, key=_request_id):
+            generation = live.get(request_id)
             if generation is None:
                 continue  # another's, given to the engine directly
-            output = generation.output
-            if event.finish_reason is not None:  # before a reader can see that it has finished
-                self._settle(generation)
+            own = list(some)
+            for event in own:
+                if event.finish_reason is not None:  # before a reader can see that it has finished
+                    self._settle(generation)
+                    break
             try:
-                generation.take(event)
+                stopped = generation.take_all(own)
             except Exception as error:  # of its tokenizer: no other text is worse for it
                 generation.fail(error)
-                self.engine.abort(event.request_id)
-            completion = generation.samples[event.index]
-            if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
+                self.engine.abort(request_id)
+                stopped = []
+            for event in stopped:
                 self._settle(generation)
-                self.engine.finish(
-                    event.request_id, event.index, FinishReason.STOP, completion.stop_reason
-                )
-            if output.finished:
-                live.pop(event.request_id, None)
+                reason = generation.samples[event.index].stop_reason
+                self.engine.finish(request_id, event.index, FinishReason.STOP, reason)
+            if generation.output.finished:
+                live.pop(request_id, None)
                 changed[generation] = None
             elif generation.on_change is not None:
                 changed[generation] = None

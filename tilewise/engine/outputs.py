@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -119,6 +119,7 @@ class Generation:
         self.error: BaseException | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
+        self._num_running = len(self.samples)
         self._lock = threading.Lock()  # around what take() changes piece by piece
         self._unread: deque[str] = deque()
         self._streams: list[TextStream] | None = None
@@ -147,16 +148,50 @@ class Generation:
         event's is not: the caller then ends the sample in the engine.
         """
         with self._lock:
-            self._take(event)
+            self._take(event, time.perf_counter())
 
-    def _take(self, event: TokenEvent) -> None:
+    def take_all(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
+        """Add what one step did, of whichever samples, as `take` does for each.
+
+        Returns:
+            Those of the events that are not the last of their samples for the engine, but whose
+            texts have reached a stop string.
+        """
+        stopped: list[TokenEvent] = []
+        with self._lock:
+            now, samples, has_text = time.perf_counter(), self.samples, self._streams is not None
+            for event in events:
+                token, completion = event.token, samples[event.index]
+                if (
+                    token is not None
+                    and event.finish_reason is None
+                    and not has_text
+                    and completion.finish_reason is None
+                    and token.logprob is None
+                    and token.prompt_logprobs is None
+                    and token.prompt_state is None
+                ):  # the usual case of a sample without text, thousands of times a step
+                    completion.token_ids.append(token.token_id)
+                    continue
+                self._take(event, now)
+                if event.finish_reason is None and completion.finish_reason == FinishReason.STOP:
+                    stopped.append(event)
+                if self.output.finished:
+                    break
+            if events[0].token is not None:
+                metrics = self.output.metrics
+                metrics.first_token_time = metrics.first_token_time or now
+            self.output.num_cached_tokens = events[0].num_cached_tokens
+        return stopped
+
+    def _take(self, event: TokenEvent, now: float) -> None:
         if event.error is not None:
             self.fail(event.error)
             return
         completion = self.samples[event.index]
         if completion.finish_reason is not None:
             return  # of the same step as the token that ended it
-        metrics, now = self.output.metrics, time.perf_counter()
+        metrics = self.output.metrics
         if event.token is not None:  # else the sample has ended by its deadline
             completion.token_ids.append(event.token.token_id)
             self._add_logprobs(completion, event.token)
@@ -171,7 +206,9 @@ class Generation:
             completion.stop_reason = event.stop_reason
         self.output.num_cached_tokens = event.num_cached_tokens
         self._add_text(completion, event)
-        if all(c.finish_reason is not None for c in self.samples):
+        if completion.finish_reason is not None:
+            self._num_running -= 1
+        if self._num_running == 0:
             self._keep_the_best()
             self.output.finished = True
             metrics.finished_time = now
@@ -286,6 +323,7 @@ class Generation:
                 completion.finish_reason = reason.value
                 if self._streams is not None:
                     completion.text = self._streams[completion.index].text
+        self._num_running = 0
         if not self.output.finished:
             self._keep_the_best()
             self.output.finished = True

@@ -257,10 +257,11 @@ class Request:
             A structured text always ends with the model's.
         adjusts: something of sampling changes logits before they are drawn from.
         needs_tokens: what it changes depends on all tokens before, as the host knows them.
+        row_sampling: what a runner is asked of each row of its logits.
+        is_plain: nothing is asked but tokens, by temperature and truncation.
 
     Raises:
         ValueError: sampling has bad_words or structured, and what is made of them is missing.
-        row_sampling: what a runner is asked of each row of its logits.
     """
 
     request_id: str
@@ -280,6 +281,7 @@ class Request:
     adjusts: bool = field(init=False, repr=False)
     needs_tokens: bool = field(init=False, repr=False)
     row_sampling: SamplingParams = field(init=False, repr=False)
+    is_plain: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.sampling.stop_token_ids or ())
@@ -304,6 +306,12 @@ class Request:
             or sampling.min_tokens
         )
         self.row_sampling = self.sampling.for_rows(self.end_ids)
+        self.is_plain = not (
+            self.adjusts
+            or self.row_sampling.logprobs is not None
+            or sampling.prompt_logprobs is not None
+            or self.pooling is not None
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -82,6 +82,7 @@ from tilewise.engine.batch import (
 from tilewise.engine.beams import Beams, BeamSearchParams
 from tilewise.engine.deadlines import Deadlines
 from tilewise.engine.order import order_of
+from tilewise.engine.plain_steps import append_to_all, describe_all, shape_of
 from tilewise.engine.preemption import Preemption
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.results import Results
@@ -252,11 +253,11 @@ class Scheduler:
             return None
         moved = self.tables.begin_step()
         copies = self.tables.take_copies()
-        sequences = tuple(self._describe(s, n) for s, n in runs)
+        sequences, is_plain = describe_all(runs, self._describe, self.speculation is None)
         self.tables.note_peak(self.roster.running)
         batch = Batch(
             sequences, copies, self.preemption.take_left(), *moved,
-            self.tables.take_other_copies(), self.tables.take_other_moves(),
+            self.tables.take_other_copies(), self.tables.take_other_moves(), is_plain,
         )  # fmt: skip
         self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
         for kind, pairs in zip(("swap_out", "swap_in"), moved, strict=True):
@@ -287,11 +288,9 @@ class Scheduler:
                 "batch must be the one that schedule() returned first of those unfinished, "
                 "got another"
             )
-        expected = [s.num_samples for s in batch.sequences]
-        if len(samples) != len(expected) or any(
-            not run.num_samples <= len(drawn) <= run.num_samples + run.num_drafts
-            for run, drawn in zip(batch.sequences, samples, strict=True)
-        ):
+        fits, is_plain = shape_of(batch, samples)
+        if not fits:
+            expected = [s.num_samples for s in batch.sequences]
             raise ValueError(
                 f"samples must be {expected} tokens per sequence, got {[len(d) for d in samples]}"
             )
@@ -299,6 +298,11 @@ class Scheduler:
         self.tables.end_step(0)
         live, results, events = self.roster.live, self.results, list[TokenEvent]()
         block_size, counts_tokens = self.tables.block_size, self.order.counts_tokens
+        if is_plain and not counts_tokens:
+            runs = zip(batch.sequences, step.preemptions, samples, strict=True)
+            append_to_all(runs, live, results, self.tables, events)
+            self.beams.settle()
+            return events
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:

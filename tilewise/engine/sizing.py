@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,7 @@ __all__ = [
     "available_memory",
     "blocks_on_cpu",
     "blocks_on_cuda",
+    "bytes_to_come",
     "run_once",
     "split_blocks",
     "warm_up",
@@ -162,7 +165,7 @@ def blocks_on_cuda(
     """Return blocks for what the weights, the widest step and the graphs leave of the memory.
 
     The step is run once, and its temporaries stay with torch's allocator meanwhile; the two largest
-    graphs of each kind are captured, and the others counted as the second, which shares the pool.
+    graphs of each kind are captured, and tell what the others will take, see `_graph_bytes`.
     What the driver then reports as free is what is left, other processes included.
 
     Args:
@@ -174,7 +177,7 @@ def blocks_on_cuda(
             sizes.
     """
     weights = torch.cuda.memory_allocated(device)
-    before = _used(device)
+    before = _memory(device).used
     _, total = torch.cuda.mem_get_info(device)
     batch = widest_batch(max_num_seqs, max_num_batched_tokens, max_model_len, spec.block_size)
     graphs = 0
@@ -189,12 +192,12 @@ def blocks_on_cuda(
                 max_num_batched_tokens=max_num_batched_tokens if captures_prompts else None,
             )
             trial.submit(batch).result()
-            with_step = _used(device)
+            with_step = _memory(device).used
             graphs = _graph_bytes(trial, with_step)
             del trial, storage
         else:
             run_once(model, spec, batch, device)
-            with_step = _used(device)
+            with_step = _memory(device).used
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"max_num_batched_tokens and max_num_seqs must be of a step that fits the memory of "
@@ -221,32 +224,63 @@ def blocks_on_cuda(
     return split_blocks(spec, budget, max_model_len, max_run)
 
 
+class _Memory(NamedTuple):
+    """Bytes of a device: used by anybody, reserved by torch of these, given out of these."""
+
+    used: int
+    reserved: int
+    allocated: int
+
+
+def _memory(device: torch.device) -> _Memory:
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return _Memory(total - free, reserved, torch.cuda.memory_allocated(device))
+
+
 def _graph_bytes(trial: DeviceRunner, before: int) -> int:
     """Capture the two largest steps of each kind and return what all of them will take.
 
-    Decode steps whose rows share prefixes are captured when they first run, and count as others.
+    The largest finds room in the pool for what is needed while it runs; all others do with that.
+    What the second takes beyond it each takes: tensors that it keeps, by its rows or tokens, and
+    the driver's nodes, of which every size has as many.
+
+    Decode steps in two halves are captured when they first run, as are those whose rows share
+    prefixes, whole or in halves: all of them count.
     """
-    total, used = 0, before
-    kinds: list[tuple[list[int], Callable[[int], None]]] = [(trial.buckets, trial.capture)]
+    decodes = 1 if trial.sharing_tokens is None else 2
+    kinds: list[tuple[list[int], Callable[[int], None], int]] = [
+        (trial.buckets, trial.capture, decodes),
+        (trial.buckets, partial(trial.capture, of_model=True), decodes),
+    ]
     if trial.prompts is not None:
-        kinds.insert(0, (trial.prompts.sizes, trial.capture_prompts))
-    for sizes, capture in kinds:
-        another = 0
-        for size in sizes[-2:][::-1]:
-            capture(size)
-            now = _used(trial.device)
-            another, used = now - used, now
-        later = max(0, len(sizes) - 2)
-        if sizes is trial.buckets and trial.sharing_tokens is not None:
-            later += len(sizes)
-        total += max(0, another) * later
-    return used - before + total
+        kinds.insert(0, (trial.prompts.sizes, trial.capture_prompts, 1))
+    later = 0
+    for sizes, capture, count in kinds:
+        capture(sizes[-1])
+        if len(sizes) == 1:
+            continue
+        first = _memory(trial.device)
+        capture(sizes[-2])
+        second = _memory(trial.device)
+        kept = max(0, second.allocated - first.allocated)
+        nodes = max(0, (second.used - second.reserved) - (first.used - first.reserved))
+        later += bytes_to_come(sizes, kept, nodes, count=count)
+    return _memory(trial.device).used - before + later
 
 
-def _used(device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+def bytes_to_come(sizes: Sequence[int], kept: int, nodes: int, *, count: int = 1) -> int:
+    """Return the bytes of the graphs of `sizes` but for the two largest, which are there.
+
+    Args:
+        sizes: ascending, two at least.
+        kept: bytes of tensors that the graph of the second largest keeps; the others' by size.
+        nodes: bytes of the driver for each graph.
+        count: graphs of each size that there will be.
+    """
+    each = [nodes + -(-kept * size // sizes[-2]) for size in sizes]
+    return count * sum(each) - sum(each[-2:])
 
 
 def widest_batch(

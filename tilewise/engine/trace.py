@@ -206,13 +206,12 @@ class Trace:
 
     def schedule(self, batch: Batch) -> None:
         """A step was built."""
-        lengths = [len(run.token_ids) for run in batch.sequences]
-        total, prompts = sum(lengths), list[int]()
-        if total > len(lengths):
-            for run, length in zip(batch.sequences, lengths, strict=True):
-                if length > 1:
+        runs, total, prompts = batch.sequences, batch.num_tokens, list[int]()
+        if total > len(runs):
+            for run in runs:
+                if (length := len(run.token_ids)) > 1:
                     prompts += [run.seq_id, length]
-        self.note("schedule", len(lengths), total, tuple(prompts))
+        self.note("schedule", len(runs), total, tuple(prompts))
 
     def preempt(self, seq: Sequence) -> None:
         """A sequence loses its blocks."""

@@ -1,0 +1,210 @@
+"""Steps of sequences that ask for nothing but tokens: the short ways do what the long ones do."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.test_engine import CacheReader
+from tilewise.cache.spec import CacheSpec, KVSpec
+from tilewise.cache.storage import KVStorage
+from tilewise.engine import scheduler
+from tilewise.engine.batch import SampledToken, TokenEvent
+from tilewise.engine.decode_step import RING, DecodeStep
+from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.engine import Engine
+from tilewise.engine.loop import _Core
+from tilewise.engine.making import settle_memory
+from tilewise.engine.outputs import Generation
+from tilewise.engine.plain_steps import append_to_all
+from tilewise.engine.request import FinishReason, Request, SamplingParams
+from tilewise.engine.scheduler import Scheduler
+
+
+def requests(seed):
+    draw = random.Random(seed)
+    found = []
+    for i in range(9):
+        options = draw.choice([{}, {}, {}, {"logprobs": 1}, {"presence_penalty": 1.0}, {"n": 3}])
+        sampling = SamplingParams(max_tokens=draw.randrange(1, 30), seed=i, **options)
+        prompt = [draw.randrange(3, 6) for _ in range(draw.randrange(1, 40))]
+        found.append(Request(str(i), prompt, sampling, (2,)))
+    return found
+
+
+def describe_each(runs, describe, is_short):
+    return tuple(describe(seq, n) for seq, n in runs), False
+
+
+def history(seed, in_flight):
+    """Run a scheduler alone; return its steps, its events and what it has noted."""
+    draw, steps, events = random.Random(seed), [], []
+    scheduler = Scheduler(
+        draw.choice([40, 200]), 4, max_num_seqs=6, max_num_batched_tokens=draw.choice([8, 64]),
+        max_model_len=80, max_in_flight=in_flight, enable_prefix_caching=bool(seed % 2),
+        scheduling_policy=draw.choice(["fcfs", "fair"]),
+    )  # fmt: skip
+    for request in requests(seed):
+        scheduler.add(request)
+    unfinished = []
+    while scheduler.has_unfinished():
+        while len(unfinished) < in_flight and (batch := scheduler.schedule()) is not None:
+            unfinished.append(batch)
+            # Tables and tokens are the sequences' own lists, which change.
+            runs = [(*s[:3], tuple(s.block_ids), *s[4:9], *s[10:12]) for s in batch.sequences]
+            steps.append((runs, replace(batch, sequences=(), is_plain=False)))
+            is_one = all(len(s.token_ids) == 1 == s.num_samples for s in batch.sequences)
+            assert batch.decodes == is_one
+            assert not (batch.is_plain and (batch.asks or not is_one))
+            assert batch.num_tokens == sum(len(s.token_ids) for s in batch.sequences)
+        batch = unfinished.pop(0)
+        samples = [
+            [SampledToken(draw.randrange(2, 40)) for _ in range(s.num_samples)]
+            for s in batch.sequences
+        ]
+        events += scheduler.update(batch, samples)
+        scheduler.check_integrity()
+        if draw.random() < 0.05 and scheduler.roster.requests:
+            scheduler.abort(next(iter(scheduler.roster.requests)))
+    noted = [{k: v for k, v in event.items() if k != "time"} for event in scheduler.trace.since(0)]
+    return steps, events, noted
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_plain_steps_are_described_and_taken_as_all_others(monkeypatch, in_flight):
+    num_plain = 0
+
+    def counting(*arguments):
+        nonlocal num_plain
+        num_plain += 1
+        append_to_all(*arguments)
+
+    for seed in range(12):
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "append_to_all", counting)
+            found = history(seed, in_flight)
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "describe_all", describe_each)
+            wanted = history(seed, in_flight)
+        assert found == wanted
+    assert num_plain > 30
+
+
+def test_samples_of_a_wrong_number_are_refused():
+    scheduler = Scheduler(
+        40, 4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=80, max_in_flight=2
+    )
+    for i in range(2):
+        scheduler.add(Request(str(i), [5, 6], SamplingParams(max_tokens=9)))
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.update(batch, [[SampledToken(5)]] * 2)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.is_plain
+    for samples in ([], [[SampledToken(5)]], [[SampledToken(5)], []], [[SampledToken(5)] * 2] * 2):
+        with pytest.raises(ValueError, match=r"samples must be \[1, 1\] tokens per sequence"):
+            scheduler.update(batch, samples)
+    assert len(scheduler.update(batch, [[SampledToken(5)]] * 2)) == 2
+
+
+def events_of(seed, n):
+    draw, found, ended = random.Random(seed), [], set()
+    for step in range(12):
+        own = []
+        for index in range(n):
+            if index in ended and draw.random() < 0.7:
+                continue
+            logprob = draw.choice([None, None, -1.0])
+            reason = draw.choice([None] * 6 + [FinishReason.LENGTH, FinishReason.STOP])
+            reason = FinishReason.LENGTH if step == 11 else reason
+            token = SampledToken(draw.randrange(9), logprob)
+            if reason is not None:
+                ended.add(index)
+            own.append(TokenEvent("r", index, token, reason, None, 3))
+        if own:
+            found.append(own)
+    return found
+
+
+@pytest.mark.parametrize("best_of", [None, 5])
+def test_the_events_of_a_step_are_taken_as_one_by_one(best_of):
+    sampling = SamplingParams(n=4, best_of=best_of, max_tokens=40)
+    for seed in range(20):
+        one, all_ = (Generation(Request("r", [5], sampling), None, None) for _ in range(2))
+        for events in events_of(seed, sampling.num_samples):
+            for event in events:
+                if not one.output.finished:
+                    one.take(event)
+            if not all_.output.finished:  # tokens behind the end of a sample change nothing
+                told = all_.take_all(events)
+                assert all(all_.samples[e.index].finish_reason == "stop" for e in told)
+            assert one.output.finished == all_.output.finished
+            mine, other = one.snapshot(), all_.snapshot()
+            assert mine.outputs == other.outputs
+            assert mine.num_cached_tokens == other.num_cached_tokens == 3
+            times = [x.metrics.first_token_time for x in (mine, other)]
+            assert (times[0] is None) == (times[1] is None)
+
+
+def plain_core(rows):
+    """Make an engine whose steps answer at once, and its loop, on this thread."""
+    storage = KVStorage(CacheSpec(1, 16, KVSpec(1, 1, 1, torch.float32)), 8 * rows, "cpu")
+    runner = DeviceRunner(CacheReader(), storage, max_num_seqs=rows, max_model_len=60)
+    runner.results.values.fill_(1)
+    scheduler = Scheduler(
+        8 * rows, 16, max_num_seqs=rows, max_num_batched_tokens=4096, max_model_len=60
+    )
+    core = _Core(None)
+    core.engine = Engine(scheduler, runner, overlap=True)
+    sampling = SamplingParams(n=rows // 2, temperature=0.6, max_tokens=40, ignore_eos=True)
+    for i in range(2):
+        core.add(Generation(Request(str(i), [5 + i] * 18, sampling), None, None))
+    return core
+
+
+def test_a_steady_step_calls_few_functions_a_row(monkeypatch):
+    """Thousands of samples a step: what Python does for each of them is counted."""
+
+    def run(self):
+        self.results.place.add_(1).remainder_(RING)
+
+    monkeypatch.setattr(DecodeStep, "run", run)
+    counts = []
+    for rows in (32, 96):
+        core, calls = plain_core(rows), 0
+
+        def note(frame, event, argument):
+            nonlocal calls
+            calls += event == "call"
+
+        for _ in range(6):
+            core._step()
+        sys.setprofile(note)
+        for _ in range(4):
+            core._step()
+        sys.setprofile(None)
+        counts.append(calls / 4)
+        assert len(core.live["1"].samples[-1].token_ids) == 10
+    assert (counts[1] - counts[0]) / 64 <= 2  # TokenEvent, and the search for a full block
+
+
+def test_collections_are_few_however_many_rows():
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(700, 10, 10)
+        settle_memory(4096)
+        assert gc.get_threshold() == (16 * 4096, 10, 10)
+        settle_memory(8)
+        assert gc.get_threshold() == (16 * 4096, 10, 10)
+        gc.set_threshold(0, 10, 10)  # collections are off: that stays
+        settle_memory(4096)
+        assert gc.get_threshold() == (0, 10, 10)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
