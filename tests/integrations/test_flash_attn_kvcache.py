@@ -12,7 +12,7 @@ from tests.integrations.flash_attn_oracle import KVCacheCase, draw, expected
 from tests.waits import waits_are_errors
 from tilewise.integrations.flash_attn import flash_attn_with_kvcache
 from tilewise.integrations.flash_attn.pages import row_blocks
-from tilewise.ops import dispatch, plans
+from tilewise.ops import dispatch
 from tilewise.testing import assert_within_budget
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -108,8 +108,6 @@ class TestCases:
     def test_gpu_kernels_in_the_interpreter(self, name, monkeypatch):
         monkeypatch.setattr(dispatch, "_AUTOMATIC", {"cpu": ("triton",)})
         dispatch.choose.cache_clear()
-        for memory in ("_known", "_plans"):
-            monkeypatch.setattr(plans, memory, {})
         case = replace(next(c for c in CASES if c.name == name), head_dim=32)
         case = replace(case, rotary_dim=min(case.rotary_dim, 32))
         try:

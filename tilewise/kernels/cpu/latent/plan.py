@@ -142,7 +142,7 @@ def _dense(layout: Layout, copies: bool) -> Tensor:
 
 
 def _sizes_of(q_latent: Tensor, q_rope: Tensor, layouts: LatentTensors, spec: PagedSpec) -> Sizes:
-    """Put how the tensors lie into the numbers that the kernels take, with 0 for what a run adds."""
+    """Put how the tensors lie into the numbers that the kernels take, 0 for what a run adds."""
     cache, latent_scale = layouts.latent_cache.meta(), layouts.latent_scale
     size, q_size = cache.element_size(), q_latent.element_size()
     is_bf16 = spec.dtype == torch.bfloat16 and (
