@@ -146,22 +146,36 @@ def _odd(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
 
 
 def _paged(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
-    def call(runs: list[int], dtype: torch.dtype, **more: Any) -> list[Tensor]:
+    def call(
+        runs: list[int], dtype: torch.dtype, *, cache: torch.dtype | None = None,
+        strided: bool = False, shared: bool = False, planned: bool = False, **more: Any,
+    ) -> list[Tensor]:  # fmt: skip
         lengths = [50, 3, 0, 33][: len(runs)]
         starts = torch.tensor([0, *torch.tensor(runs).cumsum(0).tolist()], dtype=torch.int32)
         caches = [torch.randn(40, 16, 2, 32).to(dtype) for _ in "kv"]
-        tensors = (
-            torch.randn(sum(runs), 4, 32).to(dtype), *caches,
-            torch.randperm(40)[:16].view(4, 4)[: len(runs)].int(),
-            torch.tensor(lengths, dtype=torch.int32), starts,
-        )  # fmt: skip
+        table = torch.randperm(40)[:16].view(4, 4)[: len(runs)].int()
+        if shared:
+            lengths = [50, 40, 36, 64]
+            table[:, :2] = table[0, :2].clone()
+            more["shared"] = ops.shared_prefixes(
+                table, torch.tensor(lengths), starts, block_size=16, min_blocks=2, device=DEVICE
+            )
+        if cache is not None:
+            caches = [(x.float() * 30).to(cache) for x in caches]
+            more |= {f"{name}_scale": torch.rand(40, 16, 2) for name in "kv"}
+        q = torch.randn(sum(runs), 4, 32).to(dtype)
+        tensors = (q, *caches, table, torch.tensor(lengths, dtype=torch.int32), starts)
         q, k, v, block_table, seqlens_k, starts = map(_moved, tensors)
-        o, lse = ops.paged_attention(
-            q, k, v, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=starts,
-            max_seqlen_q=max(runs), return_lse=True, backend=backend,
+        if strided:
+            q = torch.cat([q, q], -1)[..., :32]
+            k, v = torch.stack([k, v], 1).unbind(1)
+        given = {
+            "block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": starts,
+            "max_seqlen_q": max(runs), "backend": backend,
             **{name: _moved(x) for name, x in more.items()},
-        )  # fmt: skip
-        return [o, lse]
+        }  # fmt: skip
+        plan = ops.plan_paged_attention(q, k, v, **given) if planned else None
+        return _twice(lambda: ops.paged_attention(q, k, v, return_lse=True, plan=plan, **given))
 
     for kind, dtype in DTYPES.items():
         yield f"{backend}/paged/{kind}/decode", lambda t=dtype: call([1, 1, 0, 1], t)
@@ -170,26 +184,74 @@ def _paged(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
             f"{backend}/paged/{kind}/window_sinks",
             lambda t=dtype: call([2, 1, 0, 9], t, window=9, sinks=torch.randn(4), softcap=3.0),
         )
+        yield (
+            f"{backend}/paged/{kind}/alibi",
+            lambda t=dtype: call([1, 2, 0, 1], t, alibi_slopes=torch.rand(4), strided=True),
+        )
+        yield (
+            f"{backend}/paged/{kind}/tree",
+            lambda t=dtype: call([3, 2, 0, 1], t, tree_mask=torch.ones(6, 3).tril().bool()),
+        )
+        for runs in ([1, 1, 1, 1], [4, 1, 2, 1]):
+            yield (
+                f"{backend}/paged/{kind}/shared_{max(runs)}",
+                lambda t=dtype, runs=runs: call(runs, t, shared=True, sinks=torch.randn(4)),
+            )
+        for name, runs in (("decode", [1, 1, 0, 1]), ("chunks", [20, 1, 0, 9])):
+            yield (
+                f"{backend}/paged/{kind}/invariant_{name}",
+                lambda t=dtype, runs=runs: call(runs, t, batch_invariant=True),
+            )
+            yield (
+                f"{backend}/paged/{kind}/planned_{name}",
+                lambda t=dtype, runs=runs: call(runs, t, planned=True),
+            )
+            for cache in (torch.int8, torch.float8_e4m3fn):
+                yield (
+                    f"{backend}/paged/{kind}/{str(cache)[6:]}_{name}",
+                    lambda t=dtype, runs=runs, cache=cache: call(runs, t, cache=cache),
+                )
+
+
+def _twice(call: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
+    """Return the results of two calls alike: the later one must not differ."""
+    first, again = call(), call()
+    assert all(map(torch.equal, first, again)), "a repeated call has other bits"
+    return list(first)
 
 
 def _latent(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
-    def call(run: int, dtype: torch.dtype) -> list[Tensor]:
+    def call(
+        run: int, dtype: torch.dtype, cache: torch.dtype | None = None, **more: Any
+    ) -> list[Tensor]:
         tensors = (
             torch.randn(2 * run, 4, 64).to(dtype), torch.randn(2 * run, 4, 16).to(dtype),
             torch.randn(20, 16, 80).to(dtype), torch.randperm(20)[:8].view(2, 4).int(),
             torch.tensor([50, 20], dtype=torch.int32),
             torch.tensor([0, run, 2 * run], dtype=torch.int32),
         )  # fmt: skip
-        q, q_rope, cache, block_table, seqlens_k, starts = map(_moved, tensors)
-        o, lse = ops.mla_decode(
-            q, q_rope, cache, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=starts,
-            max_seqlen_q=run, softmax_scale=0.1, return_lse=True, backend=backend,
+        q, q_rope, latents, block_table, seqlens_k, starts = map(_moved, tensors)
+        if cache is not None:
+            latents = (latents.float() * 30).to(cache)
+            more["latent_scale"] = _moved(torch.rand(20, 16, 2))
+        return _twice(
+            lambda: ops.mla_decode(
+                q, q_rope, latents, block_table=block_table, seqlens_k=seqlens_k,
+                cu_seqlens_q=starts, max_seqlen_q=run, softmax_scale=0.1, return_lse=True,
+                backend=backend, **more,
+            )
         )  # fmt: skip
-        return [o, lse]
 
     for kind, dtype in DTYPES.items():
         yield f"{backend}/latent/{kind}/decode", lambda t=dtype: call(1, t)
         yield f"{backend}/latent/{kind}/chunk", lambda t=dtype: call(5, t)
+        yield f"{backend}/latent/{kind}/prompt", lambda t=dtype: call(20, t)
+        yield f"{backend}/latent/{kind}/int8", lambda t=dtype: call(2, t, torch.int8)
+        yield f"{backend}/latent/{kind}/e4m3", lambda t=dtype: call(1, t, torch.float8_e4m3fn)
+        yield (
+            f"{backend}/latent/{kind}/invariant",
+            lambda t=dtype: call(3, t, batch_invariant=True),
+        )
 
 
 def _hash(tensors: list[Tensor]) -> str:

@@ -145,6 +145,15 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def new_plans() -> None:
+    """Let no test run plans of tables, kernels or machines that another one pretended."""
+    plans = sys.modules.get("tilewise.ops.plans")
+    if plans is not None:
+        plans._known.clear()
+        plans._plans.clear()
+
+
+@pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     if _HAS_GPU:
         torch.manual_seed(0)

@@ -24,14 +24,15 @@ from tilewise.engine.decode_step import DecodeStep
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.prompt_steps import PromptSteps
 from tilewise.kernels import device
-from tilewise.kernels.gluon.latent import launch as gluon_latent
-from tilewise.kernels.gluon.paged import launch as gluon_paged
+from tilewise.kernels.gluon.host import plan as gluon_plan
+from tilewise.kernels.gluon.latent import plan as gluon_latent
+from tilewise.kernels.gluon.paged import plan as gluon_paged
 from tilewise.kernels.tiles.linear import pays
 from tilewise.kernels.triton.step import decode_rows as triton_rows
 from tilewise.kernels.triton.step import sampling as triton_sampling
 from tilewise.nn import AttentionContext, attention, layers
 from tilewise.nn.mla import MultiheadLatentAttention
-from tilewise.ops import decode_rows, dispatch
+from tilewise.ops import decode_rows, dispatch, plans
 from tilewise.ops.latent import expanded
 from tilewise.ops.reference import decode_rows as reference_rows
 
@@ -174,8 +175,7 @@ def on_hopper(launches: Launches) -> Iterator[None]:
     automatic = dispatch._AUTOMATIC
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "__getitem__", to_triton)
-        for owner in (gluon_paged, gluon_latent):
-            patch.setattr(owner, "start", to_gluon)
+        patch.setattr(gluon_plan, "launch", to_gluon)
         patch.setattr(gluon_paged, "why_not", gluon_paged.why_not_decode)
         patch.setattr(gluon_latent, "why_not", gluon_latent.why_not_on_hopper)
         patch.setattr(device, "sm_count_of", lambda _: SM_COUNT)
@@ -198,6 +198,8 @@ def on_hopper(launches: Launches) -> Iterator[None]:
         _draws(patch)
         _model_runs_where_graphs_are_captured(patch)
         choose.cache_clear()
+        patch.setattr(plans, "_known", {})
+        patch.setattr(plans, "_plans", {})
         try:
             yield
         finally:

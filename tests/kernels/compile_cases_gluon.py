@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
 from tests.kernels.compile_cases_mla import mla_spec
-from tests.kernels.planned import hopper_backward, hopper_results
+from tests.kernels.planned import hopper_backward, hopper_results, latent
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
-from tilewise.kernels.gluon.latent import launch as mla_decode
+from tilewise.kernels.gluon.latent import plan as mla_decode
 from tilewise.kernels.gluon.step import linear
 from tilewise.kernels.spec import AttentionSpec, PagedSpec
 from tilewise.kernels.tiles.linear_rows import RowsTile
@@ -101,7 +101,8 @@ def launch_latents(spec: PagedSpec) -> None:
     scale = None
     if spec.cache_dtype.itemsize == 1:
         scale = meta(4096, spec.block_size, 2, dtype=torch.float32)
-    mla_decode.launch(
+    latent(
+        mla_decode,
         meta(*rows, spec.v_head_dim, dtype=spec.dtype),
         meta(*rows, spec.head_dim - spec.v_head_dim, dtype=spec.dtype),
         meta(4096, spec.block_size, spec.head_dim, dtype=spec.cache_dtype),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
+from tests.kernels.planned import latent
 from tilewise.kernels.spec import PagedSpec
 
 _RUN_2 = {"max_seqlen_q": 2, "num_tokens": 32}
@@ -71,13 +72,14 @@ def mla_spec(changes: dict[str, object]) -> PagedSpec:
 
 def launch_mla(spec: PagedSpec) -> None:
     """Call the launcher of attention over latents."""
-    from tilewise.kernels.triton.latent import launch as mla_decode
+    from tilewise.kernels.triton.latent import plan as mla_decode
 
     rows = (spec.num_tokens, spec.num_q_heads)
     scale = None
     if spec.cache_dtype.itemsize == 1:
         scale = meta(4096, spec.block_size, 2, dtype=torch.float32)
-    mla_decode.launch(
+    latent(
+        mla_decode,
         meta(*rows, spec.v_head_dim, dtype=spec.dtype),
         meta(*rows, spec.head_dim - spec.v_head_dim, dtype=spec.dtype),
         meta(4096, spec.block_size, spec.head_dim, dtype=spec.cache_dtype),

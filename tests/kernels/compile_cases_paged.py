@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
 from tests.kernels.compile_cases_mla import mla_cases
-from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel
+from tests.kernels.planned import paged
+from tilewise.kernels.spec import PagedSpec
 
 _DECODE = {"max_seqlen_q": 1, "num_tokens": 16}
 _PREFILL = {"max_seqlen_q": 2048, "num_tokens": 16 * 2048}
@@ -68,9 +70,17 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "tree": (_TREE, True, False),
     "tree-everything": (_TREE | _ALL | {"cache_dtype": torch.int8}, True, True),
     "tree-wide": (_TREE | {"max_seqlen_q": 64, "num_tokens": 1024}, True, True),
-    "shared": (_DECODE | {"has_shared": True}, True, False),
-    "shared-e4m3": (_DECODE | {"has_shared": True, "cache_dtype": torch.float8_e4m3fn}, True, True),
-    "shared-prefill": (_PREFILL | {"has_shared": True, "has_sinks": True}, True, True),
+    "shared": (_DECODE | {"shared_rows": (16,)}, True, False),
+    "shared-e4m3": (
+        _DECODE | {"shared_rows": (16,), "cache_dtype": torch.float8_e4m3fn},
+        True,
+        True,
+    ),
+    "shared-prefill": (
+        _PREFILL | {"shared_rows": (_PREFILL["num_tokens"],), "has_sinks": True},
+        True,
+        True,
+    ),
     "mixed-everything": (_PREFILL | _ALL | {"num_tokens": 5000}, True, True),
 }
 
@@ -94,7 +104,7 @@ def paged_spec(changes: dict[str, object]) -> PagedSpec:
 
 def launch_paged(spec: PagedSpec, *, is_planned: bool = False) -> None:
     """Call the launcher of paged attention."""
-    from tilewise.kernels.triton.paged import launch as paged_attention
+    from tilewise.kernels.triton.paged import plan as paged_attention
 
     slots = (4096, spec.block_size, spec.num_kv_heads)
     per_head = meta(spec.num_q_heads, dtype=torch.float32)
@@ -106,7 +116,8 @@ def launch_paged(spec: PagedSpec, *, is_planned: bool = False) -> None:
         features["tree_mask"] = meta(spec.num_tokens, spec.max_seqlen_q, dtype=torch.bool)
     if spec.has_shared:
         features["shared"] = _one_group(spec)
-    paged_attention.launch(
+    paged(
+        paged_attention,
         meta(spec.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
         meta(*slots, spec.head_dim, dtype=spec.cache_dtype),
         meta(*slots, spec.v_head_dim, dtype=spec.cache_dtype),
@@ -122,23 +133,24 @@ def launch_paged(spec: PagedSpec, *, is_planned: bool = False) -> None:
     )
 
 
-def _one_group(spec: PagedSpec) -> SharedKeys:
+def _one_group(spec: PagedSpec) -> tuple[Tensor, ...]:
     """All sequences share the first half of their blocks."""
     lengths = meta(1, dtype=torch.int32)
-    rows, tokens = meta(spec.num_tokens, dtype=torch.int32), spec.num_tokens
+    rows = meta(spec.num_tokens, dtype=torch.int32)
     table = meta(1, spec.max_blocks // 2, dtype=torch.int32)
-    level = SharedLevel(table, lengths, meta(2, dtype=torch.int32), rows, tokens)
-    return SharedKeys(meta(spec.num_seqs, dtype=torch.int32), (level,))
+    skipped = meta(spec.num_seqs, dtype=torch.int32)
+    return skipped, table, lengths, meta(2, dtype=torch.int32), rows
 
 
 def launch_byte_decode(spec: PagedSpec, *, head_scales: bool = False) -> None:
     """Call the launcher of Hopper's kernel over 8-bit caches."""
-    from tilewise.kernels.gluon.paged import launch as paged_attention
+    from tilewise.kernels.gluon.paged import plan as paged_attention
 
     slots = (4096, spec.block_size, spec.num_kv_heads)
     scale = meta(*(slots[2:] if head_scales else slots), dtype=torch.float32)
     cache = meta(*slots, spec.head_dim, dtype=spec.cache_dtype)
-    paged_attention.launch(
+    paged(
+        paged_attention,
         meta(spec.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
         cache,
         cache,

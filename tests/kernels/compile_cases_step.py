@@ -100,7 +100,8 @@ def launch_early(dim: int, mode: int) -> None:
         for outputs, channels in ((1024, 2048), (4096, 1024)):
             launch_linear(outputs, channels)
         launch_sampling(4096)
-        launch_paged(paged_spec({"num_tokens": 16, "max_seqlen_q": 1}), is_planned=True)
+        spec = paged_spec({"num_tokens": 16, "max_seqlen_q": 1, "early": mode})
+        launch_paged(spec, is_planned=True)
         heads = meta(16, 16, 128, dtype=torch.bfloat16)
         cache = meta(100, 16, 8, 128, dtype=torch.bfloat16)
         weight, angles = meta(128, dtype=torch.bfloat16), meta(16, 64, dtype=torch.float32)

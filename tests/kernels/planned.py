@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.plan import Call, Plan, Refusal, Results
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
+from tilewise.kernels.spec import (
+    AttentionSpec,
+    AttentionTensors,
+    LatentTensors,
+    MaskTensors,
+    PagedSpec,
+    PagedTensors,
+)
 
 
 def tensors_of(
@@ -89,3 +96,29 @@ def hopper_backward(*given: Any, **others: Any) -> Results:
     from tilewise.kernels.gluon.attention import plan
 
     return backward(plan, *given, **others)
+
+
+def paged(
+    kernels: ModuleType, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: PagedSpec, *,
+    shared: tuple[Tensor, ...] = (), plan: Tensor | None = None, tuned: Any = None,
+    **others: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return o and lse of a call over a paged cache, whatever the device; plan: its records."""
+    given = (*PagedTensors(q, k_cache, v_cache, **others, records=plan), *shared)
+    return _run_made(kernels, spec, given, *(() if tuned is None else (tuned,)))
+
+
+def latent(
+    kernels: ModuleType, q_latent: Tensor, q_rope: Tensor, cache: Tensor, spec: PagedSpec,
+    **others: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return o and lse of a call over latents, whatever the device."""
+    return _run_made(kernels, spec, LatentTensors(q_latent, q_rope, cache, **others))
+
+
+def _run_made(
+    kernels: ModuleType, spec: PagedSpec, given: tuple[Tensor | None, ...], *more: Any
+) -> tuple[Tensor, Tensor]:
+    plan = getattr(kernels, "made_fwd", kernels.plan_fwd)(Call.of(spec, given), *more)
+    o, lse = plan.run(*given)
+    return o, lse

@@ -28,11 +28,12 @@ from tests.kernels.attention_problem import (
     make_problem,
 )
 from tests.kernels.gluon.test_mla import check as check_latents
+from tests.kernels.planned import latent
 from tests.kernels.triton import test_mla as latents
 from tests.kernels.triton import test_paged as paged
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.gluon.attention import plan as gluon
-from tilewise.kernels.gluon.latent import launch as mla_decode
+from tilewise.kernels.gluon.latent import plan as mla_decode
 from tilewise.kernels.triton.attention import plan as portable
 from tilewise.testing import accumulator_scales, assert_within_budget
 
@@ -199,8 +200,8 @@ def test_latent_attention(seed: int) -> None:
     torch.manual_seed(seed)
     inputs = latents.make_inputs(draw_latents(seed), "cuda")
     if mla_decode.why_not(inputs.spec) is None:
-        o, lse = mla_decode.launch(
-            inputs.q_latent, inputs.q_rope, inputs.cache, inputs.spec, **inputs.tensors
+        o, lse = latent(
+            mla_decode, inputs.q_latent, inputs.q_rope, inputs.cache, inputs.spec, **inputs.tensors
         )
         check_latents(inputs, o, lse)
     else:

@@ -32,7 +32,7 @@ def choose(spec: AttentionSpec, backend: str | None) -> str:
         (spec.batch, spec.max_seqlen_k, spec.num_kv_heads, spec.v_head_dim),
     )
     tensors = [torch.empty(shape, dtype=spec.dtype, device="meta") for shape in shapes]
-    return dispatch.plan_attention(Call.of(spec, AttentionTensors(*tensors)), backend)[0]
+    return dispatch.choose_plan("attention", Call.of(spec, AttentionTensors(*tensors)), backend)[0]
 
 
 def test_a_cpu_call_runs_on_the_cpu_backend():
@@ -101,5 +101,5 @@ def test_a_missing_package_is_the_reason(monkeypatch):
     monkeypatch.setattr(dispatch, "kernel_module", missing)
     wanted = "needs the package 'triton', which is not installed"
     assert dispatch.refusal("merge", "triton", SPEC) == wanted
-    plan = dispatch.attention_plan(Call(SPEC, torch.device("cpu"), ()), "triton")
+    plan = dispatch.plan_by("attention", Call(SPEC, torch.device("cpu"), ()), "triton")
     assert plan == Refusal(wanted)

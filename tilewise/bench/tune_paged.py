@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.plan import Call
+from tilewise.kernels.spec import PagedSpec, PagedTensors
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig
-from tilewise.kernels.tiles.paged_rows import plan_rows
 from tilewise.reference.paged import paged_attention
 from tilewise.testing import budget_violation
 
@@ -204,32 +204,22 @@ def make_inputs(case: Case, dtype: torch.dtype, where: str, rotated_bytes: int) 
 
 def call_of(inputs: Inputs, candidate: Candidate) -> Callable[[int], Tensor]:
     """Return a function of the cache's index that runs the candidate once."""
-    from tilewise.kernels.triton.paged.decode import launch_decode
-    from tilewise.kernels.triton.paged.quantise import Scales
-    from tilewise.kernels.triton.paged.rows import launch_rows
+    from tilewise.kernels.triton.paged.plan import made_fwd
 
-    spec = inputs.spec
-    tensors: dict[str, Any] = {
-        "block_table": inputs.block_table,
-        "seqlens_k": inputs.seqlens_k,
-        "cu_seqlens_q": inputs.cu_seqlens_q,
-        "alibi_slopes": None,
-        "sinks": None,
-    }
-    rows_plan = plan_rows(spec, candidate.config, device.sm_count_of(inputs.q.device))
+    spec, rows_config = inputs.spec, None
+    split_run, splits = spec.max_seqlen_q, candidate.plan
+    if splits is None:
+        split_run, rows_config = 0, candidate.config
+        splits = tiles.plan_splits(spec, candidate.config, 1, 1)  # of no kernel
+    work = tiles.PagedWork(split_run, candidate.config, splits, rows_config)
+    beside = (inputs.block_table, inputs.seqlens_k, inputs.cu_seqlens_q)
+    tensors = PagedTensors(inputs.q, *inputs.caches[0], *beside)
+    plan = made_fwd(Call.of(spec, tensors), work)
 
     def call(index: int) -> Tensor:
-        caches = inputs.caches[index % len(inputs.caches)]
-        o = torch.empty_like(inputs.q)
-        lse = torch.empty(o.shape[1], o.shape[0], dtype=torch.float32, device=o.device)
-        scales = Scales.of(caches[0], None, None, lse)
-        if candidate.plan is None:
-            launch_rows(inputs.q, *caches, spec, o, lse, rows_plan, **tensors, scales=scales)
-        else:
-            launch_decode(
-                inputs.q, *caches, spec, o, lse, **tensors, scales=scales, config=candidate.config,
-                plan=candidate.plan, max_run=spec.max_seqlen_q, clears=True,
-            )  # fmt: skip
+        k_cache, v_cache = inputs.caches[index % len(inputs.caches)]
+        o, _ = plan.run(*tensors._replace(k_cache=k_cache, v_cache=v_cache))
+        assert o is not None
         return o
 
     return call

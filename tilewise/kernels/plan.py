@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec
 from tilewise.kernels.tiles.paged import TileConfig
 
 __all__ = [
@@ -61,15 +61,16 @@ class Call(NamedTuple):
     Attributes:
         device: where its tensors are.
         layouts: of the fields of `AttentionTensors`, None for those that were not given; of a
-            gradient those of do, dlse, o and lse before them.
+            gradient those of do, dlse, o and lse before them. Of paged attention the fields of
+            `PagedTensors` and what `PagedTensors.of` says, over latents those of `LatentTensors`.
     """
 
-    spec: AttentionSpec
+    spec: Any  # AttentionSpec | PagedSpec: who plans knows which
     device: torch.device
     layouts: tuple[Layout | None, ...]
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tensors: Sequence[Tensor | None]) -> Call:
+    def of(cls, spec: AttentionSpec | PagedSpec, tensors: Sequence[Tensor | None]) -> Call:
         """Return the call of these tensors, in the order of `layouts`."""
         first = tensors[0]
         assert first is not None

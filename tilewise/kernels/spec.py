@@ -6,6 +6,7 @@ function of a spec and can be tested without a device. Dimension letters are in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -160,7 +161,9 @@ class PagedSpec:
         max_blocks: columns of block_table, so max_blocks * block_size bounds seqlens_k.
         batch_invariant: a sequence's bits must not depend on its neighbours.
         causal: False where every row sees every key (a pass over a shared prefix).
-        has_tree, has_shared: whether a tree mask, and shared prefixes, were given.
+        has_tree: whether a tree mask was given.
+        shared_rows: rows of the largest group of each level of shared prefixes.
+        early: how kernels are launched while the one before runs, see `kernels.early`.
     """
 
     device_type: str
@@ -183,12 +186,18 @@ class PagedSpec:
     batch_invariant: bool = False
     causal: bool = True
     has_tree: bool = False
-    has_shared: bool = False
+    shared_rows: tuple[int, ...] = ()
+    early: int = 0
 
     @property
     def group_size(self) -> int:
         """Query heads that share one key head, G = Hq / Hk."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether shared prefixes were given."""
+        return len(self.shared_rows) > 0
 
     def of_level(self, level: SharedLevel) -> PagedSpec:
         """The pass in which groups of sequences see the keys that they share."""
@@ -201,6 +210,7 @@ class PagedSpec:
             has_sinks=False,
             causal=False,
             has_tree=False,
+            shared_rows=(),
         )
 
 
@@ -230,8 +240,77 @@ class SharedKeys(NamedTuple):
         levels: each reads the tokens that follow those of the level before.
     """
 
-    skipped: Tensor
+    skipped: Any
     levels: tuple[SharedLevel, ...]
+
+
+class PagedTensors(NamedTuple):
+    """The tensors of a call of paged attention, None for those that were not given.
+
+    Attributes:
+        q: (T, Hq, D) packed; strided in all dims but the last.
+        k_cache, v_cache: (N, P, Hk, D), (N, P, Hk, Dv); strided in all dims but the last.
+        block_table: int32 (B, M); entries past a sequence's last block are never read.
+        seqlens_k: int32 (B,), tokens with the new ones counted.
+        cu_seqlens_q: int32 (B + 1,).
+        alibi_slopes, sinks: (Hq,) float32.
+        k_scale, v_scale: (N, P, Hk) or (Hk,) float32 of an 8-bit cache.
+        tree_mask: bool (T, W), in place of causality among a sequence's new rows.
+        records: int32 (rows, 8), what a `PagedPlan` tells programs; none and 0 rows are alike.
+    """
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    block_table: Any
+    seqlens_k: Any
+    cu_seqlens_q: Any
+    alibi_slopes: Any = None
+    sinks: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    tree_mask: Any = None
+    records: Any = None
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Any], shared_rows: tuple[int, ...]
+    ) -> tuple[PagedTensors, SharedKeys | None]:
+        """Part the tensors of a plan, behind which those of shared prefixes stand, one by one."""
+        count = len(cls._fields)
+        given = cls(*tensors[:count])
+        if given.records is not None and given.records.shape[0] == 0:
+            given = given._replace(records=None)
+        if not shared_rows:
+            return given, None
+        skipped, *rest = tensors[count:]
+        levels = []
+        for index, max_rows in enumerate(shared_rows):
+            table, lengths, edges, rows = rest[4 * index : 4 * index + 4]
+            levels.append(SharedLevel(table, lengths, edges, rows, max_rows))
+        return given, SharedKeys(skipped, tuple(levels))
+
+
+class LatentTensors(NamedTuple):
+    """The tensors of a call of attention over latents, None for one that was not given.
+
+    Attributes:
+        q_latent: (T, Hq, R) packed; strided in all dims but the last, like q_rope and the cache.
+        q_rope: (T, Hq, Dr).
+        latent_cache: (N, P, R + Dr).
+        block_table: int32 (B, M); entries past a sequence's last block are never read.
+        seqlens_k: int32 (B,), tokens with the new ones counted.
+        cu_seqlens_q: int32 (B + 1,).
+        latent_scale: float32 (N, P, 2) of an 8-bit cache: of a row's first R elements, of the rest.
+    """
+
+    q_latent: Any
+    q_rope: Any
+    latent_cache: Any
+    block_table: Any
+    seqlens_k: Any
+    cu_seqlens_q: Any
+    latent_scale: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Which backend computes a call: a pure function of its spec, never silent.
 
-A kernel module says with `why_not(spec)` in one sentence what it cannot do, or None; one that plans
-its calls returns a plan or a refusal. Automatic choice takes the first backend of the device that
-can; a named backend is obeyed or refused with its reason. The float64 `reference` backend is never
-chosen automatically: it is slow and holds O(N^2) memory.
+A kernel module that plans its calls (of attention, over a paged cache, over latents) returns a plan
+or a refusal; another one says with `why_not(spec)` in one sentence what it cannot do, or None.
+Automatic choice takes the first backend of the device that can; a named backend is obeyed or
+refused with its reason. The float64 `reference` backend is never chosen automatically: it is slow
+and holds O(N^2) memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import TypeVar
 
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.plan import Call, Plan, Refusal
-from tilewise.kernels.spec import AttentionSpec, ElementSpec, PagedSpec
+from tilewise.kernels.spec import AttentionSpec, ElementSpec
 
-Spec = AttentionSpec | PagedSpec | ElementSpec
+Spec = AttentionSpec | ElementSpec
 T = TypeVar("T")
 
 BACKENDS = ("reference", "cpu", "triton", "gluon")
@@ -29,10 +30,10 @@ _MODULES = {
     "attention": "attention.plan",
     "attention_fp8": "attention.fp8",
     "quantize": "attention.quantise",
-    "paged_attention": "paged.launch",
+    "paged_attention": "paged.plan",
     "cache_ops": "paged.cache",
     "rope_write": "paged.rope_write",
-    "mla_decode": "latent.launch",
+    "mla_decode": "latent.plan",
     "norm": "step.norm",
     "activation": "step.activation",
     "linear": "step.linear",
@@ -84,9 +85,9 @@ def refusal(op: str, backend: str, spec: Spec) -> str | None:
     return reason
 
 
-def attention_plan(call: Call, backend: str) -> Plan | Refusal:
-    """Return how `backend` runs a call of attention, or why it cannot."""
-    module = _module_or_reason("attention", backend)
+def plan_by(op: str, call: Call, backend: str) -> Plan | Refusal:
+    """Return how `backend` runs a call of `op`, or why it cannot."""
+    module = _module_or_reason(op, backend)
     if isinstance(module, str):
         return Refusal(module)
     plan: Plan | Refusal = module.plan_fwd(call)
@@ -114,14 +115,14 @@ def choose(op: str, spec: Spec, backend: str | None) -> str:
     return _first(op, spec.device_type, backend, ask)[1]
 
 
-def plan_attention(call: Call, backend: str | None) -> tuple[str, Plan]:
-    """Return the backend that computes a call of attention, and how it does.
+def choose_plan(op: str, call: Call, backend: str | None) -> tuple[str, Plan]:
+    """Return the backend that computes a call of `op`, and how it does.
 
     Raises:
         UnsupportedError: as `choose`.
     """
-    ask = functools.partial(attention_plan, call)
-    return _first("attention", call.spec.device_type, backend, ask)
+    ask = functools.partial(plan_by, op, call)
+    return _first(op, call.spec.device_type, backend, ask)
 
 
 def _first(

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from tilewise import cost
 from tilewise.errors import UnsupportedError
-from tilewise.kernels import device as devices
-from tilewise.kernels.plan import Call, Refusal
-from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles.latent import mla_work
+from tilewise.kernels.plan import Call, Plan, Refusal
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch
 from tilewise.ops.attention import op as attention_op
@@ -38,7 +35,7 @@ class Explanation:
         cost: FLOPs and bytes of the forward pass, from the papers' formulas; with a block mask,
             of the tiles that are not empty.
         seconds: what `cost` takes on the measured peaks of this device, None where there are none.
-        steps: what the call's plan does, a line each, and that of its gradient; of `attention`.
+        steps: what the call's plan does, a line each, and of `attention` that of its gradient.
     """
 
     op: str
@@ -91,13 +88,19 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
     return _EXPLAINED[op_name](op_name, *args, **kwargs)
 
 
-def _backends(op: str, spec: PagedSpec, named: str | None) -> tuple[str | None, dict[str, str]]:
+def _chosen(
+    op: str, call: Call, named: str | None
+) -> tuple[str | None, Plan | None, dict[str, str]]:
+    """Return the backend that would run a call, how it would, and why the others would not."""
+    plans = {name: dispatch.plan_by(op, call, name) for name in dispatch.BACKENDS}
+    reasons = {
+        name: plan.reason if isinstance(plan, Refusal) else None for name, plan in plans.items()
+    }
     try:
-        chosen: str | None = dispatch.choose(op, spec, named)
+        backend, plan = dispatch.choose_plan(op, call, named)
     except UnsupportedError:
-        chosen = None
-    reasons = {name: dispatch.refusal(op, name, spec) for name in dispatch.BACKENDS}
-    return chosen, _refusals(reasons, chosen, named)
+        return None, None, _refusals(reasons, None, named)
+    return backend, plan, _refusals(reasons, backend, named)
 
 
 def _refusals(
@@ -134,19 +137,10 @@ def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: 
     q, k, v, options = prepare(q, k, v, Rule(**kwargs), Lengths(**named))
     spec = attention_op.make_spec(q, k, v, options)
     call = Call.of(spec, (q, k, v, *options.beside))
-    plans = {name: dispatch.attention_plan(call, name) for name in dispatch.BACKENDS}
-    reasons = {
-        name: plan.reason if isinstance(plan, Refusal) else None for name, plan in plans.items()
-    }
-    try:
-        backend: str | None = dispatch.plan_attention(call, options.backend)[0]
-    except UnsupportedError:
-        backend = None
-    refusals = _refusals(reasons, backend, options.backend)
+    backend, chosen, refusals = _chosen("attention", call, options.backend)
     tiles: dict[str, TileConfig] = {}
     steps: tuple[str, ...] = ()
-    chosen = plans.get(backend or "")
-    if chosen is not None and not isinstance(chosen, Refusal):
+    if chosen is not None:
         module = dispatch.kernel_module("attention", str(backend))
         gradient = module.plan_bwd(call.gradient(spec))
         tiles = chosen.tiles | gradient.tiles
@@ -185,7 +179,8 @@ def _explain_paged(
 ) -> Explanation:
     options = prepare_paged(q, k_cache, v_cache, **kwargs)
     spec = paged_op.make_spec(q, k_cache, v_cache, options)
-    backend, refusals = _backends("paged_attention", spec, options.backend)
+    call = Call.of(spec, options.tensors(q, k_cache, v_cache))
+    backend, plan, refusals = _chosen("paged_attention", call, options.backend)
     runs = options.cu_seqlens_q.diff().tolist()
     work = cost.paged_attention_cost(
         options.seqlens_k.tolist(),
@@ -203,7 +198,15 @@ def _explain_paged(
         channels = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
         saved = shared.saved_tokens * channels * spec.cache_dtype.itemsize
         work = cost.Cost(work.flops, work.bytes_read - saved, work.bytes_written)
-    return Explanation(op_name, backend, refusals, {}, work, _seconds(work, q))
+    return Explanation(op_name, backend, refusals, *_told(plan, work, q))
+
+
+def _told(
+    plan: Plan | None, work: cost.Cost, tensor: Tensor
+) -> tuple[dict[str, TileConfig], cost.Cost, float | None, tuple[str, ...]]:
+    """Return the last fields of an `Explanation`."""
+    tiles, steps = ({}, ()) if plan is None else (plan.tiles, tuple(plan.steps))
+    return tiles, work, _seconds(work, tensor), steps
 
 
 def _explain_mla(
@@ -211,17 +214,8 @@ def _explain_mla(
 ) -> Explanation:
     options = prepare_decode(q_latent, q_rope, latent_cache, **kwargs)
     spec = mla_op.make_spec(q_latent, q_rope, latent_cache, options)
-    backend, refusals = _backends("mla_decode", spec, options.backend)
-    tiles: dict[str, TileConfig] = {}
-    if backend == "gluon":
-        tiles = dispatch.kernel_module("mla_decode", backend).tile_configs(spec)
-    if backend == "triton":
-        arch, sm_count = devices.arch_of(q_latent.device), devices.sm_count_of(q_latent.device)
-        work = mla_work(spec, arch, sm_count)
-        if work.split_run:
-            tiles["split"] = work.split_config
-        if work.rows_config is not None:
-            tiles["rows"] = work.rows_config
+    call = Call.of(spec, options.tensors(q_latent, q_rope, latent_cache))
+    backend, plan, refusals = _chosen("mla_decode", call, options.backend)
     cost_of = cost.mla_decode_cost(
         options.seqlens_k.tolist(),
         num_q_heads=spec.num_q_heads,
@@ -231,7 +225,7 @@ def _explain_mla(
         itemsize=spec.dtype.itemsize,
         cache_itemsize=spec.cache_dtype.itemsize,
     )
-    return Explanation(op_name, backend, refusals, tiles, cost_of, _seconds(cost_of, q_latent))
+    return Explanation(op_name, backend, refusals, *_told(plan, cost_of, q_latent))
 
 
 _EXPLAINED: dict[str, Callable[..., Explanation]] = {

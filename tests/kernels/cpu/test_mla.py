@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.latent import launch as cpu
+from tests.kernels.planned import latent
+from tilewise.kernels.cpu.latent import plan as cpu
 from tilewise.kernels.cpu.machine import amx
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.spec import PagedSpec
@@ -103,7 +104,7 @@ class Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         assert cpu.why_not(self.spec()) is None
-        return cpu.launch(self.q_latent, self.q_rope, self.cache, self.spec(), **self.extra)
+        return latent(cpu, self.q_latent, self.q_rope, self.cache, self.spec(), **self.extra)
 
     def expected(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         o, lse = reference.mla_decode(

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.planned import paged
 from tilewise import ops
 from tilewise.kernels.cpu.attention.problem import K_LEN, NUM_STARTS
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
-from tilewise.kernels.cpu.paged import launch as cpu
+from tilewise.kernels.cpu.paged import plan as cpu
 from tilewise.kernels.cpu.paged.decode import SPLIT, plan_decode
 from tilewise.kernels.spec import PagedSpec
 from tilewise.reference import paged as reference
@@ -119,7 +120,7 @@ class Call:
 
     def run(self, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
         spec = replace(self.spec(), batch_invariant=batch_invariant)
-        return cpu.launch(self.q, self.k_cache, self.v_cache, spec, **self.extra)
+        return paged(cpu, self.q, self.k_cache, self.v_cache, spec, **self.extra)
 
     def by_reference(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         tensors = (t.to(dtype) for t in (self.q, self.k_cache, self.v_cache))

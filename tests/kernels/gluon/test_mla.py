@@ -14,9 +14,12 @@ pytest.importorskip("triton")
 
 from tests.kernels.gluon.emulator import EmulationError, Program, emulated
 from tests.kernels.gluon.mutations import Mutation
+from tests.kernels.planned import latent
 from tests.kernels.triton.test_mla import Case, Inputs, expected, make_inputs
 from tilewise.kernels import device
-from tilewise.kernels.gluon.latent import launch as mla_decode
+from tilewise.kernels.gluon.latent import plan as mla_decode
+from tilewise.kernels.plan import Call
+from tilewise.kernels.spec import LatentTensors
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch
 from tilewise.testing import accumulator_scales, assert_within_budget
@@ -58,8 +61,8 @@ def run_emulated(
 
 def launch(inputs: Inputs) -> tuple[Tensor, Tensor]:
     assert mla_decode.why_not_on_hopper(inputs.spec) is None
-    return mla_decode.launch(
-        inputs.q_latent, inputs.q_rope, inputs.cache, inputs.spec, **inputs.tensors
+    return latent(
+        mla_decode, inputs.q_latent, inputs.q_rope, inputs.cache, inputs.spec, **inputs.tensors
     )
 
 
@@ -152,12 +155,24 @@ def test_refuses_what_it_cannot_do(change: dict[str, object], reason: str) -> No
 
 
 def test_tells_its_tiles() -> None:
+    def tiles_of(spec):
+        shape = (spec.num_tokens, spec.num_q_heads)
+        scale = None
+        if spec.cache_dtype.itemsize == 1:
+            scale = torch.empty(9, spec.block_size, 2)
+        given = LatentTensors(
+            torch.empty(*shape, 512, dtype=BRAIN), torch.empty(*shape, 64, dtype=BRAIN),
+            torch.empty(9, spec.block_size, 576, dtype=spec.cache_dtype),
+            *(torch.zeros(s, dtype=torch.int32) for s in ((1, 3), 1, 2)), scale,
+        )  # fmt: skip
+        return mla_decode.made_fwd(Call.of(spec, given)).tiles
+
     spec = make_inputs(CASES["one_sequence"], "cpu").spec
-    assert mla_decode.tile_configs(spec) == {"split": TileConfig(64, 64, 12, 3)}
+    assert tiles_of(spec) == {"split": TileConfig(64, 64, 12, 3)}
     narrow = replace(spec, cache_dtype=torch.int8)
     wide = replace(narrow, num_q_heads=40)
-    assert mla_decode.tile_configs(narrow) == {"split": TileConfig(16, 64, 13, 5)}
-    assert mla_decode.tile_configs(wide) == {"split": TileConfig(64, 64, 13, 3)}
+    assert tiles_of(narrow) == {"split": TileConfig(16, 64, 13, 5)}
+    assert tiles_of(wide) == {"split": TileConfig(64, 64, 13, 3)}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +193,12 @@ def test_a_hopper_gpu_takes_the_kernel_made_for_it(
     monkeypatch.setattr(device, "arch_of", lambda _: 90)
     spec = make_inputs(CASES["one_sequence"], "cpu").spec
     spec = replace(spec, device_type="cuda", **change)  # type: ignore[arg-type]
-    assert dispatch.choose.__wrapped__("mla_decode", spec, None) == backend
+    inputs = make_inputs(CASES["one_sequence"], "cpu")
+    given = LatentTensors(inputs.q_latent, inputs.q_rope, inputs.cache, **inputs.tensors)
+    if spec.cache_dtype.itemsize == 1:
+        cache = inputs.cache.nan_to_num().to(spec.cache_dtype)
+        given = given._replace(latent_cache=cache, latent_scale=torch.ones(*cache.shape[:2], 2))
+    assert dispatch.choose_plan("mla_decode", Call.of(spec, given), None)[0] == backend
 
 
 def _without(place: str, line: str) -> Mutation:

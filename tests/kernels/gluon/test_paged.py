@@ -13,11 +13,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.gluon.emulator import Program, emulated
+from tests.kernels.planned import paged
 from tests.kernels.triton.test_paged import _spec
 from tilewise import paged_attention, plan_paged_attention, write_kv_cache
 from tilewise.kernels.gluon.host.descriptors import descriptor
-from tilewise.kernels.gluon.paged import launch as gluon
-from tilewise.kernels.gluon.paged.launch import why_not_decode
+from tilewise.kernels.gluon.paged import plan as gluon
+from tilewise.kernels.gluon.paged.plan import why_not_decode
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget
@@ -184,8 +185,8 @@ def run_emulated(
         mock.patch.object(gluon, "_bytes_descriptor", _int8_descriptor),
         emulated(seed, program=program or Program(), resident=2),
     ):
-        o, lse = gluon.launch(
-            q, k, v, spec, **{name: options[name] for name in _TENSORS}, k_scale=k_scale,
+        o, lse = paged(
+            gluon, q, k, v, spec, **{name: options[name] for name in _TENSORS}, k_scale=k_scale,
             v_scale=v_scale, sinks=options.get("sinks"), tuned=(2, splits),
         )  # fmt: skip
     truth, truth_lse = _reference(torch.float64, q, exact, options)

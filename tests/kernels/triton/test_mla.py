@@ -11,11 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.planned import latent
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import latent as mla_tiles
 from tilewise.kernels.tiles import paged as tiles
-from tilewise.kernels.triton.latent import launch as mla_decode
+from tilewise.kernels.triton.latent import plan as mla_decode
 from tilewise.reference import mla as reference
 from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
 
@@ -76,8 +77,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
 def launch(inputs: Inputs) -> tuple[Tensor, Tensor]:
     assert mla_decode.why_not(inputs.spec) is None
-    return mla_decode.launch(
-        inputs.q_latent, inputs.q_rope, inputs.cache, inputs.spec, **inputs.tensors
+    return latent(
+        mla_decode, inputs.q_latent, inputs.q_rope, inputs.cache, inputs.spec, **inputs.tensors
     )
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.planned import paged
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.triton.paged import decode as paged_decode
-from tilewise.kernels.triton.paged import launch as paged_attention
-from tilewise.kernels.triton.paged import splits as paged_plan
+from tilewise.kernels.triton.paged import plan as paged_attention
 from tilewise.reference import paged as reference
 from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
 
@@ -124,8 +124,8 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
 
 def launch(inputs: Inputs) -> tuple[Tensor, Tensor]:
     assert paged_attention.why_not(inputs.spec) is None
-    return paged_attention.launch(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.spec, **inputs.tensors
+    return paged(
+        paged_attention, inputs.q, inputs.k_cache, inputs.v_cache, inputs.spec, **inputs.tensors
     )
 
 
@@ -479,8 +479,8 @@ def test_a_plan_deals_every_tile_out_once(window_left: int) -> None:
         config, plan = work.split_config, work.split_plan
         assert plan.weighed
         records = torch.full((plan.num_pairs, 8), -1, dtype=torch.int32)
-        paged_plan.launch_plan(
-            torch.tensor(lengths, dtype=torch.int32),
+        paged_attention.launch_plan(
+            paged_attention.at_once, torch.tensor(lengths, dtype=torch.int32),
             torch.arange(num_seqs + 1, dtype=torch.int32),
             records, plan=plan, tile_n=config.tile_n, max_run=1, window_left=window_left,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.kernels import device
-from tilewise.kernels.triton.paged import launch as triton_kernel
+from tilewise.kernels.triton.paged import plan as triton_kernel
 from tilewise.reference import paged as oracle
 from tilewise.testing import assert_within_budget, make_paged_cache
 

@@ -25,7 +25,11 @@ RUN = 128  # channels of 16 bits that one request asks for: 256 bytes
 
 def options(kind: str) -> dict[str, Any]:
     """Return constants and options of a launch of this kind."""
-    mode = early.mode(kind)
+    return options_of(early.mode(kind))
+
+
+def options_of(mode: int) -> dict[str, Any]:
+    """Return those of a launch in this mode."""
     return {"EARLY": mode, "launch_pdl": True} if mode else {"EARLY": 0}
 
 

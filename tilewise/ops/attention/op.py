@@ -270,7 +270,7 @@ class Planned:
         self.spec = make_spec(q, k, v, options, needs_max=needs_max)
         with device_of(q.device):
             call = Call.of(self.spec, (q, k, v, *options.beside))
-            self.backend, plan = dispatch.plan_attention(call, options.backend)
+            self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
         self.forward: Callable[..., Any] = plan.run
         self._gradients: dict[tuple[object, ...], Plan] = {}
 

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import unwatched
 from tilewise.ops.latent import op as mla_op
-from tilewise.ops.latent.arguments import check_latent_cache, prepare_decode
+from tilewise.ops.latent.arguments import as_kernels_read, check_latent_cache, prepare_decode
+from tilewise.ops.latent.op import MlaOptions
+from tilewise.ops.plans import run_directly
 
 
 class _Required(TypedDict):
@@ -105,21 +108,39 @@ def mla_decode(
         ...                cu_seqlens_q=starts, max_seqlen_q=1, softmax_scale=192**-0.5)
         >>> o = torch.einsum("thr,hdr->thd", o, w_uv)
     """
-    options = prepare_decode(
-        q_latent,
-        q_rope,
-        latent_cache,
-        block_table=block_table,
-        seqlens_k=seqlens_k,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        softmax_scale=softmax_scale,
-        latent_scale=latent_scale,
-        batch_invariant=batch_invariant,
-        backend=backend,
-    )
-    o, lse = mla_op.mla_decode(q_latent, q_rope, latent_cache, *options)
+
+    def prepared() -> MlaOptions:
+        return prepare_decode(
+            q_latent,
+            q_rope,
+            latent_cache,
+            block_table=block_table,
+            seqlens_k=seqlens_k,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            softmax_scale=softmax_scale,
+            latent_scale=latent_scale,
+            batch_invariant=batch_invariant,
+            backend=backend,
+        )
+
+    found = None
+    if unwatched():
+        given = (
+            q_latent, q_rope, latent_cache, block_table, seqlens_k, cu_seqlens_q, latent_scale
+        )  # fmt: skip
+        numbers = (max_seqlen_q, softmax_scale, batch_invariant, backend)
+        found = run_directly(
+            "mla_decode", given, numbers, _USUAL,
+            lambda: mla_op.runner(q_latent, q_rope, latent_cache, prepared()), as_kernels_read,
+        )  # fmt: skip
+    if found is None:
+        found = mla_op.mla_decode(q_latent, q_rope, latent_cache, *prepared())
+    o, lse = found
     return (o, lse) if return_lse else o
+
+
+_USUAL = ((int,), (float, int), (bool,), (str, type(None)))
 
 
 def write_latent_cache(

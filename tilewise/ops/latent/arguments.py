@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -93,6 +96,11 @@ def prepare_decode(
         batch_invariant,
         backend,
     )
+
+
+def as_kernels_read(tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a call, in the order of its plan, as `prepare_decode` gives them on."""
+    return (*tensors[:3], *map(checks.with_packed_rows, tensors[3:6]), *tensors[6:])
 
 
 def check_up_projections(q: Tensor, rank: int, rope_dim: int, w_uk: Tensor, w_uv: Tensor) -> None:

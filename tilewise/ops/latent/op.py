@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewise.kernels.spec import ElementSpec, PagedSpec
 from tilewise.ops import dispatch
 from tilewise.ops.library import refuse_vmap, register
+from tilewise.ops.plans import Run, plan_once
 
 
 class MlaOptions(NamedTuple):
@@ -28,9 +29,15 @@ class MlaOptions(NamedTuple):
     batch_invariant: bool
     backend: str | None
 
-    def tensors(self) -> dict[str, Any]:
-        """The tensors by name, as launchers take them."""
-        return dict(zip(self._fields[:4], self[:4], strict=True))
+    def tensors(
+        self, q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """All tensors, in the order in which plans take them."""
+        beside: Any = self[:_TENSORS]
+        return (q_latent, q_rope, latent_cache, *beside)
+
+
+_TENSORS = MlaOptions._fields.index("max_seqlen_q")
 
 
 def make_spec(
@@ -50,20 +57,32 @@ def make_spec(
         v_head_dim=q_latent.shape[2],
         block_size=latent_cache.shape[1],
         max_blocks=options.block_table.shape[1],
-        softmax_scale=options.softmax_scale,
+        softmax_scale=float(options.softmax_scale),
         batch_invariant=options.batch_invariant,
     )
+
+
+def runner(
+    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, options: MlaOptions
+) -> tuple[Run, tuple[Tensor | None, ...]]:
+    """Return what runs a call whose arguments were checked, and the tensors that it is given.
+
+    Raises:
+        UnsupportedError: no backend can run it, or not the one that is named.
+    """
+    tensors = options.tensors(q_latent, q_rope, latent_cache)
+    spec = make_spec(q_latent, q_rope, latent_cache, options)
+    _, run = plan_once("mla_decode", spec, tensors, options.backend)
+    return run, tensors
 
 
 def _decode_kernel(
     q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, *values: Any
 ) -> tuple[Tensor, Tensor]:
-    options = MlaOptions(*values)
-    spec = make_spec(q_latent, q_rope, latent_cache, options)
-    name = dispatch.choose("mla_decode", spec, options.backend)
-    module = dispatch.kernel_module("mla_decode", name)
-    o, lse = module.launch(q_latent, q_rope, latent_cache, spec, **options.tensors())
-    return o.contiguous(), lse.contiguous()
+    run, tensors = runner(q_latent, q_rope, latent_cache, MlaOptions(*values))
+    results: Any = run(*tensors)
+    found: tuple[Tensor, Tensor] = results
+    return found
 
 
 def _decode_fake(q_latent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

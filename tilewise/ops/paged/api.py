@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
+from tilewise.kernels import early
 from tilewise.ops import checks
+from tilewise.ops.derivatives import unwatched
 from tilewise.ops.paged import op as paged_op
-from tilewise.ops.paged.arguments import prepare_paged
+from tilewise.ops.paged.arguments import as_kernels_read, prepare_paged
+from tilewise.ops.paged.op import PagedOptions
 from tilewise.ops.paged.plan import PagedPlan
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes
+from tilewise.ops.plans import run_directly
 
 
 class _Required(TypedDict):
@@ -134,29 +139,66 @@ def paged_attention(
         >>> o = paged_attention(q, k_cache, v_cache, block_table=table, seqlens_k=lengths,
         ...                     cu_seqlens_q=torch.arange(9, dtype=torch.int32), max_seqlen_q=1)
     """
-    options = prepare_paged(
-        q,
-        k_cache,
-        v_cache,
-        block_table=block_table,
-        seqlens_k=seqlens_k,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        softmax_scale=softmax_scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        tree_mask=tree_mask,
-        shared=shared,
-        batch_invariant=batch_invariant,
-        backend=backend,
-    )
-    if plan is not None:
-        checks.check_type("plan", plan, PagedPlan)
+    for name, value, kind in (("plan", plan, PagedPlan), ("shared", shared, SharedPrefixes)):
+        if value is not None:
+            checks.check_type(name, value, kind)
+
+    def prepared() -> PagedOptions:
+        options = prepare_paged(
+            q,
+            k_cache,
+            v_cache,
+            block_table=block_table,
+            seqlens_k=seqlens_k,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            softmax_scale=softmax_scale,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            tree_mask=tree_mask,
+            shared=shared,
+            batch_invariant=batch_invariant,
+            backend=backend,
+        )
+        if plan is None:
+            return options
         checks.check_device("plan", plan.records, q.device)
-        options = options._replace(plan=plan.records, plan_for=plan.made_for)
-    o, lse = paged_op.paged_attention(q, k_cache, v_cache, *options)
+        return options._replace(plan=plan.records, plan_for=plan.made_for)
+
+    found = None
+    if unwatched():
+        records = made_for = block_size = None
+        beside: Sequence[Tensor] = ()
+        rows: Sequence[int] = ()
+        if plan is not None:
+            records, made_for = plan.records, plan.made_for
+        if shared is not None:
+            beside, rows, block_size = shared.tensors, shared.max_rows, shared.block_size
+        given = (
+            q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, alibi_slopes, sinks,
+            k_scale, v_scale, tree_mask, records, *beside,
+        )  # fmt: skip
+        numbers = (
+            max_seqlen_q, softmax_scale, window, softcap, batch_invariant, backend, made_for,
+            block_size, tuple(rows), early.mode("attention"),
+        )  # fmt: skip
+
+        found = run_directly(
+            "paged_attention", given, numbers, _USUAL,
+            lambda: paged_op.runner(q, k_cache, v_cache, prepared()), as_kernels_read,
+        )  # fmt: skip
+    if found is None:
+        found = paged_op.paged_attention(q, k_cache, v_cache, *prepared())
+    o, lse = found
     return (o, lse) if return_lse else o
+
+
+_ANY_INT, _ANY_STR = (int, type(None)), (str, type(None))
+_USUAL = (
+    (int,), (float, int, type(None)), _ANY_INT, (float, int), (bool,), _ANY_STR, _ANY_STR, _ANY_INT,
+    (tuple,), (int,),
+)  # fmt: skip

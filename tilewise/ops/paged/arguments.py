@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tilewise.kernels.spec import PagedTensors
 from tilewise.ops import checks, dispatch
-from tilewise.ops.paged.op import PagedOptions, flatten_shared
+from tilewise.ops.paged.op import PagedOptions
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes
 
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -69,23 +73,51 @@ def prepare_paged(
         if batch_invariant:  # a row's sum over the prefix would be cut as its group is
             raise ValueError("shared must be None with batch_invariant, got shared prefixes")
     dispatch.check_backend_name(backend)
+    tensors = (block_table, seqlens_k, cu_seqlens_q, alibi_slopes, sinks)
     return PagedOptions(
-        block_table=checks.with_packed_rows(block_table),
-        seqlens_k=checks.with_packed_rows(seqlens_k),
-        cu_seqlens_q=checks.with_packed_rows(cu_seqlens_q),
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().contiguous(),
-        sinks=None if sinks is None else sinks.float().contiguous(),
+        *_as_kernels_read(*tensors),
         k_scale=k_scale,
         v_scale=v_scale,
         tree_mask=tree_mask,
-        shared=[] if shared is None else flatten_shared(shared.keys()),
-        shared_rows=[] if shared is None else [level.max_rows for level in shared.levels],
+        shared=[] if shared is None else shared.tensors,
+        shared_rows=[] if shared is None else shared.max_rows,
         max_seqlen_q=max_seqlen_q,
         window_left=-1 if window is None else window - 1,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         softcap=softcap,
         batch_invariant=batch_invariant,
         backend=backend,
+    )
+
+
+def as_kernels_read(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a call, in the order of its plan, as `prepare_paged` gives them on."""
+    converted: Any = tensors[_CONVERTED]
+    return (
+        *tensors[: _CONVERTED.start],
+        *_as_kernels_read(*converted),
+        *tensors[_CONVERTED.stop :],
+    )
+
+
+_CONVERTED = slice(
+    PagedTensors._fields.index("block_table"), PagedTensors._fields.index("sinks") + 1
+)
+
+
+def _as_kernels_read(
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    return (
+        checks.with_packed_rows(block_table),
+        checks.with_packed_rows(seqlens_k),
+        checks.with_packed_rows(cu_seqlens_q),
+        None if alibi_slopes is None else alibi_slopes.float().contiguous(),
+        None if sinks is None else sinks.float().contiguous(),
     )
 
 

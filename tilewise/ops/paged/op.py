@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import PagedSpec, SharedKeys, SharedLevel
-from tilewise.ops import dispatch
+from tilewise.kernels import early
+from tilewise.kernels.spec import PagedSpec
 from tilewise.ops.library import refuse_vmap, register
+from tilewise.ops.plans import Run, plan_once
 
 
 class PagedOptions(NamedTuple):
@@ -36,37 +37,13 @@ class PagedOptions(NamedTuple):
     plan: Tensor | None = None
     plan_for: str | None = None
 
-    def tensors(self) -> dict[str, Any]:
-        """The tensors by name, as launchers take them, those of a feature only where it is used."""
-        tensors: dict[str, Any] = {
-            "block_table": self.block_table,
-            "seqlens_k": self.seqlens_k,
-            "cu_seqlens_q": self.cu_seqlens_q,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-        }
-        if self.k_scale is not None:
-            tensors |= {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        if self.tree_mask is not None:
-            tensors["tree_mask"] = self.tree_mask
-        if self.shared:
-            tensors["shared"] = _restore_shared(self.shared, self.shared_rows)
-        if self.plan is not None and len(self.plan) > 0:
-            tensors["plan"] = self.plan
-        return tensors
+    def tensors(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor | None, ...]:
+        """All tensors, in the order in which plans take them."""
+        beside: Any = self[:_TENSORS]
+        return (q, k_cache, v_cache, *beside, self.plan, *self.shared)
 
 
-def flatten_shared(shared: SharedKeys) -> list[Tensor]:
-    """The tensors of shared prefixes as the op's schema takes them."""
-    return [shared.skipped, *(tensor for level in shared.levels for tensor in level[:-1])]
-
-
-def _restore_shared(tensors: list[Tensor], max_rows: list[int]) -> SharedKeys:
-    levels = []
-    for index, most in enumerate(max_rows):
-        table, lengths, edges, rows = tensors[1 + 4 * index : 5 + 4 * index]
-        levels.append(SharedLevel(table, lengths, edges, rows, most))
-    return SharedKeys(tensors[0], tuple(levels))
+_TENSORS = PagedOptions._fields.index("shared")
 
 
 def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions) -> PagedSpec:
@@ -85,19 +62,22 @@ def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions
         block_size=k_cache.shape[1],
         max_blocks=options.block_table.shape[1],
         window_left=options.window_left,
-        softmax_scale=options.softmax_scale,
-        softcap=options.softcap,
+        softmax_scale=float(options.softmax_scale),
+        softcap=float(options.softcap),
         has_alibi=options.alibi_slopes is not None,
         has_sinks=options.sinks is not None,
         batch_invariant=options.batch_invariant,
         has_tree=options.tree_mask is not None,
-        has_shared=len(options.shared) > 0,
+        shared_rows=tuple(options.shared_rows),
+        early=early.mode("attention"),
     )
 
 
 def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
     """What decides how keys are dealt out: all but what a logit is worth."""
-    return replace(spec, softmax_scale=1.0, has_sinks=False)
+    return replace(
+        spec, softmax_scale=1.0, has_sinks=False, shared_rows=(1,) * spec.has_shared, early=0
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -116,17 +96,29 @@ def _check_plan(made_for: str, wanted: str) -> None:
             raise ValueError(f"plan must be for {its}, got one for {mine.split(' ', 1)[1]}")
 
 
+def runner(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions
+) -> tuple[Run, tuple[Tensor | None, ...]]:
+    """Return what runs a call whose arguments were checked, and the tensors that it is given.
+
+    Raises:
+        ValueError: options.plan was made for another call.
+        UnsupportedError: no backend can run it, or not the one that is named.
+    """
+    spec, tensors = make_spec(q, k_cache, v_cache, options), options.tensors(q, k_cache, v_cache)
+    name, run = plan_once("paged_attention", spec, tensors, options.backend)
+    if options.plan_for is not None:
+        _check_plan(options.plan_for, describe_plan(spec, name))
+    return run, tensors
+
+
 def _paged_kernel(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any
 ) -> tuple[Tensor, Tensor]:
-    options = PagedOptions(*values)
-    spec = make_spec(q, k_cache, v_cache, options)
-    name = dispatch.choose("paged_attention", spec, options.backend)
-    if options.plan_for is not None:
-        _check_plan(options.plan_for, describe_plan(spec, name))
-    module = dispatch.kernel_module("paged_attention", name)
-    o, lse = module.launch(q, k_cache, v_cache, spec, **options.tensors())
-    return o.contiguous(), lse.contiguous()
+    run, tensors = runner(q, k_cache, v_cache, PagedOptions(*values))
+    results: Any = run(*tensors)
+    found: tuple[Tensor, Tensor] = results
+    return found
 
 
 def _paged_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.kernels.spec import SharedKeys, SharedLevel
+from tilewise.kernels.spec import SharedLevel
 from tilewise.ops import checks
 
 _Ints = NDArray[np.int64]
@@ -53,9 +53,15 @@ class SharedPrefixes:
         level = SharedLevel(table, lengths, edges, rows, max_rows=rows.shape[0])
         return cls(skipped, (level,), 0, block_size)
 
-    def keys(self) -> SharedKeys:
-        """What kernels need of it."""
-        return SharedKeys(self.skipped, self.levels)
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What kernels read of it, one by one: `PagedTensors.of` puts it together again."""
+        return [self.skipped, *(x for level in self.levels for x in level[:-1])]
+
+    @property
+    def max_rows(self) -> list[int]:
+        """Rows of the largest group of each level."""
+        return [level.max_rows for level in self.levels]
 
 
 class _Group(NamedTuple):

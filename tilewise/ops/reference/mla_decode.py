@@ -5,37 +5,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.plan import Call, Results
+from tilewise.kernels.spec import LatentTensors
+from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.reference import mla
 
 
-def why_not(spec: PagedSpec) -> str | None:
-    """The oracle computes every call."""
-    return None
+def plan_fwd(call: Call) -> LatentForwardPlan:
+    """Return how it computes a call; it computes every call."""
+    return LatentForwardPlan(call)
 
 
-def launch(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    spec: PagedSpec,
-    *,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    latent_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return o in q_latent's dtype and lse in float32 (float64 for float64 queries)."""
-    o, lse = mla.mla_decode(
-        q_latent.double(),
-        q_rope.double(),
-        latent_cache.double() if latent_scale is None else latent_cache,
-        block_table=block_table,
-        seqlens_k=seqlens_k,
-        cu_seqlens_q=cu_seqlens_q,
-        softmax_scale=spec.softmax_scale,
-        latent_scale=latent_scale,
-        return_lse=True,
-    )
-    real = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
-    return o.to(q_latent.dtype), lse.to(real)
+class LatentForwardPlan:
+    """Latents gathered by sequence, and the book's formula.
+
+    Attributes:
+        tiles: none.
+        steps: what it does.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.tiles: dict[str, TileConfig] = {}
+        self.steps = ["gather latents, and attend in float64"]
+        self._spec = call.spec
+
+    def run(self, *tensors: Tensor | None) -> Results:
+        """Return o in q_latent's dtype and lse in float32 (float64 for float64 queries)."""
+        given = LatentTensors(*tensors)
+        q_latent, cache = given.q_latent, given.latent_cache
+        o, lse = mla.mla_decode(
+            q_latent.double(),
+            given.q_rope.double(),
+            cache.double() if given.latent_scale is None else cache,
+            block_table=given.block_table,
+            seqlens_k=given.seqlens_k,
+            cu_seqlens_q=given.cu_seqlens_q,
+            softmax_scale=self._spec.softmax_scale,
+            latent_scale=given.latent_scale,
+            return_lse=True,
+        )
+        real = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
+        return o.to(q_latent.dtype).contiguous(), lse.to(real).contiguous()

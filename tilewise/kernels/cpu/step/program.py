@@ -23,7 +23,7 @@ from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
 from tilewise.kernels.cpu.machine.simd import HAS_BF16_DOT
 from tilewise.kernels.cpu.paged.decode import SPLIT, chunk_of
 from tilewise.kernels.cpu.paged.decode_launch import CACHE_LIKE, key_bytes, takes_integers
-from tilewise.kernels.cpu.paged.launch import CODES
+from tilewise.kernels.cpu.paged.plan import CODES
 from tilewise.kernels.cpu.step.codes import (
     ATTEND,
     BIAS,

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.host.plan import Maker
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec, PagedTensors
 from tilewise.kernels.tiles.paged import TileConfig, paged_work
 from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
-from tilewise.kernels.triton.paged import launch as paged_attention
+from tilewise.kernels.triton.paged import plan as paged_attention
 from tilewise.kernels.triton.paged.quantise import Scales
 from tilewise.kernels.triton.paged.rows import launch_rows
 
@@ -134,20 +134,16 @@ def add_split_kv(
         "block_table": table, "seqlens_k": lengths, "cu_seqlens_q": starts, "sinks": tensors.sinks
     }  # fmt: skip
     if paged.causal:
-        o, lse = paged_attention.launch(
-            packed_q, k_cache, v_cache, paged, **given, start=maker.launch
-        )
+        tensors_of_paged = PagedTensors(packed_q, k_cache, v_cache, **given)
+        (o, lse), _ = paged_attention.add_fwd(maker, paged, tensors_of_paged)
     else:
         shape = (*packed_q.shape[:-1], spec.v_head_dim)
         o = maker.empty(shape, q.dtype)
         lse = maker.empty((heads, batch * rows), torch.float32)
         arch, num_sms = device.arch_of(maker.device), device.sm_count_of(maker.device)
         plan = plan_rows(paged, extend_config(paged, arch), num_sms)
-        scales = Scales.of(k_cache, None, None, lse)
-        launch_rows(
-            packed_q, k_cache, v_cache, paged, o, lse, plan, scales=scales, **given,
-            start=maker.launch,
-        )  # fmt: skip
+        scales = Scales.of(k_cache, None, None, lse, arch)
+        launch_rows(maker, packed_q, k_cache, v_cache, paged, o, lse, plan, scales=scales, **given)
     return o.view(batch, rows, heads, spec.v_head_dim), _by_sequence(maker, lse, batch)
 
 

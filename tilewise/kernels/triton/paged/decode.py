@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E
-from tilewise.kernels.triton.early import await_previous, begin_next, options, prefetch
+from tilewise.kernels.triton.early import await_previous, begin_next, options_of, prefetch
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
     MERGE_TILE,
@@ -38,7 +39,6 @@ from tilewise.kernels.triton.paged.keys import (
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.splits import FIELDS, TILE_B, plan_record
-from tilewise.kernels.triton.start import Start, by_triton
 
 KEYS_AHEAD = 64  # of each split: 16 MiB for the programs that an H200 holds at a time
 FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
@@ -273,6 +273,7 @@ def _merge_kernel(
 
 
 def launch_decode(
+    maker: Maker,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -291,9 +292,8 @@ def launch_decode(
     max_run: int,
     clears: bool,
     records: Tensor | None = None,
-    start: Start = by_triton,
 ) -> None:
-    """Write rows of o and lse of every sequence that has 1 ... max_run new tokens.
+    """Let a plan write rows of o and lse of every sequence that has 1 ... max_run new tokens.
 
     Args:
         o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place; other rows are left alone.
@@ -301,7 +301,6 @@ def launch_decode(
         clears: also write the rows past the last sequence (o = 0, lse = -inf).
         records: of `splits.launch_plan`, for this plan, and behind them `counter_rows` rows that
             are 0 before and after; None has programs make them, and a second kernel merge.
-        start: launches (kernel, grid, *arguments, **constants).
     """
     group = spec.group_size
     rows = max_run * group
@@ -310,12 +309,12 @@ def launch_decode(
     part_o, part_lse, bounds = o, lse, seqlens_k  # where they are never touched
     merges = records is not None and not plan.alone
     if not plan.alone:
-        part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
+        part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
+        part_lse = maker.empty((parts,), torch.float32)
     if not (plan.alone or merges):
-        bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=q.device)
-    early = options("attention") if merges or (records is not None and plan.alone) else {"EARLY": 0}
-    start(
+        bounds = maker.empty((spec.num_seqs, 2), torch.int32)
+    early = options_of(spec.early if records is not None else 0)
+    maker.launch(
         _split_kernel,
         (num_heads, triton.cdiv(rows, config.tile_m)),
         q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
@@ -336,19 +335,19 @@ def launch_decode(
         FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears, HAS_PLAN=records is not None,
         MERGES=merges, FIELDS=FIELDS, TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
-        AHEAD=_keys_ahead(k_cache, v_cache) if early["EARLY"] else 0,
+        AHEAD=_keys_ahead(maker, k_cache, v_cache) if early["EARLY"] else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, **early,
     )  # fmt: skip
     if plan.alone or merges:
         return
-    launch_merge(part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run, start=start)
+    launch_merge(maker, part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run)
 
 
-def _keys_ahead(k_cache: Tensor, v_cache: Tensor) -> int:
+def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
     """Return how many keys of a split a kernel that begins early asks for."""
     for cache in (k_cache, v_cache):
         steps = (*cache.stride()[:3], cache.shape[-1])
-        if cache.itemsize != 2 or cache.data_ptr() % 16 or any(step % 8 for step in steps):
+        if cache.itemsize != 2 or not maker.is_aligned(cache) or any(x % 8 for x in steps):
             return 0
     return KEYS_AHEAD
 
@@ -362,6 +361,7 @@ def counter_rows(spec: PagedSpec, config: TileConfig, plan: SplitPlan, max_run: 
 
 
 def launch_merge(
+    maker: Maker,
     part_o: Tensor,
     part_lse: Tensor,
     bounds: Tensor,
@@ -370,14 +370,12 @@ def launch_merge(
     o: Tensor,
     lse: Tensor,
     max_run: int,
-    *,
-    start: Start = by_triton,
 ) -> None:
     """Merge the splits of every sequence that has more than one into its rows of o and lse."""
     rows = spec.num_seqs * max_run * spec.num_q_heads
     # The tile is the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
-    start(
+    maker.launch(
         _merge_kernel,
         (spec.num_seqs * max_run, spec.num_q_heads),
         part_o, part_lse, bounds, cu_seqlens_q, o, lse,

@@ -80,10 +80,10 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(
-        cls, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, like: Tensor
+        cls, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, like: Tensor, arch: int
     ) -> Scales:
         """Describe a cache; without scales `like`, float32, stands where nothing is read."""
-        kind = cache_kind(cache.dtype, device.arch_of(cache.device))
+        kind = cache_kind(cache.dtype, arch)
         if k_scale is None or v_scale is None:
             return cls(kind, (like, like, *[0] * 6))
         strides = [x for s in (k_scale, v_scale) for x in scale_per_slot(s, cache).stride()]

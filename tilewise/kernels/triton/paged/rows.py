@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_head_dim, padded_value_dim
 from tilewise.kernels.tiles.paged_rows import RowsPlan
@@ -34,7 +35,6 @@ from tilewise.kernels.triton.paged.keys import (
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.rows_merge import launch_merge
-from tilewise.kernels.triton.start import Start, by_triton
 
 TILE_B = 128  # sequences scanned at once
 
@@ -189,6 +189,7 @@ def _rows_kernel(
 
 
 def launch_rows(
+    maker: Maker,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -208,9 +209,8 @@ def launch_rows(
     rows: Tensor | None = None,
     adds: bool = False,
     split_run: int = 0,
-    start: Start = by_triton,
 ) -> None:
-    """Write the rows of sequences with more than split_run new tokens, and the padding rows.
+    """Let a plan write rows of sequences with more than split_run new tokens, and padding rows.
 
     Args:
         o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place.
@@ -218,16 +218,15 @@ def launch_rows(
         skipped: int32 (B,), first keys of each sequence that are left out.
         rows: int32, where cu_seqlens_q counts entries of it, which are rows of q.
         adds: merge with what o and lse hold for keys that are not of this call.
-        start: launches (kernel, grid, *arguments, **constants).
     """
     config, group = plan.config, spec.group_size
     part_o, part_lse, bounds = o, lse, seqlens_k  # never touched without parts
     if plan.splits:
         parts = plan.num_parts * spec.num_kv_heads * config.tile_m
-        part_o = torch.empty((parts, spec.v_head_dim), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((parts,), dtype=torch.float32, device=q.device)
-        bounds = torch.empty((1 + 4 * plan.num_merged,), dtype=torch.int32, device=q.device)
-    start(
+        part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
+        part_lse = maker.empty((parts,), torch.float32)
+        bounds = maker.empty((1 + 4 * plan.num_merged,), torch.int32)
+    maker.launch(
         _rows_kernel,
         plan.num_items * spec.num_kv_heads,
         q, k_cache, v_cache, o, lse, part_o, part_lse, bounds, block_table, seqlens_k, cu_seqlens_q,
@@ -255,5 +254,5 @@ def launch_rows(
     )  # fmt: skip
     if plan.splits:
         launch_merge(
-            o, lse, part_o, part_lse, bounds, cu_seqlens_q, rows, spec, plan, adds=adds, start=start
+            maker, o, lse, part_o, part_lse, bounds, cu_seqlens_q, rows, spec, plan, adds=adds
         )

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_head_dim
 from tilewise.kernels.tiles.paged_rows import RowsPlan
 from tilewise.kernels.triton.attention.tile import LN2
 from tilewise.kernels.triton.paged.keys import LOWEST, MERGE_TILE, add_parts
-from tilewise.kernels.triton.start import Start
 
 
 @triton.jit(do_not_specialize=["stride_lh"])
@@ -82,6 +82,7 @@ def _merge_kernel(
 
 
 def launch_merge(
+    maker: Maker,
     o: Tensor,
     lse: Tensor,
     part_o: Tensor,
@@ -93,10 +94,9 @@ def launch_merge(
     plan: RowsPlan,
     *,
     adds: bool,
-    start: Start,
 ) -> None:
     """Write o and lse of the rows that have parts, whose places the rows kernel left in bounds."""
-    start(
+    maker.launch(
         _merge_kernel,
         (plan.num_merged * plan.config.tile_m, spec.num_kv_heads),
         part_o, part_lse, bounds, cu_seqlens_q, rows if rows is not None else cu_seqlens_q, o, lse,

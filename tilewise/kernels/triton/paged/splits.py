@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilewise.kernels.tiles.paged import SplitPlan
 from tilewise.kernels.triton.paged.keys import key_tile_range
 
 FIELDS = tl.constexpr(8)
@@ -165,23 +163,3 @@ def _plan_kernel(
     tl.store(record_ptr + 5, last)
     tl.store(record_ptr + 6, first_pair)
     tl.store(record_ptr + 7, num_splits)
-
-
-def launch_plan(
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    records: Tensor,
-    *,
-    plan: SplitPlan,
-    tile_n: int,
-    max_run: int,
-    window_left: int,
-) -> None:
-    """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows."""
-    _plan_kernel[(plan.num_pairs,)](
-        seqlens_k, cu_seqlens_q, records, len(seqlens_k), max_run,
-        plan.target_pairs, plan.split_tiles, plan.num_pairs,
-        WINDOW_LEFT=window_left, TILE_N=tile_n, FIXED=plan.fixed, TILE_B=TILE_B, FIELDS=FIELDS,
-        WEIGHED=plan.weighed and not plan.fixed, OVERHEAD=max(1, SPLIT_OVERHEAD // tile_n),
-        num_warps=4,
-    )  # fmt: skip

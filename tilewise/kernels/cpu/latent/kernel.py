@@ -16,20 +16,15 @@ Numerics  as in `tiles/paged.py`. Where keys are split depends on the lengths an
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numba import types
-from torch import Tensor
 
-from tilewise.kernels.cpu.attention.problem import float_type, packed_type
 from tilewise.kernels.cpu.latent.tiles import (
     ACC_PAD,
     KEYS,
     PAD,
-    ROWS,
     Source,
     gather_keys,
     new_tile,
@@ -39,23 +34,19 @@ from tilewise.kernels.cpu.latent.tiles import (
     weigh_exactly,
     weigh_tile,
 )
-from tilewise.kernels.cpu.machine import amx, simd
+from tilewise.kernels.cpu.machine import amx
 from tilewise.kernels.cpu.machine.pack import transpose_tile
-from tilewise.kernels.cpu.machine.rows import BF16, DTYPE_CODES, load_row, store_row, why_not_dtype
+from tilewise.kernels.cpu.machine.rows import BF16, load_row, store_row
 from tilewise.kernels.cpu.machine.threads import (
     inner,
     kernel,
     next_task,
-    run_tasks,
     scratch,
     zero_scratch,
 )
-from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
-from tilewise.kernels.spec import PagedSpec
 
 SPLIT = 512  # keys of a task at least; 64 rows leave sums a quarter as large as these keys
 MAX_SPLITS = 16  # of a sequence whose bits must not depend on its neighbours
-TASKS_PER_CORE = 4  # of other calls: more would only leave more sums, fewer keep cores waiting
 MAX_SPLIT_BLOCKS = 4  # more blocks of rows keep the threads busy without splits of the keys
 MERGE_ROWS = 4  # of one task of the second round
 LOG2_E = math.log2(math.e)
@@ -108,138 +99,8 @@ class Arrays(NamedTuple):
     totals: np.ndarray
 
 
-def why_not(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run `spec`, or return None when they can."""
-    if spec.device_type != "cpu":
-        return f"device must be cpu, got {spec.device_type}"
-    if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
-        return f"cache dtype must be float64 with float64 queries only, got {spec.cache_dtype}"
-    reason = None if spec.cache_dtype in BYTE_CODES else why_not_dtype(spec.cache_dtype)
-    return why_not_dtype(spec.dtype) or reason
-
-
-def launch(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    spec: PagedSpec,
-    *,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    latent_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend from each sequence's new rows to its cached latents, causally.
-
-    Args:
-        q_latent: (T, Hq, R) packed; strided in all dims but the last, like the other tensors.
-        q_rope: (T, Hq, Dr).
-        latent_cache: (N, P, R + Dr).
-        spec: head_dim is R + Dr and v_head_dim is R.
-        block_table: int32 (B, M); entries past a sequence's last block are never read.
-        seqlens_k: int32 (B,), tokens with the new ones counted.
-        cu_seqlens_q: int32 (B + 1,).
-        latent_scale: float32 (N, P, 2) of an 8-bit cache: of a row's first R elements, of the rest.
-
-    Returns:
-        o (T, Hq, R) of q's dtype; lse (Hq, T), float32, float64 for float64.
-
-    Source: DeepSeek-V2 (2024), section 2.1; Dao et al. 2023, Flash-Decoding (split keys).
-    """
-    q_latent, q_rope = (
-        q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
-        for q in (q_latent.detach(), q_rope.detach())
-    )
-    o = torch.empty(q_latent.shape, dtype=q_latent.dtype)
-    lse = torch.empty((spec.num_q_heads, spec.num_tokens), dtype=float_type(spec.dtype))
-    edges = cu_seqlens_q.contiguous().numpy()
-    num_rows = int(edges[-1])
-    if num_rows != spec.num_tokens:
-        o[num_rows:] = 0
-        lse[:, num_rows:] = float("-inf")
-    starts = np.zeros((spec.num_seqs, 11), np.int64)
-    longest = max(1, int(np.diff(edges).max(initial=0)))
-    block_rows = min(ROWS, -(-longest * spec.num_q_heads // PAD) * PAD)
-    lengths = seqlens_k.contiguous().numpy()
-    split_keys = 0
-    if not spec.batch_invariant:
-        # Of the machine's cores, not of the threads in use: results do not depend on those.
-        blocks = -(-np.diff(edges) * spec.num_q_heads // block_rows)
-        tasks = TASKS_PER_CORE * (os.cpu_count() or 1)
-        split_keys = max(SPLIT, int((blocks * lengths.astype(np.int64)).sum()) // tasks)
-    sizes = _sizes(q_latent, q_rope, latent_cache, latent_scale, o, spec, block_rows, split_keys)
-    num_tasks, num_slots = _plan(
-        sizes, starts, edges, lengths, q_latent.data_ptr(),
-        q_rope.data_ptr(), o.data_ptr(),
-    )  # fmt: skip
-    real = np.float64 if spec.dtype == torch.float64 else np.float32
-    ldv = -(-spec.v_head_dim // 32) * 32
-    is_narrow = spec.cache_dtype == spec.dtype or spec.cache_dtype in BYTE_CODES
-    arrays = Arrays(
-        like=np.empty(0, real),
-        packed_like=np.empty(0, packed_type(spec.dtype, simd.HAS_BF16_DOT and is_narrow)),
-        starts=starts,
-        table=block_table.contiguous().numpy(),
-        sums=np.empty(num_slots * block_rows * (ldv + ACC_PAD), real),
-        tops=np.empty(num_slots * block_rows, real),
-        totals=np.empty(num_slots * block_rows, real),
-    )
-    flat = lse.view(-1).numpy()
-    run_tasks(attend_latents, num_tasks, sizes, arrays, flat)
-    if num_slots > 0:
-        merges = -(-num_rows * spec.num_q_heads // MERGE_ROWS)
-        run_tasks(merge_splits, merges, sizes, arrays, flat)
-    return o, lse
-
-
-def _sizes(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    latent_scale: Tensor | None,
-    o: Tensor,
-    spec: PagedSpec,
-    block_rows: int,
-    split_keys: int,
-) -> Sizes:
-    """Put the call into the numbers that the kernels take."""
-    size, q_size = latent_cache.element_size(), q_latent.element_size()
-    is_bf16 = spec.dtype == torch.bfloat16 and (
-        spec.cache_dtype == torch.bfloat16 or spec.cache_dtype in BYTE_CODES
-    )
-    scale, scale_block, scale_row = 0, 0, 0
-    if latent_scale is not None:
-        scale, (scale_block, scale_row, _) = latent_scale.data_ptr(), latent_scale.stride()
-    return Sizes(
-        num_heads=spec.num_q_heads,
-        rank=spec.v_head_dim,
-        rope_dim=spec.head_dim - spec.v_head_dim,
-        q_code=DTYPE_CODES[spec.dtype],
-        cache_code=(DTYPE_CODES | BYTE_CODES)[spec.cache_dtype],
-        row_size=latent_cache.shape[2] * size,
-        q_row=q_latent.stride(0) * q_size,
-        q_head=q_latent.stride(1) * q_size,
-        rope_row=q_rope.stride(0) * q_size,
-        rope_head=q_rope.stride(1) * q_size,
-        o_row=o.stride(0) * q_size,
-        o_head=o.stride(1) * q_size,
-        lse_head=spec.num_tokens,
-        cache=latent_cache.data_ptr(),
-        cache_block=latent_cache.stride(0) * size,
-        cache_row=latent_cache.stride(1) * size,
-        scale=scale,
-        scale_block=scale_block * 4,
-        scale_row=scale_row * 4,
-        block_size=latent_cache.shape[1],
-        block_rows=block_rows,
-        split_keys=split_keys,
-        scale_log2=float(spec.softmax_scale) * LOG2_E,
-        uses_amx=amx.HAS_AMX and is_bf16,
-    )
-
-
 @kernel
-def _plan(sizes, starts, edges, lengths, q_latent, q_rope, o):
+def place_runs(sizes, starts, edges, lengths, q_latent, q_rope, o):
     """Fill starts; return how many tasks there are, and slots for what splits leave."""
     num_tasks = num_slots = 0
     for sequence in range(len(starts)):

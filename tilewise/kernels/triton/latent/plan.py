@@ -8,9 +8,8 @@ program  owns TILE_M rows, row r being new token r // Hq and head r % Hq; loops 
          each of which is loaded once and multiplied twice
 traffic  latents once per tile of rows, from L2 after the first; q and o once; partials of splits
          4 * (R + 1) bytes a row and split
-numerics as in `paged.keys`; of an 8-bit row z and k_rope have a scale each, so their products with
-q
-         are summed scaled, in float32
+numerics as in `paged.keys`; of an 8-bit row z and k_rope have a scale each, so their products
+         with q are summed scaled, in float32
 
 Any block size: rows are addressed one by one through the block table unless a block holds whole
 tiles. No synchronisation, so a captured CUDA graph may be replayed with other lengths.
@@ -26,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.plan import Call, LaunchPlan, Maker, Refusal
+from tilewise.kernels.spec import LatentTensors, PagedSpec
 from tilewise.kernels.tiles import latent as mla_tiles
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
 from tilewise.kernels.triton.attention.tile import LOG2E
@@ -223,60 +223,53 @@ def why_not(spec: PagedSpec) -> str | None:
     return None
 
 
-def launch(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    spec: PagedSpec,
-    *,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    latent_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32.
+def plan_fwd(call: Call) -> LaunchPlan | Refusal:
+    """Return how a call is run.
 
-    Rows past cu_seqlens_q[B] get o = 0 and lse = -inf.
+    Its results are o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32. Rows past
+    cu_seqlens_q[B] get o = 0 and lse = -inf.
     """
-    o = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-    lse = torch.empty(
-        (spec.num_q_heads, spec.num_tokens), dtype=torch.float32, device=q_latent.device
-    )
+    reason = why_not(call.spec)
+    return Refusal(reason) if reason is not None else made_fwd(call)
+
+
+def made_fwd(call: Call) -> LaunchPlan:
+    """Return the plan of a call that nothing refuses."""
+    spec, maker = call.spec, Maker(call, LatentTensors._fields)
+    given = LatentTensors(*maker.inputs)
+    o = maker.empty(given.q_latent.shape, spec.dtype)
+    lse = maker.empty((spec.num_q_heads, spec.num_tokens), torch.float32)
+    chosen: dict[str, TileConfig] = {}
     if spec.num_tokens == 0:
-        return o, lse
-    arch, sm_count = device.arch_of(o.device), device.sm_count_of(o.device)
+        return maker.finish((o, lse))
+    arch, sm_count = device.arch_of(maker.device), device.sm_count_of(maker.device)
     work = mla_tiles.mla_work(spec, arch, sm_count)
-    tensors = (
-        q_latent, q_rope, latent_cache, o, lse, block_table, seqlens_k, cu_seqlens_q, latent_scale,
-    )  # fmt: skip
     if work.split_run > 0:
+        chosen["split"] = work.split_config
         launch_splits(
-            *tensors, spec, config=work.split_config, plan=work.split_plan, max_run=work.split_run,
-            clears=work.rows_config is None,
+            maker, given, o, lse, spec, config=work.split_config, plan=work.split_plan,
+            max_run=work.split_run, clears=work.rows_config is None, arch=arch,
         )  # fmt: skip
     if work.rows_config is not None:
-        launch_rows(*tensors, spec, config=work.rows_config, split_run=work.split_run)
-    return o, lse
+        config = chosen["rows"] = work.rows_config
+        launch_rows(maker, given, o, lse, spec, config=config, split_run=work.split_run, arch=arch)
+    return maker.finish((o, lse), lambda: chosen)
 
 
 def launch_splits(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
+    maker: Maker,
+    given: LatentTensors,
     o: Tensor,
     lse: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    latent_scale: Tensor | None,
     spec: PagedSpec,
     *,
     config: TileConfig,
     plan: SplitPlan,
     max_run: int,
     clears: bool,
+    arch: int,
 ) -> None:
-    """Write rows of o and lse of every sequence that has 1 ... max_run new tokens.
+    """Let a plan write rows of o and lse of every sequence that has 1 ... max_run new tokens.
 
     Args:
         plan: from `mla_tiles.mla_splits` for this spec, config and max_run.
@@ -284,20 +277,18 @@ def launch_splits(
     """
     num_heads, rank = spec.num_q_heads, spec.v_head_dim
     if plan.alone:
-        part_o, part_lse, bounds = o, lse, seqlens_k  # never touched
+        part_o, part_lse, bounds = o, lse, given.seqlens_k  # never touched
     else:
         parts = plan.num_pairs * max_run * num_heads
-        part_o = torch.empty((parts, rank), dtype=torch.float32, device=o.device)
-        part_lse = torch.empty((parts,), dtype=torch.float32, device=o.device)
-        bounds = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=o.device)
-    _latent_kernel[(plan.num_pairs, triton.cdiv(max_run * num_heads, config.tile_m))](
-        q_latent, q_rope, as_bytes(latent_cache), o, lse, part_o, part_lse, bounds,
-        block_table, seqlens_k, cu_seqlens_q, *_scale_arguments(latent_scale, lse),
-        *q_latent.stride()[:2], *q_rope.stride()[:2], *latent_cache.stride()[:2],
-        *o.stride()[:2], lse.stride(0), block_table.stride(0),
+        part_o = maker.empty((parts, rank), torch.float32)
+        part_lse = maker.empty((parts,), torch.float32)
+        bounds = maker.empty((spec.num_seqs, 2), torch.int32)
+    maker.launch(
+        _latent_kernel, (plan.num_pairs, triton.cdiv(max_run * num_heads, config.tile_m)),
+        *_arguments(given, o, lse, part_o, part_lse, bounds),
         spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
         plan.num_pairs, 0, spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config, latent_cache), LONG=False, FIXED=plan.fixed, ALONE=plan.alone,
+        **_constants(spec, config, arch), LONG=False, FIXED=plan.fixed, ALONE=plan.alone,
         CLEARS=clears,
     )  # fmt: skip
     if plan.alone:
@@ -305,8 +296,9 @@ def launch_splits(
     rows = spec.num_seqs * max_run * num_heads
     # The tile is the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
-    _merge_kernel[(spec.num_seqs * max_run, num_heads)](
-        part_o, part_lse, bounds, cu_seqlens_q, o, lse,
+    maker.launch(
+        _merge_kernel, (spec.num_seqs * max_run, num_heads),
+        part_o, part_lse, bounds, given.cu_seqlens_q, o, lse,
         *o.stride()[:2], lse.stride(0), max_run,
         NUM_KV_HEADS=1, GROUP=num_heads, V_HEAD_DIM=rank, TILE_DV=padded_head_dim(rank),
         MERGE_TILE=max(1, MERGE_TILE * num_warps * 128 // padded_head_dim(rank)),
@@ -315,42 +307,40 @@ def launch_splits(
 
 
 def launch_rows(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
+    maker: Maker,
+    given: LatentTensors,
     o: Tensor,
     lse: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    latent_scale: Tensor | None,
     spec: PagedSpec,
     *,
     config: TileConfig,
     split_run: int,
+    arch: int,
 ) -> None:
-    """Write the rows of sequences with more than split_run new tokens, and the padding rows."""
+    """Let a plan write rows of sequences with more than split_run new tokens, and padding rows."""
     # Every sequence wastes less than one tile, so this bounds the tiles of any cu_seqlens_q.
     num_tiles = spec.num_tokens * spec.num_q_heads // config.tile_m + spec.num_seqs
-    _latent_kernel[(num_tiles, 1)](
-        q_latent, q_rope, as_bytes(latent_cache), o, lse, o, lse, seqlens_k,
-        block_table, seqlens_k, cu_seqlens_q, *_scale_arguments(latent_scale, lse),
-        *q_latent.stride()[:2], *q_rope.stride()[:2], *latent_cache.stride()[:2],
-        *o.stride()[:2], lse.stride(0), block_table.stride(0),
+    maker.launch(
+        _latent_kernel, (num_tiles, 1), *_arguments(given, o, lse, o, lse, given.seqlens_k),
         spec.num_seqs, spec.num_tokens, 0, 0, 0, num_tiles, split_run + 1,
         spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config, latent_cache), LONG=True, FIXED=True, ALONE=True, CLEARS=True,
+        **_constants(spec, config, arch), LONG=True, FIXED=True, ALONE=True, CLEARS=True,
     )  # fmt: skip
 
 
-def _scale_arguments(latent_scale: Tensor | None, like: Tensor) -> tuple[Any, ...]:
-    """The scales and their strides; without them `like`, float32, stands where nothing is read."""
-    if latent_scale is None:
-        return (like, 0, 0)
-    return (latent_scale, *latent_scale.stride()[:2])
+def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> tuple[Any, ...]:
+    """What both launches are given of tensors, and their strides."""
+    q_latent, q_rope, cache, table, seqlens_k, cu_seqlens_q, scale = given
+    # Without scales lse, float32, stands where nothing is read.
+    scales = (lse, 0, 0) if scale is None else (scale, *scale.stride()[:2])
+    return (
+        q_latent, q_rope, as_bytes(cache), o, lse, *parts, table, seqlens_k, cu_seqlens_q, *scales,
+        *q_latent.stride()[:2], *q_rope.stride()[:2], *cache.stride()[:2],
+        *o.stride()[:2], lse.stride(0), table.stride(0),
+    )  # fmt: skip
 
 
-def _constants(spec: PagedSpec, config: TileConfig, latent_cache: Tensor) -> dict[str, int]:
+def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, int]:
     """What both launches compile in."""
     widens_once = (
         spec.dtype == torch.bfloat16
@@ -358,7 +348,7 @@ def _constants(spec: PagedSpec, config: TileConfig, latent_cache: Tensor) -> dic
         and config.tile_m < 64  # so few rows take no product of Blackwell's own
         and not device.interpreting()
     )
-    arch = 90 if widens_once else device.arch_of(latent_cache.device)
+    arch = 90 if widens_once else arch
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
     return {
         "NUM_HEADS": spec.num_q_heads,

@@ -1,12 +1,13 @@
-"""Attention over latents on Hopper: which calls its own kernels take, and the call itself.
+"""Attention over latents on Hopper: which calls its own kernels take, and what they launch.
 
-The contract is that of `kernels.triton.latent.launch`. There are two kernels, `mla_decode_kernel`
+The contract is that of `kernels.triton.latent.plan`. There are two kernels, `mla_decode_kernel`
 for latents of 16 bits and `mla_bytes_kernel` for those of 8; they share their cut of the work, and
 the merge of what that cut into parts.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,20 +16,22 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.gluon.device.byte_operands import E4M3, INT8
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
-from tilewise.kernels.gluon.host.descriptors import addressable, descriptor
-from tilewise.kernels.gluon.host.launch import launch as start
+from tilewise.kernels.gluon.host.descriptors import descriptor
+from tilewise.kernels.gluon.host.plan import LaunchPlan, Maker
 from tilewise.kernels.gluon.latent.bytes.kernel import Variant as BytesVariant
 from tilewise.kernels.gluon.latent.bytes.kernel import mla_bytes_kernel
 from tilewise.kernels.gluon.latent.kernel import Variant, mla_decode_kernel
 from tilewise.kernels.gluon.latent.merge import COLUMNS, mla_merge_kernel
 from tilewise.kernels.gluon.latent.share import KEYS, ROWS
 from tilewise.kernels.gluon.latent.tiles import STAGES
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.plan import Call, Refusal
+from tilewise.kernels.spec import LatentTensors, PagedSpec
 from tilewise.kernels.tiles.paged import TileConfig
 
-__all__ = ["launch", "tile_configs", "why_not"]
+__all__ = ["made_fwd", "plan_fwd", "why_not"]
 
 _RANK, _ROPE_DIM = 512, 64
+_TABLE, _SCALE = map(LatentTensors._fields.index, ("block_table", "latent_scale"))
 _WIDTHS = (256, 128, 64)  # of channels that are loaded at once
 _BYTE_WIDTH = 128  # of 8 bits
 _KINDS = {torch.int8: INT8.value, torch.float8_e4m3fn: E4M3.value}
@@ -51,9 +54,6 @@ class _Work(NamedTuple):
     shares: int
     row_tiles: int
     outputs: tuple[Tensor, ...]  # o, lse, and the parts and the plan of the merge
-    block_table: Tensor
-    seqlens_k: Tensor
-    cu_seqlens_q: Tensor
 
 
 def why_not(spec: PagedSpec) -> str | None:
@@ -99,7 +99,7 @@ def _rows_of(spec: PagedSpec) -> int:
     return _run_rows_of(spec) if spec.cache_dtype in _KINDS else ROWS.value
 
 
-def tile_configs(spec: PagedSpec) -> dict[str, TileConfig]:
+def _tiles_of(spec: PagedSpec) -> dict[str, TileConfig]:
     """Return the tiles of the kernel of `spec`."""
     rows = _rows_of(spec)
     if spec.cache_dtype in _KINDS:
@@ -107,123 +107,120 @@ def tile_configs(spec: PagedSpec) -> dict[str, TileConfig]:
     return {"split": TileConfig(rows, KEYS.value, 12, STAGES.value)}
 
 
-def launch(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    spec: PagedSpec,
-    *,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    latent_scale: Tensor | None = None,
-    publish: int = 2,
-    prefetch: int = 1,
-    registers: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32.
+def plan_fwd(call: Call) -> LaunchPlan | Refusal:
+    """Return how a call is run.
 
-    Rows past cu_seqlens_q[B] get o = 0 and lse = -inf.
+    Its results are o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32. Rows past
+    cu_seqlens_q[B] get o = 0 and lse = -inf.
+    """
+    reason = why_not(call.spec)
+    return Refusal(reason) if reason is not None else made_fwd(call)
+
+
+def made_fwd(
+    call: Call, publish: int = 2, prefetch: int = 1, registers: int | None = None
+) -> LaunchPlan:
+    """Return the plan of a call that nothing refuses.
 
     Args:
-        latent_scale: float32 (num_blocks, block_size, 2), of an 8-bit cache.
         publish, prefetch, registers: see the kernels' `Variant`, for tuning.
     """
-    tokens, heads, where = spec.num_tokens, spec.num_q_heads, q_latent.device
-    o = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=where)
-    lse = torch.empty((heads, tokens), dtype=torch.float32, device=where)
+    spec, maker = call.spec, Maker(call, LatentTensors._fields)
+    given = LatentTensors(*maker.inputs)
+    tokens, heads, tile_rows = spec.num_tokens, spec.num_q_heads, _rows_of(spec)
+    shape = given.q_latent.shape
+    tiles = functools.partial(_tiles_of, spec)
     if tokens == 0:
-        return o, lse
-    if spec.num_seqs == 0 or latent_cache.numel() == 0:
-        return o.zero_(), lse.fill_(float("-inf"))
-    longest = max(1, spec.max_seqlen_q)
-    tile_rows = _rows_of(spec)
-    row_tiles = -(-longest * heads // tile_rows)
-    shares = max(1, device.sm_count_of(where) // row_tiles)
-    parts = (spec.num_seqs + shares) * row_tiles * tile_rows
-    part_o = torch.empty((parts, _RANK), dtype=torch.float32, device=where)
-    part_lse = torch.empty((parts,), dtype=torch.float32, device=where)
-    plan = torch.empty((spec.num_seqs, 2), dtype=torch.int32, device=where)
-    starts = cu_seqlens_q.contiguous()
-    work = _Work(
-        shares, row_tiles, (o, lse, part_o, part_lse, plan),
-        block_table.contiguous(), seqlens_k.contiguous(), starts,
+        o, lse = maker.empty(shape, spec.dtype), maker.empty((heads, tokens), torch.float32)
+        return maker.finish((o, lse), tiles)
+    if spec.num_seqs == 0 or given.latent_cache.numel() == 0:
+        o = maker.full(shape, 0.0, spec.dtype)
+        lse = maker.full((heads, tokens), float("-inf"), torch.float32)
+        return maker.finish((o, lse), tiles)
+    o, lse = maker.empty(shape, spec.dtype), maker.empty((heads, tokens), torch.float32)
+    given = given._replace(
+        block_table=maker.dense(given.block_table), seqlens_k=maker.dense(given.seqlens_k),
+        cu_seqlens_q=maker.dense(given.cu_seqlens_q),
     )  # fmt: skip
-    if latent_scale is None:
+    longest = max(1, spec.max_seqlen_q)
+    row_tiles = -(-longest * heads // tile_rows)
+    shares = max(1, device.sm_count_of(maker.device) // row_tiles)
+    parts = (spec.num_seqs + shares) * row_tiles * tile_rows
+    part_o, part_lse = (maker.empty(s, torch.float32) for s in ((parts, _RANK), (parts,)))
+    plan = maker.empty((spec.num_seqs, 2), torch.int32)
+    work = _Work(shares, row_tiles, (o, lse, part_o, part_lse, plan))
+    if given.latent_scale is None:
         box = min(spec.block_size, KEYS.value)
         variant = Variant(
             spec.block_size, box, _run_rows_of(spec), longest > 1, publish, prefetch,
             registers or 160,
         )  # fmt: skip
-        _start_wide(q_latent, q_rope, latent_cache, spec, work, variant)
+        _start_wide(maker, given, spec, work, variant)
     else:
         bytes_variant = BytesVariant(
             spec.block_size, min(spec.block_size, KEYS.value), tile_rows, _BYTE_STAGES[tile_rows],
             _KINDS[spec.cache_dtype], *_BYTE_REGISTERS[tile_rows],
         )  # fmt: skip
-        _start_bytes(q_latent, q_rope, latent_cache, latent_scale, spec, work, bytes_variant)
+        _start_bytes(maker, given, spec, work, bytes_variant)
     runs = spec.num_seqs * longest
     groups = min(max(1, _MERGE_PROGRAMS // runs), heads * _RANK // COLUMNS)
     at_once = min(_MOST_PARTS, 2 << (shares // spec.num_seqs).bit_length())
-    start(
-        mla_merge_kernel, runs * groups, part_o, part_lse, plan, starts,
+    maker.launch(
+        mla_merge_kernel, runs * groups, part_o, part_lse, plan, given.cu_seqlens_q,
         o, lse, spec.num_seqs, tokens, heads, row_tiles, longest, groups,
         WIDTH=_RANK, COLUMNS=COLUMNS, ROWS=tile_rows, PARTS=at_once,
     )  # fmt: skip
-    return o, lse
+    return maker.finish((o, lse), tiles)
 
 
 def _start_wide(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    spec: PagedSpec,
-    work: _Work,
-    variant: Variant,
+    maker: Maker, given: LatentTensors, spec: PagedSpec, work: _Work, variant: Variant
 ) -> None:
     """Start the kernel for latents of 16 bits."""
-    # Named, because a descriptor does not keep the memory of a copy alive.
-    rows, rope_rows = (addressable(x.flatten(0, 1).unsqueeze(1)) for x in (q_latent, q_rope))
-    cache = addressable(latent_cache.unsqueeze(2))
-    start(
+    rows, rope_rows = (
+        maker.addressable(_flat(maker, x).unsqueeze(1)) for x in (given.q_latent, given.q_rope)
+    )
+    cache = maker.addressable(given.latent_cache.unsqueeze(2))
+    maker.launch(
         mla_decode_kernel, work.shares * work.row_tiles,
         *(descriptor(rows, variant.q_box, width) for width in _WIDTHS[:2]),
         descriptor(rope_rows, variant.q_box, _ROPE_DIM),
         *(descriptor(cache, variant.box, width) for width in _WIDTHS),
-        *work.outputs, cache, work.block_table, work.seqlens_k, work.cu_seqlens_q,
-        cache.stride(0), cache.stride(1), work.block_table.shape[1],
+        *work.outputs, cache, *given[_TABLE:_SCALE],
+        cache.stride(0), cache.stride(1), given.block_table.shape[1],
         spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,
         spec.softmax_scale * LOG2E.value, variant=variant,
     )  # fmt: skip
 
 
 def _start_bytes(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    latent_scale: Tensor,
-    spec: PagedSpec,
-    work: _Work,
-    variant: BytesVariant,
+    maker: Maker, given: LatentTensors, spec: PagedSpec, work: _Work, variant: BytesVariant
 ) -> None:
     """Start the kernel for latents of 8 bits."""
-    rows, rope_rows = (_sixteens(x.flatten(0, 1)) for x in (q_latent, q_rope))
-    cache = addressable(latent_cache.view(torch.int8).unsqueeze(2))
-    scale = latent_scale
+    rows, rope_rows = (_sixteens(maker, _flat(maker, x)) for x in (given.q_latent, given.q_rope))
+    cache = maker.addressable(given.latent_cache.view(torch.int8).unsqueeze(2))
+    scale = given.latent_scale
     if scale.stride()[1:] != (2, 1):
-        scale = scale.contiguous()
-    start(
+        scale = maker.copy(scale)
+    maker.launch(
         mla_bytes_kernel, work.shares * work.row_tiles,
         *(descriptor(cache, variant.box, width) for width in (_BYTE_WIDTH, _ROPE_DIM)),
         scale, scale.stride(0),
         rows, rope_rows, rows.stride(0) // 16, rope_rows.stride(0) // 16,
-        *work.outputs, work.block_table, work.seqlens_k, work.cu_seqlens_q,
-        work.block_table.shape[1],
+        *work.outputs, *given[_TABLE:_SCALE], given.block_table.shape[1],
         spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,
         spec.softmax_scale * LOG2E.value, variant=variant,
     )  # fmt: skip
 
 
-def _sixteens(x: Tensor) -> Tensor:
+def _flat(maker: Maker, x: Tensor) -> Tensor:
+    """Return queries (T, Hq, channels) as (T * Hq, channels), copied where heads lie otherwise."""
+    tokens, heads, channels = x.shape
+    if tokens > 1 and heads > 1 and x.stride(0) != heads * x.stride(1):
+        x = maker.copy(x)
+    return x.view(tokens * heads, channels)
+
+
+def _sixteens(maker: Maker, x: Tensor) -> Tensor:
     """Return x (rows, channels) with rows that are multiples of 16 elements apart."""
-    return x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else x.contiguous()
+    return x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else maker.copy(x)

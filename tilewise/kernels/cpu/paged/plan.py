@@ -1,0 +1,296 @@
+"""Plan attention over a paged cache on the CPU: decoding, prefill chunks and mixtures.
+
+What      one packed call, described in plain numbers but for addresses and lengths, which a run
+          adds; a sequence with one new row decodes, one with more is a prefill chunk,
+          and so are all with a tree mask. Shared prefixes are calls of their own without a mask,
+          whose queries are the rows of all sequences of a group, and merged by lse.
+Grid      decode.py for single rows, whose cost is reading the cache; attention/forward.py for
+          chunks, whose cost is arithmetic: it gathers each tile of keys once and multiplies. A call
+          that is batch-invariant takes decode_tiles.py for single rows.
+One call  at most one parallel region of each kind.
+Traffic   see decode.py and attention/forward.py; the cache is never copied as a whole.
+Numerics  see decode.py and attention/forward.py; a sequence's bits do not depend on its neighbours,
+          and in a batch-invariant call not on how many of its rows come at once either.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu import merge
+from tilewise.kernels.cpu.attention.plan import run_forward
+from tilewise.kernels.cpu.attention.problem import (
+    LSE,
+    NO_MASK,
+    NUM_STARTS,
+    Q_LEN,
+    Arrays,
+    Problem,
+    Rule,
+    Sizes,
+    byte_strides,
+    float_type,
+    packed_type,
+    per_head,
+)
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32, why_not_dtype
+from tilewise.kernels.cpu.paged.decode import place_sequences
+from tilewise.kernels.cpu.paged.decode_launch import run_decode
+from tilewise.kernels.cpu.paged.decode_tiles import run_decode_tiles
+from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
+from tilewise.kernels.plan import Call, Refusal, Results
+from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedLevel, scale_per_slot
+from tilewise.kernels.tiles.paged import TileConfig
+
+CODES = DTYPE_CODES | BYTE_CODES
+
+
+def why_not(spec: PagedSpec) -> str | None:
+    """Say why these kernels cannot run `spec`, or return None when they can."""
+    if spec.device_type != "cpu":
+        return f"device must be cpu, got {spec.device_type}"
+    if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
+        return f"cache dtype must be float64 with float64 q only, got {spec.cache_dtype}"
+    if spec.head_dim % 2 or spec.v_head_dim % 2:
+        return f"head dims must be even, got {spec.head_dim} and {spec.v_head_dim}"
+    if spec.cache_dtype in BYTE_CODES:
+        return why_not_dtype(spec.dtype)
+    return why_not_dtype(spec.dtype) or why_not_dtype(spec.cache_dtype)
+
+
+def plan_fwd(call: Call) -> PagedForwardPlan | Refusal:
+    """Return how each sequence's new rows attend to its cached keys, causally.
+
+    Its results are o (T, Hq, Dv) of q's dtype, and lse (Hq, T), float32, float64 for float64.
+
+    Source: Kwon et al. 2023, PagedAttention; Dao et al. 2023, Flash-Decoding (split keys).
+    """
+    reason = why_not(call.spec)
+    return PagedForwardPlan(call) if reason is None else Refusal(reason)
+
+
+class PagedForwardPlan:
+    """A call of paged attention.
+
+    Attributes:
+        tiles: none, they are the same for all calls.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.tiles: dict[str, TileConfig] = {}
+        given, shared = PagedTensors.of(call.layouts, call.spec.shared_rows)
+        spec = self._spec = call.spec
+        q = given.q.meta()
+        self._copies_q = q.stride(-1) != 1
+        q = q.contiguous() if self._copies_q else q
+        self._own = _Pass(spec, given, q)
+        self._levels = []
+        for level in () if shared is None else shared.levels:
+            rows = torch.empty((level.rows.shape[0], *q.shape[1:]), dtype=q.dtype, device="meta")
+            own = _without_features(given, level)
+            self._levels.append(_Pass(spec.of_level(_metas(level)), own, rows))
+
+    @property
+    def steps(self) -> list[str]:
+        """What it does, a line each."""
+        steps = self._own.steps
+        return steps + [step for each in self._levels for step in (*each.steps, "merge by lse")]
+
+    def run(self, *tensors: Tensor | None) -> Results:
+        """Return o and lse."""
+        given, shared = PagedTensors.of(tensors, self._spec.shared_rows)
+        if self._copies_q:
+            given = given._replace(q=given.q.contiguous())
+        if shared is None:
+            return self._own.run(given)
+        skipped, q = shared.skipped, given.q
+        table = _shifted(given.block_table, skipped, self._spec.block_size)
+        later = given._replace(block_table=table, seqlens_k=given.seqlens_k - skipped)
+        o, lse = self._own.run(later)
+        for each, level in zip(self._levels, shared.levels, strict=True):
+            rows = level.rows.long()
+            found = each.run(_without_features(given, level)._replace(q=q[rows]))
+            o[rows], lse[:, rows] = merge.launch(o[rows], lse[:, rows], *found)
+        return o, lse
+
+
+def _without_features(given: PagedTensors, level: SharedLevel) -> PagedTensors:
+    """The tensors of the pass over a level, but for its queries."""
+    return given._replace(
+        block_table=level.block_table, seqlens_k=level.seqlens_k, cu_seqlens_q=level.cu_seqlens_q,
+        alibi_slopes=None, sinks=None, tree_mask=None, records=None,
+    )  # fmt: skip
+
+
+def _metas(level: SharedLevel) -> SharedLevel:
+    return SharedLevel(*(x.meta() for x in level[:-1]), level.max_rows)
+
+
+class _Pass:
+    """Sequences, or groups of them, over their keys.
+
+    Args:
+        layouts: how the tensors lie; q: on "meta", instead of theirs.
+    """
+
+    def __init__(self, spec: PagedSpec, layouts: PagedTensors, q: Tensor) -> None:
+        self._spec, self._dtype = spec, q.dtype
+        self._cache_dtype = spec.cache_dtype
+        self._o_shape, self._lse_shape = (*q.shape[:-1], spec.v_head_dim), (q.shape[1], q.shape[0])
+        k_cache, v_cache = layouts.k_cache.meta(), layouts.v_cache.meta()
+        assert k_cache.stride(-1) == v_cache.stride(-1) == 1, "cache rows are contiguous"
+        o = torch.empty(self._o_shape, dtype=q.dtype, device="meta")
+        has_alibi = layouts.alibi_slopes is not None
+        self._sizes = _sizes_of(q, k_cache, v_cache, o, spec)
+        self._q_row, self._o_row = _row_bytes(q), _row_bytes(o)
+        self._has_scales = layouts.k_scale is not None and layouts.v_scale is not None
+        if self._has_scales:
+            scales = {"k_scale": layouts.k_scale.meta(), "v_scale": layouts.v_scale.meta()}
+            self._sizes = _with_scales(self._sizes, k_cache, scales)
+        is_plain = not has_alibi and spec.softcap == 0.0 and spec.softmax_scale > 0.0
+        self._rule = Rule(
+            is_plain, float(spec.softmax_scale), float(spec.softcap), False, has_alibi
+        )
+        self._real = np.float64 if q.dtype == torch.float64 else np.float32
+        self._lse_dtype = float_type(q.dtype)
+        has_dot = simd.HAS_BF16_DOT and spec.cache_dtype == q.dtype
+        self._like = np.empty(0, self._real)
+        self._packed_like = np.empty(0, packed_type(q.dtype, has_dot))
+        self._widened_like = self._packed_like
+        if self._has_scales:  # 8-bit rows are widened on their way to a tile
+            self._widened_like = np.empty(0, packed_type(q.dtype, simd.HAS_BF16_DOT))
+        self._has_tree = layouts.tree_mask is not None
+
+    @property
+    def steps(self) -> list[str]:
+        """What it does, a line each."""
+        decode = (
+            "the decode kernel over tiles" if self._spec.batch_invariant else "the decode kernel"
+        )
+        single = [] if self._has_tree else [f"run {decode} for single rows"]
+        if self._spec.max_seqlen_q == 1 and single:
+            return single
+        return [*single, "run the forward kernel for longer runs"]
+
+    def run(self, given: PagedTensors) -> tuple[Tensor, Tensor]:
+        """Return o and lse."""
+        spec, q, k_cache, v_cache = self._spec, given.q, given.k_cache, given.v_cache
+        o = torch.empty(self._o_shape, dtype=self._dtype)
+        lse = torch.empty(self._lse_shape, dtype=self._lse_dtype)
+        edges = given.cu_seqlens_q.contiguous().numpy()
+        num_rows = int(edges[-1])
+        if num_rows != self._o_shape[0]:
+            o[num_rows:] = 0
+            lse[:, num_rows:] = float("-inf")
+        sizes, starts = self._sizes, np.zeros((spec.num_seqs, NUM_STARTS), np.int64)
+        if self._has_scales:
+            sizes = sizes._replace(
+                k_scale=given.k_scale.data_ptr(), v_scale=given.v_scale.data_ptr()
+            )
+        single, several = place_sequences(
+            starts, edges, given.seqlens_k.contiguous().numpy(), q.data_ptr(), self._q_row,
+            o.data_ptr(), self._o_row, k_cache.data_ptr(), v_cache.data_ptr(),
+        )  # fmt: skip
+        slopes = per_head(given.alibi_slopes, spec.num_q_heads, 0.0, self._real)
+        sinks = per_head(given.sinks, spec.num_q_heads, -np.inf, self._real)
+        table = given.block_table.contiguous().numpy()
+        arrays = Arrays(self._like, self._packed_like, starts, table, slopes, sinks)
+        problem = Problem(sizes, self._rule, arrays)
+        fewest = 2
+        if given.tree_mask is not None:
+            single, several, fewest = 0, single + several, 1
+            mask = given.tree_mask.contiguous().view(torch.uint8)
+            tree = NO_MASK._replace(
+                tree=mask.view(-1).numpy(),
+                tree_row=mask.shape[1],
+                tree_starts=starts[:, LSE].copy(),
+            )
+            problem = problem._replace(mask=tree)
+        if single > 0:
+            part = problem if single == len(starts) else _subset(problem, starts[:, Q_LEN] == 1)
+            if spec.batch_invariant:
+                run_decode_tiles(self._widened(part), lse)
+            else:
+                run_decode(part, lse, self._cache_dtype)
+        if several > 0:
+            part = problem
+            if several != len(starts):
+                part = _subset(problem, starts[:, Q_LEN] >= fewest)
+            run_forward(self._widened(part), lse)
+        return o, lse
+
+    def _widened(self, problem: Problem) -> Problem:
+        if not self._has_scales:
+            return problem
+        return problem._replace(arrays=problem.arrays._replace(packed_like=self._widened_like))
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.stride(0) * tensor.element_size()
+
+
+def _with_scales(sizes: Sizes, cache: Tensor, scales: dict[str, Tensor]) -> Sizes:
+    """The same with the strides of an 8-bit cache's scales; their addresses are to be set."""
+    numbers = {}
+    for name, scale in scales.items():
+        strides = scale_per_slot(scale, cache).stride()
+        for axis, stride in zip(("block", "row", "head"), strides, strict=True):
+            numbers[f"{name}_{axis}"] = stride * scale.element_size()
+    return sizes._replace(**numbers)
+
+
+def _subset(problem: Problem, chosen: np.ndarray) -> Problem:
+    """The same call with only the chosen sequences."""
+    arrays, mask = problem.arrays, problem.mask
+    if mask.tree_row > 0:
+        mask = mask._replace(tree_starts=mask.tree_starts[chosen])
+    return problem._replace(
+        arrays=arrays._replace(starts=arrays.starts[chosen], table=arrays.table[chosen]), mask=mask
+    )
+
+
+def _shifted(block_table: Tensor, skipped: Tensor, block_size: int) -> Tensor:
+    """Return the table without the blocks that hold the first `skipped` tokens of a sequence."""
+    first = (skipped // block_size).long()
+    columns = first[:, None] + torch.arange(block_table.shape[1])
+    return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
+
+
+def _sizes_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, o: Tensor, spec: PagedSpec) -> Sizes:
+    """Put how the tensors lie into the numbers that the kernels take."""
+    (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
+        byte_strides, (q, k_cache, v_cache, o)
+    )
+    size = k_cache.element_size()
+    return Sizes(
+        num_kv_heads=spec.num_kv_heads,
+        group=spec.group_size,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        window_left=spec.window_left,
+        window_right=0 if spec.causal and not spec.has_tree else -1,
+        q_code=DTYPE_CODES[q.dtype],
+        k_code=CODES[k_cache.dtype],
+        k_size=size,
+        q_row=q_row,
+        q_head=q_head,
+        k_row=k_row,
+        k_head=k_head,
+        v_row=v_row,
+        v_head=v_head,
+        o_row=o_row,
+        o_head=o_head,
+        lse_head=q.shape[0],
+        block_size=k_cache.shape[1],
+        k_block=k_cache.stride(0) * size,
+        v_block=v_cache.stride(0) * size,
+        bias=0,
+        bias_code=F32,
+        bias_batch=0,
+        bias_head=0,
+        bias_row=0,
+        bias_column=0,
+    )

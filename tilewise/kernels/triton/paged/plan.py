@@ -1,0 +1,187 @@
+"""Paged attention of any batch: prompt chunks, short runs and single tokens side by side.
+
+what     o = softmax(scale * q k^T) v of packed rows over the cached keys of their own sequence
+grid     none: a plan hands runs of few tokens to `paged_decode` and longer ones, draft trees and
+         shared prefixes to `rows`
+program  see there
+traffic  with shared prefixes: the keys after them once for each sequence, they themselves once for
+         each group; every pass of groups reads and writes o once more
+numerics as in `keys`; a pass of groups is merged into o by lse, so o is rounded once a pass
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.plan import Call, LaunchPlan, Maker, Refusal
+from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedKeys
+from tilewise.kernels.tiles import paged as tiles
+from tilewise.kernels.tiles.paged import PagedWork, SplitPlan, TileConfig
+from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
+from tilewise.kernels.triton.paged import decode as paged_decode
+from tilewise.kernels.triton.paged.quantise import Scales, as_bytes
+from tilewise.kernels.triton.paged.rows import launch_rows
+from tilewise.kernels.triton.paged.splits import (
+    FIELDS,
+    SPLIT_OVERHEAD,
+    TILE_B,
+    _plan_kernel,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
+MAX_HEAD_DIM = 256  # a tile of keys of this width still fits shared memory twice
+
+
+def why_not(spec: PagedSpec) -> str | None:
+    """Say why these kernels cannot run a call, or return None when they can."""
+    if spec.device_type != "cuda" and not device.interpreting():
+        return f"needs a CUDA device, got {spec.device_type}"
+    if spec.dtype not in DTYPES:
+        return f"dtype of q must be float32, float16 or bfloat16, got {spec.dtype}"
+    if spec.cache_dtype not in (*DTYPES, *BYTE_DTYPES):
+        return (
+            "dtype of the cache must be float32, float16, bfloat16, int8 or float8_e4m3fn, "
+            f"got {spec.cache_dtype}"
+        )
+    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+        if width > MAX_HEAD_DIM:
+            return f"{name} must be at most {MAX_HEAD_DIM}, got {width}"
+    return None
+
+
+def plan_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan | Refusal:
+    """Return how a call is run; its results are o (T, Hq, Dv) in the dtype of q and lse (Hq, T).
+
+    Rows past cu_seqlens_q[B] get o = 0 and lse = -inf. No synchronisation: what depends on the
+    lengths is decided on the device, so that a captured CUDA graph can be replayed with others.
+
+    Args:
+        work: overrides the table, for tuning.
+    """
+    reason = why_not(call.spec)
+    return Refusal(reason) if reason is not None else made_fwd(call, work)
+
+
+def made_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan:
+    """Return the plan of a call that nothing refuses."""
+    spec, maker = call.spec, Maker(call, PagedTensors._fields)
+    given, shared = PagedTensors.of(maker.inputs, spec.shared_rows)
+    results, chosen = add_fwd(maker, spec, given, shared, work)
+    return maker.finish(results, lambda: chosen)
+
+
+def add_fwd(
+    maker: Maker,
+    spec: PagedSpec,
+    given: PagedTensors,
+    shared: SharedKeys | None = None,
+    work: PagedWork | None = None,
+) -> tuple[tuple[Tensor, Tensor], dict[str, TileConfig]]:
+    """Add a call to a plan; return o and lse, and the tiles of its kernels."""
+    q = given.q
+    o = maker.empty((spec.num_tokens, spec.num_q_heads, spec.v_head_dim), q.dtype)
+    lse = maker.empty((spec.num_q_heads, spec.num_tokens), torch.float32)
+    if spec.num_tokens == 0:
+        return (o, lse), {}
+    arch, sm_count = device.arch_of(maker.device), device.sm_count_of(maker.device)
+    scales = Scales.of(given.k_cache, given.k_scale, given.v_scale, lse, arch)
+    caches = as_bytes(given.k_cache), as_bytes(given.v_cache)
+    tensors: dict[str, Any] = {
+        "block_table": given.block_table,
+        "seqlens_k": given.seqlens_k,
+        "cu_seqlens_q": given.cu_seqlens_q,
+        "alibi_slopes": given.alibi_slopes,
+        "sinks": given.sinks,
+        "scales": scales,
+    }
+    chosen: dict[str, TileConfig] = {}
+    if given.tree_mask is None and shared is None:
+        if work is None:
+            choose = tiles.paged_work if given.records is None else tiles.planned_work
+            work = choose(spec, arch, sm_count)
+        if work.split_run > 0:
+            chosen["split"] = work.split_config
+            paged_decode.launch_decode(
+                maker, q, *caches, spec, o, lse, **tensors, config=work.split_config,
+                plan=work.split_plan, max_run=work.split_run, clears=work.rows_config is None,
+                records=given.records,
+            )  # fmt: skip
+        if work.rows_config is not None:
+            chosen["rows"] = work.rows_config
+            rows_plan = plan_rows(spec, work.rows_config, sm_count)
+            launch_rows(
+                maker, q, *caches, spec, o, lse, rows_plan, **tensors, split_run=work.split_run
+            )
+        return (o, lse), chosen
+    chosen["rows"] = extend_config(spec, arch)
+    launch_rows(
+        maker, q, *caches, spec, o, lse, plan_rows(spec, chosen["rows"], sm_count), **tensors,
+        tree_mask=given.tree_mask, skipped=None if shared is None else shared.skipped,
+    )  # fmt: skip
+    for level in () if shared is None else shared.levels:
+        group_spec = spec.of_level(level)
+        config = chosen["shared"] = extend_config(group_spec, arch)
+        launch_rows(
+            maker, q, *caches, group_spec, o, lse,
+            plan_rows(group_spec, config, sm_count, adds=True), block_table=level.block_table,
+            seqlens_k=level.seqlens_k, cu_seqlens_q=level.cu_seqlens_q, scales=scales,
+            rows=level.rows, adds=True,
+        )  # fmt: skip
+    return (o, lse), chosen
+
+
+def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
+    """Return how many rows a plan of `spec` has; 0 where no kernel would read them."""
+    if spec.has_tree or spec.has_shared or spec.num_tokens == 0:
+        return 0
+    sm_count = device.sm_count_of(where)
+    work = tiles.planned_work(spec, device.arch_of(where), sm_count)
+    if work.split_run == 0:
+        return 0
+    return work.split_plan.num_pairs + paged_decode.counter_rows(
+        spec, work.split_config, work.split_plan, work.split_run
+    )
+
+
+def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
+    """Write the records of these lengths into the first rows; the counters behind them stay 0."""
+    sm_count = device.sm_count_of(records.device)
+    work = tiles.planned_work(spec, device.arch_of(records.device), sm_count)
+    launch_plan(
+        at_once, seqlens_k, cu_seqlens_q, records, plan=work.split_plan,
+        tile_n=work.split_config.tile_n, max_run=work.split_run, window_left=spec.window_left,
+    )  # fmt: skip
+
+
+def at_once(kernel: Any, grid: int, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel outside of a plan."""
+    kernel[(grid,)](*arguments, **constants)
+
+
+def launch_plan(
+    launch: Callable[..., object],
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    records: Tensor,
+    *,
+    plan: SplitPlan,
+    tile_n: int,
+    max_run: int,
+    window_left: int,
+) -> None:
+    """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
+
+    Args:
+        launch: that of a plan's maker, or `at_once`.
+    """
+    launch(
+        _plan_kernel, plan.num_pairs, seqlens_k, cu_seqlens_q, records, seqlens_k.shape[0], max_run,
+        plan.target_pairs, plan.split_tiles, plan.num_pairs,
+        WINDOW_LEFT=window_left, TILE_N=tile_n, FIXED=plan.fixed, TILE_B=TILE_B, FIELDS=FIELDS,
+        WEIGHED=plan.weighed and not plan.fixed, OVERHEAD=max(1, SPLIT_OVERHEAD // tile_n),
+        num_warps=4,
+    )  # fmt: skip
