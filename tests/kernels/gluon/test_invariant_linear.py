@@ -101,7 +101,9 @@ def test_parts_are_added_in_the_order_of_the_product_of_few_rows():
 def test_rows_choose_the_kernel_and_the_weight_says_how_it_is_summed():
     assert tiles.many_tile(64, 4096, 1024, False) is None
     assert tiles.many_tile(8192, 4096, 1024, False).tile_n == 256
-    for rows in (65, 300, 1024, 8192):
+    assert tiles.many_tile(65, 4096, 1024, False) is not None
+    assert tiles.many_tile(256, 1024, 2048, True) is None  # its parts are summed side by side
+    for rows in (257, 1024, 8192):
         assert tiles.many_tile(rows, 1024, 2048, True) in tiles.candidates(True)
     with (
         mock.patch.object(invariant_linear.linear, "launch", return_value="few"),

@@ -49,7 +49,9 @@ _TINY = ManyTile(64, 128, 4, 64, 2, 4)
 # Each with its speed beside that of the first, by what it reads for a product; not measured.
 _WHOLE = {_LARGE: 1.0, _HALF: 0.8, _SMALL: 0.8, _TINY: 0.6}
 _IN_PARTS = {_HALF: 1.0, _TINY: 0.7}
-_FEW_ROWS = 64  # and less are padded to 8, 16, 32 or 64 by the other kernel, here to 64 or 128
+# So many rows and less are the other kernel's, which pads them to 8, 16, 32 or 64, and whose parts
+# are summed side by side: as many rows of those as it can have.
+_FEW_ROWS = 64
 _SMS = 132  # of an H200
 
 
@@ -65,7 +67,8 @@ def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTi
         rows, outputs, channels: of the product.
         has_parts: K is summed in several parts.
     """
-    if rows <= min(_FEW_ROWS, most_rows(tile_of(outputs, channels))):
+    most = most_rows(tile_of(outputs, channels))
+    if rows <= (most if has_parts else min(_FEW_ROWS, most)):
         return None
     tiles = _IN_PARTS if has_parts else _WHOLE
     return min(tiles, key=lambda tile: _waves(tile, rows, outputs) / tiles[tile])
