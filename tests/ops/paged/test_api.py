@@ -112,6 +112,8 @@ class TestPagedAttention:
         """All rows of a sequence at once, in chunks, and alone: tiles of keys are seen whole by
         some rows and not by others, and a compiler may round there otherwise; single rows may have
         another kernel."""
+        if decodes and (backend != "triton" or dtype == torch.float32):
+            pytest.skip("they have one kernel")
         monkeypatch.setattr(paged_tiles, "INVARIANT_DECODES", decodes)
         length = 200 if place == "cuda" else 40
         if backend == "reference":

@@ -3,7 +3,7 @@
 There are two kernels, one of few rows and one of many. Both sum each part of K in float32, 16
 channels at a time, and add the parts in their order; how many parts there are follows from the
 weight alone (`tiles.linear_rows`). So kernels and tiles may follow the number of rows without
-changing a bit: `tests/ops/test_linear.py` compares all of them on a GPU.
+changing a bit: `tests/kernels/gluon/test_invariant_linear.py` compares them on a GPU.
 """
 
 from __future__ import annotations
