@@ -146,6 +146,14 @@ MUTANTS = {
         "tilewise/engine/step_logprobs.py", "        if [(x.dtype, x.shape[1:]) for x in kept] !=",
         "        if not kept and [(x.dtype, x.shape[1:]) for x in kept] !=", _TEST_LOGPROBS,
     ),
+    "the_token_that_a_search_chose_is_not_sent": Mutant(
+        "tilewise/engine/device_batch.py", "elif run.is_chosen:", "elif False:",
+        ("tests/engine/test_device_runner.py", "-k", "beams_are_the_same"),
+    ),
+    "a_row_that_begins_elsewhere_is_told_its_token_alone": Mutant(
+        "tilewise/engine/device_batch.py", "            if next_of[row] != start:\n",
+        "            if next_of[row] < 0:\n", ("tests/engine/test_device_batch.py",),
+    ),
     # Calls of attention whose plans are known.
     "a_call_is_known_without_the_strides_of_k": Mutant(
         _OP, "q.stride(), k.stride(), v.stride()", "q.stride(), v.stride()", (_TEST_DIRECT,)

@@ -28,7 +28,7 @@ from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers, spread
 from tilewise.engine.table_checks import check_blocks
 from tilewise.engine.trace import Trace
 
-__all__ = ["BlockTables"]
+__all__ = ["BlockTables", "num_common"]
 
 
 class _Match(NamedTuple):
@@ -339,9 +339,19 @@ class BlockTables(OneGroup):
             self.trace.note("extend", seq.seq_id, tuple(blocks[-grown:]))
         return True
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence start from all that its parent has computed."""
-        self.allocator.share(parent.block_ids)
+    def fork(self, parent: Sequence, child: Sequence, gone: Sequence | None = None) -> None:
+        """Let a new sequence start from all that its parent has computed.
+
+        Args:
+            gone: one that is released next. The child becomes the owner, in its place, of the
+                blocks that it and the parent begin with: of a long text nearly all.
+        """
+        common = 0
+        if gone is not None:
+            common = num_common(parent.block_ids, gone.block_ids)
+            self.trace.free(gone.block_ids[:common])
+            del gone.block_ids[:common]
+        self.allocator.share(parent.block_ids[common:] if common else parent.block_ids)
         parent.shares_tail = child.shares_tail = True
         child.block_ids = list(parent.block_ids)
         child.num_registered_blocks = parent.num_registered_blocks
@@ -578,3 +588,16 @@ class BlockTables(OneGroup):
         """Blocks that reserving would take from the free list: new ones and revived ones."""
         revived = sum(self.allocator.ref_count(block) == 0 for block in hits)
         return self.blocks_for(seq.num_tokens) - len(hits) + revived
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    """Return how many blocks two tables begin with alike, comparing pieces rather than blocks."""
+    low, high = 0, min(len(one), len(other))
+    middle = high
+    while low < high:
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low

@@ -441,12 +441,8 @@ class DeviceRunner:
             return
         for group, part in enumerate(self.storage.parts):
             copies = batch.of_group(group).block_copies
-            if not copies:
-                continue
-            pairs = torch.tensor(copies, dtype=torch.int64)
-            if self.device.type == "cuda":
-                pairs = pairs.pin_memory().to(self.device, non_blocking=True)
-            copy_in_all_layers(part, pairs)
+            if copies:
+                copy_in_all_layers(part, copies)
 
 
 class _Scored:
