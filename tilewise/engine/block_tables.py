@@ -21,14 +21,14 @@ from typing import NamedTuple
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.batch import Batch
-from tilewise.engine.inside import begin_inside
+from tilewise.engine.inside import begin_inside, num_common
 from tilewise.engine.one_group import OneGroup
 from tilewise.engine.request import Sequence
 from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers, spread
 from tilewise.engine.table_checks import check_blocks
 from tilewise.engine.trace import Trace
 
-__all__ = ["BlockTables", "num_common"]
+__all__ = ["BlockTables"]
 
 
 class _Match(NamedTuple):
@@ -588,16 +588,3 @@ class BlockTables(OneGroup):
         """Blocks that reserving would take from the free list: new ones and revived ones."""
         revived = sum(self.allocator.ref_count(block) == 0 for block in hits)
         return self.blocks_for(seq.num_tokens) - len(hits) + revived
-
-
-def num_common(one: list[int], other: list[int]) -> int:
-    """Return how many blocks two tables begin with alike, comparing pieces rather than blocks."""
-    low, high = 0, min(len(one), len(other))
-    middle = high
-    while low < high:
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-        middle = (low + high + 1) // 2
-    return low
