@@ -148,7 +148,7 @@ MUTANTS = {
     ),
     "the_token_that_a_search_chose_is_not_sent": Mutant(
         "tilewise/engine/device_batch.py", "elif run.is_chosen:", "elif False:",
-        ("tests/engine/test_device_runner.py", "-k", "beams_are_the_same"),
+        ("tests/engine/test_device_batch.py",),
     ),
     "a_row_that_begins_elsewhere_is_told_its_token_alone": Mutant(
         "tilewise/engine/device_batch.py", "            if next_of[row] != start:\n",
