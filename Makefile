@@ -52,6 +52,7 @@ docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed re
 	$(BIN)/python docs/memory_plot.py
 	$(BIN)/python docs/engine_plots.py
 	$(BIN)/python docs/simulate_plots.py
+	$(BIN)/python docs/swap_plots.py
 
 clean:
 	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache

@@ -2,10 +2,11 @@
 
     python benchmarks/invariant_linear.py --json F
 
-For each shape of Qwen3-0.6B and Llama-3-8B and some numbers of rows: whether all tiles of
-`tiles.invariant_linear` give the same bits, also for some rows alone, and how long each takes, in a
-captured graph of products whose weights are more than the L2 cache holds; then cuBLAS, and what the
-table chooses. A line says "DIFFER" where bits do, and the exit status is 1.
+For each shape of Qwen3-0.6B and Llama-3-8B and some numbers of rows: whether all tiles give the
+same bits, also for some rows alone, and how long each takes, in a captured graph of products whose
+weights are more than the L2 cache holds; then cuBLAS, and what the table chooses. On Hopper the
+tiles are those of `tiles.invariant_many` and the kernel of few rows ("few"), elsewhere, and with
+--triton, Triton's. A line says "DIFFER" where bits do, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.on_shape import machine
 from tilewise.kernels import device
-from tilewise.kernels.tiles.invariant_linear import candidates, invariant_tile
-from tilewise.kernels.triton.step.invariant_linear import launch
+from tilewise.kernels.gluon.step import invariant_linear as hopper
+from tilewise.kernels.gluon.step import linear as few_rows
+from tilewise.kernels.tiles import invariant_linear as triton_tiles
+from tilewise.kernels.tiles import invariant_many as hopper_tiles
+from tilewise.kernels.tiles import linear_rows
+from tilewise.kernels.triton.step.invariant_linear import launch as launch_triton
+from tilewise.testing import assert_within_budget
 
 SHAPES = (
     (1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 151_936),
@@ -52,11 +59,38 @@ def microseconds(run: Any, count: int) -> float:
     return round(statistics.median(times[1:]), 2)
 
 
+Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def tiles_of_triton(rows: int, outputs: int, arch: int) -> tuple[dict[str, Launch], str]:
+    """Return a launch for each tile by its name, and the name of the one that is chosen."""
+    found: dict[str, Launch] = {}
+    for tile in triton_tiles.candidates():
+        if rows > 64 or tile.tile_m <= 64:
+            found["x".join(map(str, tile))] = lambda x, w, t=tile: launch_triton(x, w, None, t)
+    return found, "x".join(map(str, triton_tiles.invariant_tile(rows, outputs, 2, arch)))
+
+
+def tiles_of_hopper(rows: int, outputs: int, channels: int) -> tuple[dict[str, Launch], str]:
+    """Likewise those of Hopper's own kernels."""
+    found: dict[str, Launch] = {}
+    few = linear_rows.tile_of(outputs, channels)
+    if rows <= linear_rows.most_rows(few):
+        found["few"] = lambda x, w: few_rows.launch(x, w, None)
+    has_parts = linear_rows.parts_of(few, channels) > 1
+    for tile in hopper_tiles.candidates(has_parts):
+        name = "x".join(map(str, tile))
+        found[name] = lambda x, w, t=tile: hopper.launch_many(x, w, None, t)
+    chosen = hopper_tiles.many_tile(rows, outputs, channels, has_parts)
+    return found, "few" if chosen is None else "x".join(map(str, chosen))
+
+
 def main() -> int:
     """Check and measure all, print a line each, then JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the list")
+    parser.add_argument("--triton", action="store_true", help="Triton's tiles on Hopper, too")
     parser.add_argument("--json", help="write the last line there, too")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -70,27 +104,30 @@ def main() -> int:
         for rows in args.rows:
             x = torch.randn(rows, channels, device="cuda", dtype=torch.bfloat16)
             used = weights if rows <= 256 else weights[:2]
-            first = launch(x, weights[0], None, candidates()[0])
-            some = x[rows // 3 : rows // 3 + 5]
             row: dict[str, Any] = {"channels": channels, "outputs": outputs, "rows": rows}
-            for tile in candidates():
-                y = launch(x, weights[0], None, tile)
-                part = launch(some, weights[0], None, tile)
-                equal = torch.equal(y, first) and torch.equal(part, first[rows // 3 :][: len(some)])
+            if arch // 10 == 9 and not args.triton:
+                launches, chosen = tiles_of_hopper(rows, outputs, channels)
+            else:
+                launches, chosen = tiles_of_triton(rows, outputs, arch)
+            first = list(launches.values())[-1](x, weights[0])
+            some = x[rows // 3 : rows // 3 + 5]
+            wanted = first[rows // 3 :][: len(some)]
+            if rows <= 1024 and outputs <= 8192:
+                wide = F.linear(x.double(), weights[0].double())
+                assert_within_budget(first, wide, F.linear(x, weights[0]))
+            for name, launch in launches.items():
+                equal = torch.equal(launch(x, weights[0]), first)
+                equal = equal and torch.equal(launch(some, weights[0]), wanted)
                 is_equal &= equal
-                name = "x".join(map(str, tile))
                 if not equal:
                     print(f"DIFFER {channels} -> {outputs}, {rows} rows, {name}", flush=True)
-                if rows <= 64 and tile.tile_m > 64:
-                    continue
-                run = lambda t=tile, x=x, used=used: [launch(x, w, None, t) for w in used]  # noqa: E731
+                run = lambda f=launch, x=x, used=used: [f(x, w) for w in used]  # noqa: E731
                 row[name] = microseconds(run, len(used))
             row["cublas"] = microseconds(
                 lambda x=x, used=used: [F.linear(x, w) for w in used], len(used)
             )
-            chosen = "x".join(map(str, invariant_tile(rows, outputs, 2, arch)))
             row["chosen"] = chosen
-            best = min((v, k) for k, v in row.items() if "x" in k)
+            best = min((row[name], name) for name in launches)
             print(
                 f"{channels} -> {outputs}, {rows}: chosen {chosen} {row[chosen]}, best {best[1]} "
                 f"{best[0]}, cublas {row['cublas']}", flush=True,

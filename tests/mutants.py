@@ -50,6 +50,7 @@ class Mutant:
 _ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
 _GROUPED, _TABLES = "tilewise/cache/grouped_prefix.py", "tilewise/engine/group_tables.py"
 _TEST_GROUPS = ("tests/engine/test_group_simulation.py", "-k", "any_schedule")
+_TEST_LOGPROBS = ("tests/engine/test_device_runner.py", "-k", "same or late")
 _OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/arguments.py"
 _TEST_DIRECT, _TEST_ATTENTION = (
     "tests/ops/attention/test_direct.py",
@@ -131,6 +132,27 @@ MUTANTS = {
         _GROUPED, "                    self.allocators[group].unmark_cached(block)\n"
         "                    forgotten",
         "                    forgotten", _TEST_GROUPS,
+    ),
+    # Log-probabilities of steps on a device.
+    "log_probabilities_of_all_steps_are_read_to_one_place": Mutant(
+        "tilewise/engine/device_runner.py", "self.logprobs.room_of(logprobs.tensors, place)",
+        "self.logprobs.room_of(logprobs.tensors, 0)", _TEST_LOGPROBS,
+    ),
+    "log_probabilities_are_those_of_the_rows_in_order": Mutant(
+        "tilewise/engine/step_logprobs.py", "asking.sort(key=lambda i: rows[i])",
+        "rows = sorted(rows)", _TEST_LOGPROBS,
+    ),
+    "memory_for_few_log_probabilities_is_used_for_many": Mutant(
+        "tilewise/engine/step_logprobs.py", "        if [(x.dtype, x.shape[1:]) for x in kept] !=",
+        "        if not kept and [(x.dtype, x.shape[1:]) for x in kept] !=", _TEST_LOGPROBS,
+    ),
+    "the_token_that_a_search_chose_is_not_sent": Mutant(
+        "tilewise/engine/device_batch.py", "elif run.is_chosen:", "elif False:",
+        ("tests/engine/test_device_batch.py",),
+    ),
+    "a_row_that_begins_elsewhere_is_told_its_token_alone": Mutant(
+        "tilewise/engine/device_batch.py", "            if next_of[row] != start:\n",
+        "            if next_of[row] < 0:\n", ("tests/engine/test_device_batch.py",),
     ),
     # Calls of attention whose plans are known.
     "a_call_is_known_without_the_strides_of_k": Mutant(

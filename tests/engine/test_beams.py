@@ -16,7 +16,7 @@ from tests.engine.test_scheduler_simulation import (
     Story,
     random_request,
 )
-from tilewise.engine import beams
+from tilewise.engine import beams, block_tables
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.beams import MAX_BEAM_WIDTH, Beams, BeamSearch, BeamSearchParams
 from tilewise.engine.block_tables import BlockTables
@@ -143,8 +143,20 @@ def test_thousands_of_schedules_give_the_beams_of_a_search_alone(part: int, over
         story.judge()
 
 
+def test_what_two_tables_have_in_common_is_what_they_begin_with_alike():
+    draw = random.Random(0)
+    for _ in range(500):
+        one, other = ([draw.randrange(1000) for _ in range(draw.randrange(6))] for _ in range(2))
+        both = list(range(draw.randrange(40)))
+        found = block_tables.num_common(both + one, both + other)
+        pairs = zip(one, other, strict=False)
+        alike = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))
+        assert found == len(both) + alike
+
+
 def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
-    seen = dict.fromkeys(("in turns", "preempted", "copies", "forks", "dropped", "hits"), 0)
+    kinds = ("in turns", "preempted", "copies", "forks", "taken over", "dropped", "hits")
+    seen = dict.fromkeys(kinds, 0)
     makes_way, fork = Beams.who_makes_way, BlockTables.fork
     take_copies, regroup = BlockTables.take_copies, Roster.regroup
 
@@ -153,9 +165,11 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
         seen["in turns"] += found is not None
         return found
 
-    def forking(self, parent, child):
+    def forking(self, parent, child, gone=None):
         seen["forks"] += parent.search is not None
-        fork(self, parent, child)
+        num_before = 0 if gone is None else len(gone.block_ids)
+        fork(self, parent, child, gone)
+        seen["taken over"] += gone is not None and len(gone.block_ids) < num_before
 
     def regrouping(self, family):
         seen["dropped"] += len(set(self.requests[family[0].request.request_id]) - set(family))
@@ -549,10 +563,28 @@ def keep_the_blocks_of_dropped_beams(tables, seq):
         RELEASE(tables, seq)
 
 
-def fork_without_owning(tables, parent, child):
-    FORK(tables, parent, child)
+def fork_without_owning(tables, parent, child, gone=None):
+    FORK(tables, parent, child, gone)
     if child.search is not None:
         tables.allocator.release(child.block_ids)
+
+
+def take_over_what_is_not_common(one, other):
+    return min(len(one), len(other))
+
+
+def keep_what_was_taken_over(tables, parent, child, gone=None):
+    kept = [] if gone is None else list(gone.block_ids)
+    FORK(tables, parent, child, gone)
+    if gone is not None:
+        gone.block_ids = kept
+
+
+def own_twice_what_was_taken_over(tables, parent, child, gone=None):
+    before = 0 if gone is None else len(gone.block_ids)
+    FORK(tables, parent, child, gone)
+    if gone is not None:
+        tables.allocator.share(parent.block_ids[: before - len(gone.block_ids)])
 
 
 def write_where_others_read(tables, seq, end):
@@ -619,6 +651,9 @@ def count_one_token_less(params, cumulative_logprob, num_tokens):
 MISTAKES = [
     (BlockTables, "release", keep_the_blocks_of_dropped_beams),
     (BlockTables, "fork", fork_without_owning),
+    (BlockTables, "fork", keep_what_was_taken_over),
+    (BlockTables, "fork", own_twice_what_was_taken_over),
+    (block_tables, "num_common", take_over_what_is_not_common),
     (BlockTables, "extend", write_where_others_read),
     (BeamSearch, "choose", choose_from_the_worst_beam_first),
     (BeamSearch, "choose", let_any_continuation_end),

@@ -213,6 +213,25 @@ def test_rows_stay_together_when_sequences_leave():
     assert rows.active.tolist() == [1, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("start", [1, 0], ids=["goes on", "again"])
+def test_a_row_that_goes_on_with_a_chosen_token_is_told_that_alone(start):
+    rows = DeviceBatch(6, 8, 4, CPU)
+    come = Batch(tuple(run(i, (i,), 0, [10 + i]) for i in range(3)))
+    rows.send(rows.take(come, decodes=True))
+    rows.fresh.fill_(-1)
+    rows.position += rows.active
+    rows.counter += rows.active
+    rows.token += 100  # what the step has drawn
+    chosen = [run(i, (7 + i,), start, [10 + i], 1)._replace(is_chosen=i != 1) for i in range(3)]
+    changes = rows.take(Batch((*chosen[::2], run(1, (PENDING,), 1, [11], 1))), decodes=True)
+    rows.send(changes)
+    assert len(changes.set_rows) == (0 if start == 1 else 2)
+    assert rows.token[:3].tolist() == [7, 101, 9]
+    assert rows.position[:3].tolist() == [start, 1, start]
+    assert rows.counter[:3].tolist() == [4 if start == 1 else 3, 4, 4 if start == 1 else 3]
+    assert rows.active.tolist() == [1, 1, 1, 0, 0, 0]
+
+
 def test_a_drawn_token_that_no_row_has_is_an_error():
     rows = DeviceBatch(2, 8, 4, CPU)
     for is_decode in (True, False):

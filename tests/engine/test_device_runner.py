@@ -17,6 +17,7 @@ from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.step_logprobs import StepLogprobs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -116,6 +117,79 @@ def test_beams_are_the_same(checkpoint, seats):
         assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
         for mine, theirs in zip(one.outputs[:-1], other.outputs[:-1], strict=True):
             assert math.isclose(mine.cumulative_logprob, theirs.cumulative_logprob, abs_tol=1e-4)
+
+
+def test_steps_of_a_search_read_log_probabilities_to_the_same_memory_in_turn(
+    checkpoint, monkeypatch
+):
+    places, asked = [], []
+    room_of, asking_of = StepLogprobs.room_of, StepLogprobs.asking
+
+    def noted_room(self, found, place):
+        room = room_of(self, found, place)
+        assert [x.shape for x in room] == [x.shape for x in found]
+        places.append((place, *(x.data_ptr() for x in room)))
+        return room
+
+    def noted_asking(self, samplers, rows):
+        asking = asking_of(self, samplers, rows)
+        assert sorted(asking.places) == list(range(len(samplers)))
+        assert asking.rows.tolist() == [rows[i] for i in asking.places]
+        asked.append(asking.rows.data_ptr())
+        return asking
+
+    monkeypatch.setattr(StepLogprobs, "room_of", noted_room)
+    monkeypatch.setattr(StepLogprobs, "asking", noted_asking)
+    llm = make(checkpoint[0], on_device=True)
+    ids = llm.generate(as_ids(prompts(1)), BeamSearchParams(4, max_tokens=20))[0].outputs
+    assert len(ids[0].token_ids) == 20
+    assert len(places) > 3 * device_runner.RING
+    assert len(set(places)) == device_runner.RING
+    assert len(set(asked)) <= 4 < len(asked)  # the same few rows, sent once
+
+
+def test_log_probabilities_that_are_read_late_are_those_of_their_step(checkpoint, monkeypatch):
+    """As many steps are unread as have a place; more and fewer are asked for in turn."""
+    directory, _ = checkpoint
+    recorded = []
+
+    def keeping(self, batch):
+        handle = submit(self, batch)
+        kept = [s._replace(block_ids=list(s.block_ids)) for s in batch.sequences]
+        recorded.append((replace(batch, sequences=tuple(kept)), handle.result()))
+        return handle
+
+    submit = DeviceRunner.submit
+    seats = {"max_num_seqs": 40, "num_blocks": 400}
+    llm = make(directory, on_device=True, **seats)
+    llm.engine.overlap, llm.engine.scheduler.max_in_flight = False, 1
+    monkeypatch.setattr(DeviceRunner, "submit", keeping)
+    llm.generate(
+        as_ids(prompts(3)),
+        [
+            SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
+            SamplingParams(seed=2, max_tokens=9, ignore_eos=True, logprobs=20),
+            BeamSearchParams(30, max_tokens=5),  # more columns than a sample may ask for
+        ],
+    )
+    monkeypatch.setattr(DeviceRunner, "submit", submit)
+    again, unread = make(directory, on_device=True, **seats).engine.runner, []
+
+    def read():
+        handle, wanted = unread.pop(0)
+        found = handle.result()
+        assert found == wanted
+        return sum(token.logprob is not None for tokens in found for token in tokens)
+
+    num_read = 0
+    for batch, wanted in recorded:
+        unread.append((again.submit(batch), wanted))
+        if len(unread) == device_runner.RING:
+            num_read += read()
+    num_read += sum(read() for _ in range(len(unread)))
+    assert num_read > 24 + 9
+    decodes = [b for b, _ in recorded if all(len(s.token_ids) == 1 for s in b.sequences)]
+    assert len(decodes) > 5 * device_runner.RING
 
 
 def test_a_row_that_goes_on_with_what_it_drew_itself_shows(checkpoint, monkeypatch):

@@ -23,8 +23,10 @@ from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.kernels.gluon.latent import plan as mla_decode
-from tilewise.kernels.gluon.step import linear
+from tilewise.kernels.gluon.step import invariant_linear, linear
 from tilewise.kernels.spec import AttentionSpec, PagedSpec
+from tilewise.kernels.tiles import invariant_many
+from tilewise.kernels.tiles.invariant_many import ManyTile
 from tilewise.kernels.tiles.linear_rows import RowsTile
 
 ARCH = 90  # compiled for any other, LLVM aborts the process
@@ -318,4 +320,45 @@ def product_cases() -> Iterator[GluonCase]:
         )
 
 
-CASES: list[GluonCase] = [*attention_cases(), *fp8_cases(), *latent_cases(), *product_cases()]
+@dataclass(frozen=True)
+class Many:
+    """A product of many rows whose sums are those of one row."""
+
+    rows: int
+    outputs: int
+    channels: int
+    tile: ManyTile
+    dtype: torch.dtype = torch.bfloat16
+    has_bias: bool = False
+
+
+def launch_many(product: Many) -> None:
+    """Call the launcher of the product of many rows."""
+    rows, outputs, channels = product.rows, product.outputs, product.channels
+    x, weight, bias = (
+        meta(*shape, dtype=product.dtype)
+        for shape in ((rows, channels), (outputs, channels), (outputs,))
+    )
+    invariant_linear.launch_many(x, weight, bias if product.has_bias else None, product.tile)
+
+
+def many_cases() -> Iterator[GluonCase]:
+    """Yield every tile of the table, with and without parts, and what else changes the code."""
+    found = {
+        f"{'parts' if parts else 'whole'}-{tile.tile_m}x{tile.tile_n}": Many(
+            8192, 1024 if parts else 4096, 2048 if parts else 1024, tile
+        )
+        for parts in (False, True)
+        for tile in invariant_many.candidates(parts)
+    }
+    tile = invariant_many.candidates(True)[0]
+    found["bias-fp16"] = Many(100, 1000, 1000, tile, torch.float16, has_bias=True)
+    for name, product in found.items():
+        yield GluonCase(
+            f"sm_{ARCH}-gluon-many-{name}", ARCH, functools.partial(launch_many, product)
+        )
+
+
+CASES: list[GluonCase] = [
+    *attention_cases(), *fp8_cases(), *latent_cases(), *product_cases(), *many_cases()
+]  # fmt: skip

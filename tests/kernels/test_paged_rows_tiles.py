@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles import paged
 from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
 
 
@@ -73,6 +75,28 @@ def test_a_few_tiles_fill_the_device_once_and_many_are_left_whole() -> None:
     assert 2 * 8 * (-(-128 // -(-256 // plan.target_items))) <= 132
     crowd = _spec(num_seqs=64, num_tokens=64 * 64, max_seqlen_q=64)
     assert not plan_rows(crowd, extend_config(crowd, 90), 132).splits
+
+
+def test_batch_invariant_rows_that_decode_meet_the_tiles_of_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged, "INVARIANT_DECODES", True)
+    decode = _spec(batch_invariant=True, num_seqs=9, max_seqlen_q=1, num_tokens=9, max_blocks=900)
+    mixed = _spec(batch_invariant=True, num_seqs=9, max_seqlen_q=700, num_tokens=9000)
+    for choose in (paged.paged_work, paged.planned_work):
+        first, second = choose(decode, 90, 132), choose(mixed, 90, 132)
+        assert first.rows_config is None
+        assert first.split_run == second.split_run == 1
+        assert first.split_config == second.split_config == second.rows_config
+        assert first.split_plan.alone
+        assert first.split_plan.num_pairs == 9
+        for arch, changes in (
+            (80, {}),
+            (90, {"dtype": torch.float32, "cache_dtype": torch.float32}),
+        ):
+            other = choose(_spec(batch_invariant=True, num_tokens=1, **changes), arch, 132)
+            assert other.split_run == 0
+            assert other.rows_config is not None
 
 
 def test_batch_invariant_work_depends_on_a_sequence_alone() -> None:

@@ -253,7 +253,7 @@ def test_an_invariant_product_says_what_is_wrong():
 
 def test_models_take_invariant_products_everywhere():
     from tilewise.models import ModelConfig, build_model
-    from tilewise.nn.invariant import InvariantLinear
+    from tilewise.nn.invariant_linear import InvariantLinear
 
     model = build_model(
         ModelConfig.from_hf(
@@ -280,7 +280,7 @@ def test_a_table_says_where_hoppers_own_product_is_chosen(channels, backend, mon
     monkeypatch.setattr(linear_rows, "_TABLE", table)
     monkeypatch.setattr(device, "arch_of", lambda _: 90)
     weight = torch.empty(20, channels, dtype=torch.bfloat16, device="meta")
-    spec = replace(linear_op._spec_of(weight), device_type="cuda")
+    spec = replace(linear_op.spec_of(weight), device_type="cuda")
     assert linear_op._backend_of(spec, None) == backend
     assert linear_op._backend_of(spec, "gluon") == "gluon"
     assert linear_op._backend_of(spec, "reference") == "reference"
@@ -289,9 +289,9 @@ def test_a_table_says_where_hoppers_own_product_is_chosen(channels, backend, mon
 
 def test_who_cannot_address_a_weight_is_told():
     weight = torch.empty(20, 80, dtype=torch.bfloat16)
-    assert linear_op._spec_of(weight).addressable
-    assert linear_op._spec_of(weight[:, 8:16]).addressable
-    assert not linear_op._spec_of(weight[:, 3:11]).addressable
-    assert not linear_op._spec_of(torch.empty(20, 81, dtype=torch.bfloat16)).addressable
+    assert linear_op.spec_of(weight).addressable
+    assert linear_op.spec_of(weight[:, 8:16]).addressable
+    assert not linear_op.spec_of(weight[:, 3:11]).addressable
+    assert not linear_op.spec_of(torch.empty(20, 81, dtype=torch.bfloat16)).addressable
     with pytest.raises(UnsupportedError, match="device must be cuda"):
         ops.linear(weight[:3], weight, backend="gluon")

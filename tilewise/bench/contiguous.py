@@ -246,7 +246,7 @@ class ContiguousTables(BlockTables):
         """Return True: a piece is as long as its sequence will ever be."""
         return True
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: Sequence, child: Sequence, gone: Sequence | None = None) -> None:
         """Give a new sample one of the pieces that were reserved with its parent's."""
         reserved = self._reserved[parent.request.request_id]
         child.block_ids = [reserved.pop()]

@@ -115,8 +115,7 @@ class Ages:
             self._used[block] = now
 
     def _free(self, now: float, blocks: tuple[int, ...]) -> None:
-        for block in blocks:
-            self._used[block] = now
+        self._used.update(dict.fromkeys(blocks, now))
 
     def _evict(self, now: float, block: int) -> None:
         born = self._born.pop(block, None)

@@ -381,21 +381,21 @@ class Beams:
         parents = {branch.parent for branch in branches}
         kept = {s.index for s in parents}
         free = (i for i in range(len(branches)) if i not in kept)
-        sequences, known = list[Sequence](), {s: list(s.token_ids) for s in parents}
+        gone = [s for s in family if s not in parents]
+        held, leaving = [s.seq_id for s in gone if s.block_ids], iter(gone)
+        sequences, known = list[Sequence](), {s: s.num_tokens for s in parents}
         for parent, token_id in branches:
             seq = parent
-            if parent.num_tokens > len(known[parent]):  # it goes on with another token
-                seq = self.roster.branch(parent, list(known[parent]), next(free))
+            if parent.num_tokens > known[parent]:  # it goes on with another token
+                seq = self.roster.branch(parent, parent.token_ids[: known[parent]], next(free))
                 seq.search, seq.is_stepwise = search, True
                 seq.num_cached_tokens = parent.num_cached_tokens
                 if parent.block_ids:
-                    self.tables.fork(parent, seq)
+                    self.tables.fork(parent, seq, next(leaving, None))
                     self.tables.trace.note("fork", parent.seq_id, seq.seq_id, seq.index)
             seq.token_ids.append(token_id)
             sequences.append(seq)
         self.roster.regroup(search.order(search.follow(sequences)))
-        gone = [s for s in family if s not in parents]
-        held = [s.seq_id for s in gone if s.block_ids]
         for seq in gone:
             self.tables.trace.finish(seq, False)
             self.tables.release(seq)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,14 +15,18 @@ from tilewise.ops import copy_blocks
 __all__ = ["copy_in_all_layers"]
 
 
-def copy_in_all_layers(storage: KVStorage, block_pairs: Tensor) -> None:
-    """Copy blocks (C, 2) int64, source and destination, in all layers of one group.
+def copy_in_all_layers(storage: KVStorage, block_pairs: Tensor | Sequence[tuple[int, int]]) -> None:
+    """Copy blocks, source and destination, in all layers of one group.
 
     Args:
         storage: of the group, one of `KVStorage.parts`.
-        block_pairs: on the storage's device; no block is a source and a destination.
+        block_pairs: (C, 2) int64 on the storage's device; or pairs of the host, where it takes no
+            launches to write them down for all layers. No block is a source and a destination.
     """
-    pairs = storage.in_all_layers(block_pairs)
+    if isinstance(block_pairs, Tensor):
+        pairs = storage.in_all_layers(block_pairs)
+    else:
+        pairs = _sent_for_all_layers(storage, block_pairs)
     if isinstance(storage.spec.kv, LatentSpec):
         source, target = pairs.unbind(1)
         for tensor in storage.whole:
@@ -29,3 +36,14 @@ def copy_in_all_layers(storage: KVStorage, block_pairs: Tensor) -> None:
     k_cache, v_cache, *scales = storage.whole
     k_scale, v_scale = scales or (None, None)
     copy_blocks(k_cache, v_cache, pairs, k_scale=k_scale, v_scale=v_scale)
+
+
+def _sent_for_all_layers(storage: KVStorage, pairs: Sequence[tuple[int, int]]) -> Tensor:
+    """Return `KVStorage.in_all_layers` of pairs, on the storage's device."""
+    layer = np.arange(len(storage.spec.groups[0].layers), dtype=np.int64)
+    firsts = (layer * storage.num_blocks)[:, None, None]
+    found = torch.from_numpy((np.array(pairs, np.int64) + firsts).reshape(-1, 2))
+    device = storage.whole[0].device
+    if device.type == "cuda":
+        found = found.pin_memory().to(device, non_blocking=True)
+    return found

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.batch import Batch
-from tilewise.engine.inside import begin_inside
+from tilewise.engine.inside import begin_inside, num_common
 from tilewise.engine.one_group import OneGroup
 from tilewise.engine.request import Sequence
 from tilewise.engine.swap_space import BlockStore, SwapSpace, Transfers, spread
@@ -339,9 +339,19 @@ class BlockTables(OneGroup):
             self.trace.note("extend", seq.seq_id, tuple(blocks[-grown:]))
         return True
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence start from all that its parent has computed."""
-        self.allocator.share(parent.block_ids)
+    def fork(self, parent: Sequence, child: Sequence, gone: Sequence | None = None) -> None:
+        """Let a new sequence start from all that its parent has computed.
+
+        Args:
+            gone: one that is released next. The child becomes the owner, in its place, of the
+                blocks that it and the parent begin with: of a long text nearly all.
+        """
+        common = 0
+        if gone is not None:
+            common = num_common(parent.block_ids, gone.block_ids)
+            self.trace.free(gone.block_ids[:common])
+            del gone.block_ids[:common]
+        self.allocator.share(parent.block_ids[common:] if common else parent.block_ids)
         parent.shares_tail = child.shares_tail = True
         child.block_ids = list(parent.block_ids)
         child.num_registered_blocks = parent.num_registered_blocks

@@ -55,7 +55,7 @@ class Changes:
     set_rows: list[tuple[int, ScheduledSequence, int, int]] = field(default_factory=list)
     tokens: list[tuple[int, int]] = field(default_factory=list)
     active: list[tuple[int, int]] = field(default_factory=list)
-    blocks: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
+    blocks: list[tuple[int, int, NDArray[np.int32]]] = field(default_factory=list)
     fresh: list[tuple[int, int]] = field(default_factory=list)
 
     def parts(self, width: int) -> list[NDArray[np.integer]]:
@@ -68,7 +68,7 @@ class Changes:
             floats[3:].view(np.int32)[0, i] = min(sampling.top_k, 2**31 - 1)
             ints[:, i] = position, 1, run.seeds[0] if run.seeds else 0, counter
         places = [np.arange(len(b), dtype=np.int64) + r * width + c for r, c, b in self.blocks]
-        blocks = [np.array(b, dtype=np.int32) for _, _, b in self.blocks]
+        blocks = [b for _, _, b in self.blocks]
         return [
             _column(self.moves, 0),
             _column(self.moves, 1),
@@ -271,11 +271,14 @@ class DeviceBatch:
         columns: list[int] = []  # of the fresh blocks
         for row, run in zip(changes.rows, batch.sequences, strict=True):
             start = run.start
-            if next_of[row] != start or run.is_chosen:
+            if next_of[row] != start:
                 self._expect_known(run)
                 changes.set_rows.append((row, run, start, run.num_generated))
                 changes.tokens.append((row, run.token_ids[0]))
                 self._is_active[row] = True
+            elif run.is_chosen:  # all else is where the step before has left it
+                self._expect_known(run)
+                changes.tokens.append((row, run.token_ids[0]))
             next_of[row] = start + 1
             have, blocks = min(run.first_new_block, num_blocks[row]), run.block_ids
             if have < len(blocks):
@@ -304,7 +307,7 @@ class DeviceBatch:
                 self._store_blocks(row, have, run.block_ids, changes)
 
     def _store_blocks(self, row: int, first: int, blocks: Sequence[int], changes: Changes) -> None:
-        new = blocks[first:]
+        new = np.array(blocks[first:], np.int32)
         self.host_table[row, first : len(blocks)] = new
         self._num_blocks[row] = len(blocks)
         changes.blocks.append((row, first, new))

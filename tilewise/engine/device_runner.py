@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ from tilewise.engine.device_batch import Changes, DeviceBatch
 from tilewise.engine.host_cache import HostCache
 from tilewise.engine.prompt_scores import Chunk, PromptScores, finish, hand_over, score
 from tilewise.engine.prompt_steps import PromptSteps, can_capture
-from tilewise.engine.request import MOST_LOGPROBS
 from tilewise.engine.runner import (
     SHARING_BYTES,
     CausalModel,
@@ -50,8 +49,8 @@ from tilewise.engine.runner import (
     head_logits,
     is_device_lost,
 )
-from tilewise.engine.sampler import most_likely
 from tilewise.engine.shared_groups import SharedGroups
+from tilewise.engine.step_logprobs import FoundLogprobs, Logprobs, StepLogprobs
 from tilewise.nn.context import AttentionContext
 from tilewise.ops import shared_prefixes
 
@@ -60,7 +59,6 @@ __all__ = ["DeviceRunner"]
 # Logits that are drawn from at a time in a step of prompts: 256 MiB of float32.
 MAX_SAMPLED = 2**26
 _plain = PlainTokens()
-Logprobs = tuple[Tensor, Tensor, Tensor]
 Read = Callable[[], tuple[list[int], list[int], list[list[Any]]]]
 
 
@@ -134,6 +132,7 @@ class DeviceRunner:
             torch.zeros((max_num_seqs, 2), dtype=torch.int64, pin_memory=is_cuda)
             for _ in range(RING)
         ]
+        self.logprobs = StepLogprobs(max_num_seqs, self.device)
         self._reading = torch.cuda.Stream(self.device) if is_cuda else None
 
     @property
@@ -192,7 +191,7 @@ class DeviceRunner:
     def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
         changes = self.rows.take(batch, decodes=True)
         bucket = next(b for b in self.buckets if b >= self.rows.num_rows)
-        asking = None if batch.is_plain else self._asking(batch.sequences, changes.rows)
+        asking = None if batch.is_plain else self.logprobs.asking(batch.sequences, changes.rows)
         in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
         step = self._prepared(bucket, in_halves, self._finds_groups(batch, changes, bucket))
         self._copy_blocks(batch)
@@ -215,6 +214,7 @@ class DeviceRunner:
         if asking is not None and raw is not None:
             tokens = self.results.values[place, :, 0].index_select(0, asking.rows)
             logprobs = asking.found_in(raw, tokens)
+            logprobs.host = self.logprobs.room_of(logprobs.tensors, place)
         end, pinned = self.rows.num_rows, self._pinned[place]
         target = pinned[:end]
         event = self._read([(target, self.results.values[place, :end])], logprobs)
@@ -351,7 +351,7 @@ class DeviceRunner:
         logits = (self.model.compute_logits if adjusts else head_logits(self.model))(hidden)
         samplers = [s for s in sequences for _ in range(s.num_samples)]
         repeated = [i for i, count in enumerate(counts.tolist()) for _ in range(count)]
-        asking, raw = self._asking(samplers, repeated), None
+        asking, raw = self.logprobs.asking(samplers, repeated), None
         if asking is not None:
             raw = logits.index_select(0, asking.rows)
         errors: dict[int, Exception] = {}
@@ -365,7 +365,9 @@ class DeviceRunner:
         rows.store_tokens(drawing_, pairs[:, 0].index_select(0, firsts_))
         logprobs = None
         if asking is not None and raw is not None:
-            logprobs = asking.found_in(raw, pairs[:, 0].index_select(0, asking.samples))
+            logprobs = asking.found_in(
+                raw, pairs[:, 0].index_select(0, self.logprobs.sent(tuple(asking.places)))
+            )
         is_cuda = self.device.type == "cuda"
         target = torch.empty(pairs.shape, dtype=torch.int64, pin_memory=is_cuda)
         event = self._read([(target, pairs)], logprobs, scored, sums)
@@ -405,21 +407,10 @@ class DeviceRunner:
             parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _asking(self, samplers: Sequence[ScheduledSequence], rows: Sequence[int]) -> _Asking | None:
-        """Return which of the samples, drawn from `rows`, ask for log-probabilities."""
-        asking = [i for i, s in enumerate(samplers) if s.sampling.logprobs is not None]
-        if not asking:
-            return None
-        both = torch.from_numpy(np.array([asking, [rows[i] for i in asking]], np.int64))
-        if self.device.type == "cuda":
-            both = both.pin_memory().to(self.device, non_blocking=True)
-        most = max(samplers[i].sampling.logprobs or 0 for i in asking)
-        return _Asking(asking, both[0], both[1], most)
-
     def _read(
         self,
         copies: list[tuple[Tensor, Tensor]],
-        logprobs: _Logprobs | None,
+        logprobs: FoundLogprobs | None,
         scored: _Scored | None = None,
         sums: pooling.Pooled | None = None,
     ) -> torch.cuda.Event | None:
@@ -428,7 +419,10 @@ class DeviceRunner:
         for more in (logprobs, scored, sums):
             if more is not None:
                 found = more.tensors
-                more.host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in found]
+                if not more.host:
+                    more.host = [
+                        torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in found
+                    ]
                 copies = [*copies, *zip(more.host, found, strict=True)]
         if self._reading is None:
             for target, source in copies:
@@ -448,51 +442,8 @@ class DeviceRunner:
             return
         for group, part in enumerate(self.storage.parts):
             copies = batch.of_group(group).block_copies
-            if not copies:
-                continue
-            pairs = torch.tensor(copies, dtype=torch.int64)
-            if self.device.type == "cuda":
-                pairs = pairs.pin_memory().to(self.device, non_blocking=True)
-            copy_in_all_layers(part, pairs)
-
-
-class _Asking(NamedTuple):
-    """Samples that ask for log-probabilities: their numbers, here and there, and their rows.
-
-    The most that one of them asks for may be more than the kernel gives: beams may be many.
-    """
-
-    places: list[int]
-    samples: Tensor
-    rows: Tensor
-    most: int
-
-    def found_in(self, logits: Tensor, tokens: Tensor) -> _Logprobs:
-        """Compute them, of the model's logits and the token of each of these samples."""
-        logits, vocab = logits.float(), logits.shape[1]
-        if self.most > MOST_LOGPROBS:
-            logprobs = logits.log_softmax(dim=-1)
-            top, ids = most_likely(logprobs, min(self.most, vocab))
-            own = logprobs.gather(-1, tokens[:, None])[:, 0]
-            return _Logprobs(self.places, (own, ids.contiguous(), top.contiguous()))
-        most = min(MOST_LOGPROBS, vocab)  # one number, so that one kernel is compiled
-        return _Logprobs(self.places, ops.token_logprobs(logits, tokens, most))
-
-
-class _Logprobs:
-    """Log-probabilities of the samples `asking`, on the device and, once read, on the host."""
-
-    def __init__(self, asking: list[int], found: Logprobs) -> None:
-        self.asking, self.tensors = asking, list(found)
-        self.host: list[Tensor] = []
-
-    def attach(self, samplers: Sequence[ScheduledSequence], tokens: list[SampledToken]) -> None:
-        """Put them into the tokens."""
-        own, top_ids, top = (x.tolist() for x in self.host)
-        for i, value, ids, best in zip(self.asking, own, top_ids, top, strict=True):
-            kept = samplers[i].sampling.logprobs or 0
-            alternatives = tuple(zip(ids[:kept], best[:kept], strict=True))
-            tokens[i] = SampledToken(tokens[i].token_id, value, alternatives)
+            if copies:
+                copy_in_all_layers(part, copies)
 
 
 class _Scored:
@@ -529,7 +480,7 @@ class _Handle:
         batch: Batch,
         rows: list[int] | None,
         pairs: Tensor,
-        logprobs: _Logprobs | None,
+        logprobs: FoundLogprobs | None,
         event: torch.cuda.Event | None,
         errors: dict[int, Exception] | None = None,
         scored: _Scored | None = None,

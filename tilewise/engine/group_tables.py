@@ -321,8 +321,8 @@ class GroupedTables(BlockTables):
         if not pool.fences:
             pool.sources[source] += 1
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence start from all that its parent has computed."""
+    def fork(self, parent: Sequence, child: Sequence, gone: Sequence | None = None) -> None:
+        """Let a new sequence start from all that its parent has computed; `gone` keeps its own."""
         places = places_of(parent)
         for number, pool in enumerate(self.pools):
             pool.allocator.share(self.held(parent, number))

@@ -21,7 +21,7 @@ from tilewise.engine.request import Sequence
 if TYPE_CHECKING:
     from tilewise.engine.block_tables import BlockTables
 
-__all__ = ["begin_inside"]
+__all__ = ["begin_inside", "num_common"]
 
 
 def begin_inside(tables: BlockTables, seq: Sequence, spare: int, *, is_fresh: bool) -> int:
@@ -58,3 +58,16 @@ def begin_inside(tables: BlockTables, seq: Sequence, spare: int, *, is_fresh: bo
         tables.let_go([blocks[first]])
     blocks[first], seq.shares_tail = source, True
     return count
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    """Return how many blocks two tables begin with alike, comparing pieces rather than blocks."""
+    low, high = 0, min(len(one), len(other))
+    middle = high
+    while low < high:
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low

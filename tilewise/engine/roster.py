@@ -121,8 +121,7 @@ class Roster:
 
     def branch(self, parent: Sequence, token_ids: list[int], index: int) -> Sequence:
         """Make a sequence that continues another of its request; regroup() gives it its place."""
-        seq = self._new(parent.request, index, parent.seed, parent.max_len, parent.rank)
-        seq.token_ids = token_ids
+        seq = self._new(parent.request, index, parent.seed, parent.max_len, parent.rank, token_ids)
         seq.was_admitted, seq.arrival_time = True, parent.arrival_time
         return seq
 
@@ -190,10 +189,18 @@ class Roster:
         self.num_queued_tokens -= seq.num_prompt_tokens
 
     def _new(
-        self, request: Request, index: int, seed: int, max_len: int, rank: tuple[int, int, int]
+        self,
+        request: Request,
+        index: int,
+        seed: int,
+        max_len: int,
+        rank: tuple[int, int, int],
+        token_ids: list[int] | None = None,
     ) -> Sequence:
-        prompt = list(request.prompt_token_ids)
-        seq = Sequence(self._num_sequences, request, index, prompt, len(prompt), seed, max_len)
+        length = len(request.prompt_token_ids)
+        if token_ids is None:
+            token_ids = list(request.prompt_token_ids)
+        seq = Sequence(self._num_sequences, request, index, token_ids, length, seed, max_len)
         seq.rank = rank
         self._num_sequences += 1
         self.live[seq.seq_id] = seq

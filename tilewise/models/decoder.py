@@ -14,7 +14,8 @@ from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
 from tilewise.nn.attention import attend_as_steps
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.invariant import InvariantLinear, use_invariant_linears
+from tilewise.nn.invariant import use_invariant_linears
+from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.layers import fuse_on_cpu
 from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
 from tilewise.nn.same_bits import product, use_inference_bits

@@ -1,36 +1,14 @@
-"""Linear layers of fixed tiles, for batch-invariant inference on a GPU."""
+"""Which layers of a model are replaced for batch-invariant inference on a GPU."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from tilewise import ops
 from tilewise.nn.attention import Attention
 from tilewise.nn.experts import Experts
+from tilewise.nn.invariant_linear import InvariantLinear
 
-__all__ = ["InvariantLinear", "use_invariant_linears"]
-
-
-class InvariantLinear(nn.Module):
-    """Compute x @ weight.T + bias so that a row's bits depend on no other row: inference only.
-
-    Args:
-        weight: (out, in); held, not copied.
-        bias: (out,) or None.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", weight.detach(), persistent=False)
-        held = None if bias is None else bias.detach()
-        self.register_buffer("bias", held, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., in) to (..., out)."""
-        weight, bias = self.get_buffer("weight"), self.bias
-        assert bias is None or isinstance(bias, Tensor)
-        return ops.invariant_linear(x, weight, bias)
+__all__ = ["use_invariant_linears"]
 
 
 def use_invariant_linears(module: nn.Module) -> None:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.ops import linear_leaves_parts, linear_pays
+from tilewise.nn.invariant_linear import InvariantLinear
+from tilewise.ops import invariant_linear_leaves_parts, linear_leaves_parts, linear_pays
 
 __all__ = [
     "ACTIVATIONS",
@@ -82,9 +83,14 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
 def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts:
     """Return linear(x) for `RMSNorm.add`, which adds its parts where a kernel best leaves them."""
     few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
-    if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
-        weight = linear.weight
-        if linear.bias is None and _fuses(x, weight) and linear_leaves_parts(weight):
+    if few and x.numel() > 0 and not torch.is_autocast_enabled():
+        if isinstance(linear, InvariantLinear):
+            weight, leaves_parts = linear.get_buffer("weight"), invariant_linear_leaves_parts
+        elif type(linear) is nn.Linear:
+            weight, leaves_parts = linear.weight, linear_leaves_parts
+        else:
+            return project(linear, x)
+        if linear.bias is None and _fuses(x, weight) and leaves_parts(weight):
             return Parts(ops.linear_parts(x, weight))
     return project(linear, x)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.cache.spec import LatentLayer
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.invariant import InvariantLinear
+from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.layers import RMSNorm
 from tilewise.nn.packed import PackedLinear, can_pack
 
@@ -324,14 +324,10 @@ class MultiheadLatentAttention(nn.Module):
             return torch.stack([head(x[:, h]) for h, head in enumerate(packed)], dim=1)
         weight = self._up_projections()[not is_key]
         if is_invariant and x.is_cuda:
-            rows = weight.transpose(1, 2) if is_key else weight
-            return torch.stack(
-                [
-                    ops.invariant_linear(x[:, h].contiguous(), w.contiguous())
-                    for h, w in enumerate(rows)
-                ],
-                dim=1,
-            )
+            rows = (weight.transpose(1, 2) if is_key else weight).contiguous()
+            ops.settle(x.device)  # a product may ask for its weight before what is before it ends
+            products = [ops.invariant_linear(x[:, h].contiguous(), w) for h, w in enumerate(rows)]
+            return torch.stack(products, dim=1)
         return torch.einsum("thd,hdr->thr" if is_key else "thr,hdr->thd", x, weight)
 
     def _expanded(

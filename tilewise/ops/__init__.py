@@ -8,7 +8,7 @@ from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_t
 from tilewise.ops.early import launching_early, settle
 from tilewise.ops.expert_mlp import expert_mlp
 from tilewise.ops.explain import Explanation, explain
-from tilewise.ops.invariant_linear import invariant_linear
+from tilewise.ops.invariant_linear import invariant_linear, invariant_linear_leaves_parts
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
 from tilewise.ops.latent.expanded import mla_attention, mla_prefill
 from tilewise.ops.linear import (
@@ -49,6 +49,7 @@ __all__ = [
     "expert_mlp",
     "explain",
     "invariant_linear",
+    "invariant_linear_leaves_parts",
     "launching_early",
     "linear",
     "linear_leaves_parts",

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.tiles import invariant_many, linear_rows
 from tilewise.ops import dispatch
 from tilewise.ops.derivatives import lean
 from tilewise.ops.library import register
-from tilewise.ops.linear import check_product, fake_product
+from tilewise.ops.linear import check_product, fake_product, spec_of
 
 
 def invariant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """Compute y = x weight^T + bias in tiles of one size.
+    """Compute y = x weight^T + bias with rows that do not depend on one another.
 
-    Products are summed in float32 along K in an order that depends on the dtype alone: a row of y
-    has the same bits whether it is computed alone or among thousands, which cuBLAS does not
-    promise and `linear` keeps for few rows only. Nothing is differentiable.
+    Products are summed in float32 along K in an order that depends on the dtype and on the weight
+    alone: a row of y has the same bits whether it is computed alone or among thousands, which
+    cuBLAS does not promise and `linear` keeps for few rows only. Nothing is differentiable.
 
     Args:
         x: (..., K), float32, float16 or bfloat16, last dim contiguous.
         weight: (N, K), the dtype of x, last dim contiguous.
         bias: (N,), the dtype of x.
-        backend: "triton" or "reference"; None chooses. There is no kernel for CPUs, whose packed
-            weights (`nn.packed`) keep the same promise.
+        backend: "gluon" (on Hopper), "triton" or "reference", each with bits of its own; None
+            chooses by the weight alone. There is no kernel for CPUs, whose packed weights
+            (`nn.packed`) keep the same promise.
 
     Returns:
         (..., N), a new contiguous tensor of x's dtype.
@@ -43,8 +45,26 @@ def invariant_linear(
     return y
 
 
+def invariant_linear_leaves_parts(weight: Tensor) -> bool:
+    """Whether `linear_parts` gives the parts that `invariant_linear` adds up, and has several.
+
+    Added in their order and rounded once they are its result, bit for bit.
+    """
+    if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    outputs, channels = weight.shape
+    if not invariant_many.IS_CHOSEN:
+        return False
+    if linear_rows.parts_of(linear_rows.tile_of(outputs, channels), channels) == 1:
+        return False
+    return dispatch.refusal("invariant_linear", "gluon", spec_of(weight)) is None
+
+
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-    name = dispatch.choose("invariant_linear", ElementSpec(x.device.type, x.dtype), backend)
+    spec = spec_of(weight)
+    if backend is None and spec.device_type == "cuda" and not invariant_many.IS_CHOSEN:
+        backend = "triton"
+    name = dispatch.choose("invariant_linear", spec, backend)
     y: Tensor = dispatch.kernel_module("invariant_linear", name).launch(x, weight, bias)
     return y
 

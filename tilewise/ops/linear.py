@@ -111,19 +111,20 @@ def linear_leaves_parts(weight: Tensor) -> bool:
     """Whether `linear_parts` is faster than `linear` where a reader can add the parts."""
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return linear_rows.leaves_parts(*weight.shape) and _by_rows(_spec_of(weight))
+    return linear_rows.leaves_parts(*weight.shape) and _by_rows(spec_of(weight))
 
 
 def linear_pays(weight: Tensor) -> bool:
     """Whether `linear` has been measured to be faster than cuBLAS for a weight of this shape."""
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if _by_rows(_spec_of(weight)):
+    if _by_rows(spec_of(weight)):
         return True
     return pays(weight.shape[0], weight.shape[1], device.arch_of(weight.device))
 
 
-def _spec_of(weight: Tensor) -> LinearSpec:
+def spec_of(weight: Tensor) -> LinearSpec:
+    """Return what a weight (N, K) says about its products."""
     outputs, channels = weight.shape
     step = weight.stride(0) if outputs > 1 else 0
     addressable = (weight.data_ptr() | step * weight.itemsize) % 16 == 0
@@ -145,7 +146,7 @@ def _backend_of(spec: LinearSpec, backend: str | None) -> str | None:
 
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-    spec = _spec_of(weight)
+    spec = spec_of(weight)
     name = dispatch.choose("linear", spec, _backend_of(spec, backend))
     y: Tensor = dispatch.kernel_module("linear", name).launch(x, weight, bias)
     return y
@@ -157,7 +158,7 @@ register(
 
 
 def _parts_kernel(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
-    name = dispatch.choose("linear", _spec_of(weight), backend or "gluon")
+    name = dispatch.choose("linear", spec_of(weight), backend or "gluon")
     parts: Tensor = dispatch.kernel_module("linear", name).launch_parts(x, weight)
     return parts
 

@@ -193,6 +193,19 @@ class TestAttention:
         causal = ops.attention(q, k, v, causal=True, window=(None, 2), backend=backend)
         assert torch.equal(causal, ops.attention(q, k, v, causal=True, backend=backend))
 
+    def test_a_scale_of_zero_weighs_all_visible_keys_alike(self, backend, place):
+        q, k, v = (_draw(backend, place, 1, 40, 2, 64).requires_grad_() for _ in range(3))
+        o, lse = ops.attention(
+            q, k, v, causal=True, softmax_scale=0.0, return_lse=True, backend=backend
+        )
+        seen = torch.arange(1, 41, device=place)
+        mean = v.detach().double().cumsum(1) / seen[:, None, None]
+        assert_within_budget(o.detach(), mean, mean.to(o.dtype))
+        torch.testing.assert_close(lse, seen.log().to(lse).expand_as(lse), rtol=1e-6, atol=1e-6)
+        o.sum().backward()
+        assert torch.equal(q.grad, torch.zeros_like(q))
+        assert torch.equal(k.grad, torch.zeros_like(k))
+
     def test_two_runs_are_bitwise_equal(self, backend, place):
         runs = []
         for _ in range(2):

@@ -75,6 +75,10 @@ SMALL_TILE_ROWS = 64  # rows of a key head that one tile of the split kernel hol
 MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-11-22)
 LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
 INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
+# Whether batch-invariant rows that decode on Hopper have the split kernel, never split, in place of
+# the rows kernel: both fold the same tiles of keys by the same code, the former with a plan and an
+# early beginning. That the compiler rounds both alike has not been seen on a GPU yet.
+INVARIANT_DECODES = False
 PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
 # Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
@@ -150,9 +154,27 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
     wide = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)) > 128
     if _compute_bytes(spec) == 4:
         return TileConfig(16, 16, 4, 2) if wide else TileConfig(32, 32, 4, 2)
+    if _decodes_invariantly(spec, arch):
+        # Half of the rows in half of the warps: prompts take 3 % longer, 8 x 1,024 rows 273 us in
+        # place of 265 (H200, tune_paged_rows_h200.json), and two programs fit a multiprocessor.
+        return TileConfig(64, 32, 4, 2) if wide else TileConfig(64, 64, 4, 3)
     if arch < 90:
         return TileConfig(64, 32, 8, 2) if wide else TileConfig(128, 32, 8, 3)
     return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
+
+
+def _most_tiles(spec: PagedSpec, tile_n: int, run: int) -> int:
+    """Return the most tiles of keys that a run sees."""
+    span = spec.max_blocks * spec.block_size
+    if spec.window_left >= 0:
+        span = min(span, spec.window_left + run + tile_n)  # + a first tile cut by the window
+    return max(1, -(-span // tile_n))
+
+
+def _decodes_invariantly(spec: PagedSpec, arch: int) -> bool:
+    """Whether a row has the same bits by the split kernel and by the rows kernel."""
+    is_hopper = arch // 10 == 9 and _compute_bytes(spec) == 2
+    return INVARIANT_DECODES and spec.batch_invariant and is_hopper
 
 
 def plan_splits(
@@ -169,10 +191,7 @@ def plan_splits(
 
     With more than one wave, programs_per_sm is how many run at a time and splits are weighed.
     """
-    span = spec.max_blocks * spec.block_size
-    if spec.window_left >= 0:
-        span = min(span, spec.window_left + run + config.tile_n)  # + a first tile cut by the window
-    most_tiles = max(1, -(-span // config.tile_n))
+    most_tiles = _most_tiles(spec, config.tile_n, run)
     keys = INVARIANT_SPLIT_KEYS if spec.batch_invariant else min_split_keys
     split_tiles = max(1, keys // config.tile_n)
     if most_tiles <= max(split_tiles, LONE_KEYS // config.tile_n):
@@ -202,6 +221,8 @@ def fills_whole(spec: PagedSpec, arch: int, sm_count: int) -> bool:
 def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     """Choose as `paged_work` does where a plan tells the split kernel's programs what they read."""
     work = paged_work(spec, arch, sm_count)
+    if _decodes_invariantly(spec, arch):
+        return work
     config, resident = work.split_config, RESIDENT_PROGRAMS
     if fills_whole(spec, arch, sm_count):
         config = replace(config, tile_n=WHOLE_TILE_N, num_stages=WHOLE_STAGES)
@@ -235,6 +256,10 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     # 16 new tokens after 8,192, 32/8 heads: 27 us here, 28 there; 64 after 32,768: 204 and 113
     # (H200, 2026-11-22). Both kernels split keys.
     is_small = longest * spec.group_size <= SMALL_TILE_ROWS
+    if _decodes_invariantly(spec, arch):
+        tiles = _most_tiles(spec, rows_config.tile_n, 1)
+        whole = SplitPlan(1, tiles, spec.num_seqs, fixed=True, alone=True)
+        return PagedWork(1, rows_config, whole, None if longest == 1 else rows_config)
     if spec.batch_invariant:
         split_run = 0
     elif longest == 1:

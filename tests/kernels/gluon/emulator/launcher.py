@@ -94,7 +94,8 @@ def recorded() -> Iterator[list[Recording]]:
     try:
         yield recordings
     finally:
-        _recordings.remove(recordings)
+        # Not `remove`: lists of the same recordings, one block inside another, are equal.
+        _recordings[:] = [other for other in _recordings if other is not recordings]
 
 
 def _on_device(value: Any, known: Known) -> Any:

@@ -1,0 +1,78 @@
+"""Products on Hopper whose rows do not depend on one another: which calls, and which kernel.
+
+The contract is that of `kernels.triton.step.invariant_linear`. A weight that is taken here is so
+for any number of rows, and the order of its sums is that of `kernels.gluon.step.linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.host.descriptors import (
+    addressable,
+    matrix_descriptor,
+    why_no_descriptor,
+)
+from tilewise.kernels.gluon.host.launch import launch as start
+from tilewise.kernels.gluon.step import linear
+from tilewise.kernels.gluon.step.many import STEP, Shape, linear_many_kernel
+from tilewise.kernels.spec import LinearSpec
+from tilewise.kernels.tiles.invariant_many import ManyTile, many_tile
+from tilewise.kernels.tiles.linear_rows import channels_of_part, parts_of, tile_of
+
+__all__ = ["launch", "launch_many", "why_not", "why_not_product"]
+
+
+def why_not(spec: LinearSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    return device.why_not_hopper(spec.device_type) or why_not_product(spec)
+
+
+def why_not_product(spec: LinearSpec) -> str | None:
+    """Say why the kernels cannot run `spec` on Hopper, or return None when they can."""
+    if spec.outputs % 8:
+        return f"N must be a multiple of 8, got {spec.outputs}"
+    return linear.why_not_product(spec)
+
+
+def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,)."""
+    outputs, channels = weight.shape
+    rows = x.numel() // channels
+    has_parts = parts_of(tile_of(outputs, channels), channels) > 1
+    tile = many_tile(rows, outputs, channels, has_parts)
+    if tile is None:
+        return linear.launch(x, weight, bias)
+    return launch_many(x, weight, bias, tile)
+
+
+def launch_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile) -> Tensor:
+    """Return what `launch` does, by the kernel of many rows in this tile."""
+    outputs, channels = weight.shape
+    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    reason = why_no_descriptor(weight)
+    if reason is not None:
+        raise ValueError(f"weight must be addressable by TMA: {reason}")
+    x = addressable(x.reshape(-1, channels))
+    rows = x.shape[0]
+    few = tile_of(outputs, channels)
+    has_parts = parts_of(few, channels) > 1
+    tiles = -(-rows // tile.tile_m) * -(-outputs // tile.tile_n)
+    shape = Shape(
+        tile.tile_m, tile.tile_n, tile.stages, tile.columns, tile.group, tile.num_warps,
+        has_parts, bias is not None,
+    )  # fmt: skip
+    start(
+        linear_many_kernel, min(tiles, tile.ctas * device.sm_count_of(x.device)),
+        matrix_descriptor(x, tile.tile_m, STEP.value),
+        matrix_descriptor(weight, tile.tile_n, STEP.value),
+        y if bias is None else bias,
+        matrix_descriptor(y.view(rows, outputs), tile.tile_m, tile.columns),
+        rows, outputs, channels, channels_of_part(few, channels), shape=shape,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    return y
