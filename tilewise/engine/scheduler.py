@@ -15,6 +15,8 @@ One step:
      request for n samples needs one seat; when its prompt is computed, the samples for which there
      is none wait. Until then it keeps the seats of all of them from those behind it. Who gets
      blocks from main memory runs from the next step on, if another runs in this one meanwhile.
+With fair_prompt_tokens one step may run newcomers alone, beside whom one user floods
+(`_admit_apart`); the next one is as above.
 
 Beams (`engine.beams`) are sequences like others; one whose log-probabilities are there rests until
 those of all beams of its search are, behind those that have yet to run. If one of these lacks a
@@ -36,7 +38,8 @@ preempts only if it was not enough.
 Why every accepted request ends, whatever the order and the victims:
   1. The first that runs is no victim; alone it fits the cache (admission has checked); nobody
      before it writes what it could take over. So it advances in every step that is scheduled with
-     none unfinished, unless somebody who comes before it was admitted. Beside an unfinished step it
+     none unfinished, unless somebody who comes before it was admitted, or newcomers run alone,
+     which they do not in the step after that. Beside an unfinished step it
      runs, too, or waits for a token of that step, or for blocks: in that case no other runs before
      it, the step finishes, and the next one is scheduled with none unfinished.
   2. Let m be the first in order of all that were ever admitted, or, if none of them is left, of
@@ -64,8 +67,8 @@ preemption.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -95,6 +98,7 @@ from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
 
+FLOOD = 8  # sequences, below which a step is so short that one for newcomers alone gains nothing
 Content = tuple[int | str, tuple[int, ...]]  # of a block, after the block before it or the salt
 
 
@@ -184,6 +188,7 @@ class Scheduler:
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
         self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._num_arrivals = 0
+        self._was_apart = False  # the last step ran newcomers alone
 
     def add(self, request: Request) -> None:
         """Accept a request into the queue, or refuse it and change nothing.
@@ -242,9 +247,11 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
-        runs, budget, lacked_blocks = self._schedule_running()
-        if not lacked_blocks or not (runs or self._steps):
-            runs += self._admit_waiting(budget, bool(runs))
+        runs = self._admit_apart()
+        if not runs:
+            runs, budget, lacked_blocks = self._schedule_running()
+            if not lacked_blocks or not (runs or self._steps):
+                runs += self._admit_waiting(budget, bool(runs))
         if not runs and self.roster.running and not self._steps:
             runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
         if not runs:
@@ -469,8 +476,35 @@ class Scheduler:
                 self.preemption.preempt(i)  # seq itself, perhaps: the next one is at i then
         return runs, budget, lacked_blocks
 
-    def _admit_waiting(self, budget: int, others_run: bool) -> list[tuple[Sequence, int]]:
+    def _admit_apart(self) -> list[tuple[Sequence, int]]:
+        """Return the runs of a step for those alone whom a flood would keep waiting; else none.
+
+        One user floods if more than half of what runs is that user's. Whoever comes beside it and
+        has nothing that runs begins without it: a short prompt takes a fraction of such a step. The
+        next step is everybody's, so that who runs advances in every second one at least.
+        """
+        running, was_apart, self._was_apart = self.roster.running, self._was_apart, False
+        if (
+            was_apart or self.limits.fair_prompt_tokens is None or not self.order.counts_tokens
+            or not self.roster.waiting or len(running) < FLOOD
+        ):  # fmt: skip
+            return []
+        counts = Counter(seq.request.user for seq in running)
+        if self.roster.first_waiting().request.user in counts:
+            return []
+        if 2 * max(counts.values()) <= len(running):
+            return []
+        self._writer_of.clear()
+        runs = self._admit_waiting(self.limits.max_num_batched_tokens, False, set(counts))
+        self._was_apart = bool(runs)
+        return runs
+
+    def _admit_waiting(
+        self, budget: int, others_run: bool, but: Collection[str] = ()
+    ) -> list[tuple[Sequence, int]]:
         """Move waiting sequences to the running ones and return their runs.
+
+        Nobody is admitted behind a user of `but`, whose sequences stay where they are.
 
         What comes from main memory travels beside this step, if there is something else to run.
 
@@ -491,7 +525,7 @@ class Scheduler:
         least_budget = 0 if most is None else budget - most
         while waiting and budget > 0 and (budget > least_budget or not runs):
             seq = self.roster.first_waiting()
-            if self.beams.is_resting(seq):
+            if self.beams.is_resting(seq) or seq.request.user in but:
                 break
             group = self.preemption.group(seq)
             lacks_seat = seats + len(group) > self.limits.max_num_seqs
