@@ -23,13 +23,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 from urllib.parse import urlsplit
 
 from tilewise.bench.report import format_table, write
+from tilewise.bench.serve_probe import Alone, alone, probe
 from tilewise.bench.trace import TraceRequest, fitting, ids_within, read_trace
 from tilewise.bench.workload import (
     Asked,
@@ -326,6 +327,16 @@ def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
         raise ValueError(f"--url must be of a server with {path}, got {error}") from None
 
 
+async def _idle(options: argparse.Namespace) -> list[Alone]:
+    """Ask the server before it has anything else to do."""
+
+    def one(body: dict[str, Any], begun: float) -> Awaitable[Answer]:
+        return ask(options.url, body, options.api_key[0], begun)
+
+    longest = options.max_model_len or _longest(options)
+    return await probe(one, longest, options.vocab_size, options.probes)
+
+
 def _longest(options: argparse.Namespace) -> int:
     length = _call(options, "/v1/models")["data"][0].get("max_model_len")
     if not length:
@@ -334,9 +345,15 @@ def _longest(options: argparse.Namespace) -> int:
 
 
 def simulated(
-    options: argparse.Namespace, answers: Sequence[Answer]
+    options: argparse.Namespace, answers: Sequence[Answer], idle: Sequence[Alone] = ()
 ) -> tuple[dict[str, Any], list[Any]]:
     """Serve what was sent, when it was sent, in virtual time.
+
+    Args:
+        options: of the command line.
+        answers: what was sent, and what it saw.
+        idle: what requests alone saw before, from which what a server adds is known; none of them
+            leaves the times of the engine called directly.
 
     Returns:
         {"predicted": ..., "measured": ..., "error %": ...} in the words of `tilewise simulate`, and
@@ -377,14 +394,22 @@ def simulated(
         model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
         max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
     )  # fmt: skip
+    added = {}
+    if idle:
+        server = alone(setting, idle)
+        setting = server.setting
+        added = {"step_s": server.step_s, "token_s": server.token_s, "request_s": server.request_s}
     virtual = list(serve(requests, setting, "prefix").timings.values())
+    for timing in virtual:
+        timing.first_token += added.get("request_s", 0.0)
+        timing.last_token += added.get("request_s", 0.0)
     both = {"predicted": of_timings(virtual), "measured": of_timings(measured)}
     rows = {kind: {name: told[name] for name in COMPARED} for kind, told in both.items()}
     rows["error %"] = {
         name: 100 * (rows["predicted"][name] / value - 1) if value else None
         for name, value in rows["measured"].items()
     }
-    return {"machine": profile.name, **rows}, virtual
+    return {"machine": profile.name, "added_by_the_server": added, **rows}, virtual
 
 
 def _direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
@@ -493,6 +518,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("beside it in virtual time").add_argument
     add("--simulate", action="store_true", help="serve what was sent by tilewise simulate, too")
     add("--machine", metavar="FILE", help="a profile by tilewise bench machine")
+    add("--probes", type=int, default=5, metavar="N",
+        help="requests of each of three lengths to the idle server before, which tell what HTTP "
+        "adds to a step, a prompt and a request; 0: nothing is added")
     add("--gpu", default="cpu", help="a known profile (default: cpu)")
     add("--dtype", default="float32", help="of the products")
     add("--slots", type=int, metavar="N", help="tokens that the server's cache holds")
@@ -526,6 +554,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.direct:
         found = _direct(options, asked)
     else:
+        idle = asyncio.run(_idle(options)) if options.simulate and options.probes else []
         answers = asyncio.run(load(options.url, asked, concurrency=options.concurrency))
         found = summary(answers, dict(options.goodput))
         for answer in answers:
@@ -533,7 +562,7 @@ def _run(options: argparse.Namespace) -> int:
                 print(f"failed: {answer.error[:200]}", file=sys.stderr)
                 break
         if options.simulate and found["failed"] < found["requests"]:
-            found["simulated"], virtual = simulated(options, answers)
+            found["simulated"], virtual = simulated(options, answers, idle)
     _print(found)
     if options.json:
         write({**found, "answers": [_told(a, answers) for a in answers]}, options.json)
@@ -548,8 +577,13 @@ def _run(options: argparse.Namespace) -> int:
 def _print(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if name == "simulated":
-            rows = [{"": kind, **row} for kind, row in value.items() if isinstance(row, dict)]
+            rows = [
+                {"": kind, **row} for kind, row in value.items() if kind != "added_by_the_server"
+                and isinstance(row, dict)
+            ]  # fmt: skip
             print(f"in virtual time, {value['machine']}:")
+            if added := value["added_by_the_server"]:
+                print("  ".join(f"{name} {1e3 * s:.4f} ms" for name, s in added.items()) + " added")
             print(format_table(rows, ["", *COMPARED]))
         elif isinstance(value, dict):
             text = "  ".join(f"{key} {number:10.2f}" for key, number in value.items())
