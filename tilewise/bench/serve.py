@@ -398,7 +398,8 @@ def simulated(
     if idle:
         server = alone(setting, idle)
         setting = server.setting
-        added = {"step_s": server.step_s, "token_s": server.token_s, "request_s": server.request_s}
+        names = ("step_s", "sequence_s", "token_s", "request_s")
+        added = {name: getattr(server, name) for name in names}
     virtual = list(serve(requests, setting, "prefix").timings.values())
     for timing in virtual:
         timing.first_token += added.get("request_s", 0.0)
@@ -518,9 +519,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("beside it in virtual time").add_argument
     add("--simulate", action="store_true", help="serve what was sent by tilewise simulate, too")
     add("--machine", metavar="FILE", help="a profile by tilewise bench machine")
-    add("--probes", type=int, default=5, metavar="N",
-        help="requests of each of three lengths to the idle server before, which tell what HTTP "
-        "adds to a step, a prompt and a request; 0: nothing is added")
+    add(
+        "--probes",
+        type=int,
+        default=5,
+        metavar="N",
+        help="requests of each of three lengths to the idle server before, and some at once, which "
+        "tell what HTTP adds to a step, a prompt and a request; 0: nothing is added",
+    )
     add("--gpu", default="cpu", help="a known profile (default: cpu)")
     add("--dtype", default="float32", help="of the products")
     add("--slots", type=int, metavar="N", help="tokens that the server's cache holds")
