@@ -10,7 +10,7 @@ from tests.engine import test_scheduler_simulation as simulation
 from tests.engine.simulator import VirtualModel
 from tests.engine.test_order import of, stepped
 from tests.engine.test_scheduler import run_ids
-from tilewise.engine import scheduler as scheduler_module
+from tilewise.engine import newcomers
 from tilewise.engine.scheduler import Scheduler
 
 FLOOD = 64
@@ -94,11 +94,11 @@ def test_the_flood_itself_and_few_sequences_have_none():
     assert len(stepped(scheduler, model).sequences) == FLOOD + 1
     few = make()
     model = VirtualModel(few)
-    for i in range(scheduler_module.FLOOD - 1):
+    for i in range(newcomers.FLOOD - 1):
         few.add(of("flood", f"f{i}", [i + 1] * 4, max_tokens=64))
     stepped(few, model)
     few.add(of("other", "o", [99] * 30, max_tokens=3))
-    assert len(stepped(few, model).sequences) == scheduler_module.FLOOD
+    assert len(stepped(few, model).sequences) == newcomers.FLOOD
 
 
 def test_without_a_seat_everybody_goes_on():
@@ -132,7 +132,7 @@ class Crowd(simulation.Story):
         self.scheduler.add = adding
 
     def update(self, batch):
-        self.num_apart += self.scheduler._was_apart
+        self.num_apart += self.scheduler.was_apart
         super().update(batch)
 
     def judge(self):
@@ -141,7 +141,7 @@ class Crowd(simulation.Story):
 
 
 def test_any_schedule_with_newcomers_gives_the_tokens_of_a_request_alone(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "FLOOD", 2)
+    monkeypatch.setattr(newcomers, "FLOOD", 2)
     num_apart = 0
     for seed in range(150):
         story = Crowd(seed, fails=seed % 3 == 0)

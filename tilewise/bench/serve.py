@@ -30,8 +30,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tilewise.bench.report import format_table, write
-from tilewise.bench.serve_probe import Alone, alone, probe
-from tilewise.bench.trace import TraceRequest, fitting, ids_within, read_trace
+from tilewise.bench.serve_probe import Alone, probe
+from tilewise.bench.trace import fitting, ids_within, read_trace
 from tilewise.bench.workload import (
     Asked,
     arriving,
@@ -45,7 +45,6 @@ __all__ = ["Answer", "load", "main", "summary"]
 
 PERCENTS = (50, 90, 95, 99)
 BOUNDED = ("ttft", "tpot", "itl", "e2e")
-COMPARED = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
 
 
 _CHOICES = (b'"choices":[{', b'"choices": [{')  # of an event with text, as servers write it
@@ -344,73 +343,16 @@ def _longest(options: argparse.Namespace) -> int:
     return int(length)
 
 
-def simulated(
-    options: argparse.Namespace, answers: Sequence[Answer], idle: Sequence[Alone] = ()
+def _simulated(
+    options: argparse.Namespace, answers: Sequence[Answer], idle: Sequence[Alone]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Serve what was sent, when it was sent, in virtual time.
+    from tilewise.bench.serve_virtual import simulated
 
-    Args:
-        options: of the command line.
-        answers: what was sent, and what it saw.
-        idle: what requests alone saw before, from which what a server adds is known; none of them
-            leaves the times of the engine called directly.
+    def ids_of(prompt: str) -> list[int]:
+        return list(_call(options, "/tokenize", {"prompt": prompt})["tokens"])
 
-    Returns:
-        {"predicted": ..., "measured": ..., "error %": ...} in the words of `tilewise simulate`, and
-        what became of each request there.
-
-    Raises:
-        ValueError: model or machine is unknown, or no request was answered.
-    """
-    from tilewise.bench.simulate import Setting, model_sizes, of_timings, serve
-    from tilewise.cost import machine, read_machine
-    from tilewise.engine.virtual import Timing
-
-    good = sorted((a for a in answers if a.error is None and a.times), key=lambda a: a.begun)
-    if not good:
-        raise ValueError("requests must hold one that was answered, got none")
-    started = good[0].begun
-    requests, measured = [], []
-    for number, answer in enumerate(good):
-        when, ids = answer.begun - started, answer.prompt
-        if isinstance(ids, str):
-            ids = _call(options, "/tokenize", {"prompt": ids})["tokens"]
-        output = max(1, answer.num_tokens // answer.samples)
-        requests.append(
-            TraceRequest(
-                when, len(ids), output, answer.samples, token_ids=tuple(ids), user=answer.key
-            )
-        )
-        measured.append(
-            Timing(
-                str(number), when, len(ids), answer.samples, first_token=answer.times[0] - started,
-                last_token=answer.times[-1] - started, output_tokens=answer.num_tokens,
-                cached_tokens=answer.cached_tokens, reason="length",
-            )
-        )  # fmt: skip
-    profile = read_machine(options.machine) if options.machine else machine(options.gpu)
     longest = options.max_model_len or _longest(options)
-    setting = Setting(
-        model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
-        max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
-    )  # fmt: skip
-    added = {}
-    if idle:
-        server = alone(setting, idle)
-        setting = server.setting
-        names = ("step_s", "sequence_s", "token_s", "request_s")
-        added = {name: getattr(server, name) for name in names}
-    virtual = list(serve(requests, setting, "prefix").timings.values())
-    for timing in virtual:
-        timing.first_token += added.get("request_s", 0.0)
-        timing.last_token += added.get("request_s", 0.0)
-    both = {"predicted": of_timings(virtual), "measured": of_timings(measured)}
-    rows = {kind: {name: told[name] for name in COMPARED} for kind, told in both.items()}
-    rows["error %"] = {
-        name: 100 * (rows["predicted"][name] / value - 1) if value else None
-        for name, value in rows["measured"].items()
-    }
-    return {"machine": profile.name, "added_by_the_server": added, **rows}, virtual
+    return simulated(options, answers, idle, ids_of=ids_of, longest=longest)
 
 
 def _direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
@@ -568,7 +510,7 @@ def _run(options: argparse.Namespace) -> int:
                 print(f"failed: {answer.error[:200]}", file=sys.stderr)
                 break
         if options.simulate and found["failed"] < found["requests"]:
-            found["simulated"], virtual = simulated(options, answers, idle)
+            found["simulated"], virtual = _simulated(options, answers, idle)
     _print(found)
     if options.json:
         write({**found, "answers": [_told(a, answers) for a in answers]}, options.json)
@@ -590,7 +532,7 @@ def _print(found: dict[str, Any]) -> None:
             print(f"in virtual time, {value['machine']}:")
             if added := value["added_by_the_server"]:
                 print("  ".join(f"{name} {1e3 * s:.4f} ms" for name, s in added.items()) + " added")
-            print(format_table(rows, ["", *COMPARED]))
+            print(format_table(rows, list(rows[0])))
         elif isinstance(value, dict):
             text = "  ".join(f"{key} {number:10.2f}" for key, number in value.items())
             print(f"{name:<26}{text} ms")

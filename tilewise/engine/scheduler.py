@@ -15,8 +15,7 @@ One step:
      request for n samples needs one seat; when its prompt is computed, the samples for which there
      is none wait. Until then it keeps the seats of all of them from those behind it. Who gets
      blocks from main memory runs from the next step on, if another runs in this one meanwhile.
-With fair_prompt_tokens one step may run newcomers alone, beside whom one user floods
-(`_admit_apart`); the next one is as above.
+With fair_prompt_tokens a step may run newcomers alone (`engine.newcomers`); the next is as above.
 
 Beams (`engine.beams`) are sequences like others; one whose log-probabilities are there rests until
 those of all beams of its search are, behind those that have yet to run. If one of these lacks a
@@ -67,7 +66,7 @@ preemption.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -84,6 +83,7 @@ from tilewise.engine.batch import (
 )
 from tilewise.engine.beams import Beams, BeamSearchParams
 from tilewise.engine.deadlines import Deadlines
+from tilewise.engine.newcomers import admit_apart
 from tilewise.engine.order import order_of
 from tilewise.engine.preemption import Preemption
 from tilewise.engine.request import FinishReason, Request, Sequence
@@ -98,8 +98,8 @@ from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
 
-FLOOD = 8  # sequences, below which a step is so short that one for newcomers alone gains nothing
 Content = tuple[int | str, tuple[int, ...]]  # of a block, after the block before it or the salt
+Runs = list[tuple[Sequence, int]]  # and tokens of each
 
 
 class _Step(NamedTuple):
@@ -188,7 +188,7 @@ class Scheduler:
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
         self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._num_arrivals = 0
-        self._was_apart = False  # the last step ran newcomers alone
+        self.was_apart = False  # the last step ran newcomers alone
 
     def add(self, request: Request) -> None:
         """Accept a request into the queue, or refuse it and change nothing.
@@ -247,11 +247,11 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
-        runs = self._admit_apart()
+        runs = admit_apart(self)
         if not runs:
             runs, budget, lacked_blocks = self._schedule_running()
             if not lacked_blocks or not (runs or self._steps):
-                runs += self._admit_waiting(budget, bool(runs))
+                runs += self.admit_waiting(budget, bool(runs))
         if not runs and self.roster.running and not self._steps:
             runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
         if not runs:
@@ -438,9 +438,9 @@ class Scheduler:
         """
         insight.check_integrity(self)
 
-    def _schedule_running(self) -> tuple[list[tuple[Sequence, int]], int, bool]:
+    def _schedule_running(self) -> tuple[Runs, int, bool]:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""
-        runs: list[tuple[Sequence, int]] = []
+        runs: Runs = []
         self._writer_of.clear()
         running, extend = self.roster.running, self.tables.extend
         budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
@@ -476,35 +476,8 @@ class Scheduler:
                 self.preemption.preempt(i)  # seq itself, perhaps: the next one is at i then
         return runs, budget, lacked_blocks
 
-    def _admit_apart(self) -> list[tuple[Sequence, int]]:
-        """Return the runs of a step for those alone whom a flood would keep waiting; else none.
-
-        One user floods if more than half of what runs is that user's. Whoever comes beside it and
-        has nothing that runs begins without it: a short prompt takes a fraction of such a step. The
-        next step is everybody's, so that who runs advances in every second one at least.
-        """
-        running, was_apart, self._was_apart = self.roster.running, self._was_apart, False
-        if (
-            was_apart or self.limits.fair_prompt_tokens is None or not self.order.counts_tokens
-            or not self.roster.waiting or len(running) < FLOOD
-        ):  # fmt: skip
-            return []
-        counts = Counter(seq.request.user for seq in running)
-        if self.roster.first_waiting().request.user in counts:
-            return []
-        if 2 * max(counts.values()) <= len(running):
-            return []
-        self._writer_of.clear()
-        runs = self._admit_waiting(self.limits.max_num_batched_tokens, False, set(counts))
-        self._was_apart = bool(runs)
-        return runs
-
-    def _admit_waiting(
-        self, budget: int, others_run: bool, but: Collection[str] = ()
-    ) -> list[tuple[Sequence, int]]:
-        """Move waiting sequences to the running ones and return their runs.
-
-        Nobody is admitted behind a user of `but`, whose sequences stay where they are.
+    def admit_waiting(self, budget: int, others_run: bool, but: Collection[str] = ()) -> Runs:
+        """Move waiting sequences, up to one of a user of `but`, to those that run; return the runs.
 
         What comes from main memory travels beside this step, if there is something else to run.
 
@@ -513,7 +486,7 @@ class Scheduler:
         and out over 3000 blocks of 16, simulated, this cuts the tokens computed twice from 25% to
         9% of all, for 0.4% more steps; two blocks each cut them to 5%, for 1.6% more.
         """
-        runs: list[tuple[Sequence, int]] = []
+        runs: Runs = []
         running, waiting, tables = self.roster.running, self.roster.waiting, self.tables
         if not waiting or (
             len(running) >= self.limits.max_num_seqs
