@@ -106,7 +106,7 @@ def test_a_trace_is_sent_as_it_was_and_served_in_virtual_time(tmp_path, capsys, 
     with serving(FakeEngine(step_s=0.001)) as running:
         arguments = [
             "--url", running.url, "--trace", str(tmp_path / name), "--speed", "50", "--simulate",
-            "--plot", str(plot), "--json", str(document),
+            "--plot", str(plot), "--json", str(document), "--probes", "0",
         ]  # fmt: skip
         assert main(arguments) == 0
         requests = [s["request"] for s in running.engine.seen]

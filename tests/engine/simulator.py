@@ -41,6 +41,7 @@ class VirtualModel:
 
     def __init__(self, scheduler: Scheduler, damages: Callable[[], bool] = lambda: False) -> None:
         self.scheduler, self.damages, self.num_damages = scheduler, damages, 0
+        self._has_waited = False  # the first, in the last step: newcomers ran alone
         self.block_size = scheduler.limits.block_size
         self.slots: list[list[int | None]] = [
             [None] * self.block_size for _ in range(scheduler.limits.num_blocks)
@@ -222,7 +223,11 @@ class VirtualModel:
             ordered = self.scheduler.order.name == "fcfs"
             is_plain = ordered and self.scheduler.preemption.victim == "newest"
             if self.host or self.has_lost_steps or not is_plain:
-                assert first.seq_id in runs or first.num_told_blocks == 0, "the first always runs"
+                waits = first.seq_id not in runs and first.num_told_blocks > 0
+                is_apart = self.scheduler.was_apart
+                assert not waits or is_apart, "the first always runs but beside newcomers"
+                assert not (waits and self._has_waited), "and in every second step at least"
+                self._has_waited = waits
             else:
                 assert batch.sequences[0].seq_id == self._oldest_id(), "the oldest always runs"
 

@@ -10,7 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.cpu.test_step import resident
+from tilewise import ops
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import cpu_step
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.cpu_step import CompiledRunner, runner_for, why_not
 from tilewise.engine.inputs import build_inputs
@@ -190,6 +192,63 @@ def test_a_prompts_bits_depend_on_no_other_prompt():
     assert torch.equal(together[1], alone[0])
 
 
+# Each dtype compiles lists of its own: those that other tests have are everyday ones.
+@pytest.mark.parametrize(
+    ("name", "dtype", "cache"),
+    [
+        ("llama", torch.bfloat16, None),
+        ("mistral, window", torch.bfloat16, None),
+        ("qwen3", torch.float32, torch.int8),
+        pytest.param("qwen3", torch.float32, None, marks=SLOW),
+        pytest.param("llama, tied, biases", torch.float16, None, marks=SLOW),
+        pytest.param("llama", torch.bfloat16, torch.int8, marks=SLOW),
+        pytest.param("llama", torch.bfloat16, torch.float8_e4m3fn, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_rows_of_a_prompt_that_attend_one_by_one_have_its_bits(name, dtype, cache, monkeypatch):
+    model, texts = build(name, dtype), texts_of()
+    model.pack_for_inference()
+    found, calls = {}, []
+    real = ops.paged_attention
+    monkeypatch.setattr(ops, "paged_attention", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+    for most in (0, cpu_step.MOST_WORK_BY_ROWS):
+        monkeypatch.setattr(cpu_step, "MOST_WORK_BY_ROWS", most)
+        storage = storage_of(model, cache)
+        runner = CompiledRunner(model, storage, batch_invariant=True)
+        logits = run_all(runner, texts)
+        # Slots that were never written hold what the storage was filled with.
+        written = [torch.nan_to_num(x.float(), nan=7.0) for x in storage.whole]
+        found[most] = logits, *written
+        assert len(calls) == (3 * BASE["num_hidden_layers"] if most == 0 else 0)
+        calls.clear()
+    for rows, tiles in zip(*found.values(), strict=True):
+        assert torch.equal(rows, tiles)
+
+
+def test_a_long_prompt_attends_in_tiles(monkeypatch):
+    """One that has more keys than the bound by itself, beside others: rows count with all keys."""
+    model, texts = build("llama", torch.bfloat16), texts_of((30, 30, 30), more=0)
+    model.pack_for_inference()
+    storage = storage_of(model)
+    runner = CompiledRunner(model, storage, batch_invariant=True)
+    calls = []
+    monkeypatch.setattr(runner, "_attend", lambda *a: calls.append(1))
+    width = BASE["num_attention_heads"] * BASE["head_dim"]
+    for runs, work in (
+        ({0: (0, 30)}, 900),
+        ({1: (0, 29)}, 841),
+        ({1: (29, 30)}, 0),  # a row alone is no prompt's, whatever it reads
+        ({0: (28, 30), 2: (0, 5)}, 60 + 25),
+    ):
+        inputs = inputs_of(runs, texts)
+        for most, is_tiled in ((work * width, False), (work * width - 1, work > 0)):
+            monkeypatch.setattr(cpu_step, "MOST_WORK_BY_ROWS", most)
+            calls.clear()
+            runner.forward(inputs)
+            assert bool(calls) == is_tiled, (runs, most)
+
+
 class Ops(TorchDispatchMode):
     """Notes every op of torch."""
 
@@ -217,12 +276,12 @@ def test_a_decode_step_is_one_compiled_call_that_makes_no_tensor(monkeypatch):
     step = inputs_of({0: (9, 10), 1: (3, 4)}, texts)
     runner.forward(step)
     calls.clear()
-    with Ops() as ops:
+    with Ops() as seen:
         logits = runner.forward(step)
     assert calls == [(0, len(runner.program))]
     # What reading inputs as arrays goes through, and a view of the runner's own memory.
     views = {"slice.Tensor", "detach", "resolve_neg", "resolve_conj", "to.dtype_layout"}
-    assert set(ops.names) <= {f"aten::{name}" for name in views}
+    assert set(seen.names) <= {f"aten::{name}" for name in views}
     assert logits.data_ptr() == runner.program.buffers["logits"].data_ptr()
 
 

@@ -210,6 +210,31 @@ KNOWN: dict[str, tuple[str, tuple[str, ...] | str]] = {
 }
 
 
+HEAD = """# What has gone wrong in other servers
+
+The numbers are those of a list of public reports (issues and advisories of vLLM, SGLang, TGI,
+transformers, nano-vllm, mini-sglang, llama.cpp and others). Each that can apply is held off by the
+tests named beside it, whose files are in `tests/`; `tests/server/test_failures.py` holds this page
+to them.
+
+| | what went wrong | test |
+|---|---|---|
+"""
+
+
+def table():
+    """docs/failures.md."""
+    rows = []
+    for number, (what, tests) in KNOWN.items():
+        told = tests if isinstance(tests, str) else "<br>".join(f"`{name}`" for name in tests)
+        rows.append(f"| {number} | {what} | {told} |\n")
+    return HEAD + "".join(rows)
+
+
+def test_the_page_lists_them_all():
+    assert (ROOT / "docs" / "failures.md").read_text(encoding="utf-8") == table()
+
+
 def test_every_failure_has_a_test_or_a_reason():
     assert set(KNOWN) == {*map(str, range(1, 49)), "46b"}
     for number, (what, tests) in KNOWN.items():

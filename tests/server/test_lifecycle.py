@@ -160,7 +160,7 @@ def test_nothing_overtakes_a_part_that_waits_for_its_client():
 
         bridge = SimpleNamespace(send=functools.partial(Bridge.send, None))
         reply = Reply(bridge, "cmpl", None, stream=stream)
-        direct = Direct(lambda: is_open[0], written.append)
+        direct = Direct(lambda: is_open[0], written.append, written.append)
         task = asyncio.create_task(reply._write_stream(job, send, direct))
         while job.sending_since is None:
             await asyncio.sleep(0)

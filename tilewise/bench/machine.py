@@ -32,6 +32,7 @@ from tilewise.bench.roofline import measure_ceilings, product_flops
 from tilewise.bench.timing import time_call
 from tilewise.cost import Machine, Sizes, StepCost, StepWork, read_sizes
 from tilewise.engine.batch import Batch
+from tilewise.engine.cpu_step import MOST_WORK_BY_ROWS, CompiledRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.runner import Runner, StepHandle
@@ -237,7 +238,7 @@ def least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) 
     scale[scale == 0] = 1.0
     a /= scale
     best, least = np.zeros(a.shape[1]), float(len(y))
-    # The weights that are not 0 solve the problem without the others; seven are 127 problems.
+    # The weights that are not 0 solve the problem without the others; eight are 255 problems.
     for count in range(1, a.shape[1] + 1):
         for some in map(list, itertools.combinations(range(a.shape[1]), count)):
             weights, *_ = np.linalg.lstsq(a[:, some], np.ones(len(y)), rcond=None)
@@ -363,6 +364,9 @@ def main(argv: Sequence[str]) -> int:
             max_num_seqs=128, max_model_len=min(1024, sizes.max_len), random_weights=is_random,
         )  # fmt: skip
     engine = llm.engine
+    if isinstance(engine.runner, CompiledRunner):  # n rows of n keys are half as many pairs
+        width = sizes.num_q_heads * sizes.head_dim
+        peaks["few_pairs"] = MOST_WORK_BY_ROWS // (2 * width)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     steps = measure_steps(
         engine.runner, sizes, overlap=engine.overlap, repeats=options.repeats,

@@ -23,14 +23,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 from urllib.parse import urlsplit
 
 from tilewise.bench.report import format_table, write
-from tilewise.bench.trace import TraceRequest, fitting, ids_within, read_trace
+from tilewise.bench.serve_probe import Alone, probe
+from tilewise.bench.trace import fitting, ids_within, read_trace
 from tilewise.bench.workload import (
     Asked,
     arriving,
@@ -44,7 +45,6 @@ __all__ = ["Answer", "load", "main", "summary"]
 
 PERCENTS = (50, 90, 95, 99)
 BOUNDED = ("ttft", "tpot", "itl", "e2e")
-COMPARED = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
 
 
 _CHOICES = (b'"choices":[{', b'"choices": [{')  # of an event with text, as servers write it
@@ -326,6 +326,16 @@ def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
         raise ValueError(f"--url must be of a server with {path}, got {error}") from None
 
 
+async def _idle(options: argparse.Namespace) -> list[Alone]:
+    """Ask the server before it has anything else to do."""
+
+    def one(body: dict[str, Any], begun: float) -> Awaitable[Answer]:
+        return ask(options.url, body, options.api_key[0], begun)
+
+    longest = options.max_model_len or _longest(options)
+    return await probe(one, longest, options.vocab_size, options.probes)
+
+
 def _longest(options: argparse.Namespace) -> int:
     length = _call(options, "/v1/models")["data"][0].get("max_model_len")
     if not length:
@@ -333,58 +343,16 @@ def _longest(options: argparse.Namespace) -> int:
     return int(length)
 
 
-def simulated(
-    options: argparse.Namespace, answers: Sequence[Answer]
+def _simulated(
+    options: argparse.Namespace, answers: Sequence[Answer], idle: Sequence[Alone]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Serve what was sent, when it was sent, in virtual time.
+    from tilewise.bench.serve_virtual import simulated
 
-    Returns:
-        {"predicted": ..., "measured": ..., "error %": ...} in the words of `tilewise simulate`, and
-        what became of each request there.
+    def ids_of(prompt: str) -> list[int]:
+        return list(_call(options, "/tokenize", {"prompt": prompt})["tokens"])
 
-    Raises:
-        ValueError: model or machine is unknown, or no request was answered.
-    """
-    from tilewise.bench.simulate import Setting, model_sizes, of_timings, serve
-    from tilewise.cost import machine, read_machine
-    from tilewise.engine.virtual import Timing
-
-    good = sorted((a for a in answers if a.error is None and a.times), key=lambda a: a.begun)
-    if not good:
-        raise ValueError("requests must hold one that was answered, got none")
-    started = good[0].begun
-    requests, measured = [], []
-    for number, answer in enumerate(good):
-        when, ids = answer.begun - started, answer.prompt
-        if isinstance(ids, str):
-            ids = _call(options, "/tokenize", {"prompt": ids})["tokens"]
-        output = max(1, answer.num_tokens // answer.samples)
-        requests.append(
-            TraceRequest(
-                when, len(ids), output, answer.samples, token_ids=tuple(ids), user=answer.key
-            )
-        )
-        measured.append(
-            Timing(
-                str(number), when, len(ids), answer.samples, first_token=answer.times[0] - started,
-                last_token=answer.times[-1] - started, output_tokens=answer.num_tokens,
-                cached_tokens=answer.cached_tokens, reason="length",
-            )
-        )  # fmt: skip
-    profile = read_machine(options.machine) if options.machine else machine(options.gpu)
     longest = options.max_model_len or _longest(options)
-    setting = Setting(
-        model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
-        max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
-    )  # fmt: skip
-    virtual = list(serve(requests, setting, "prefix").timings.values())
-    both = {"predicted": of_timings(virtual), "measured": of_timings(measured)}
-    rows = {kind: {name: told[name] for name in COMPARED} for kind, told in both.items()}
-    rows["error %"] = {
-        name: 100 * (rows["predicted"][name] / value - 1) if value else None
-        for name, value in rows["measured"].items()
-    }
-    return {"machine": profile.name, **rows}, virtual
+    return simulated(options, answers, idle, ids_of=ids_of, longest=longest)
 
 
 def _direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
@@ -493,6 +461,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("beside it in virtual time").add_argument
     add("--simulate", action="store_true", help="serve what was sent by tilewise simulate, too")
     add("--machine", metavar="FILE", help="a profile by tilewise bench machine")
+    add(
+        "--probes",
+        type=int,
+        default=5,
+        metavar="N",
+        help="requests of each of three lengths to the idle server before, and some at once, which "
+        "tell what HTTP adds to a step, a prompt and a request; 0: nothing is added",
+    )
     add("--gpu", default="cpu", help="a known profile (default: cpu)")
     add("--dtype", default="float32", help="of the products")
     add("--slots", type=int, metavar="N", help="tokens that the server's cache holds")
@@ -526,6 +502,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.direct:
         found = _direct(options, asked)
     else:
+        idle = asyncio.run(_idle(options)) if options.simulate and options.probes else []
         answers = asyncio.run(load(options.url, asked, concurrency=options.concurrency))
         found = summary(answers, dict(options.goodput))
         for answer in answers:
@@ -533,7 +510,7 @@ def _run(options: argparse.Namespace) -> int:
                 print(f"failed: {answer.error[:200]}", file=sys.stderr)
                 break
         if options.simulate and found["failed"] < found["requests"]:
-            found["simulated"], virtual = simulated(options, answers)
+            found["simulated"], virtual = _simulated(options, answers, idle)
     _print(found)
     if options.json:
         write({**found, "answers": [_told(a, answers) for a in answers]}, options.json)
@@ -548,9 +525,14 @@ def _run(options: argparse.Namespace) -> int:
 def _print(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if name == "simulated":
-            rows = [{"": kind, **row} for kind, row in value.items() if isinstance(row, dict)]
+            rows = [
+                {"": kind, **row} for kind, row in value.items() if kind != "added_by_the_server"
+                and isinstance(row, dict)
+            ]  # fmt: skip
             print(f"in virtual time, {value['machine']}:")
-            print(format_table(rows, ["", *COMPARED]))
+            if added := value["added_by_the_server"]:
+                print("  ".join(f"{name} {1e3 * s:.4f} ms" for name, s in added.items()) + " added")
+            print(format_table(rows, list(rows[0])))
         elif isinstance(value, dict):
             text = "  ".join(f"{key} {number:10.2f}" for key, number in value.items())
             print(f"{name:<26}{text} ms")

@@ -45,6 +45,9 @@ class Machine:
             add up.
         kernel_s: what a kernel takes on the device beside its work.
         sample_s: what a drawn token takes on the device beside reading its logits.
+        prompt_s: what a step takes beside its work when its prompts have more than few_pairs pairs
+            of a query and a key: they are computed by other kernels then.
+        few_pairs: see there.
         step_s, step_sequence_s: the host's time to schedule and submit a step, and for each of its
             sequences.
         token_s: the host's time for each token of a prompt.
@@ -76,6 +79,8 @@ class Machine:
     overlaps: bool = True
     kernel_s: float = 0.0
     sample_s: float = 0.0
+    prompt_s: float = 0.0
+    few_pairs: int = 0
     step_s: float = 0.0
     step_sequence_s: float = 0.0
     token_s: float = 0.0
@@ -94,7 +99,9 @@ class Machine:
         for each in fields(self):
             if each.name.endswith("_efficiency"):
                 _check(each.name, getattr(self, each.name), above=True)
-            elif each.name.endswith("_s") or each.name in ("link_bandwidth", "peer_bandwidth"):
+            elif each.name.endswith("_s") or each.name in (
+                "link_bandwidth", "peer_bandwidth", "few_pairs",
+            ):  # fmt: skip
                 _check(each.name, getattr(self, each.name), above=False)
         for dtype, rate in self.flops.items():
             _check(f"flops[{dtype!r}]", rate, above=True)

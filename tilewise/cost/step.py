@@ -144,6 +144,8 @@ class StepCost:
         if head is None:
             head = self._heads[work.logits] = self._head_seconds(work.logits)
         seconds = layers + head + m.kernel_s * self._kernels + m.sample_s * work.samples
+        if work.pairs > m.few_pairs:
+            seconds += m.prompt_s
         seconds += self.sums(work)
         reading = work.keys * self.cache_bytes / (m.read_bandwidth * m.key_efficiency)
         if not work.pairs:
@@ -189,6 +191,7 @@ class StepCost:
         return {
             "kernel_s": self._kernels,
             "sample_s": work.samples,
+            "prompt_s": float(work.pairs > m.few_pairs),
             "stream_efficiency": (weights + head_weights) / m.read_bandwidth,
             "product_efficiency": (flops + 2 * work.logits * parameters) / self._flops,
             "element_efficiency": self._element_bytes(work.tokens, work.logits) / m.copy_bandwidth,

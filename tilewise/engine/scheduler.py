@@ -15,6 +15,7 @@ One step:
      request for n samples needs one seat; when its prompt is computed, the samples for which there
      is none wait. Until then it keeps the seats of all of them from those behind it. Who gets
      blocks from main memory runs from the next step on, if another runs in this one meanwhile.
+With fair_prompt_tokens a step may run newcomers alone (`engine.newcomers`); the next is as above.
 
 Beams (`engine.beams`) are sequences like others; one whose log-probabilities are there rests until
 those of all beams of its search are, behind those that have yet to run. If one of these lacks a
@@ -36,7 +37,8 @@ preempts only if it was not enough.
 Why every accepted request ends, whatever the order and the victims:
   1. The first that runs is no victim; alone it fits the cache (admission has checked); nobody
      before it writes what it could take over. So it advances in every step that is scheduled with
-     none unfinished, unless somebody who comes before it was admitted. Beside an unfinished step it
+     none unfinished, unless somebody who comes before it was admitted, or newcomers run alone,
+     which they do not in the step after that. Beside an unfinished step it
      runs, too, or waits for a token of that step, or for blocks: in that case no other runs before
      it, the step finishes, and the next one is scheduled with none unfinished.
   2. Let m be the first in order of all that were ever admitted, or, if none of them is left, of
@@ -65,7 +67,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -81,6 +83,7 @@ from tilewise.engine.batch import (
 )
 from tilewise.engine.beams import Beams, BeamSearchParams
 from tilewise.engine.deadlines import Deadlines
+from tilewise.engine.newcomers import admit_apart
 from tilewise.engine.order import order_of
 from tilewise.engine.plain_steps import append_to_all, describe_all, shape_of
 from tilewise.engine.preemption import Preemption
@@ -97,6 +100,7 @@ from tilewise.errors import RequestError
 __all__ = ["Scheduler"]
 
 Content = tuple[int | str, tuple[int, ...]]  # of a block, after the block before it or the salt
+Runs = list[tuple[Sequence, int]]  # and tokens of each
 
 
 class _Step(NamedTuple):
@@ -185,6 +189,7 @@ class Scheduler:
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
         self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._num_arrivals = 0
+        self.was_apart = False  # the last step ran newcomers alone
 
     def add(self, request: Request) -> None:
         """Accept a request into the queue, or refuse it and change nothing.
@@ -243,9 +248,11 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
-        runs, budget, lacked_blocks = self._schedule_running()
-        if not lacked_blocks or not (runs or self._steps):
-            runs += self._admit_waiting(budget, bool(runs))
+        runs = admit_apart(self)
+        if not runs:
+            runs, budget, lacked_blocks = self._schedule_running()
+            if not lacked_blocks or not (runs or self._steps):
+                runs += self.admit_waiting(budget, bool(runs))
         if not runs and self.roster.running and not self._steps:
             runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
         if not runs:
@@ -435,9 +442,9 @@ class Scheduler:
         """
         insight.check_integrity(self)
 
-    def _schedule_running(self) -> tuple[list[tuple[Sequence, int]], int, bool]:
+    def _schedule_running(self) -> tuple[Runs, int, bool]:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""
-        runs: list[tuple[Sequence, int]] = []
+        runs: Runs = []
         self._writer_of.clear()
         running, extend = self.roster.running, self.tables.extend
         budget, block_size = self.limits.max_num_batched_tokens, self.tables.block_size
@@ -473,8 +480,8 @@ class Scheduler:
                 self.preemption.preempt(i)  # seq itself, perhaps: the next one is at i then
         return runs, budget, lacked_blocks
 
-    def _admit_waiting(self, budget: int, others_run: bool) -> list[tuple[Sequence, int]]:
-        """Move waiting sequences to the running ones and return their runs.
+    def admit_waiting(self, budget: int, others_run: bool, but: Collection[str] = ()) -> Runs:
+        """Move waiting sequences, up to one of a user of `but`, to those that run; return the runs.
 
         What comes from main memory travels beside this step, if there is something else to run.
 
@@ -483,7 +490,7 @@ class Scheduler:
         and out over 3000 blocks of 16, simulated, this cuts the tokens computed twice from 25% to
         9% of all, for 0.4% more steps; two blocks each cut them to 5%, for 1.6% more.
         """
-        runs: list[tuple[Sequence, int]] = []
+        runs: Runs = []
         running, waiting, tables = self.roster.running, self.roster.waiting, self.tables
         if not waiting or (
             len(running) >= self.limits.max_num_seqs
@@ -495,7 +502,7 @@ class Scheduler:
         least_budget = 0 if most is None else budget - most
         while waiting and budget > 0 and (budget > least_budget or not runs):
             seq = self.roster.first_waiting()
-            if self.beams.is_resting(seq):
+            if self.beams.is_resting(seq) or seq.request.user in but:
                 break
             group = self.preemption.group(seq)
             lacks_seat = seats + len(group) > self.limits.max_num_seqs

@@ -28,11 +28,13 @@ class Direct:
 
     Attributes:
         is_open: whether it may be called now.
-        push: writes a part of the answer.
+        push: writes a part of the answer at once.
+        add: writes one together with what else is written in this turn of the event loop.
     """
 
     is_open: Callable[[], bool]
     push: Callable[[bytes], None]
+    add: Callable[[bytes], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,13 +122,16 @@ class Reply(Response):
         assert self._stream is not None
         async with contextlib.aclosing(self._stream(job)) as chunks:
             async for chunk in chunks:
-                if not self._is_started:
+                is_first = not self._is_started
+                if is_first:
                     self._is_started = True
                     start = {"type": "http.response.start", "status": 200}
                     await send({**start, "headers": _STREAM_HEADERS})
                     job.direct = direct
                 if job.direct is not None and job.direct.is_open():
-                    job.direct.push(chunk)
+                    # The first one takes the headers along; others that come by this task are
+                    # mostly the last ones, which the end of the answer follows at once.
+                    (job.direct.push if is_first else job.direct.add)(chunk)
                 else:
                     message = {"type": "http.response.body", "body": chunk, "more_body": True}
                     await self._bridge.send(job, send, message)

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tilewise.server.bridge import Bridge
 from tilewise.server.errors import ApiError
 from tilewise.server.job import Direct
+from tilewise.server.joined import Joined
 
 __all__ = ["Server", "ServerOptions", "bind", "run"]
 
@@ -86,13 +87,14 @@ class _Protocol(H11Protocol):
     header_timeout_s = 10.0
 
     def connection_made(self, transport: Any) -> None:
+        self._joined = transport = Joined(transport, self.loop)
         super().connection_made(transport)
         # The application cuts the connection of a client that does not read: to close it would be
         # to wait for that client.
         self.app_state = {
             **self.app_state,
             "cut": transport.abort,
-            "direct": Direct(self._is_open, self._push),
+            "direct": Direct(self._is_open, self._push, self._add),
         }
         self._late: asyncio.TimerHandle | None = None
         self._await_headers()
@@ -111,7 +113,11 @@ class _Protocol(H11Protocol):
         It goes by the state machine of HTTP, which would do nothing else with it and takes longer
         than all the rest that a token costs here.
         """
-        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        self._joined.write_now(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def _add(self, part: bytes) -> None:
+        """Write a part beside what else is written in this turn of the event loop."""
+        self._joined.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

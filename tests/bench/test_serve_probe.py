@@ -1,0 +1,104 @@
+"""What a server adds to its engine's steps, from requests alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.serving import serving
+from tilewise.bench.serve import main
+from tilewise.bench.serve_probe import CROWD, Alone, alone, lengths, predicted, probe
+from tilewise.bench.simulate import Setting, model_sizes
+from tilewise.cost import machine
+
+
+@pytest.fixture(scope="module")
+def setting():
+    sizes = model_sizes("story")
+    return Setting(sizes, machine("cpu"), "float32", num_slots=16_384, budget=512, max_len=1024)
+
+
+def test_lengths_are_those_that_fit():
+    assert lengths(1024) == [16, 128, 512]
+    assert lengths(40) == [5, 16, 20]
+    assert lengths(17) == [1]
+
+
+@pytest.mark.parametrize(
+    "added",
+    [(0.0, 0.0, 0.0, 0.0), (7e-4, 1e-4, 1.1e-5, 4e-3), (2e-4, 0.0, -2e-6, 1e-3)],
+    ids=str,
+)
+def test_what_was_added_is_found_again(setting, added):
+    step_s, sequence_s, token_s, request_s = added
+    engine = replace(setting, machine=replace(setting.machine, token_s=3e-6))
+    m = engine.machine
+    changed = replace(
+        m, step_s=m.step_s + step_s, step_sequence_s=m.step_sequence_s + sequence_s,
+        token_s=m.token_s + token_s,
+    )  # fmt: skip
+    http = replace(engine, machine=changed)
+    seen = []
+    for length in lengths(1024):
+        told = predicted(http, length)
+        seen.append(Alone(length, told.ttft + request_s, told.tpot))
+    seen.append(predicted(http, 16, CROWD))
+    found = alone(engine, seen)
+    assert found.step_s == pytest.approx(step_s, abs=1e-9)
+    assert found.sequence_s == pytest.approx(sequence_s, abs=1e-9)
+    assert found.token_s == pytest.approx(token_s, abs=1e-9)
+    # Of the first token of a prompt nothing is counted.
+    assert found.request_s == pytest.approx(request_s, abs=2e-5)
+    assert found.setting.machine.token_s == pytest.approx(3e-6 + token_s, abs=1e-9)
+
+
+def test_a_server_is_never_faster_than_nothing(setting):
+    """A profile that is far too slow: no time becomes negative."""
+    found = alone(setting, [Alone(16, 1e-6, 1e-6), Alone(512, 1e-6, 1e-6)])
+    assert (found.step_s, found.request_s) == (0.0, 0.0)
+    assert found.setting.machine.token_s >= 0
+
+
+def test_it_asks_one_after_the_other_then_a_crowd_and_fails_aloud():
+    class Answer:
+        error, num_tokens = None, 16
+
+        def __init__(self, begun):
+            self.begun, self.times = begun, [begun + 0.5, begun + 2.0]
+
+    bodies, under_way, most = [], [], []
+
+    async def ask(body, begun):
+        under_way.append(1)
+        most.append(len(under_way))
+        await asyncio.sleep(0)
+        under_way.pop()
+        bodies.append(body)
+        return Answer(begun)
+
+    found = asyncio.run(probe(ask, 1024, 4096, 2))
+    times = pytest.approx(0.5), pytest.approx(0.1)
+    assert found == [*(Alone(n, *times) for n in (16, 128, 512)), Alone(16, *times, CROWD)]
+    count = 3 * 3 + 2 * CROWD
+    assert len({tuple(b["prompt"]) for b in bodies}) == len(bodies) == count, "none is cached"
+    assert max(most[:9]) == 1
+    assert max(most) == CROWD
+    Answer.error = "503"
+    with pytest.raises(ValueError, match="when it is idle, got 503"):
+        asyncio.run(probe(ask, 1024, 4096, 2))
+
+
+def test_bench_serve_tells_what_the_server_adds(tmp_path, capsys):
+    trace = tmp_path / "ours.jsonl"
+    trace.write_text('{"seconds": 0, "prompt": 40, "output": 8}\n' * 3)
+    with serving(FakeEngine(step_s=0.02)) as running:
+        arguments = ["--url", running.url, "--trace", str(trace), "--simulate", "--probes", "1"]
+        assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["simulated"]
+    # The engine takes 20 ms a step, whatever the profile says of its steps.
+    assert 0.01 < found["added_by_the_server"]["step_s"] < 0.2
+    assert found["predicted"]["tpot p50"] > 0.01

@@ -1,0 +1,160 @@
+"""What a server adds to the steps of its engine: asked while it is idle.
+
+A machine's profile is of the engine called directly. Over HTTP a step takes longer, and longer with
+each stream that is written, as the event loop wants the interpreter and a core; a prompt is read
+and made into ids; connections and wake-ups take their time whatever is asked. Prompts of several
+lengths, none of which is cached, one after the other and then some at once, tell these four:
+seconds of a step, of a stream in a step, of a token of a prompt, and of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from tilewise.bench.trace import TraceRequest
+
+if TYPE_CHECKING:
+    from tilewise.bench.simulate import Setting
+
+__all__ = ["Alone", "Server", "alone", "lengths", "predicted", "probe"]
+
+NEW_TOKENS = 16  # of an answer to one alone: 15 steps that only decode
+CROWD, CROWD_TOKENS = 16, 64  # requests at once, and tokens of each answer
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A request on a server without others: seconds to its first token, and between two.
+
+    Attributes:
+        prompt_tokens: of its prompt.
+        ttft, tpot: seconds.
+        streams: requests that began together; 1 is none beside it.
+    """
+
+    prompt_tokens: int
+    ttft: float
+    tpot: float
+    streams: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server adds, in seconds.
+
+    Attributes:
+        setting: with a profile whose steps and tokens of prompts take so much longer.
+        step_s, sequence_s, token_s: by which they do, a step for each of its sequences too.
+        request_s: of each request beside, before its first token.
+    """
+
+    setting: Setting
+    step_s: float
+    sequence_s: float
+    token_s: float
+    request_s: float
+
+
+def lengths(longest: int) -> list[int]:
+    """Return the lengths of prompts to ask for: 16 tokens to half of the longest."""
+    return sorted({max(1, min(n, longest - NEW_TOKENS)) for n in (16, longest // 8, longest // 2)})
+
+
+async def probe(
+    ask: Callable[[dict[str, Any], float], Awaitable[Any]],
+    longest: int,
+    vocab_size: int,
+    repeats: int,
+) -> list[Alone]:
+    """Ask for each length so many times, one after the other, then some at once; return medians.
+
+    Args:
+        ask: sends a body of /v1/completions and returns an `Answer`; when it begins.
+        longest: tokens of a sequence.
+        vocab_size: below which prompts' ids are drawn.
+
+    Raises:
+        ValueError: a request failed.
+    """
+    draw, found = random.Random(time.time_ns()), []  # else they are cached from the last time
+
+    async def one(length: int, tokens: int, streams: int) -> Alone:
+        ids = [draw.randrange(vocab_size) for _ in range(length)]
+        body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True}
+        answer = await ask(body, time.perf_counter())
+        if answer.error is not None or not answer.times:
+            raise ValueError(f"a server must answer when it is idle, got {answer.error}")
+        between = (answer.times[-1] - answer.times[0]) / max(1, answer.num_tokens - 1)
+        return Alone(length, answer.times[0] - answer.begun, between, streams)
+
+    for length in lengths(longest):
+        # The first one warms up.
+        seen = [await one(length, NEW_TOKENS, 1) for _ in range(repeats + 1)]
+        found.append(_median(seen[1:]))
+    tokens = min(CROWD_TOKENS, longest - found[0].prompt_tokens)
+    crowds = [
+        await asyncio.gather(*(one(found[0].prompt_tokens, tokens, CROWD) for _ in range(CROWD)))
+        for _ in range(2)
+    ]
+    return [*found, _median(crowds[1])]
+
+
+def _median(seen: Sequence[Alone]) -> Alone:
+    ttft, tpot = (median(getattr(a, name) for a in seen) for name in ("ttft", "tpot"))
+    return replace(seen[0], ttft=ttft, tpot=tpot)
+
+
+def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
+    """Return what requests of a length that begin together see in virtual time, the medians."""
+    from tilewise.bench.simulate import serve
+
+    longest = setting.max_len or setting.sizes.max_len
+    tokens = NEW_TOKENS if streams == 1 else min(CROWD_TOKENS, longest - length)
+    requests = [
+        TraceRequest(0.0, length, tokens, 1, token_ids=tuple(range(i, i + length)))
+        for i in range(streams)
+    ]
+    return _median([
+        Alone(length, t.first_token - t.arrival, (t.last_token - t.first_token) / (tokens - 1),
+              streams)
+        for t in serve(requests, setting, "prefix").timings.values()
+    ])  # fmt: skip
+
+
+def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
+    """Return a setting in which these requests take what they took, and what that adds.
+
+    The time between two tokens gives that of a step; with many streams, of each of these. What
+    first tokens take beyond it is a line over the lengths of prompts: its slope is a token's, which
+    can make a step shorter, too, where the profile has it longer; the rest is the request's, 0 at
+    least.
+    """
+    machine = setting.machine
+    ones, crowds = ([m for m in measured if (m.streams > 1) == many] for many in (False, True))
+    step_s = max(0.0, median(m.tpot - predicted(setting, m.prompt_tokens).tpot for m in ones))
+    slower = replace(setting, machine=replace(machine, step_s=machine.step_s + step_s))
+    sequence_s = 0.0
+    for crowd in crowds:
+        more = crowd.tpot - predicted(slower, crowd.prompt_tokens, crowd.streams).tpot
+        sequence_s = max(0.0, more / (crowd.streams - 1))
+    step_s = max(0.0, step_s - sequence_s)  # of one stream it has been counted
+    changed = replace(
+        machine,
+        step_s=machine.step_s + step_s,
+        step_sequence_s=machine.step_sequence_s + sequence_s,
+    )
+    slower = replace(setting, machine=changed)
+    x = [float(m.prompt_tokens) for m in ones]
+    y = [m.ttft - predicted(slower, m.prompt_tokens).ttft for m in ones]
+    spread = sum((a - mean(x)) ** 2 for a in x)
+    token_s = sum((a - mean(x)) * (b - mean(y)) for a, b in zip(x, y, strict=True))
+    token_s = max(token_s / spread if spread else 0.0, -machine.token_s)
+    request_s = max(0.0, mean(y) - token_s * mean(x))
+    whole = replace(changed, token_s=machine.token_s + token_s)
+    return Server(replace(setting, machine=whole), step_s, sequence_s, token_s, request_s)

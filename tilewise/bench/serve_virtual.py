@@ -1,0 +1,91 @@
+"""What a server was sent, served again in virtual time, and the two beside one another."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tilewise.bench.serve_probe import Alone, alone
+from tilewise.bench.simulate import Setting, model_sizes, of_timings, serve
+from tilewise.bench.trace import TraceRequest
+from tilewise.cost import machine, read_machine
+from tilewise.engine.virtual import Timing
+
+if TYPE_CHECKING:
+    from tilewise.bench.serve import Answer
+
+__all__ = ["simulated"]
+
+COMPARED = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
+
+
+def simulated(
+    options: argparse.Namespace,
+    answers: Sequence[Answer],
+    idle: Sequence[Alone],
+    *,
+    ids_of: Callable[[str], list[int]],
+    longest: int,
+) -> tuple[dict[str, Any], list[Any]]:
+    """Serve what was sent, when it was sent, in virtual time.
+
+    Args:
+        options: of the command line.
+        answers: what was sent, and what it saw.
+        idle: what requests alone saw before, from which what a server adds is known; none of them
+            leaves the times of the engine called directly.
+        ids_of: makes a prompt that was sent as text into ids.
+        longest: tokens of a sequence.
+
+    Returns:
+        {"predicted": ..., "measured": ..., "error %": ...} in the words of `tilewise simulate`, and
+        what became of each request there.
+
+    Raises:
+        ValueError: model or machine is unknown, or no request was answered.
+    """
+    good = sorted((a for a in answers if a.error is None and a.times), key=lambda a: a.begun)
+    if not good:
+        raise ValueError("requests must hold one that was answered, got none")
+    started = good[0].begun
+    requests, measured = [], []
+    for number, answer in enumerate(good):
+        when, ids = answer.begun - started, answer.prompt
+        if isinstance(ids, str):
+            ids = ids_of(ids)
+        output = max(1, answer.num_tokens // answer.samples)
+        requests.append(
+            TraceRequest(
+                when, len(ids), output, answer.samples, token_ids=tuple(ids), user=answer.key
+            )
+        )
+        measured.append(
+            Timing(
+                str(number), when, len(ids), answer.samples, first_token=answer.times[0] - started,
+                last_token=answer.times[-1] - started, output_tokens=answer.num_tokens,
+                cached_tokens=answer.cached_tokens, reason="length",
+            )
+        )  # fmt: skip
+    profile = read_machine(options.machine) if options.machine else machine(options.gpu)
+    setting = Setting(
+        model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
+        max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
+    )  # fmt: skip
+    added = {}
+    if idle:
+        server = alone(setting, idle)
+        setting = server.setting
+        names = ("step_s", "sequence_s", "token_s", "request_s")
+        added = {name: getattr(server, name) for name in names}
+    virtual = list(serve(requests, setting, "prefix").timings.values())
+    for timing in virtual:
+        timing.first_token += added.get("request_s", 0.0)
+        timing.last_token += added.get("request_s", 0.0)
+    both = {"predicted": of_timings(virtual), "measured": of_timings(measured)}
+    rows = {kind: {name: told[name] for name in COMPARED} for kind, told in both.items()}
+    rows["error %"] = {
+        name: 100 * (rows["predicted"][name] / value - 1) if value else None
+        for name, value in rows["measured"].items()
+    }
+    return {"machine": profile.name, "added_by_the_server": added, **rows}, virtual
