@@ -38,6 +38,8 @@ from tilewise.engine.settings import (
     FAIR_PROMPT_TOKENS,
     cache_dtype,
     cache_spec,
+    check_counts,
+    check_flags,
     check_groups,
     check_integers,
     compute_device,
@@ -188,6 +190,15 @@ class LLM:
             max_waiting_requests=max_waiting_requests,
             max_waiting_tokens=max_waiting_tokens,
         )
+        check_counts(
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+        )
+        check_flags(False, enable_prefix_caching=enable_prefix_caching)
+        check_flags(True, batch_invariant=batch_invariant)
         check_offload(swap_space_gib, offload_dir, offload_gib)
         check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
         order_of(scheduling_policy, user_weights)
@@ -302,10 +313,17 @@ class LLM:
     def engine(self, engine: Engine) -> None:
         self.loop.engine = engine
 
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self, timeout_s: float | None = None) -> bool:
         """Fail what is unfinished with EngineClosedError and end the engine's thread.
 
-        Blocks that were given to offload_dir's files are written before this returns.
+        Blocks that were given to offload_dir's files are written before this returns. Leaving a
+        `with LLM(...) as llm:` does the same.
 
         Args:
             timeout_s: seconds to wait for the step that runs, and for the files; None waits for
@@ -459,9 +477,12 @@ class LLM:
 
         Raises:
             RequestError: the prompt can never be served, or it has several samples.
+            TypeError: it is several prompts, or sampling_params is something else.
 
         The iterator raises what ends the request alone, see generate(), after the text before it.
         """
+        if not isinstance(prompt, str | bytes | Mapping):
+            raise TypeError(f"prompt must be one to stream, got {type(prompt).__name__}")
         [generation] = self._generations(
             prompt,
             sampling_params,

@@ -15,6 +15,8 @@ __all__ = [
     "FAIR_PROMPT_TOKENS",
     "cache_dtype",
     "cache_spec",
+    "check_counts",
+    "check_flags",
     "check_groups",
     "check_integers",
     "compute_device",
@@ -96,6 +98,21 @@ def check_integers(may_be_none: bool, **settings: object) -> None:
             continue
         if not isinstance(value, Integral) or isinstance(value, bool):
             kind = "an integer or None" if may_be_none else "an integer"
+            raise TypeError(f"{name} must be {kind}, got {value!r}")
+
+
+def check_counts(**settings: int | None) -> None:
+    """Raise ValueError unless each setting is 1 or more, or None: before a model is read."""
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_flags(may_be_none: bool, **settings: object) -> None:
+    """Raise TypeError unless each setting is True or False, or None where it may be."""
+    for name, value in settings.items():
+        if not isinstance(value, bool) and not (may_be_none and value is None):
+            kind = "True, False or None" if may_be_none else "True or False"
             raise TypeError(f"{name} must be {kind}, got {value!r}")
 
 
