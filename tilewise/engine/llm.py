@@ -38,10 +38,8 @@ from tilewise.engine.settings import (
     FAIR_PROMPT_TOKENS,
     cache_dtype,
     cache_spec,
-    check_counts,
-    check_flags,
     check_groups,
-    check_integers,
+    check_settings,
     compute_device,
     context_length,
     model_directory,
@@ -179,26 +177,7 @@ class LLM:
         speculative: PromptLookup | DraftModel | None = None,
         tensor_parallel_size: int = 1,
     ) -> None:
-        check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
-        check_integers(False, tensor_parallel_size=tensor_parallel_size)
-        check_integers(
-            True,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-            max_waiting_requests=max_waiting_requests,
-            max_waiting_tokens=max_waiting_tokens,
-        )
-        check_counts(
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            num_blocks=num_blocks,
-            max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-        )
-        check_flags(False, enable_prefix_caching=enable_prefix_caching)
-        check_flags(True, batch_invariant=batch_invariant)
+        check_settings(locals())
         check_offload(swap_space_gib, offload_dir, offload_gib)
         check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
         order_of(scheduling_policy, user_weights)
