@@ -297,3 +297,9 @@ def test_control_c_ends_a_stream_quietly(model):
         process.wait(timeout=60)
         assert process.stderr.read() == b""
     assert process.returncode == 130
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_a_model_is_read(tmp_path, capsys):
+    trace = tmp_path / "nowhere" / "trace.jsonl"
+    assert main(["generate", "--model", "no/such/model", "--trace", str(trace)]) == 2
+    assert "trace.jsonl" in capsys.readouterr().err

@@ -167,7 +167,7 @@ def test_each_prompt_may_have_its_own_parameters(llm):
     [
         (None, GREEDY, "prompts must be one or a list of them, got NoneType"),
         (5, GREEDY, "prompts must be one or a list of them, got int"),
-        ("the", {"max_tokens": 3}, "sampling_params must be SamplingParams, got str"),
+        ("the", {"max_tokens": 3}, "sampling_params must be one or a list of them, got dict"),
         (["the", "once"], [GREEDY, None], "sampling_params must be SamplingParams, got NoneType"),
         ("the", 5, "sampling_params must be one or a list of them, got int"),
     ],

@@ -237,7 +237,7 @@ def test_end_tokens_of_both_files_are_joined(tmp_path):
             r"rope_type 'llama3' must come with low_freq_factor, got none",
         ),
         ({"head_dim": 5}, r"rotary_dim must be even and at least 2, got 5"),
-        ({"rope_theta": -1.0}, r"theta must be positive, got -1.0"),
+        ({"rope_theta": -1.0}, r"theta must be positive and finite, got -1.0"),
         (
             {"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}},
             r"rope_parameters must be the same for all layer types",
@@ -265,6 +265,12 @@ def test_unsupported_settings_are_refused_in_one_sentence(changes, message):
         ({"rope_parameters": "linear"}, "rope_parameters must be a JSON object, got 'linear'"),
         ({"rope_scaling": [1]}, "rope_scaling must be a JSON object"),
         ({"rope_theta": "10000"}, "rope_theta must be a number, got '10000'"),
+        ({"rope_theta": math.inf}, "rope_theta must be finite, got inf"),
+        ({"rms_norm_eps": -1e-6}, "norm_eps must be finite and at least 0, got -1e-06"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be finite, got nan"),
+        ({"hidden_act": ["silu"]}, "gelu_pytorch_tanh, got ['silu']"),
+        ({"num_attention_heads": 64}, "num_attention_heads must be at most hidden_size, got 64"),
+        ({"rope_scaling": {"type": ["yarn"]}}, "rope_type must be one of default, linear"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number, got '2'"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": True}},
@@ -281,6 +287,9 @@ def test_values_of_the_wrong_type_are_named(changes, message):
     ("changes", "message"),
     [
         ({"layer_types": ["chunked_attention"] * 3}, "layer_types must be among full_attention"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list of names, got"),
+        ({"layer_types": [["x"]] * 3}, "layer_types must be among full_attention, .* got .'x'."),
+        ({"max_window_layers": "2"}, "max_window_layers must be a number, got '2'"),
         ({"layer_types": ["full_attention"]}, "windows must have one entry per layer .3., got 1"),
         ({"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
     ],
@@ -289,6 +298,19 @@ def test_wrong_windows_are_refused(changes, message):
     qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
     with pytest.raises(CheckpointError, match=message):
         llama(**{**qwen, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
+        ({"query_pre_attn_scalar": -16}, "query_pre_attn_scalar must be positive, got -16"),
+        ({"final_logit_softcapping": -3.0}, "logit_softcap must be positive and finite, got -3.0"),
+    ],
+)
+def test_wrong_gemma_settings_are_refused(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        llama(architectures=["Gemma3ForCausalLM"], **changes)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,16 @@ class TestRopeWrite:
         assert nothing.shape == (0, 6, 64)
 
 
+def test_float64_is_computed_in_float64():
+    (q, k, v, slots), options = _arguments("qwen3", torch.float64, "cpu")
+    caches, want = _caches(q, k, v), _caches(q, k, v)
+    got = ops.rope_write_kv_cache(q, k, v, *caches, slots, **options, backend="cpu")
+    truth = oracle.rope_write_kv_cache(q, k, v, *want, slots, **options)
+    torch.testing.assert_close(got, truth, rtol=1e-13, atol=1e-13)
+    for cache, expected in zip(caches, want, strict=True):
+        torch.testing.assert_close(cache, expected, rtol=1e-13, atol=1e-13, equal_nan=True)
+
+
 def test_many_tokens_on_any_number_of_threads():
     (q, k, v, _), options = _arguments("qwen3", torch.bfloat16, "cpu")
     q, k, v = (x.repeat(25, 1, 1) for x in (q, k, v))  # 150 tokens: three tasks

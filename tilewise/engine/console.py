@@ -61,6 +61,9 @@ def generate(
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal or pipe of another encoding shows what it can of a text, not an error.
         sys.stdout.reconfigure(errors="replace")
+    if trace is not None:
+        with open(trace, "a"):  # else hours of text end in a file that cannot be written
+            pass
     progress = Progress(terminal())
     progress.show(f"loading {model} ...")
     max_num_seqs = min(len(prompts) * params.n, MAX_NUM_SEQS)

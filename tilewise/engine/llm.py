@@ -39,7 +39,7 @@ from tilewise.engine.settings import (
     cache_dtype,
     cache_spec,
     check_groups,
-    check_integers,
+    check_settings,
     compute_device,
     context_length,
     model_directory,
@@ -177,17 +177,7 @@ class LLM:
         speculative: PromptLookup | DraftModel | None = None,
         tensor_parallel_size: int = 1,
     ) -> None:
-        check_integers(False, block_size=block_size, max_num_seqs=max_num_seqs, seed=seed)
-        check_integers(False, tensor_parallel_size=tensor_parallel_size)
-        check_integers(
-            True,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-            max_waiting_requests=max_waiting_requests,
-            max_waiting_tokens=max_waiting_tokens,
-        )
+        check_settings(locals())
         check_offload(swap_space_gib, offload_dir, offload_gib)
         check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
         order_of(scheduling_policy, user_weights)
@@ -302,10 +292,17 @@ class LLM:
     def engine(self, engine: Engine) -> None:
         self.loop.engine = engine
 
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self, timeout_s: float | None = None) -> bool:
         """Fail what is unfinished with EngineClosedError and end the engine's thread.
 
-        Blocks that were given to offload_dir's files are written before this returns.
+        Blocks that were given to offload_dir's files are written before this returns. Leaving a
+        `with LLM(...) as llm:` does the same.
 
         Args:
             timeout_s: seconds to wait for the step that runs, and for the files; None waits for
@@ -459,9 +456,12 @@ class LLM:
 
         Raises:
             RequestError: the prompt can never be served, or it has several samples.
+            TypeError: it is several prompts, or sampling_params is something else.
 
         The iterator raises what ends the request alone, see generate(), after the text before it.
         """
+        if not isinstance(prompt, str | bytes | Mapping):
+            raise TypeError(f"prompt must be one to stream, got {type(prompt).__name__}")
         [generation] = self._generations(
             prompt,
             sampling_params,

@@ -21,7 +21,7 @@ def token_ids(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, 
     """Return the text of a prompt, None if it has none, and its token ids.
 
     Args:
-        prompt: a text, {"prompt": text} or {"prompt_token_ids": integers}.
+        prompt: a text, {"prompt": text} or {"prompt_token_ids": integers}; of both the integers.
         tokenizer: of the model; None if its directory holds none.
 
     Raises:
@@ -29,6 +29,11 @@ def token_ids(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, 
     """
     text, ids = prompt, None
     if isinstance(prompt, Mapping):
+        unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
+        if unknown:  # such as images: what is left out must not pass for an answer
+            raise RequestError(
+                f"prompt must have no keys but prompt and prompt_token_ids, got {unknown[0]!r}"
+            )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if ids is not None:
         return text if isinstance(text, str) else None, _integers(ids)
@@ -46,9 +51,9 @@ def listed(name: str, values: object) -> list[Any]:
     """Return what was given for many as a list.
 
     Raises:
-        TypeError: it cannot be iterated over.
+        TypeError: it is no list: it cannot be iterated over, or is one thing (a text, a dict).
     """
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
         raise TypeError(f"{name} must be one or a list of them, got {type(values).__name__}")
     return list(values)
 

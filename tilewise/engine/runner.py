@@ -324,7 +324,7 @@ class ModelRunner:
         self._hidden = hidden
         if len(inputs.logits_rows) < len(hidden):
             hidden = hidden.index_select(0, inputs.logits_rows)
-        return self.model.compute_logits(hidden)
+        return self.model.compute_logits(hidden).float()
 
     @torch.inference_mode()
     def logits_of(self, rows: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ class ModelRunner:
         They may lie where those of the last call do.
         """
         assert self._hidden is not None
-        return self.model.compute_logits(self._hidden.index_select(0, rows))
+        return self.model.compute_logits(self._hidden.index_select(0, rows)).float()
 
     @torch.inference_mode()
     def states_of(self, rows: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
 
@@ -16,7 +17,7 @@ __all__ = [
     "cache_dtype",
     "cache_spec",
     "check_groups",
-    "check_integers",
+    "check_settings",
     "compute_device",
     "context_length",
     "model_directory",
@@ -38,6 +39,20 @@ _CACHE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
     "fp8_e4m3": torch.float8_e4m3fn,
+}
+
+# name: (the least, whether it may be None)
+_INTEGERS: dict[str, tuple[int | None, bool]] = {
+    "block_size": (1, False),
+    "max_num_seqs": (1, False),
+    "seed": (None, False),
+    "tensor_parallel_size": (None, False),
+    "num_blocks": (1, True),
+    "max_model_len": (None, True),
+    "max_num_batched_tokens": (1, True),
+    "long_prefill_token_threshold": (1, True),
+    "max_waiting_requests": (None, True),
+    "max_waiting_tokens": (None, True),
 }
 
 
@@ -89,13 +104,28 @@ def check_groups(config: ModelConfig, speculative: object) -> None:
         raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
 
 
-def check_integers(may_be_none: bool, **settings: object) -> None:
-    """Raise TypeError unless each setting is an integer, or None where it may be."""
-    for name, value in settings.items():
+def check_settings(given: Mapping[str, object]) -> None:
+    """Refuse integers and flags of `LLM` that can be none, before a model is read.
+
+    Raises:
+        TypeError: one is of another type.
+        ValueError: a count is below 1.
+    """
+    for name, (least, may_be_none) in _INTEGERS.items():
+        value = given[name]
         if value is None and may_be_none:
             continue
         if not isinstance(value, Integral) or isinstance(value, bool):
             kind = "an integer or None" if may_be_none else "an integer"
+            raise TypeError(f"{name} must be {kind}, got {value!r}")
+        if least is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    for name, kind in {
+        "enable_prefix_caching": "True or False",
+        "batch_invariant": "True, False or None",
+    }.items():
+        value = given[name]
+        if not isinstance(value, bool) and not (value is None and "None" in kind):
             raise TypeError(f"{name} must be {kind}, got {value!r}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +93,16 @@ class ModelConfig:
                 f"num_q_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
                 f"got {self.num_q_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise CheckpointError(f"hidden_act must be one of {known}, got {self.hidden_act!r}")
         if self.dtype not in _DTYPES:
             raise CheckpointError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        if not 0 <= self.norm_eps < math.inf:
+            raise CheckpointError(f"norm_eps must be finite and at least 0, got {self.norm_eps}")
+        cap = self.logit_softcap
+        if cap is not None and not 0 < cap < math.inf:
+            raise CheckpointError(f"logit_softcap must be positive and finite, got {cap}")
         for name in ("windows", "softmax_scales"):
             if len(getattr(self, name)) != self.num_layers:
                 raise CheckpointError(

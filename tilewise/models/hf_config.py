@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,15 @@ def _number(config: Json, name: str, default: float) -> float:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise CheckpointError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise CheckpointError(f"{name} must be finite, got {value!r}")
+    return value
+
+
+def _positive(config: Json, name: str, default: float) -> float:
+    value = _number(config, name, default)
+    if value <= 0:
+        raise CheckpointError(f"{name} must be positive, got {value!r}")
     return value
 
 
@@ -177,6 +187,8 @@ def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
     is_qwen3 = architecture == "Qwen3ForCausalLM"
     head_dim = 128 if is_qwen3 else _count(config, "hidden_size") // num_q_heads
     head_dim = _count_or(config, "head_dim", head_dim)
+    if head_dim < 1:
+        raise CheckpointError(f"num_attention_heads must be at most hidden_size, got {num_q_heads}")
     has_bias = bool(config.get("attention_bias", False))
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     return {
@@ -211,14 +223,17 @@ def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | No
         return (None,) * num_layers
     types = config.get("layer_types")
     if types is None:
-        first = config.get("max_window_layers", 28)  # the default of Qwen's configuration class
+        # the default of Qwen's configuration class
+        first = _number(config, "max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     return _windows_of_types(types, window)
 
 
 def _windows_of_types(types: Any, window: int) -> tuple[int | None, ...]:
     known = {"full_attention": None, "sliding_attention": window}
-    unknown = [name for name in types if name not in known]
+    if not isinstance(types, list):
+        raise CheckpointError(f"layer_types must be a list of names, got {types!r}")
+    unknown = [name for name in types if not isinstance(name, str) or name not in known]
     if unknown:
         raise CheckpointError(f"layer_types must be among {', '.join(known)}, got {unknown[0]!r}")
     return tuple(known[name] for name in types)
@@ -228,7 +243,7 @@ def _rope(config: Json, head_dim: int) -> RopeConfig:
     max_positions = _count(config, "max_position_embeddings")
     settings = _rope_settings(config)
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise CheckpointError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
     original = _count_or(settings, "original_max_position_embeddings", max_positions)
     original = _count_or(config, "original_max_position_embeddings", original)
@@ -341,7 +356,7 @@ def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
         ]
     cap = _number(config, "final_logit_softcapping", 0.0)
     has_bias = bool(config.get("attention_bias", False))
-    scale = _number(config, "query_pre_attn_scalar", 256) ** -0.5
+    scale = _positive(config, "query_pre_attn_scalar", 256) ** -0.5
     return {
         "hidden_size": _count(config, "hidden_size"),
         "intermediate_size": _count(config, "intermediate_size"),

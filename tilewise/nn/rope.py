@@ -55,9 +55,17 @@ class RopeConfig:
             raise ValueError(f"rope_type must be one of {known}, got {self.rope_type!r}")
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be even and at least 2, got {self.rotary_dim}")
-        for name in ("theta", "factor", "max_positions"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in (
+            "theta",
+            "factor",
+            "max_positions",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+        ):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
 
 
 def _wavelength_series(config: RopeConfig) -> Tensor:

@@ -151,7 +151,7 @@ def window_bounds(
             raise ValueError(f"window must be at least 1 key, got {window}")
         left, right = window - 1, 0
     else:
-        if len(window) != 2:
+        if not isinstance(window, tuple | list) or len(window) != 2:
             raise ValueError(f"window must be None, an int or (left, right), got {window!r}")
         left, right = window
         for name, bound in (("left", left), ("right", right)):

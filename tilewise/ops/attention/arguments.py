@@ -49,6 +49,7 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths = DENSE
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Check the arguments of a call and put them into the registered op's order."""
+    _check_types(q, k, v, rule, lengths)
     q, k, v = autocast(q, k, v)
     is_packed = lengths.cu_seqlens_q is not None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -66,6 +67,27 @@ def prepare(
     if rule.mask is not None:
         _check_mask(rule.mask, q, batch, lengths)
     return q, k, v, _options(q, rule, batch, lengths)
+
+
+def _check_types(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> None:
+    """Raise TypeError for arrays, lists and None where tensors belong, tensors where masks do."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        checks.check_type(name, value, Tensor)
+    for name, given in (
+        ("bias", rule.bias),
+        ("alibi_slopes", rule.alibi_slopes),
+        ("sinks", rule.sinks),
+        ("seqlens_k", lengths.seqlens_k),
+        ("cu_seqlens_q", lengths.cu_seqlens_q),
+        ("cu_seqlens_k", lengths.cu_seqlens_k),
+    ):
+        if given is not None:
+            checks.check_type(name, given, Tensor)
+    if rule.mask is not None and not isinstance(rule.mask, BlockMask):
+        raise TypeError(
+            "mask must be a BlockMask, as masks.dense(visible) makes it, "
+            f"got {type(rule.mask).__name__}"
+        )
 
 
 def _check_packed(q: Tensor, lengths: Lengths) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.masks import BlockMask
 from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, prepare, wide
 from tilewise.ops.attention.dropout import philox_of
 from tilewise.ops.attention.op import (
@@ -93,6 +94,8 @@ def _directly(
             philox = philox_of(seed, q.device)
             rule = rule._replace(seed=philox)
         if mask is not None:
+            if type(mask) is not BlockMask:
+                return None
             mask_is, mask_tensors = (mask.shape, mask.device), mask.tensors()
         tensors = [*beside, philox, *mask_tensors]
     key = key_of(

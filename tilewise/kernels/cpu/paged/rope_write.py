@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 from torch import Tensor
 
 from tilewise.kernels.cpu.attention.problem import float_type
@@ -186,6 +188,21 @@ def _normalise(row, count, weight, eps):
         row[column] = row[column] * factor * weight[column]
 
 
+def _to_bytes(row, count, code, address, scale_address, owns_scale):
+    """`quantise_row`; no bytes are made of float64, and its rule of rounding has none for it."""
+
+
+@overload(_to_bytes, jit_options={"error_model": "numpy"})
+def _overload_to_bytes(row, count, code, address, scale_address, owns_scale):
+    if row.dtype == types.float64:
+        return lambda row, count, code, address, scale_address, owns_scale: None
+
+    def of_float32(row, count, code, address, scale_address, owns_scale):
+        quantise_row(row, count, code, address, scale_address, owns_scale)
+
+    return of_float32
+
+
 @inner
 def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin, half,
                interleaved):  # fmt: skip
@@ -205,7 +222,7 @@ def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin,
         if rows.to_code < INT8:
             store_row(row, rows.to_code, row, 0, 1.0, to, rows.dim)
         else:
-            quantise_row(
+            _to_bytes(
                 row, rows.dim, rows.to_code, to, scale + head * rows.scale_head, rows.owns_scale
             )
 

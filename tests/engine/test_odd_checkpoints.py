@@ -1,0 +1,52 @@
+"""LLM over checkpoints and settings that are rare, and allowed: the same tokens as transformers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.checkpoint import greedy_tokens, write_checkpoint
+from tilewise.engine.llm import LLM
+from tilewise.engine.prompts import listed, token_ids
+from tilewise.engine.request import SamplingParams
+from tilewise.errors import EngineClosedError, RequestError
+
+PROMPT = [5, 17, 99, 4]
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_a_model_in_float64_says_what_it_says_in_transformers(tmp_path, case):
+    peer = write_checkpoint(tmp_path, case).double()
+    llm = LLM(tmp_path, device="cpu", dtype="float64", num_blocks=8, max_num_seqs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+    with llm as same:
+        assert same is llm
+        [output] = llm.generate({"prompt_token_ids": PROMPT}, params)
+        with pytest.raises(TypeError, match="prompt must be one to stream, got list"):
+            llm.stream([{"prompt_token_ids": PROMPT}] * 2)
+    with pytest.raises(EngineClosedError):
+        llm.generate({"prompt_token_ids": PROMPT}, params)
+    assert output.outputs[0].token_ids == greedy_tokens(peer, PROMPT, 12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be at least 1, got 0"),
+        ({"long_prefill_token_threshold": 0}, ValueError, "long_prefill_token_threshold must be"),
+        ({"enable_prefix_caching": "no"}, TypeError, "enable_prefix_caching must be True or False"),
+        ({"batch_invariant": "x"}, TypeError, "batch_invariant must be True, False or None"),
+    ],
+)
+def test_settings_are_refused_by_their_own_names_before_a_model_is_read(settings, error, message):
+    with pytest.raises(error, match=message):
+        LLM("no/such/model", device="cpu", **settings)
+
+
+def test_prompts_of_odd_forms_are_refused():
+    both = {"prompt": "the", "prompt_token_ids": PROMPT}
+    assert token_ids(both, None) == ("the", PROMPT)
+    with pytest.raises(RequestError, match="no keys but .* got 'multi_modal_data'"):
+        token_ids({"prompt_token_ids": PROMPT, "multi_modal_data": {}}, None)
+    for value in ({"max_tokens": 3}, "the", b"the"):
+        with pytest.raises(TypeError, match="sampling_params must be one or a list of them"):
+            listed("sampling_params", value)

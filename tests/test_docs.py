@@ -1,0 +1,126 @@
+"""What documents say of the repository: links, files, imports, names and commands are real."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import tilewise
+from tilewise import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tilewise/**/*.md")],
+    key=lambda path: path.relative_to(ROOT).as_posix(),
+)
+NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
+# CHANGELOG.md tells of files as they were. These four are names that nothing may have.
+OF_NO_FILE = {"utils.py", "common.py", "base.py", "manager.py"}
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@each_document
+def test_links_lead_to_files(document):
+    targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", document.read_text())
+    assert [t for t in targets if not (document.parent / t).exists()] == []
+
+
+@each_document
+def test_files_that_are_named_exist(document):
+    if document.name == "CHANGELOG.md":
+        return
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    named = set(re.findall(r"`([\w*][\w./*-]*\.(?:py|md|json|toml))`", text)) - OF_NO_FILE
+    missing = {name for name in named if not any(ROOT.glob(f"**/{name}"))}
+    # Of these a checkpoint or a server has its own.
+    assert missing - {"config.json", "generation_config.json", "tokenizer.json"} == set()
+
+
+def has(owner: object, name: str) -> bool:
+    """Whether a module or an object has a name, or would if what it needs were installed."""
+    try:
+        if hasattr(owner, name):
+            return True
+        return inspect.ismodule(owner) and bool(importlib.import_module(f"{owner.__name__}.{name}"))
+    except ImportError as error:
+        return "pip install" in str(error)
+
+
+@each_document
+def test_snippets_import_and_name_what_there_is(document):
+    for code in blocks(document, "python"):
+        tree = compile(
+            code, document.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tilewise":
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert has(module, alias.name), f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "tilewise":
+                        importlib.import_module(alias.name)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "tilewise"
+            ):
+                assert hasattr(tilewise, node.attr), f"tilewise.{node.attr}"
+
+
+@each_document
+def test_names_of_the_package_in_the_text_are_real(document):
+    """`tilewise.attention` and the like, by import or as attributes."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for path in sorted(set(re.findall(r"`(tilewise(?:\.[A-Za-z_]\w*)+)", text))):
+        owner: object = tilewise
+        for part in path.split(".")[1:]:
+            assert has(owner, part), path
+            try:
+                owner = getattr(owner, part)
+            except ImportError:  # what it needs is not installed
+                break
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every line of a shell block, and of a text in backticks, that begins with tilewise."""
+    found = []
+    for document, name in zip(DOCUMENTS, NAMES, strict=True):
+        if document.name == "CHANGELOG.md":
+            continue
+        text = document.read_text()
+        for block in blocks(document, "(?:sh|bash)"):
+            joined = block.replace("\\\n", " ")
+            found += [(name, line) for line in joined.splitlines() if line.startswith("tilewise ")]
+        text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        found += [
+            (name, line) for line in re.findall(r"`(tilewise [a-z]+ [^`\n]*--[^`\n]*)`", text)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("document", "command"), commands())
+def test_commands_have_options_that_exist(document, command):
+    words = shlex.split(command.split(" |")[0].split(" >")[0], comments=True)[1:]
+    words = [word for word in words if word not in ("&", "...")]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            _, unknown = cli._parser().parse_known_args(words)
+    except SystemExit as error:
+        pytest.fail(f"{document}: {command}: {error} {said.getvalue()}")
+    assert not [word for word in unknown if word.startswith("-")], (document, command)
