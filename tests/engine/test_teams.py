@@ -22,15 +22,26 @@ def test_one_thread_is_never_asked_about():
     assert teams.choose(3, 1) == 1
 
 
+def nearly(best):
+    """Seconds of each team, so alike that a trial takes all of its steps."""
+    return lambda team: 1.0 + 0.3 * (team != best)
+
+
 def test_both_teams_are_tried_in_turns_and_the_faster_is_kept():
     for faster in (1, 4):
-        chosen = drive(Teams(), TRIAL + SOONEST, lambda team, best=faster: 1.0 + (team != best))
+        chosen = drive(Teams(), TRIAL + SOONEST, nearly(faster))
         assert chosen[:TRIAL] == [4, 4, 1, 1] * STEPS
         assert chosen[TRIAL:] == [faster] * SOONEST
 
 
+def test_a_team_that_is_far_slower_is_given_up_sooner():
+    for faster in (1, 4):
+        chosen = drive(Teams(), 8 + SOONEST, lambda team, best=faster: 1.0 + (team != best))
+        assert chosen == [4, 4, 1, 1] * 2 + [faster] * SOONEST
+
+
 def test_a_slower_team_is_tried_ever_more_seldom():
-    chosen = drive(Teams(), 20_000, lambda team: float(team))
+    chosen = drive(Teams(), 20_000, nearly(1))
     ends, wait = [TRIAL], SOONEST
     while ends[-1] + wait + TRIAL < 20_000:
         ends.append(ends[-1] + wait + TRIAL)
@@ -43,18 +54,18 @@ def test_a_slower_team_is_tried_ever_more_seldom():
 
 def test_a_team_that_becomes_faster_is_taken():
     teams = Teams()
-    drive(teams, TRIAL + SOONEST, lambda team: float(team))
-    later = drive(teams, TRIAL + 20, lambda team: 1.0 / team)
+    drive(teams, TRIAL + SOONEST, nearly(1))
+    later = drive(teams, TRIAL + 20, nearly(4))
     assert later[TRIAL:] == [4] * 20
 
 
 def test_steps_that_become_faster_by_themselves_are_fair_to_both():
-    """As after a prompt, when pages and caches are new: each step takes less than the one before."""
+    """As after a prompt, when pages and caches are new: steps take less and less."""
     for faster in (1, 4):
         teams, ages = Teams(), iter(range(10_000))
 
         def seconds(team, best=faster, ages=ages):
-            return (1.0 if team == best else 1.5) * (1.0 + 5.0 * 0.7 ** next(ages))
+            return nearly(best)(team) * (1.0 + 0.6 * 0.8 ** next(ages))
 
         chosen = drive(teams, TRIAL + 20, seconds)
         assert chosen[TRIAL:] == [faster] * 20
@@ -66,7 +77,7 @@ def test_a_step_that_wakes_helpers_does_not_count():
     def seconds(team):
         is_woken = team == 4 and before[-1:] != [4]
         before.append(team)
-        return 9.0 if is_woken else 1.0 / team
+        return 9.0 if is_woken else nearly(4)(team)
 
     assert drive(Teams(), TRIAL + 20, seconds)[TRIAL:] == [4] * 20
 
@@ -74,10 +85,10 @@ def test_a_step_that_wakes_helpers_does_not_count():
 def test_one_slow_step_changes_nothing():
     for slow in range(TRIAL + SOONEST):
         teams = Teams()
-        drive(teams, slow, lambda team: 1.0 / team)
+        drive(teams, slow, nearly(4))
         drive(teams, 1, lambda team: 100.0)
-        drive(teams, TRIAL + SOONEST - slow - 1, lambda team: 1.0 / team)
-        chosen = drive(teams, TRIAL + SOONEST, lambda team: 1.0 / team)
+        drive(teams, TRIAL + SOONEST - slow - 1, nearly(4))
+        chosen = drive(teams, TRIAL + SOONEST, nearly(4))
         assert set(chosen[TRIAL:]) == {4}
 
 
@@ -86,4 +97,4 @@ def test_times_of_a_team_that_was_not_chosen_do_not_count():
     for _ in range(100):
         teams.record(5, 4, 3, 0.1)
         teams.record(5, 4, 1, 0.1)
-    assert drive(teams, TRIAL + 5, lambda team: 1.0 / team)[-1] == 4
+    assert drive(teams, TRIAL + 5, nearly(4))[-1] == 4

@@ -199,7 +199,7 @@ class CompiledRunner(ModelRunner):
 
         None where anything else is asked for.
         """
-        if batch.block_copies or self._other_tables:
+        if batch.block_copies or self._other_tables or self.sharing_tokens is not None:
             return None
         for run in batch.sequences:
             if len(run.token_ids) != 1 or run.num_samples != 1 or run.asked is not None:

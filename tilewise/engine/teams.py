@@ -8,6 +8,7 @@ __all__ = ["Teams"]
 
 STEPS = 3  # of a team whose median counts in a trial
 TRIAL = 4 * STEPS  # steps in turns: two on all threads, two on one, of which the second counts
+DECISIVE = 1.4  # times as long at best: then the first eight steps of a trial are enough
 SOONEST, LATEST = 32, 4096  # steps until the next trial: doubled each time the same team wins
 
 
@@ -60,8 +61,13 @@ class Teams:
         if known.tried % 2:
             known.times.setdefault(team, []).append(seconds)
         known.tried += 1
-        if known.tried == TRIAL:
-            best = min((1, most), key=lambda each: _median(known.times[each]))
+        if known.tried % 4 or known.tried == 4:
+            return
+        # Of two steps the better one: whatever else ran may have spoilt the other.
+        rule = _median if known.tried == TRIAL else min
+        found = {each: rule(known.times[each]) for each in (1, most)}
+        best = min(found, key=lambda each: found[each])
+        if known.tried == TRIAL or max(found.values()) > DECISIVE * found[best]:
             known.wait = min(2 * known.wait, LATEST) if best == known.best else SOONEST
             known.best, known.left = best, known.wait
             known.times, known.tried = {}, 0
