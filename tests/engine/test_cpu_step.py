@@ -13,7 +13,8 @@ from tests.kernels.cpu.test_step import resident
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import BROKEN, Asked, Batch, ScheduledSequence
 from tilewise.engine.cpu_step import CompiledRunner, runner_for, why_not
-from tilewise.engine.inputs import build_inputs
+from tilewise.engine.decode_arrays import DecodeArrays
+from tilewise.engine.inputs import HostTables, build_inputs
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.runner import ModelRunner
 from tilewise.engine.settings import cache_spec
@@ -309,6 +310,23 @@ def test_a_decode_step_draws_the_same_without_tensors(only, monkeypatch):
             drawn.append(samples)
         found.append(drawn)
     assert found[0] == found[1]
+
+
+def test_tables_of_a_runner_that_was_reset_are_read_anew():
+    arrays, known = DecodeArrays(BLOCK), {0: list(range(9)), 1: list(range(5))}
+    first = decoding({0: 0, 1: 0}, known)
+    for shift in (0, 20):  # the same versions and rows of other tables
+        batch = Batch(
+            tuple(
+                run._replace(block_ids=[block + shift for block in run.block_ids])
+                for run in first.sequences
+            )
+        )
+        found = arrays.fill(batch, HostTables()).rows
+        assert found.table[0, :3].tolist() == [shift, shift + 1, shift + 2]
+        assert found.table[1, :2].tolist() == [shift + 10, shift + 11]
+        assert found.slots.tolist() == [(shift + 2) * BLOCK, (shift + 11) * BLOCK]
+        assert (found.lengths.tolist(), found.positions.tolist()) == ([9, 5], [8, 4])
 
 
 def test_a_greedy_decode_step_calls_nothing_of_torch():

@@ -35,7 +35,8 @@ class DecodeArrays:
         self.block_size = block_size
         self.max_len = 0
         self._table = np.full((0, 0), -1, np.int32)
-        self._held: tuple[int, list[int]] = (-1, [])  # what the table was made of
+        # What the table was made of: tables, their version, and which rows of them.
+        self._held: tuple[HostTables | None, int, list[int]] = (None, 0, [])
         self._make(1, 1)
 
     def _make(self, count: int, num_columns: int) -> None:
@@ -68,11 +69,11 @@ class DecodeArrays:
         starts = [s.start for s in sequences]
         self.max_len = max(starts) + 1
         table_rows = tables.rows_of(batch)
-        held, num_columns = (tables.version, table_rows), -(-self.max_len // block_size)
+        held, num_columns = (tables, tables.version, table_rows), -(-self.max_len // block_size)
         rows = self.rows
         if count != len(rows.ids) or num_columns > rows.table.shape[1]:
             self._make(count, num_columns)
-            self._held, rows = (-1, []), self.rows
+            self._held, rows = (None, 0, []), self.rows
         rows.ids[:] = [s.token_ids[0] for s in sequences]
         rows.positions[:] = starts
         rows.slots[:] = [
