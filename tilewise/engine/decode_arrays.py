@@ -52,9 +52,10 @@ class DecodeArrays:
             self._lengths = np.empty(sizes[0], np.int32)
             self._places = np.arange(sizes[0])
             self._edges = np.arange(sizes[0] + 1, dtype=np.int32)
+        ids, positions, slots = self._numbers[:, :count]
         self.rows = step.Batch(
-            *(row[:count] for row in self._numbers), self._edges[: count + 1],
-            self._lengths[:count], self._table[:count], self._places[:count],
+            ids, positions, slots, self._edges[: count + 1], self._lengths[:count],
+            self._table[:count], self._places[:count],
         )  # fmt: skip
 
     def fill(self, batch: Batch, tables: HostTables) -> DecodeArrays:
