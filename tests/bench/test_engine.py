@@ -74,7 +74,9 @@ def test_the_packaged_model_is_measured_here(tmp_path, capsys):
     assert "error" not in prefill
     assert 0 < decode["% of roof"] < 100
     assert decode["host ms"] > 0
-    assert set(decode["host parts"]) == {"schedule", "build_inputs", "update"}
+    parts = set(decode["host parts"])
+    assert parts - {"build_inputs", "decode_inputs"} == {"schedule", "update"}
+    assert len(parts) == 3  # the second by its name with a compiled step, or without
     assert decode["decode tok/s"] == pytest.approx(1e3 / decode["ms a step"])
     assert (prefill["prompt"], prefill["new"]) == (20, 1)
     [start] = document["starts"]

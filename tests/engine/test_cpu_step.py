@@ -13,13 +13,15 @@ from tests.kernels.cpu.test_step import resident
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
 from tilewise.engine import cpu_step
-from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.batch import BROKEN, Asked, Batch, ScheduledSequence
 from tilewise.engine.cpu_step import CompiledRunner, runner_for, why_not
-from tilewise.engine.inputs import build_inputs
+from tilewise.engine.decode_arrays import DecodeArrays
+from tilewise.engine.inputs import HostTables, build_inputs
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.runner import ModelRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.kernels.cpu.step import program as program_module
+from tilewise.kernels.cpu.step.codes import CODE, JOINS, NORM, PRODUCT
 from tilewise.models import ModelConfig, build_model
 from tilewise.ops.panels import why_not_pack
 from tilewise.testing import assert_within_budget
@@ -283,6 +285,150 @@ def test_a_decode_step_is_one_compiled_call_that_makes_no_tensor(monkeypatch):
     views = {"slice.Tensor", "detach", "resolve_neg", "resolve_conj", "to.dtype_layout"}
     assert set(seen.names) <= {f"aten::{name}" for name in views}
     assert logits.data_ptr() == runner.program.buffers["logits"].data_ptr()
+
+
+# 16 and 128: heads that lie whole in a group of panels, and in two; 10 do not.
+@pytest.mark.parametrize("head_dim", [10, 16, 128])
+def test_what_threads_do_without_a_meeting_changes_no_bit(head_dim, monkeypatch):
+    texts, found = texts_of(), {}
+    for joins in (True, False):
+        model = build("qwen3", head_dim=head_dim)
+        model.pack_for_inference()
+        runner = CompiledRunner(model, storage_of(model))
+        program = runner.program
+        program.reserve(1, program._widths)
+        joined = [program.ops[program.ops[:, CODE] == code, JOINS] for code in (NORM, PRODUCT)]
+        assert (joined[0] == 1).all()
+        assert joined[1].max() == {10: 0, 16: 1, 128: 2}[head_dim]
+        assert (joined[1] > 0).sum() == (0 if head_dim == 10 else BASE["num_hidden_layers"])
+        if not joins:
+            for op in program._ops:
+                op[JOINS] = 0
+            program.ops[:, JOINS] = 0
+        for threads in (1, 2, 3):
+            monkeypatch.setattr(runner.teams, "choose", lambda kind, most, n=threads: n)
+            found[joins, threads] = run_all(runner, texts)
+    wanted = found[False, 1]
+    assert all(torch.equal(logits, wanted) for logits in found.values())
+
+
+def decoding(sequences, known, left=()):
+    """A step that computes the last token of some texts: {sequence: blocks told before}."""
+    return Batch(
+        tuple(
+            ScheduledSequence(
+                seq_id=i,
+                token_ids=(known[i][-1],),
+                start=len(known[i]) - 1,
+                block_ids=[10 * i + b for b in range(-(-len(known[i]) // BLOCK))],
+                num_samples=1,
+                sampling=SamplingParams(temperature=0.0 if i % 2 else 0.7),
+                seeds=(i,),
+                num_generated=len(known[i]),
+                first_new_block=told,
+            )
+            for i, told in sequences.items()
+        ),
+        left=tuple(left),
+    )
+
+
+@pytest.mark.parametrize("only", [None, 1])
+def test_a_decode_step_draws_the_same_without_tensors(only, monkeypatch):
+    """Sequences come, go and grow; those of an even number are drawn, the others greedy."""
+    texts, found = texts_of((9, 3, 14, 1, 6)), []
+    for has_tensors in (True, False):
+        model = build("llama, tied, biases")
+        model.pack_for_inference()
+        runner = CompiledRunner(model, storage_of(model, num_blocks=50))
+        if has_tensors:
+            monkeypatch.setattr(runner, "decode_inputs", lambda batch: None)
+        known = {i: text[:-4] for i, text in enumerate(texts)}
+        for i, text in known.items():
+            runner.forward(inputs_of({i: (0, len(text))}, texts))
+        told, drawn = dict.fromkeys(known, 0), []
+        for live, left in (
+            ((0, 1), ()),
+            ((0, 1), ()),
+            ((0, 1, 2, 3, 4), ()),
+            ((1, 2, 4), (0, 3)),
+            ((2, 4, 1), ()),
+            ((0, 2), (1, 4)),
+            ((0, 2), ()),
+        ):
+            live = live if only is None else (only,)
+            left = left if only is None else ()
+            for i in left:
+                told[i] = 0
+            batch = decoding({i: told[i] for i in live}, known, left)
+            assert has_tensors or runner.decode_inputs(batch) is not None
+            samples = runner.submit(batch).result()
+            for run, [token] in zip(batch.sequences, samples, strict=True):
+                told[run.seq_id] = len(run.block_ids)
+                known[run.seq_id] = [*known[run.seq_id], token.token_id]
+            drawn.append(samples)
+        found.append(drawn)
+    assert found[0] == found[1]
+
+
+def test_tables_of_a_runner_that_was_reset_are_read_anew():
+    arrays, known = DecodeArrays(BLOCK), {0: list(range(9)), 1: list(range(5))}
+    first = decoding({0: 0, 1: 0}, known)
+    for shift in (0, 20):  # the same versions and rows of other tables
+        batch = Batch(
+            tuple(
+                run._replace(block_ids=[block + shift for block in run.block_ids])
+                for run in first.sequences
+            )
+        )
+        found = arrays.fill(batch, HostTables()).rows
+        assert found.table[0, :3].tolist() == [shift, shift + 1, shift + 2]
+        assert found.table[1, :2].tolist() == [shift + 10, shift + 11]
+        assert found.slots.tolist() == [(shift + 2) * BLOCK, (shift + 11) * BLOCK]
+        assert (found.lengths.tolist(), found.positions.tolist()) == ([9, 5], [8, 4])
+
+
+def test_a_greedy_decode_step_calls_nothing_of_torch():
+    model, texts = build("llama", torch.bfloat16), texts_of()
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model))
+    runner.forward(inputs_of({1: (0, 3)}, texts))
+    known = {1: texts[1][:3]}
+    for step in range(3):
+        with Ops() as ops:
+            [[token]] = runner.submit(decoding({1: 0}, known)).result()
+        assert not ops.names or step == 0
+        known[1] = [*known[1], token.token_id]
+
+
+def test_a_step_that_asks_for_more_makes_tensors():
+    model = build("llama")
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model))
+    batch = decoding({1: 0, 2: 0}, {1: [5, 6], 2: [7, 8, 9]})
+    assert runner.decode_inputs(batch) is not None
+    first, second = batch.sequences
+    asked = Asked(True, [5, 6], 2)
+    for changed in (
+        first._replace(token_ids=(5, 6), start=0),
+        first._replace(num_samples=0),
+        first._replace(num_samples=2, seeds=(1, 2)),
+        first._replace(asked=asked),
+    ):
+        assert runner.decode_inputs(Batch((changed, second))) is None
+    assert runner.decode_inputs(Batch((first, second), block_copies=((1, 2),))) is None
+
+
+def test_a_row_that_is_not_finite_breaks_nobody_else():
+    model = build("llama")
+    with torch.no_grad():
+        model.embed_tokens.weight[1] = float("nan")
+    model.pack_for_inference()
+    runner = CompiledRunner(model, storage_of(model))
+    known = {1: [1], 3: [5]}  # greedy, both
+    alone = runner.submit(decoding({3: 0}, known)).result()
+    assert runner.submit(decoding({1: 0}, known)).result() == [[BROKEN]]
+    assert runner.submit(decoding({1: 0, 3: 1}, known)).result() == [[BROKEN], *alone]
 
 
 def test_nothing_is_sampled_and_nothing_returned():

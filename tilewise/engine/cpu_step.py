@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
+from tilewise.engine.batch import Batch
+from tilewise.engine.decode_arrays import DecodeArrays
 from tilewise.engine.inputs import HostTables, ModelInputs, build_inputs
-from tilewise.engine.runner import ModelRunner
-from tilewise.engine.sampler import sample
+from tilewise.engine.runner import ModelRunner, Samples
+from tilewise.engine.sampler import greedy_tokens, is_greedy, sample
 from tilewise.engine.sizing import widest_batch
 from tilewise.engine.teams import Teams
 from tilewise.models.decoder import Decoder
@@ -43,6 +45,7 @@ WORK_PER_THREAD = 2**21
 # threads that they cost in each layer. The story model, two cores of a Xeon with AMX, 2026-11-23:
 # a prompt of 30 tokens 6.8 -> 2.5 ms, of 200 (2^23.3) 13.5 -> 9.7, of 300 (2^24.5) 19.5 -> 21.1.
 MOST_WORK_BY_ROWS = 2**23
+_ALL_BUFFERS = ("x", "h", "qkv", "o", "act", "final", "logits")
 
 
 def _most_threads(num_multiplications: int) -> int:
@@ -123,6 +126,9 @@ class CompiledRunner(ModelRunner):
         self._segments = self._split()
         self.teams = Teams()
         self._num_angles = 0
+        self._arrays = DecodeArrays(self.block_size)
+        # Of the last decode step: the buffer, and its rows as a tensor and as an array.
+        self._logits = torch.empty(0), torch.empty(0), np.empty(0, np.float32)
 
     def _compile(self, model: Llama, storage: KVStorage) -> Program:
         """Return the model as a list of operations."""
@@ -180,12 +186,59 @@ class CompiledRunner(ModelRunner):
         ends = [*(first for first, _ in edges[1:]), len(self.program)]
         return [(first, end, group) for (first, group), end in zip(edges, ends, strict=True)]
 
-    @torch.inference_mode()
-    def forward(self, inputs: ModelInputs) -> Tensor:
+    def _compute(self, batch: Batch) -> Samples:
+        """Compute a step; one that only decodes makes no tensor."""
+        inputs = self.decode_inputs(batch)
+        if inputs is None:
+            return super()._compute(batch)
+        if batch.left:
+            for each in (self._adjuster, self._scores, self._pools):
+                each.follow(batch, False)
+        logits = self.forward(inputs)
+        if self.sampler is sample and is_greedy(batch.sequences):
+            _, own, array = self._logits
+            return greedy_tokens(array if logits is own else logits.numpy(), batch.sequences)
+        return self.sampler(logits, batch)
+
+    def decode_inputs(self, batch: Batch) -> DecodeArrays | None:
+        """Return the arrays of a step in which each sequence has one token and draws one.
+
+        None where anything else is asked for.
+        """
+        if batch.block_copies or self._other_tables or self.sharing_tokens is not None:
+            return None
+        for run in batch.sequences:
+            if len(run.token_ids) != 1 or run.num_samples != 1 or run.asked is not None:
+                return None
+        return self._arrays.fill(batch, self._tables)
+
+    def forward(self, inputs: ModelInputs | DecodeArrays) -> Tensor:
         """Run one step and return the logits (R, V) float32 of `inputs.logits_rows`.
 
         Blocks are copied before anything is written. With no row to sample the result has no rows.
         """
+        return self._decode(inputs) if isinstance(inputs, DecodeArrays) else self._run(inputs)
+
+    def _decode(self, inputs: DecodeArrays) -> Tensor:
+        program, rows = self.program, inputs.rows
+        count = len(rows.ids)
+        program.reserve(count, _ALL_BUFFERS)
+        buffer = program.buffers["logits"]
+        known, logits, array = self._logits
+        if known is not buffer or len(array) != count:
+            with torch.inference_mode():
+                logits = buffer[:count, : self._llama.config.vocab_size]
+            self._logits = buffer, logits, logits.numpy()
+        tables = self._rotations(inputs.max_len)
+        kind, most = count.bit_length(), _most_threads(count * self._num_weights)
+        num_threads = self.teams.choose(kind, most)
+        started = time.perf_counter()
+        program.run(rows, tables, num_threads, 0, len(program))
+        self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / count)
+        return logits
+
+    @torch.inference_mode()
+    def _run(self, inputs: ModelInputs) -> Tensor:
         self.copy_all(inputs)
         ctx, program = inputs.ctx, self.program
         batch = step.Batch(

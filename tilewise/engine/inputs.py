@@ -50,15 +50,34 @@ class HostTables:
 
     A batch says which blocks of a sequence are new; the others are here already, so that a step
     costs the host no Python for each block of each context.
+
+    Attributes:
+        version: another number whenever a row has changed.
     """
 
     def __init__(self) -> None:
+        self.version = 0
         self._row_of: dict[int, int] = {}
         self._free: list[int] = []
         self._table = np.full((0, 0), -1, dtype=np.int64)
 
     def follow(self, batch: Batch, block_size: int) -> NDArray[np.int64]:
         """Take what a batch tells and return its tables (B, max_blocks), -1 past their ends."""
+        rows = self.rows_of(batch)
+        counts = [-(-(s.start + len(s.token_ids)) // block_size) for s in batch.sequences]
+        most = max(counts)
+        table = self._table[rows, :most]
+        if min(counts) < most:
+            table[np.arange(most) >= _int64(counts)[:, None]] = -1
+        return table
+
+    def copy(self, rows: list[int], target: NDArray[np.int32]) -> None:
+        """Write the tables in these rows to target (B, M), as far as both go."""
+        width = min(self._table.shape[1], target.shape[1])
+        target[:, :width] = self._table[rows, :width]
+
+    def rows_of(self, batch: Batch) -> list[int]:
+        """Take what a batch tells and return where the tables of its sequences are."""
         row_of = self._row_of
         self._free += [row_of.pop(seq_id) for seq_id in batch.left if seq_id in row_of]
         rows = []
@@ -72,13 +91,9 @@ class HostTables:
                 if row >= len(self._table) or len(blocks) > self._table.shape[1]:
                     self._grow(row + 1, len(blocks))
                 self._table[row, first : len(blocks)] = blocks[first:]
+                self.version += 1
             rows.append(row)
-        counts = [-(-(s.start + len(s.token_ids)) // block_size) for s in batch.sequences]
-        most = max(counts)
-        table = self._table[rows, :most]
-        if min(counts) < most:
-            table[np.arange(most) >= _int64(counts)[:, None]] = -1
-        return table
+        return rows
 
     def _grow(self, num_rows: int, num_columns: int) -> None:
         old = self._table

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import cast
 
 import numpy as np
@@ -79,10 +80,8 @@ def _sample(logits: Tensor, batch: Batch, untouched: Tensor | None) -> list[list
     if not rows:
         return [[] for _ in batch.sequences]
     assert logits.shape[0] == len(rows)
-    if logits.device.type == "cpu" and all(
-        s.sampling.greedy and s.sampling.logprobs is None for s in rows
-    ):
-        tokens = iter(_most_likely(logits.numpy(), rows))
+    if logits.device.type == "cpu" and is_greedy(rows):
+        tokens = iter(greedy_tokens(logits.numpy(), rows))
         return [next(tokens) if s.num_samples > 0 else [] for s in batch.sequences]
     best, argmax = logits.max(dim=-1)  # the first of equal ones; NaN when the row has one
     is_finite, raw = best.isfinite(), logits if untouched is None else untouched
@@ -113,10 +112,19 @@ def _of_finite_rows(
     return samples
 
 
-def _most_likely(
+def is_greedy(rows: Sequence[ScheduledSequence]) -> bool:
+    """Whether each of the rows is given its most likely token, and nothing is told beside it."""
+    return all(s.sampling.greedy and s.sampling.logprobs is None for s in rows)
+
+
+def greedy_tokens(
     logits: NDArray[np.float32], rows: Sequence[ScheduledSequence]
 ) -> list[list[SampledToken]]:
     """Return the tokens of greedy rows, without a tensor: of small ones that is half the time."""
+    if len(rows) == 1:  # what follows, in fewer calls
+        place = int(logits[0].argmax())
+        is_known = isfinite(logits[0, place])
+        return [[SampledToken(place) if is_known else BROKEN] * rows[0].num_samples]
     argmax = logits.argmax(axis=-1)  # the first of equal ones, or of NaN
     is_finite = np.isfinite(logits[np.arange(len(rows)), argmax])
     samples = [

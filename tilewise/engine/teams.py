@@ -6,17 +6,20 @@ from dataclasses import dataclass, field
 
 __all__ = ["Teams"]
 
-STEPS = 3  # of a team whose median counts, and of a trial of the slower one
-SOONEST, LATEST = 64, 4096  # steps until a slower team is tried again: doubled each time it loses
+STEPS = 3  # of a team whose median counts in a trial
+TRIAL = 4 * STEPS  # steps in turns: two on all threads, two on one, of which the second counts
+DECISIVE = 1.4  # times as long at best: then the first eight steps of a trial are enough
+SOONEST, LATEST = 32, 4096  # steps until the next trial: doubled each time the same team wins
 
 
 @dataclass
 class _Kind:
-    """Steps of one kind: what each team took of late, and when the slower one is tried again."""
+    """Steps of one kind: the times of the trial that goes on, and what the last one has found."""
 
     times: dict[int, list[float]] = field(default_factory=dict)
+    tried: int = 0  # steps of the trial
     wait: int = SOONEST
-    left: int = SOONEST  # steps until then, negative during a trial
+    left: int = 0  # steps until the next trial
     best: int = 0
 
 
@@ -24,8 +27,10 @@ class Teams:
     """Chooses between one thread and all that a step's work allows, by their measured times.
 
     Where threads get no core, since others use the machine, a second one makes a step slower: then
-    one is chosen. What a step computes does not depend on it. The slower team is tried again for
-    three steps after 64, then 128, at last every 4,096 steps.
+    one is chosen. What a step computes does not depend on it. Both are tried in turns, so that what
+    drifts, as caches and pages that are new do, is fair to both; and two steps at a time, since the
+    first one may have to wake helpers. They are tried again after 32 steps, then 64, at last every
+    4,096.
 
     Example:
         >>> teams = Teams()
@@ -41,26 +46,35 @@ class Teams:
         if most == 1:
             return 1
         known = self._kinds.setdefault((kind, most), _Kind())
-        for team in (most, 1):
-            if len(known.times.get(team, ())) < STEPS:
-                return team
-        return known.best if known.left > 0 else most + 1 - known.best
+        return known.best if known.left > 0 else _tried_next(known, most)
 
     def record(self, kind: int, most: int, team: int, seconds: float) -> None:
         """Note what a step of `kind`, for which there were `most`, took on `team` threads."""
         if most == 1:
             return
         known = self._kinds.setdefault((kind, most), _Kind())
-        times = known.times.setdefault(team, [])
-        times.append(seconds)
-        del times[:-STEPS]
-        if any(len(known.times.get(each, ())) < STEPS for each in (1, most)):
+        if known.left > 0:
+            known.left -= 1
             return
-        known.left -= 1
-        if known.best == 0 or known.left == -STEPS:
-            best = min((1, most), key=lambda each: _median(known.times[each]))
+        if team != _tried_next(known, most):
+            return  # somebody else has chosen
+        if known.tried % 2:
+            known.times.setdefault(team, []).append(seconds)
+        known.tried += 1
+        if known.tried % 4 or known.tried == 4:
+            return
+        # Of two steps the better one: whatever else ran may have spoilt the other.
+        rule = _median if known.tried == TRIAL else min
+        found = {each: rule(known.times[each]) for each in (1, most)}
+        best = min(found, key=lambda each: found[each])
+        if known.tried == TRIAL or max(found.values()) > DECISIVE * found[best]:
             known.wait = min(2 * known.wait, LATEST) if best == known.best else SOONEST
             known.best, known.left = best, known.wait
+            known.times, known.tried = {}, 0
+
+
+def _tried_next(known: _Kind, most: int) -> int:
+    return 1 if known.tried % 4 > 1 else most
 
 
 def _median(times: list[float]) -> float:

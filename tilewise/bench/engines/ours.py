@@ -17,6 +17,7 @@ import torch
 import tilewise
 from tilewise.bench.engines.busy import busy_share, read_trace
 from tilewise.engine import runner as runner_module
+from tilewise.engine.cpu_step import CompiledRunner
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
@@ -180,6 +181,8 @@ class Measured:
         inputs: tuple[Any, str] = (runner_module, "build_inputs")
         if isinstance(engine.runner, DeviceRunner | ParallelRunner):
             inputs = (engine.runner, "submit")
+        elif isinstance(engine.runner, CompiledRunner):
+            inputs = (engine.runner, "decode_inputs")
         return [(engine.scheduler, "schedule"), inputs, (engine.scheduler, "update")]
 
     def _busy(self, arguments: tuple[Any, ...], request: dict[str, Any]) -> dict[str, Any]:

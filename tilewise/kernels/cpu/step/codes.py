@@ -13,8 +13,11 @@ import numpy as np
 # Operations, and the columns of their rows.
 EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
 (CODE, SOURCE, SOURCE_ROW, TARGET, TARGET_ROW, WEIGHT, INPUTS, GROUPS, BIAS, EPILOGUE, IS_SAMPLED,
- LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW, FORM) = range(18)  # fmt: skip
-NUM_COLUMNS = 18
+ LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW, FORM, JOINS) = range(19)  # fmt: skip
+NUM_COLUMNS = 19
+# JOINS: of a norm, whether it may be done by whoever does the product that comes next; of a
+# product, whether its results may be rotated, as the next operation would, by whoever has them:
+# the number of groups that hold whole heads, else 0.
 # How a weight lies: as rows (a table of embeddings only), in panels, or there in 8 bits.
 ROWS, PANELS, PANELS_OF_INT8 = range(3)
 

@@ -34,6 +34,7 @@ from tilewise.kernels.cpu.step.codes import (
     GROUPS,
     INPUTS,
     IS_SAMPLED,
+    JOINS,
     K_CACHE,
     K_SCALE,
     LAYER,
@@ -61,7 +62,7 @@ from tilewise.kernels.cpu.step.crew import SYSCALL, Crew
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
 from tilewise.kernels.cpu.step.meeting import LINE
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
-from tilewise.kernels.cpu.step.run import FIRST_COUNTER, OWNER, run_list
+from tilewise.kernels.cpu.step.run import FIRST_COUNTER, MOST_MEMBERS, OWNER, run_list
 
 __all__ = ["REAL_LIKE", "WORD_LIKE", "Buffer", "Program"]
 
@@ -158,6 +159,8 @@ class Program:
         self._counters = np.empty(0, np.int64)
         self._hire()
         self.buffers: dict[str, Tensor] = {}
+        self._private: set[str] = set()  # buffers in which threads have rows of their own
+        self._rows: dict[str, int] = {}  # of each buffer: a tensor's own length is slow to ask for
         self.ops = np.empty((0, NUM_COLUMNS), np.int64)
         self.numbers = np.empty(0)
 
@@ -194,6 +197,7 @@ class Program:
         wide = torch.zeros(padded(len(weight), STEP), dtype=self.dtype)
         wide[: len(weight)] = weight.detach()
         op[WEIGHT], op[INPUTS], op[IS_SAMPLED] = self._address(wide), len(weight), is_sampled
+        self._private.add(target.name)
 
     def product(
         self,
@@ -211,12 +215,22 @@ class Program:
         op[INPUTS], op[FORM] = weight.padded_inputs, _form_of(weight)
         op[GROUPS] = weight.padded_outputs // WIDTH
         op[EPILOGUE], op[IS_SAMPLED] = epilogue, is_sampled
+        before = self._ops[-2] if len(self._ops) > 1 else op
+        if before[CODE] == NORM and self._places[-3] == (len(self._ops) - 2, TARGET, source.name):
+            before[JOINS] = 1
         self._most_inputs = max(self._most_inputs, weight.padded_inputs)
         if weight.is_int8:
             self._most_int8 = max(self._most_int8, weight.padded_inputs)
 
     def rotate(self, qkv: Buffer, layer: int, kv: Sequence[Tensor], eps: float) -> None:
         """Normalise and rotate q and k in place of `qkv`; write k and v to the cache."""
+        before, dim = self._ops[-1], self.shape.head_dim
+        if (
+            before[CODE] == PRODUCT
+            and self._places[-1][1:] == (TARGET, qkv.name)
+            and (WIDTH % dim == 0 or dim % WIDTH == 0)
+        ):
+            before[JOINS] = max(1, dim // WIDTH)
         self._with_cache(self._append(ROTATE, eps, qkv, qkv), layer, kv)
 
     def attend(
@@ -260,11 +274,13 @@ class Program:
             op[K_SCALE], op[V_SCALE] = map(self._address, kv[2:])
 
     def reserve(self, rows: int, names: Sequence[str]) -> None:
-        """Make the named buffers hold `rows` rows, in full blocks, and the list know them."""
+        """Make the named buffers hold `rows` rows, one at least, and the list know them."""
         grown = len(self.ops) != len(self._ops)
         for name in names:
-            if name not in self.buffers or rows > len(self.buffers[name]):
-                count = max(BLOCK_ROWS, 1 << (rows - 1).bit_length())
+            if rows > self._rows.get(name, -1):
+                members = MOST_MEMBERS if name in self._private else 1
+                count = max(members * BLOCK_ROWS, 1 << (rows - 1).bit_length())
+                self._rows[name] = count
                 width, dtype = self._widths[name]
                 self.buffers[name] = torch.zeros((count, width), dtype=dtype)
                 grown = True

@@ -33,6 +33,7 @@ from tilewise.kernels.cpu.step.codes import (
     GROUPS,
     INPUTS,
     IS_SAMPLED,
+    JOINS,
     K_CACHE,
     K_SCALE,
     LAYER,
@@ -89,6 +90,9 @@ CHUNK_BYTES = 1 << 20
 TASKS_PER_THREAD = 4  # of a product, so that a thread that is late leaves little to wait for
 FEWEST_BYTES = 1 << 15  # of a task's weights, 1 us of memory: taking it costs 0.1
 TOKENS_PER_TASK = 8  # of the operations on rows, where there are many
+# Up to so many elements of rows each thread normalises for itself, and up to so many threads: a
+# meeting takes as long as some thousands.
+MOST_ELEMENTS, MOST_MEMBERS = 4096, 8
 # Places in `meeting`, in lines: the operation that is under way, the number of threads that sleep
 # until one ends, and two counters of each.
 PROGRESS, WAITERS, FIRST_COUNTER = 0, 1, 2
@@ -103,34 +107,48 @@ def _counters(meeting, op):
 
 
 @inner
-def _rotate(op, eps, shape, tables, batch, token, row):
-    """Rotate a token's queries where they lie; keys and values go to the cache."""
+def _rotate(op, eps, shape, tables, batch, token, row, first, end):
+    """Rotate a token's queries where they lie; keys and values go to the cache.
+
+    Args:
+        first, end: of the heads of q, k and v, one after the other, those to move.
+    """
     size = 2 if shape.code != F32 else 4
     dim, layer = shape.head_dim, op[LAYER]
     source, stride = op[SOURCE], op[SOURCE_ROW]
     head = dim * size
-    queries = Rows(source, stride, head, shape.num_q_heads, dim, shape.code, source,
-                   stride * shape.block_size, stride, head, shape.code, 0, 0, 0, 0,
-                   False)  # fmt: skip
+    num_q, num_kv = shape.num_q_heads, shape.num_kv_heads
     position = batch.positions[token]
-    move_heads(queries, token, position, token, shape.block_size, row, tables.head_norms[2 * layer],
-               eps, tables.cos, tables.sin, shape.half, False)  # fmt: skip
+    if first < num_q:
+        start = source + first * head
+        queries = Rows(start, stride, head, min(end, num_q) - first, dim, shape.code, start,
+                       stride * shape.block_size, stride, head, shape.code, 0, 0, 0, 0,
+                       False)  # fmt: skip
+        move_heads(queries, token, position, token, shape.block_size, row,
+                   tables.head_norms[2 * layer], eps, tables.cos, tables.sin, shape.half,
+                   False)  # fmt: skip
     slot = batch.slots[token]
     if slot < 0:
         return
     owns = shape.cache_code >= INT8
-    keys = Rows(source + shape.num_q_heads * head, stride, head, shape.num_kv_heads, dim,
-                shape.code, op[K_CACHE], shape.block_bytes, shape.row_bytes, shape.head_bytes,
-                shape.cache_code, op[K_SCALE], shape.scale_block, shape.scale_row,
-                shape.scale_head, owns)  # fmt: skip
-    values = Rows(keys.source + shape.num_kv_heads * head, stride, head, shape.num_kv_heads, dim,
-                  shape.code, op[V_CACHE], shape.block_bytes, shape.row_bytes, shape.head_bytes,
-                  shape.cache_code, op[V_SCALE], shape.scale_block, shape.scale_row,
-                  shape.scale_head, owns)  # fmt: skip
-    move_heads(keys, token, position, slot, shape.block_size, row, tables.head_norms[2 * layer + 1],
-               eps, tables.cos, tables.sin, shape.half, False)  # fmt: skip
-    move_heads(values, token, position, slot, shape.block_size, row, tables.head_norms[0, :0],
-               eps, tables.cos, tables.sin, 0, False)  # fmt: skip
+    low, high = max(first - num_q, 0), min(end - num_q, num_kv)
+    if low < high:
+        keys = Rows(source + (num_q + low) * head, stride, head, high - low, dim, shape.code,
+                    op[K_CACHE] + low * shape.head_bytes, shape.block_bytes, shape.row_bytes,
+                    shape.head_bytes, shape.cache_code, op[K_SCALE] + low * shape.scale_head,
+                    shape.scale_block, shape.scale_row, shape.scale_head, owns)  # fmt: skip
+        move_heads(keys, token, position, slot, shape.block_size, row,
+                   tables.head_norms[2 * layer + 1], eps, tables.cos, tables.sin, shape.half,
+                   False)  # fmt: skip
+    low, high = max(first - num_q - num_kv, 0), min(end - num_q - num_kv, num_kv)
+    if low < high:
+        values = Rows(source + (num_q + num_kv + low) * head, stride, head, high - low, dim,
+                      shape.code, op[V_CACHE] + low * shape.head_bytes, shape.block_bytes,
+                      shape.row_bytes, shape.head_bytes, shape.cache_code,
+                      op[V_SCALE] + low * shape.scale_head, shape.scale_block, shape.scale_row,
+                      shape.scale_head, owns)  # fmt: skip
+        move_heads(values, token, position, slot, shape.block_size, row, tables.head_norms[0, :0],
+                   eps, tables.cos, tables.sin, 0, False)  # fmt: skip
 
 
 @inner
@@ -191,14 +209,28 @@ def _choose_decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_thre
 
 
 @inner
+def _normalise(word_like, like, op, eps, batch, begin, end, target):
+    """Norms of rows begin ... end - 1 to rows at address `target`."""
+    for row in range(begin, end):
+        source = batch.sampled[row] if op[IS_SAMPLED] == 1 else row
+        normalise_row(word_like, like, op[SOURCE] + source * op[SOURCE_ROW],
+                      target + row * op[TARGET_ROW], op[WEIGHT], op[INPUTS], eps)  # fmt: skip
+
+
+@inner
 def _rows_per_task(num_rows, num_threads):
     return max(1, min(TOKENS_PER_TASK, num_rows // (2 * num_threads)))
 
 
 @inner
 def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape, tables,
-          work, likes, most_inputs, most_int8):  # fmt: skip
-    """Run operations first ... last - 1 beside the other threads of the team."""
+          work, likes, most_inputs, most_int8, member):  # fmt: skip
+    """Run operations first ... last - 1 beside the other threads of the team.
+
+    A norm of few rows is done by each thread for its own part of the product that follows, in rows
+    that no other thread sees, and what a product gives to a rotation is rotated by the thread that
+    has it: each is a meeting less.
+    """
     like, word_like = likes.real, likes.word
     num_rows, num_sampled = len(batch.ids), len(batch.sampled)
     if has_tiles(word_like):
@@ -217,16 +249,33 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     placed = False
     base = meeting.ctypes.data
     waiters = base + WAITERS * LINE
+    num_heads = shape.num_q_heads + 2 * shape.num_kv_heads
+    # Members of a pool have no numbers, so no rows of their own.
+    joins_norms = num_threads <= MOST_MEMBERS and (num_threads == 1 or syscall != 0)
     index = max(first, read_at(base))
     while index < last:
-        write_at(base, index)
+        if read_at(base) < index:
+            write_at(base, index)
         op = ops[index]
         code = op[CODE]
         counter, active = _counters(meeting, index)
         add_at(active, 1)
+        norm = -1
+        if code == NORM and joins_norms and index + 1 < last and op[JOINS] == 1:
+            rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows
+            if rows <= BLOCK_ROWS and rows * op[INPUTS] <= MOST_ELEMENTS:
+                norm, index = index, index + 1
+                op = ops[index]
+                code = op[CODE]
         if code == PRODUCT:
             rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows
-            stride = op[SOURCE_ROW]
+            source, stride = op[SOURCE], op[SOURCE_ROW]
+            if norm >= 0:
+                source += member * BLOCK_ROWS * stride
+            align = 1
+            rotates = op[JOINS] > 0 and index + 1 < last
+            if rotates:
+                align = op[JOINS]
             row_bytes = stride if has_words(word_like) else 4 * (op[INPUTS] + STEP)
             chunk = max(CHUNK_BYTES // row_bytes // BLOCK_ROWS, 1) * BLOCK_ROWS
             chunks = (rows + chunk - 1) // chunk
@@ -237,6 +286,7 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                 parts = TASKS_PER_THREAD * num_threads
                 fewest = FEWEST_BYTES // bytes_of_group(word_like, inputs, is_int8)
                 per_task = max((groups + parts - 1) // parts, fewest, 1)
+                per_task = (per_task + align - 1) // align * align
             per_chunk = (groups + per_task - 1) // per_task
             held = -1
             while True:
@@ -245,14 +295,25 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     break
                 which = task // per_chunk
                 start = (task - which * per_chunk) * per_task
+                end = min(start + per_task, groups)
+                if norm >= 0 and held != which:  # while this holds a task the rows do not change
+                    _normalise(word_like, like, ops[norm], numbers[norm], batch, 0, rows, source)
                 multiply_task(
-                    word_like, like, op[SOURCE] + which * chunk * stride, stride,
-                    min(chunk, rows - which * chunk), op[WEIGHT], is_int8, inputs, start,
-                    min(start + per_task, groups), op[BIAS], op[EPILOGUE],
+                    word_like, like, source + which * chunk * stride, stride,
+                    min(chunk, rows - which * chunk), op[WEIGHT], is_int8, inputs, start, end,
+                    op[BIAS], op[EPILOGUE],
                     op[TARGET] + which * chunk * op[TARGET_ROW], op[TARGET_ROW], c.ctypes.data,
                     wide.ctypes.data, words.ctypes.data, held != which,
                 )  # fmt: skip
                 held = which
+                if rotates:
+                    low = start * WIDTH // shape.head_dim
+                    high = min(end * WIDTH // shape.head_dim, num_heads)
+                    for row in range(which * chunk, min((which + 1) * chunk, rows)):
+                        _rotate(ops[index + 1], numbers[index + 1], shape, tables, batch, row,
+                                head_row, low, high)  # fmt: skip
+            if rotates:
+                index += 1
         elif code == ATTEND:
             if not placed:
                 place_sequences(starts, batch.edges, batch.lengths, op[SOURCE], op[SOURCE_ROW],
@@ -268,16 +329,14 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                 begin = add_at(counter, 1) * per_task
                 if begin >= rows:
                     break
-                for row in range(begin, min(begin + per_task, rows)):
-                    if code == NORM:
-                        source = batch.sampled[row] if op[IS_SAMPLED] == 1 else row
-                        normalise_row(
-                            word_like, like, op[SOURCE] + source * op[SOURCE_ROW],
-                            op[TARGET] + row * op[TARGET_ROW], op[WEIGHT], op[INPUTS],
-                            numbers[index],
-                        )  # fmt: skip
-                    elif code == ROTATE:
-                        _rotate(op, numbers[index], shape, tables, batch, row, head_row)
+                end = min(begin + per_task, rows)
+                if code == NORM:
+                    _normalise(word_like, like, op, numbers[index], batch, begin, end, op[TARGET])
+                    continue
+                for row in range(begin, end):
+                    if code == ROTATE:
+                        _rotate(op, numbers[index], shape, tables, batch, row, head_row, 0,
+                                num_heads)  # fmt: skip
                     else:
                         target = op[TARGET] + row * op[TARGET_ROW]
                         embed_row(word_like, like, batch.ids[row], op[WEIGHT], op[INPUTS],
@@ -351,7 +410,7 @@ def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting,
     """Run operations first ... last - 1 as their owner, or help whoever is, again and again.
 
     Args:
-        ops: (n, 18) int64, see the names of its columns; addresses and strides are in bytes.
+        ops: (n, 19) int64, see the names of its columns; addresses and strides are in bytes.
         numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
         give_way, syscall: see `meeting.wait_until_zero`.
         meeting: int64 zeros, 2 n + 2 lines.
@@ -382,7 +441,7 @@ def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting,
             open_step(mailbox, syscall)
         if is_open:
             _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape,
-                  tables, work, likes, most_inputs, most_int8)  # fmt: skip
+                  tables, work, likes, most_inputs, most_int8, member)  # fmt: skip
         if member == OWNER:
             if is_shared:
                 close_step(mailbox, give_way, syscall)
