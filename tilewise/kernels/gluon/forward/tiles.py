@@ -27,6 +27,7 @@ class _Row(NamedTuple):
     q_in_registers: bool = False
     release_together: bool = False
     next_early: bool = False
+    scale_late: bool = False
     halves: bool = False  # o leaves through a buffer of half its columns
 
 
@@ -119,6 +120,7 @@ def _tile_of(
         q_in_registers=row.q_in_registers,
         release_together=row.release_together,
         next_early=row.next_early,
+        scale_late=row.scale_late,
         # Of 64 Ki registers: 168 a thread with three warpgroups, 128 with four, then shared out.
         registers=240 if row.warpgroups == 2 else 160,
         loader_registers=24 if row.warpgroups == 2 else 32,
