@@ -50,6 +50,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--runners", type=int, default=3, help="processes that prepare cases; one runs at a time"
     )
+    parser.add_argument(
+        "--lanes", type=int, default=1,
+        help="runs of a case at once: small calls leave most of a GPU idle",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of inputs")
     parser.add_argument(
         "--skip-done", type=Path, metavar="JSON",
@@ -96,7 +100,7 @@ def _last_line(error: BaseException) -> str:
     return text.split("\n")[-1][:500]
 
 
-def _work(seed: int) -> None:
+def _work(seed: int, lanes: int) -> None:
     """Compile, prepare and run cases as lines of the standard input ask, one answer to each."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a compiler prints is no answer
@@ -136,7 +140,7 @@ def _work(seed: int) -> None:
             else:
                 torch.manual_seed(seed)
                 prepared = cases[name]()
-                captured = Captured(prepared, first_run(prepared))
+                captured = Captured(prepared, first_run(prepared), lanes=lanes)
                 answer(verb=verb, each=captured.each)
         except BaseException as error:
             traceback.print_exc()
@@ -152,7 +156,7 @@ def _work(seed: int) -> None:
 def main() -> int:
     arguments = _arguments()
     if arguments.worker:
-        _work(arguments.seed)
+        _work(arguments.seed, arguments.lanes)
         return 0
     # The copy with stalls is another process under the same bound.
     began = float(os.environ.setdefault("TILEWISE_STRESS_BEGAN", str(time.time())))
@@ -186,6 +190,7 @@ def main() -> int:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "delays": arguments.delays,
         "seed": arguments.seed,
+        "lanes": arguments.lanes,
         "runs_asked": arguments.runs,
         "cases_wanted": len(names),
     }
@@ -197,6 +202,7 @@ def main() -> int:
 
     def start(role: str, events: queue.Queue[tuple[Process, Any]]) -> Process:
         command = [sys.executable, __file__, "--worker", "--seed", str(arguments.seed)]
+        command += ["--lanes", str(arguments.lanes)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return Process(command, role, events, environment, logs / f"{role}.log")
 

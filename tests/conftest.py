@@ -31,6 +31,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
     interpreter.repair()
 
+_HAS_GPU = torch.cuda.is_available()
+
 # torch remembers at the first use of a device context which functions make tensors; that must
 # happen before the poison below puts its own function in place of torch.empty.
 with torch.device("meta"):
@@ -42,9 +44,15 @@ with torch.device("meta"):
 # that both do not compile the same. Files not named here stand in the middle, by name.
 _FROM_THE_FRONT = ("kernels/cpu", "engine", "ops", "nn", "models", "integrations", "training")
 _FROM_THE_BACK = (
-    "kernels/test_compile.py", "kernels/gluon", "kernels/triton", "kernels",
-    "bench", "test_masks.py", "cost", "cache", "reference",
+    "kernels/test_early.py", "kernels/test_compile.py", "kernels/gluon", "kernels/triton",
+    "kernels", "bench", "test_masks.py", "cost", "cache", "reference",
 )  # fmt: skip
+# Files that share what is made once, processes or compiled kernels: one process takes them all.
+_TOGETHER = (
+    ("tests/distributed/",),
+    ("tests/engine/tensor_parallel/",),
+    ("tests/kernels/test_compile.py", "tests/kernels/test_early.py"),
+)
 _TESTS = Path(__file__).parent
 
 
@@ -71,6 +79,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class FromBothEnds(LoadFileScheduling):
         """Files in the order of the list; every other process takes them from its end."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            shared = [files[0] for files in _TOGETHER if nodeid.startswith(files)]
+            return shared[0] if shared else super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node) -> None:
             if self.nodes.index(node) % 2:
@@ -99,9 +111,19 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() and tensor.device.type != "meta":
         if type(tensor) is not torch.Tensor:
             return tensor.fill_(float("nan"))
+        if not _is_watched():
+            return tensor.fill_(float("nan"))
         with _disable_current_modes():  # who watches what the package does should not see it
             tensor.fill_(float("nan"))
     return tensor
+
+
+def _is_watched() -> bool:
+    """Whether a mode sees operations: to suspend none takes longer than the filling."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -124,4 +146,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    torch.manual_seed(0)
+    if _HAS_GPU:
+        torch.manual_seed(0)
+    else:  # the same, without a stack trace kept for each kind of device that may come later
+        torch.default_generator.manual_seed(0)

@@ -140,8 +140,8 @@ MUTANTS = {
         _OP, "q.dtype, k.dtype, v.dtype", "k.dtype, v.dtype", (_TEST_DIRECT,)
     ),
     "a_call_is_known_without_the_shapes_beside_q_k_and_v": Mutant(
-        _OP, "key += (index, x.shape, x.stride(), x.dtype, x.device)",
-        "key += (index, x.dtype, x.device)", (_TEST_DIRECT,),
+        _OP, "more += (index, x.shape, x.stride(), x.dtype, x.device)",
+        "more += (index, x.dtype, x.device)", (_TEST_DIRECT,),
     ),
     "a_call_forgets_deterministic_mode": Mutant(
         "tilewise/ops/attention/direct.py", "torch.are_deterministic_algorithms_enabled()", "False",
@@ -152,7 +152,7 @@ MUTANTS = {
         (_TEST_DIRECT,),
     ),
     "a_gradient_is_known_without_the_layouts_of_its_tensors": Mutant(
-        _OP, "layouts += [x.stride(), x.dtype]", "layouts += [x.dtype]", (_TEST_DIRECT,)
+        _OP, "layouts += (x.stride(), x.dtype)", "layouts += (x.dtype,)", (_TEST_DIRECT,)
     ),
     # What arguments mean.
     "a_window_with_a_right_side_forgets_causal": Mutant(

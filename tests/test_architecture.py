@@ -88,7 +88,8 @@ def _imports(path: Path) -> list[str]:
             assert node.level == 0, f"{path}: imports are absolute"
             found.extend(f"{node.module}.{alias.name}" for alias in node.names)
         for child in ast.iter_child_nodes(node):
-            visit(child)
+            if not isinstance(child, ast.expr):  # which holds no statement
+                visit(child)
 
     visit(ast.parse(path.read_text()))
     return found

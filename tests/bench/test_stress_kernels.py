@@ -217,7 +217,8 @@ import runpy, sys, torch
 from tests.kernels import kernel_stress
 class Captured:
     each = 1e-5
-    def __init__(self, prepared, want):
+    def __init__(self, prepared, want, lanes):
+        assert lanes == 2
         self.watch = kernel_stress.Watch(want, prepared.rounded)
     def stress(self, name, seconds, runs):
         return kernel_stress.Found(name, runs, 0, 0.5, True)
@@ -230,7 +231,7 @@ kernel_stress.Captured = Captured
 kernel_stress.gpu_cases = lambda: [("a/right", right), ("a/wrong", wrong)]
 for name in ("init", "synchronize", "empty_cache"):
     setattr(torch.cuda, name, lambda: None)
-sys.argv[1:] = ["--worker"]
+sys.argv[1:] = ["--worker", "--lanes", "2"]
 runpy.run_path("benchmarks/stress_kernels.py", run_name="__main__")
 """
 

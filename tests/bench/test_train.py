@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -60,13 +61,14 @@ def test_packed_texts_are_the_padded_ones():
 def test_the_document_is_written_after_each_row_and_says_what_failed(tmp_path, monkeypatch, capsys):
     out, seen = tmp_path / "rows.json", []
 
-    def run(row, *_):
-        seen.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
-        if row["way"] == "eager":
-            return {"error": "out of memory"}
-        return {"tokens/s": 1e5, "sequences/s": 100.0, "ms": 1.0, "spread": 0.0, "start_s": 1.0}
+    def run(groups, *_):
+        for row in (row for group in groups for row in group):
+            seen.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+            rates = {"tokens/s": 1e5, "sequences/s": 100.0, "ms": 1.0, "spread": 0.0}
+            is_eager = row["way"] == "eager"
+            yield row | ({"error": "out of memory"} if is_eager else rates | {"start_s": 1.0})
 
-    monkeypatch.setattr(train, "_run", run)
+    monkeypatch.setattr(train, "_measure", run)
     options = ["--shapes", "gpt2-small", "bert-large", "--device", "cpu", "--json", str(out)]
     assert train.main([*options, "--ways", "eager", "sdpa", "ours-packed"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -80,8 +82,12 @@ def test_the_document_is_written_after_each_row_and_says_what_failed(tmp_path, m
         ("bert-large", "sdpa", 512, 64),
     ]
     assert seen == [0, 1, 2, 3, 4]
-    monkeypatch.setattr(train, "_run", lambda *_: {"error": "ValueError: no"})
+    assert train.main([*options, "--ways", "eager", "sdpa", "ours", "--together", "4"]) == 0
+    capsys.readouterr()
+    assert len(json.loads(out.read_text())["rows"]) == 6
+    monkeypatch.setattr(train, "_measure", lambda groups, *_: ({**groups[0][0], "error": "no"},))
     assert train.main([*options, "--ways", "sdpa"]) == 1
+    monkeypatch.undo()
     assert train.main([*options, "--ways", "sdpa", "--seconds", "0"]) == 0
 
 
@@ -94,17 +100,91 @@ def test_being_out_of_memory_is_a_row(monkeypatch):
     assert row == {"error": "out of memory", "asked": "CUDA out of memory"}
 
 
-def test_a_row_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(train.subprocess, "run", lambda *_, timeout, **__: _expire(timeout))
-    options = train._parse(["--device", "cpu", "--row-timeout", "7"])
+# What stands in for the process of a row; its way says what it does.
+_STAND_IN = """
+import json, sys, time
+spec = json.loads(sys.argv[-1])
+does = spec["way"]
+sys.stdin.readline()
+if does == "never":
+    time.sleep(100)
+if does == "crash":
+    sys.exit(3)
+if does == "crowded" and (crowd := open(spec["text"]).read()) != "alone":
+    open(spec["text"], "w").write("alone")
+    print(json.dumps({"error": "out of memory"}), flush=True)
+    sys.exit()
+log = open(spec["shape"], "a")
+log.write(does + " ready\\n")
+log.flush()
+print("ready", flush=True)
+sys.stdin.readline()
+if does == "hangs":
+    time.sleep(100)
+log.write(does + " timed\\n")
+log.flush()
+rates = {"tokens/s": 1.0, "sequences/s": 1.0, "start_s": 0.0}
+print(json.dumps(rates), flush=True)
+"""
+
+
+def measured_by_stand_ins(monkeypatch, tmp_path, groups, *more):
+    log, crowd = tmp_path / "log", tmp_path / "crowd"
+    crowd.write_text("crowd")
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        train.subprocess, "Popen",
+        lambda command, **how: start([sys.executable, "-c", _STAND_IN, command[-1]], **how),
+    )  # fmt: skip
+    options = train._parse(["--device", "none", *more])
     texts = train._Texts(None, tmp_path)
-    row = {"shape": "gpt2-small", "way": "sdpa", "N": 1024, "B": 1}
-    assert train._run(row, options, texts, None) == {"error": "no result in 7 s"}
-    assert train._run(row, options, texts, 3.0) == {"error": "no result in 3 s"}
+    monkeypatch.setattr(texts, "folder_for", lambda row: str(crowd))
+    rows = [[{"shape": str(log), "way": way, "N": 1, "B": 1} for way in ways] for ways in groups]
+    found = list(train._measure(rows, options, texts, None))
+    return {row["way"]: row for row in found}, log.read_text().splitlines()
 
 
-def _expire(timeout):
-    raise train.subprocess.TimeoutExpired("worker", timeout)
+def test_rows_prepare_together_and_are_timed_one_after_the_other(monkeypatch, tmp_path):
+    rows, log = measured_by_stand_ins(monkeypatch, tmp_path, [["a", "b", "crash"], ["c"]])
+    assert sorted(log[:2]) == ["a ready", "b ready"]
+    assert log[2:] == ["a timed", "b timed", "c ready", "c timed"]
+    assert rows["crash"]["error"] == "ended with code 3 and without a result"
+    assert [rows[way].get("error") for way in "abc"] == [None] * 3
+
+
+def test_a_row_without_memory_beside_others_is_measured_alone(monkeypatch, tmp_path):
+    rows, log = measured_by_stand_ins(monkeypatch, tmp_path, [["a", "crowded"], ["b"]])
+    assert rows["crowded"]["tokens/s"] == 1.0
+    assert log[-3:] == ["b timed", "crowded ready", "crowded timed"]
+
+
+def test_rows_may_be_named_and_grouped(capsys):
+    options = train._parse(
+        ["--rows", "gpt2-small/ours/1024,bert-large/ours/512", "llama-1b/sdpa/4096"]
+    )
+    groups = [[(row["shape"], row["way"], row["N"], row["B"]) for row in group]
+              for group in train._groups(options)]  # fmt: skip
+    assert groups == [
+        [("gpt2-small", "ours", 1024, 32), ("bert-large", "ours", 512, 64)],
+        [("llama-1b", "sdpa", 4096, 4)],
+    ]
+    for name in (
+        "gpt2-small/ours",
+        "gpt2-small/theirs/1024",
+        "gpt3/ours/1024",
+        "gpt2-small/ours/x",
+    ):
+        with pytest.raises(SystemExit):
+            train._parse(["--rows", name])
+        assert "rows must be SHAPE/WAY/N" in capsys.readouterr().err
+
+
+def test_a_row_that_takes_too_long_is_given_up(monkeypatch, tmp_path):
+    groups = [["never", "hangs", "a"]]
+    rows, log = measured_by_stand_ins(monkeypatch, tmp_path, groups, "--row-timeout", "3")
+    assert rows["never"]["error"] == rows["hangs"]["error"] == "no result in 3 s"
+    assert rows["a"]["tokens/s"] == 1.0
+    assert log[-1] == "a timed"
 
 
 def test_the_plots_show_rates_losses_and_lengths(tmp_path):

@@ -41,7 +41,9 @@ class Answer(NamedTuple):
 
 
 def make(dtype, **settings):
-    return LLM("story", dtype=dtype, device="cpu", **{"enable_prefix_caching": False, **settings})
+    # Room for all; what fits into memory is a gigabyte that a test fills with NaN.
+    settings = {"enable_prefix_caching": False, "num_blocks": 1000, **settings}
+    return LLM("story", dtype=dtype, device="cpu", **settings)
 
 
 # Every day all this happens in half precision, and less of it in float32 (below).
@@ -298,7 +300,7 @@ def test_other_models_alone_preempted_and_by_both_forward_passes(case, dtype, tm
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype):
-    encode = LLM("story", device="cpu").tokenizer.encode
+    encode = LLM("story", device="cpu", num_blocks=8).tokenizer.encode
     words = [
         {"prompt_token_ids": encode(f"Once upon a time a {a} {n}")}
         for a in ADJECTIVES

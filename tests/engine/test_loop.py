@@ -69,6 +69,13 @@ def directory(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects():
+    """What the tests before these have left need not be looked at in every collection."""
+    gc.collect()
+    gc.freeze()
+
+
 def make(directory, **settings):
     return LLM(directory, device="cpu", **{"num_blocks": 100, "block_size": 4, **settings})
 

@@ -29,6 +29,41 @@ CAUGHT = (AssertionError, ValueError, LookupError, RuntimeError, StopIteration)
 MOST_SEEDS = 2000  # the rarest shows after some 300
 
 
+# Where a mistake shows late, the schedule in which it did: tried first, and all others after it.
+LATE = {
+    "a shared tail of groups is written in place": 150,
+    "what a window has passed is held again": 150,
+    "another child's blocks are copied in groups": 128,
+    "damage stays in main memory": 123,
+    "names outlive their blocks": 172,
+    "the first block of a window is not swapped": 79,
+    "what is taken over is not told": 254,
+    "who goes on with one token writes to what was found": 264,
+    "what a source replaces is given back at once": 54,
+    "a torn file is a hit": 76,
+    "a hit inside blocks of groups is a token too long": 48,
+    "beams beside tiers: make way for none but siblings": 57,
+    "a torn file of a group is used": 45,
+    "who has passed too much goes on": 55,
+    "one token behind a hit inside blocks is written in place": 41,
+    "an ended sequence keeps slots of groups": 43,
+    "one group alone is swapped": 38,
+    "one token too many is back in groups": 38,
+    "a failed step's transfers of groups are trusted": 45,
+    "a parent is freed before the source": 134,
+    "too much is taken over": 110,
+    "beams beside tiers: swap beams": 33,
+    "a failed step's transfers are trusted": 28,
+    "a deadline is for who waits only": 28,
+    "a shared tail is written in place": 27,
+    "one sample of all comes back": 27,
+    "the newest is admitted first": 24,
+    "a change is not told": 26,
+    "what was found is nobody's now": 24,
+    "another child is copied": 24,
+}
+
+
 class Planted(NamedTuple):
     """What takes the place of `name` in `owner`, and who is to notice."""
 
@@ -151,6 +186,7 @@ MISTAKES = _all()
 
 def test_there_are_at_least_forty():
     assert len(MISTAKES) >= 40
+    assert LATE.keys() <= MISTAKES.keys()
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -159,7 +195,7 @@ def test_a_planted_mistake_shows(monkeypatch, name: str):
     monkeypatch.setattr(planted.owner, planted.name, planted.mistake)
 
     def play_many():
-        for seed in range(MOST_SEEDS):
+        for seed in (LATE.get(name, 0), *range(MOST_SEEDS)):
             planted.play(seed)
 
     with pytest.raises(CAUGHT):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -38,6 +37,9 @@ _LOCAL_SHARE, _LOCAL_SHARE_MASKED = 0.01, 0.10
 _MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
+_compiled: dict[str, list[dict[str, Any]]] = {}  # what was said of each case
+
+
 def _run_worker(arch: int, names: list[str]) -> tuple[list[dict[str, Any]], int]:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(_CACHE)}
     done = subprocess.run(
@@ -54,22 +56,21 @@ def _run_worker(arch: int, names: list[str]) -> tuple[list[dict[str, Any]], int]
 
 
 def run_cases(names: list[str], arch: int = 90) -> dict[str, list[dict[str, Any]]]:
-    """Compile cases of one architecture; when one aborts the process, go on after it."""
-    waiting = list(names)
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in waiting}
+    """Compile cases of one architecture, each once; when one aborts the process, go on after it."""
+    waiting = [name for name in names if name not in _compiled]
     while waiting:
         lines, status = _run_worker(arch, waiting)
+        begun = [line["case"] for line in lines if "begins" in line]
+        _compiled.update((name, []) for name in begun)
         for line in lines:
             if "begins" not in line:
-                reports[line["case"]].append(line)
-        begun = [line["case"] for line in lines if "begins" in line]
+                _compiled[line["case"]].append(line)
         if status != 0:
-            reports[begun[-1]].append({"error": f"the compiler ended with status {status}"})
+            _compiled[begun[-1]].append({"error": f"the compiler ended with status {status}"})
         waiting = waiting[len(begun) :]
-    return reports
+    return {name: _compiled[name] for name in names}
 
 
-@functools.cache
 def _reports(arch: int, slow: bool) -> dict[str, list[dict[str, Any]]]:
     """Compile the cases of an architecture in one process: torch and Triton are loaded once."""
     cases = [*CASES, *HOPPER_CASES]

@@ -11,23 +11,30 @@ as many tokens of packed documents; a BERT's texts are padded for transformers, 
 Each row is a process of its own, and the document is written after each. A row that needs more
 memory than there is says so. MFU counts products and the visible part of attention, forward and
 backward, of real tokens, against the vendor's peak (`training.flops`).
+
+A row that compiles waits for its CPU most of the time. --together N prepares N rows side by side
+(their first steps among it) and then times them one after the other, while the others hold their
+parameters and do nothing; one that finds no memory beside others is measured alone. --rows names
+rows and which of them prepare side by side: --rows A/ours/1024,B/ours/1024 A/sdpa/1024.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tilewise.bench.report import emit, format_table, say, write
-from tilewise.bench.trainers.worker import WAYS
+from tilewise.bench.trainers.worker import READY, WAYS
 from tilewise.training.corpus import prepare
 from tilewise.training.shapes import BERT_SHAPES, DECODER_SHAPES
 
@@ -64,6 +71,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     Being out of memory is a result, no failure.
     """
     options = _parse(argv)
+    groups = _groups(options)
+    count = sum(map(len, groups))
+    document: Json = {"what": "train", "text": str(options.text or "random tokens"), "rows": []}
+    end = None if options.seconds is None else time.perf_counter() + options.seconds
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = _Texts(options.text, options.data or Path(scratch))
+        for measured in _measure(groups, options, texts, end):
+            document["rows"].append(measured)
+            say(_line(measured))
+            if options.json:
+                write(document, options.json)
+    if len(document["rows"]) < count:
+        say(f"no time was left for {count - len(document['rows'])} rows")
+    say(format_table(document["rows"], COLUMNS))
+    emit(document, options.json)
+    failed = [row for row in document["rows"] if row.get("error", _OOM) != _OOM]
+    return 1 if failed else 0
+
+
+_OOM = "out of memory"
+
+
+def _groups(options: argparse.Namespace) -> list[list[Json]]:
+    """List the rows that the options ask for, with those in one list that prepare side by side."""
+    if options.rows:
+        return [[_row(name, options) for name in group.split(",")] for group in options.rows]
     rows = [
         {"shape": shape, "way": way, "N": length, "B": max(1, tokens // length)}
         for shape in options.shapes
@@ -72,27 +105,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         for way in options.ways
         if not (shape in BERT_SHAPES and way == "ours-packed")  # ours packs always
     ]
-    document: Json = {"what": "train", "text": str(options.text or "random tokens"), "rows": []}
-    end = None if options.seconds is None else time.perf_counter() + options.seconds
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = _Texts(options.text, options.data or Path(scratch))
-        for row in rows:
-            if end is not None and time.perf_counter() >= end:
-                say(f"no time was left for {len(rows) - len(document['rows'])} rows")
-                break
-            left = None if end is None else end - time.perf_counter()
-            measured = row | _run(row, options, folders, left)
-            document["rows"].append(measured)
-            say(_line(measured))
-            if options.json:
-                write(document, options.json)
-    say(format_table(document["rows"], COLUMNS))
-    emit(document, options.json)
-    failed = [row for row in document["rows"] if row.get("error", _OOM) != _OOM]
-    return 1 if failed else 0
+    size = options.together
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
-_OOM = "out of memory"
+def _row(name: str, options: argparse.Namespace) -> Json:
+    """Return the row SHAPE/WAY/N.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    shape, way, length, *more = [*name.split("/"), "", ""]
+    known = (shape in DECODER_SHAPES or shape in BERT_SHAPES) and way in WAYS
+    if not (known and length.isdecimal() and more == ["", ""]):
+        raise ValueError(f"rows must be SHAPE/WAY/N, got {name!r}")
+    _, tokens = _sizes(shape, options)
+    return {"shape": shape, "way": way, "N": int(length), "B": max(1, tokens // int(length))}
 
 
 class _Texts:
@@ -117,43 +145,132 @@ class _Texts:
         return str(folder)
 
 
-def _run(row: Json, options: argparse.Namespace, texts: _Texts, left: float | None) -> Json:
-    """Measure one row in a process of its own."""
-    spec = row | {
-        "device": options.device,
-        "text": texts.folder_for(row),
-        "losses": options.losses,
-        "seconds": options.row_seconds,
-        "lr": options.lr,
-        "seed": options.seed,
-        "compile": options.compile,
-        "memory_gib": options.memory_gib,
-    }
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    limit = options.row_timeout if left is None else min(options.row_timeout, left)
-    say(f"{row['shape']} {row['way']} N {row['N']} B {row['B']} ...")
-    try:
-        done = subprocess.run(
+class _Worker:
+    """The process of a row: it loads libraries; told to, it prepares, says so, times its steps."""
+
+    def __init__(self, row: Json, options: argparse.Namespace, texts: _Texts) -> None:
+        spec = row | {
+            "device": options.device,
+            "text": texts.folder_for(row),
+            "losses": options.losses,
+            "seconds": options.row_seconds,
+            "lr": options.lr,
+            "seed": options.seed,
+            "compile": options.compile,
+            "memory_gib": options.memory_gib,
+        }
+        path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+        self.row = row
+        self.result: Json | None = None
+        self._said = b""
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "tilewise.bench.trainers.worker", json.dumps(spec)],
-            stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path},
-            timeout=limit, check=False,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result in {limit:.0f} s"}
-    lines = done.stdout.splitlines()
-    if not lines:
-        return {"error": f"ended with code {done.returncode} and without a result"}
-    measured: Json = json.loads(lines[-1])
-    return measured
+
+    def go(self) -> None:
+        """Tell it to go on; it may have ended by itself, which its next line shows."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b"go\n")
+
+    def prepare(self, limit: float) -> None:
+        """Wait until the row is ready, or has ended with a result."""
+        line = self._line(limit)
+        if line is not None and line != READY:
+            self.result = json.loads(line)
+
+    def measure(self, limit: float) -> Json:
+        """Let a row that is ready time its steps; return what it says."""
+        if self.result is None:
+            self.go()
+            line = self._line(limit)
+            if line is not None:
+                self.result = json.loads(line)
+        self.end()
+        assert self.result is not None
+        return self.row | self.result
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _line(self, limit: float) -> str | None:
+        """Return the next line; None, and an error as the result, where there comes none."""
+        assert self._process.stdout is not None
+        end = time.perf_counter() + limit
+        while b"\n" not in self._said:
+            left = max(0.0, end - time.perf_counter())
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                self.result = {"error": f"no result in {limit:.0f} s"}
+                return None
+            some = self._process.stdout.read(1 << 16)
+            if not some:
+                code = self._process.wait()
+                self.result = {"error": f"ended with code {code} and without a result"}
+                return None
+            self._said += some
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode()
+
+
+def _measure(
+    groups: Sequence[list[Json]], options: argparse.Namespace, texts: _Texts, end: float | None
+) -> Iterator[Json]:
+    """Measure groups in turn; yield each row when it is measured, none that begins after `end`.
+
+    Rows of a group prepare side by side and are timed one after the other. Beside a GPU those of
+    the next group load their libraries meanwhile.
+    """
+
+    most = float(options.row_timeout)
+
+    def limit() -> float:
+        return most if end is None else max(0.0, min(most, end - time.perf_counter()))
+
+    left = list(groups)
+    workers: list[_Worker] = []
+    following: list[_Worker] = []
+    try:
+        while left and limit() > 0:
+            rows = left.pop(0)
+            workers = following or [_Worker(row, options, texts) for row in rows]
+            for worker in workers:
+                say(_name(worker.row) + " ...")
+                worker.go()
+            following = []
+            if left and options.device != "cpu":
+                following = [_Worker(row, options, texts) for row in left[0]]
+            for worker in workers:
+                worker.prepare(limit())
+            for worker in workers:
+                measured = worker.measure(limit())
+                if measured.get("error") == _OOM and len(workers) > 1:
+                    left.append([worker.row])
+                else:
+                    yield measured
+    finally:
+        for worker in workers + following:
+            worker.end()
+
+
+def _name(row: Json) -> str:
+    return f"{row['shape']} {row['way']} N {row['N']} B {row['B']}"
 
 
 def _line(row: Json) -> str:
+    name = f"  {_name(row)}:"
     if "error" in row:
-        return f"  {row['error']}"
+        return f"{name} {row['error']}"
     mfu = f", MFU {row['MFU']:.1%}, {row['GiB']:.1f} GiB" if "MFU" in row else ""
     return (
-        f"  {row['tokens/s']:,.0f} tokens/s, {row['sequences/s']:,.1f} sequences/s{mfu}; "
-        f"started in {row['start_s']:.0f} s"
+        f"{name} {row['tokens/s']:,.0f} tokens/s, {row['sequences/s']:,.1f} sequences/s{mfu}; "
+        f"ready after {row['start_s']:.0f} s"
     )
 
 
@@ -178,12 +295,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ways", nargs="+", choices=WAYS, metavar="WAY", default=list(WAYS), help="default: all")
     add("--lengths", nargs="+", type=int, metavar="N", help="default: each shape's own")
     add("--tokens", type=int, help="of a step; B is tokens / N, at least 1")
+    add("--rows", nargs="+", metavar="ROWS",
+        help="SHAPE/WAY/N, or several with commas between, instead of the above")  # fmt: skip
     add("--text", type=Path, help="folder of .txt files; default: random tokens")
     add("--data", type=Path, help="folder that keeps the text's tokens; default: a temporary one")
     add("--losses", type=int, default=20, help="first steps whose losses are noted; default 20")
     add("--lr", type=float, default=1e-4, help="constant; default 1e-4")
     add("--row-seconds", type=float, default=5.0, help="of measuring a row; default 5")
-    add("--row-timeout", type=float, default=600.0, help="seconds of a row in all; default 600")
+    add("--row-timeout", type=float, default=600.0,
+        help="seconds until a row is ready, then until it is measured; default 600")  # fmt: skip
+    add("--together", type=int, default=1, help="rows that prepare side by side; default 1")
     add("--seconds", type=float, help="of all rows; those after it are left out")
     add("--memory-gib", type=float, help="limit of each row, as of a smaller card")
     add("--compile", default="default", metavar="MODE",
@@ -191,4 +312,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", metavar="FILE", help="write the document there, after each row")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.together < 1:
+        parser.error(f"--together must be positive, got {options.together}")
+    try:
+        _groups(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options

@@ -94,7 +94,9 @@ def unwatched() -> bool:
     """Whether no transform, mode, trace or profile wants to see ops; a gradient may."""
     if torch.compiler.is_compiling() or not FORWARD_MODE:
         return False
-    if _len_torch_dispatch_stack() or _len_torch_function_stack() or transforms_active():
+    if _len_torch_dispatch_stack() or _len_torch_function_stack():
+        return False
+    if _are_functorch_transforms_active():
         return False
     return not (_profiler_enabled() or _get_tracing_state() or forward_ad._current_level >= 0)
 

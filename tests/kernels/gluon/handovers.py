@@ -92,11 +92,11 @@ BACKWARD = {
         "backward",
     ),
     "dq_handed_over_before_it_is_written": _later(
-        "backward/consumer:_leave_dq", "    fence_async_shared()\n",
+        "backward/consumer:leave_dq", "    fence_async_shared()\n",
         '    named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)\n', "backward",
     ),
     "the_wrong_phase_of_dq": Mutation(
-        "backward/consumer:_leave_dq", "(step & 1) ^ 1", "step & 1", "backward"
+        "backward/consumer:leave_dq", "(step & 1) ^ 1", "step & 1", "backward"
     ),
     "dq_given_back_before_it_is_sent_on_in_order": _later(
         "backward/loader:_send_tile",

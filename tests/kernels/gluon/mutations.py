@@ -231,7 +231,7 @@ FORWARD = {
 _MOVE, _SEND = "backward/*:_load_step", "backward/*:send_dq"
 _PREPOST = "backward/prepost:"
 _FOLD, _CONSUME = "backward/*:_step", "backward/*:consume"
-_LEAVE, _STORE = "backward/*:_leave_dq", "backward/*:store_keys"
+_LEAVE, _STORE = "backward/*:leave_dq", "backward/*:store_keys"
 _KERNEL = "backward/kernel:attention_bwd_kernel"
 _LOAD_APART = "backward/dkdv:load_for_dkdv"
 _DV, _DK = "backward/dkdv_warpgroups:make_dv", "backward/dkdv_warpgroups:make_dk"
@@ -305,7 +305,7 @@ BACKWARD = {
         harmless="dq is made of row terms, which the loader has waited for; this is for the fence",
     ),
     "dq_rounded_before_it_is_complete": Mutation(
-        _PREPOST + "run_prepost", "shape.num_tiles * REPORTS\n", "0\n", "prepost"
+        _PREPOST + "run_prepost", "shape.num_tiles\n", "0\n", "prepost"
     ),
     "dq_called_complete_before_it_is_written": Mutation(
         _SEND, "    wait_for_copies()\n    if LATE and", "    if LATE and", "prepost"

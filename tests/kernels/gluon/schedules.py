@@ -84,7 +84,9 @@ class Attention:
                     results = forward(problem, seed, program=program, num_sms=1)
                 assert_forward_right(problem, results)
                 return recordings
-            results = forward(problem, num_sms=1)
+            if self not in _known_forward:
+                _known_forward[self] = forward(problem, num_sms=1)
+            results = {name: x.clone() for name, x in _known_forward[self].items()}
             with recorded() as recordings:
                 gradients = backward(
                     problem, **results, seed=seed, program=program, num_sms=1,
@@ -97,6 +99,7 @@ class Attention:
 
 
 _known: dict[Attention, dict[str, torch.Tensor]] = {}
+_known_forward: dict[Attention, dict[str, torch.Tensor]] = {}  # o and lse by the unchanged kernel
 
 
 def _gradients(case: Attention) -> dict[str, torch.Tensor]:

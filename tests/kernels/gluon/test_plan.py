@@ -142,13 +142,34 @@ class TestRunning:
                 plan.run(*kept[-1])
                 assert example.launched()[-1][0][0] == kept[-1][1].data_ptr()
         launches = [launch for plan in plans for launch in plan.actions]
-        assert 0 < sum(len(launch._addressed._met) for launch in launches) <= 3
+        assert 0 < sum(len(launch.addressed.met) for launch in launches) <= 3
 
     def test_runs_on_the_stream_of_the_moment(self, example):
         plan = example.ready()
         with mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=99):
             plan.run(make(), make())
         assert [launch.stream for launch in example.driver.seen] == [99, 99]
+
+    def test_goes_straight_to_what_starts_launches(self, example):
+        plan = example.ready()
+        with mock.patch.object(host.Launch, "run", side_effect=AssertionError):
+            plan.run(make(), make())
+        assert len(example.launched()) == 2
+
+    def test_starts_launches_that_differ_in_their_grid(self, example):
+        kernel = AnyKernel(example.driver)
+
+        def between(maker, x):
+            maker.launch(kernel, 5, x)
+            maker.launch(kernel, (6, 7), x)
+
+        example.between = between
+        plan = example.plan()
+        plan.run(make(), make())
+        example.driver.seen.clear()
+        plan.run(make(), make())
+        grids = [launch.grid for launch in example.driver.seen]
+        assert grids == [(3, 1, 1), (5, 1, 1), (6, 7, 1), (2, 4, 1)]
 
     def test_of_a_new_plan_uses_what_is_compiled(self, example):
         example.ready()

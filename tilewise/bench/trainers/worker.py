@@ -2,7 +2,9 @@
 
     python -m tilewise.bench.trainers.worker '{"shape": "gpt2-small", "way": "sdpa", ...}'
 
-The last line of standard output is the row as JSON: rates, or {"error": ...}.
+It loads its libraries and waits for a line of standard input, makes its first steps and writes
+READY to standard output; after another line it times its steps and writes the row as JSON: rates.
+What fails is a row, {"error": ...}.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from tilewise.training.parameters import load_parameters, pad_vocabulary
 from tilewise.training.shapes import BERT_SHAPES, DECODER_SHAPES, decoder_config
 from tilewise.training.trainer import Settings, Trainer, model_flops
 
-__all__ = ["WAYS", "make_step", "measure"]
+__all__ = ["READY", "WAYS", "make_step", "measure"]
 
 Json = dict[str, Any]
 Step = Callable[[int], Tensor]
@@ -51,13 +53,18 @@ PEERS = {
     "tilewise-compiled": ("tilewise", True),
 }
 WAYS = (*PEERS, "ours", "ours-packed")
+READY = "ready"
 _BATCHES = 8  # different ones, in turns
-_BLOCK = 5  # steps between two looks at the clock
+_BLOCK = 5  # steps between two looks at the clock, fewer of long ones
+_BLOCK_SECONDS = 1.0
 _BETAS, _EPS = (0.9, 0.95), 1e-8
 
 
-def measure(spec: Json) -> Json:
+def measure(spec: Json, wait: Callable[[], object] = lambda: None) -> Json:
     """Train as `spec` says and return what was measured.
+
+    Between the first steps and those that are timed it calls `wait`, and holds no more memory than
+    the parameters and moments need meanwhile.
 
     spec: shape, way (one of WAYS), N and B, device, text (a prepared folder, or None), losses (how
     many first steps' losses are returned), seconds (of measuring), lr, seed, compile (mode of our
@@ -75,14 +82,17 @@ def measure(spec: Json) -> Json:
         losses = [step(index) for index in range(max(3, spec["losses"]))]
         values = torch.stack(losses).tolist()
         start = time.perf_counter() - started
-        seconds = _time(step, device, spec["seconds"])
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        wait()
+        seconds, block = _time(step, device, spec["seconds"])
     except torch.OutOfMemoryError as error:
         return {"error": "out of memory", "asked": str(error).split(". ")[0][:200]}
     median = statistics.median(seconds)
     row = {
         "ms": median * 1e3,
         "spread": (max(seconds) - min(seconds)) / median,
-        "steps": len(seconds) * _BLOCK,
+        "steps": len(seconds) * block,
         "tokens/s": facts["tokens"] / median,
         "sequences/s": facts["sequences"] / median,
         "TFLOP/s": facts["flops"] / median / 1e12,
@@ -101,8 +111,13 @@ def measure(spec: Json) -> Json:
     return row
 
 
-def _time(step: Step, device: torch.device, budget: float) -> list[float]:
-    """Seconds a step, of blocks of steps until `budget` seconds have passed, three at least."""
+def _time(step: Step, device: torch.device, budget: float) -> tuple[list[float], int]:
+    """Return seconds a step of blocks until `budget` has passed, three at least; steps of each."""
+    for index in range(2):  # memory is asked for anew
+        begin = time.perf_counter()
+        step(index).item()
+        length = time.perf_counter() - begin
+    block = max(1, min(_BLOCK, round(_BLOCK_SECONDS / max(length, 1e-9))))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -110,12 +125,12 @@ def _time(step: Step, device: torch.device, budget: float) -> list[float]:
     index, end = 0, time.perf_counter() + budget
     while len(seconds) < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
-        for _ in range(_BLOCK):
+        for _ in range(block):
             loss = step(index)
             index += 1
         loss.item()  # waits
-        seconds.append((time.perf_counter() - begin) / _BLOCK)
-    return seconds
+        seconds.append((time.perf_counter() - begin) / block)
+    return seconds, block
 
 
 def make_step(spec: Json, device: torch.device) -> tuple[Step, Json]:
@@ -259,8 +274,21 @@ def main(text: str) -> None:
     """Measure the row of a JSON text and print it; what libraries print goes to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+
+    def go_on() -> None:
+        if not sys.stdin.readline():
+            raise SystemExit("nobody waits for this row any more")
+
+    def wait() -> None:
+        out.write(READY + "\n")
+        out.flush()
+        go_on()
+
     try:
-        row = measure(json.loads(text))
+        import transformers  # noqa: F401  which takes seconds
+
+        go_on()
+        row = measure(json.loads(text), wait)
     except Exception as error:
         row = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]}
         if not isinstance(error, (ImportError, ValueError)):

@@ -13,6 +13,8 @@ from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, Window
 from tilewise.ops.attention.direct import attend, attend_max
 from tilewise.ops.attention.dropout import Seed
 
+_new = tuple.__new__  # a named tuple in a third of the time of its class
+
 
 class _Shared(TypedDict, total=False):
     causal: bool
@@ -155,10 +157,10 @@ def attention(
         >>> q = k = v = torch.randn(1, 128, 8, 64, requires_grad=True)
         >>> attention(q, k, v, causal=True).sum().backward()
     """
-    rule = Rule(
+    rule = _new(Rule, (
         causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
         deterministic, backend,
-    )  # fmt: skip
+    ))  # fmt: skip
     lengths = DENSE if seqlens_k is None else Lengths(seqlens_k)
     if return_max_logits:
         o, lse, most = attend_max(q, k, v, rule, lengths)
@@ -257,10 +259,10 @@ def attention_varlen(
         >>> o = attention_varlen(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu,
         ...                      max_seqlen_q=5, max_seqlen_k=5, causal=True)
     """
-    rule = Rule(
+    rule = _new(Rule, (
         causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
         deterministic, backend,
-    )  # fmt: skip
+    ))  # fmt: skip
     lengths = Lengths(None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if return_max_logits:
         o, lse, most = attend_max(q, k, v, rule, lengths)

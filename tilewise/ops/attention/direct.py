@@ -8,6 +8,7 @@ the dispatcher alone takes longer than the launch of a kernel.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,31 +68,40 @@ def _directly(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths
 ) -> tuple[Tensor, Tensor] | None:
     """Return o and lse; None where an argument is not a usual one."""
-    mask, slopes, sinks, philox = rule.mask, rule.alibi_slopes, rule.sinks, None
-    beside = (
-        lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqlens_k, rule.bias, slopes, sinks
-    )  # fmt: skip
-    given = [x for x in beside if x is not None]
-    if not are_plain(q, k, v, *given) or not (q.is_cuda or q.is_cpu):
+    (
+        causal, window, scale, softcap, bias, slopes, sinks, mask, dropout_p, seed, deterministic,
+        backend,
+    ) = rule  # fmt: skip
+    if not are_plain(q, k, v) or not (q.is_cuda or q.is_cpu) or not _are_usual(rule, lengths):
         return None
-    if not _are_usual(rule, lengths) or (slopes is not None and slopes.requires_grad):
-        return None
-    if rule.dropout_p != 0.0:
-        if isinstance(rule.seed, Tensor) and not are_plain(rule.seed):
-            return None
-        philox = philox_of(rule.seed, q.device)
-        rule = rule._replace(seed=philox)
     tensors: Any = NOTHING
-    if given or mask is not None or philox is not None:
-        tensors = [*beside, philox, *((None,) * 5 if mask is None else mask.tensors())]
+    given: Sequence[Tensor] = ()
+    mask_is: object = None
+    is_plain = bias is None and slopes is None and sinks is None and mask is None
+    # A plain call comes most often, and has no more to look at.
+    if not is_plain or lengths is not DENSE or dropout_p != 0.0:
+        seqlens_k, cu_seqlens_q, cu_seqlens_k, *_ = lengths
+        beside = cu_seqlens_q, cu_seqlens_k, seqlens_k, bias, slopes, sinks
+        given = [x for x in beside if x is not None]
+        if not are_plain(*given) or (slopes is not None and slopes.requires_grad):
+            return None
+        philox = None
+        mask_tensors = _NO_MASK
+        if dropout_p != 0.0:
+            if isinstance(seed, Tensor) and not are_plain(seed):
+                return None
+            philox = philox_of(seed, q.device)
+            rule = rule._replace(seed=philox)
+        if mask is not None:
+            mask_is, mask_tensors = (mask.shape, mask.device), mask.tensors()
+        tensors = [*beside, philox, *mask_tensors]
     key = key_of(
-        q, k, v, tensors, rule.causal, rule.window, rule.softmax_scale, rule.softcap,
-        rule.dropout_p, rule.deterministic, torch.are_deterministic_algorithms_enabled(),
-        rule.backend, lengths[3:], None if mask is None else (mask.shape, mask.device),
+        q, k, v, tensors, causal, window, scale, softcap, dropout_p, deterministic,
+        torch.are_deterministic_algorithms_enabled(), backend, lengths[3:], mask_is,
     )  # fmt: skip
     call = known(key)
     if call is None:
-        _, _, _, options = prepare(q, k, v, rule._replace(softcap=float(rule.softcap)), lengths)
+        _, _, _, options = prepare(q, k, v, rule._replace(softcap=float(softcap)), lengths)
         call = planned(q, k, v, options, key)
     if slopes is not None or sinks is not None:
         tensors[_SLOPES], tensors[_SINKS] = wide(slopes, q), wide(sinks, q)
@@ -100,9 +110,11 @@ def _directly(
             q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors
         )
         return results
-    return call.forward(q, k, v, *tensors)
+    found: tuple[Tensor, Tensor] = call.forward(q, k, v, *tensors)
+    return found
 
 
+_NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
 
 
@@ -127,10 +139,10 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
-        call: Planned, tensors: list[Tensor | None],
+        call: Planned, tensors: Sequence[Tensor | None],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         o, lse = call.forward(q, k, v, *tensors)
-        ctx.save_for_backward(q, k, v, o, lse, *tensors)
+        ctx.save_for_backward(q, k, v, o, lse, *(() if tensors is NOTHING else tensors))
         ctx.call = call
         ctx.set_materialize_grads(False)
         return o, lse
@@ -139,10 +151,11 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if do is None and dlse is None:
             return (None,) * 7
-        q, k, v, o, lse, *tensors = ctx.saved_tensors
+        q, k, v, o, lse, *saved = ctx.saved_tensors
+        tensors = saved or NOTHING
         do = torch.zeros_like(o) if do is None else do
         needs_dbias = ctx.needs_input_grad[3]
-        given = [x for x in (do, dlse, q, k, v, o, lse, *tensors) if x is not None]
+        given = [x for x in (do, dlse, q, k, v, o, lse, *saved) if x is not None]
         if unwatched() and are_plain(*given) and not records(*given):
             grads = ctx.call.backward(do, dlse, o, lse, q, k, v, *tensors, needs_dbias=needs_dbias)
         else:

@@ -17,7 +17,7 @@ they are one another's derivatives is in gradient.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +142,8 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     options = AttentionOptions(*values)
-    return planned(q, k, v, options).forward(q, k, v, *options.beside)
+    results: tuple[Tensor, Tensor] = planned(q, k, v, options).forward(q, k, v, *options.beside)
+    return results
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
@@ -155,7 +156,8 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor
 def _forward_max(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
     options = AttentionOptions(*values)
     call = planned(q, k, v, options, needs_max=True)
-    return call.forward_max(q, k, v, *options.beside)
+    results: tuple[Tensor, Tensor, Tensor] = call.forward(q, k, v, *options.beside)
+    return results
 
 
 def _forward_max_fake(
@@ -257,6 +259,8 @@ class Planned:
     Attributes:
         numbers: the options that are no tensors.
         backend: whose plans they are.
+        forward: takes q, k, v and the tensors of the options; returns o and lse, and row maxima of
+            a call that needs them.
     """
 
     def __init__(
@@ -266,23 +270,9 @@ class Planned:
         self.spec = make_spec(q, k, v, options, needs_max=needs_max)
         with device_of(q.device):
             call = Call.of(self.spec, (q, k, v, *options.beside))
-            self.backend, self._plan = dispatch.plan_attention(call, options.backend)
+            self.backend, plan = dispatch.plan_attention(call, options.backend)
+        self.forward: Callable[..., Any] = plan.run
         self._gradients: dict[tuple[object, ...], Plan] = {}
-
-    def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return o and lse; tensors: q, k, v and those of the options."""
-        o, lse = self._plan.run(*tensors)
-        assert o is not None
-        assert lse is not None
-        return o, lse
-
-    def forward_max(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return o, lse and row maxima of a call that needs these."""
-        o, lse, maxima = self._plan.run(*tensors)
-        assert o is not None
-        assert lse is not None
-        assert maxima is not None
-        return o, lse, maxima
 
     def backward(
         self,
@@ -298,12 +288,13 @@ class Planned:
         is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
         given = (do, dlse, o, lse, *tensors)
         needs_dbias = needs_dbias and not is_row_bias
-        layouts, odd = [], 0
+        layouts: list[object] = [needs_dbias, dlse is None]
+        odd = 0
         for x in given:
             if x is not None:
-                layouts += [x.stride(), x.dtype]
+                layouts += (x.stride(), x.dtype)
                 odd |= x.data_ptr()
-        key = (needs_dbias, dlse is None, *layouts, odd & 15 and _odd(given))
+        key = (*layouts, odd & 15 and _odd(given))
         plan = self._gradients.get(key)
         if plan is None:
             with device_of(do.device):
@@ -330,18 +321,19 @@ def key_of(
 
     tensors: those of the options.
     """
-    key: list[object] = [
+    key: tuple[object, ...] = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, *numbers,
-    ]  # fmt: skip
+        q.device, k.device, v.device, numbers,
+    )  # fmt: skip
     odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    for index, x in enumerate(tensors if tensors is not NOTHING else ()):
-        if x is not None:
-            key += (index, x.shape, x.stride(), x.dtype, x.device)
-            odd |= x.data_ptr()
-    if odd & 15:
-        key.append(_odd((q, k, v, *tensors)))
-    return tuple(key)
+    if tensors is not NOTHING:
+        more: list[object] = []
+        for index, x in enumerate(tensors):
+            if x is not None:
+                more += (index, x.shape, x.stride(), x.dtype, x.device)
+                odd |= x.data_ptr()
+        key += tuple(more)
+    return key if odd & 15 == 0 else (*key, _odd((q, k, v, *tensors)))
 
 
 def _odd(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:

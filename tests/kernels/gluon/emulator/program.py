@@ -8,12 +8,12 @@ a value and no longer a literal, and `range` counts in values.
 from __future__ import annotations
 
 import ast
-import copy
+import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from triton.experimental.gluon.language.nvidia import hopper
@@ -62,15 +62,7 @@ class Program:
             for key, value in vars(module).items():
                 namespace[key] = self._translated(value)
             namespace |= {"range": values_in, "_carried": carried}
-            tree = ast.parse(changed)
-            kept = [
-                _emulated(node)
-                for node in tree.body
-                if isinstance(node, ast.FunctionDef) and node.name in own
-            ]
-            tree.body = [ast.ImportFrom("__future__", [ast.alias("annotations")], 0), *kept]
-            ast.fix_missing_locations(tree)
-            exec(compile(tree, _file_of(module, changed), "exec", dont_inherit=True), namespace)
+            exec(_code_of(changed, _file_of(module, changed), frozenset(own)), namespace)
         return self._namespaces[name]
 
     def _translated(self, value: Any) -> Any:
@@ -124,8 +116,21 @@ def _builtin(name: str) -> Callable[..., Any]:
     return missing
 
 
+@functools.lru_cache(200)
+def _code_of(text: str, file: str, own: frozenset[str]) -> CodeType:
+    """Return the code of a module's own jitted functions; most texts stay as they are."""
+    tree = ast.parse(text)
+    kept = [
+        _emulated(node)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name in own
+    ]
+    tree.body = [ast.ImportFrom("__future__", [ast.alias("annotations")], 0), *kept]
+    ast.fix_missing_locations(tree)
+    return compile(tree, file, "exec", dont_inherit=True)
+
+
 def _emulated(function: ast.FunctionDef) -> ast.FunctionDef:
-    function = copy.deepcopy(function)
     function.decorator_list = []
     return _Loops().visit(function)
 

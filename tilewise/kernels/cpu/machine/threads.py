@@ -8,6 +8,7 @@ the caller's thread and on helpers from a pool, and whoever comes late finds les
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +24,10 @@ from numba.core import cgutils, event
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine.linked import LinkedCompiler
+from tilewise.kernels.cpu.machine.once import compile_once
 
 
+@functools.cache
 def _sources() -> list[tuple[str, float, int]]:
     """Name, time and size of every file that a kernel may be made of."""
     folder = Path(__file__).parents[1]
@@ -35,7 +38,7 @@ def _sources() -> list[tuple[str, float, int]]:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` when it is first called, once per machine: later processes load it.
+    """Compile `function` when it is first called, once per machine: other processes load it.
 
     Numba compiles a cached function anew when its own file changes; these are made of all files of
     the folder cpu/, so the stamp is of them all. Where no cache can be written, nothing is cached.
@@ -44,9 +47,8 @@ def kernel(function: Callable[..., Any]) -> Any:
         compiled = njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:
         return njit(nogil=True, error_model="numpy")(function)
-    cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if cache_file is not None:
-        cache_file._source_stamp = _sources()
+    if hasattr(compiled, "py_func"):  # numba may be told to compile nothing
+        compile_once(compiled, _sources())
     return compiled
 
 

@@ -26,14 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.backward.keys import clear_keys, clear_queries, hide, store_keys
-from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN, row_plane
+from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN
 from tilewise.kernels.gluon.backward.logits import (
     add_alibi,
     add_bias,
     keep_pairs,
     words_of_dropout,
 )
-from tilewise.kernels.gluon.backward.prepost import report_sums
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     masked_steps,
@@ -41,7 +40,6 @@ from tilewise.kernels.gluon.backward.span import (
     tile_of_step,
     work_of_cta,
 )
-from tilewise.kernels.gluon.device.compat import partition_barrier
 from tilewise.kernels.gluon.device.warpgroup import (
     capped_exp2,
     exp2,
@@ -93,32 +91,7 @@ def flat_dq(dq):
 
 
 @gluon.jit
-def pass_on_dq(
-    dq, prepost, work, shape, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr
-):  # fmt: skip
-    """Add this warpgroup's half of dq of a step to the sum, or leave it to the sender."""
-    if variant.direct:
-        _add_dq(dq, prepost, work, shape, step, variant, PART)
-    else:
-        _leave_dq(dq, bufs, bars, step, variant, PART)
-
-
-@gluon.jit
-def _add_dq(dq, prepost, work, shape, step, variant: gl.constexpr, PART: gl.constexpr):
-    """Add this warpgroup's half of dq of a step, 16 bytes of a thread at a time."""
-    g, tile = tile_of_step(work, step, shape.group_size, variant)
-    _head, plane = row_plane(work, g, shape, variant)
-    row = plane.to(gl.int64) * shape.rows_per_plane + work.start_row + tile * variant.tile_m
-    flat = flat_dq(dq)
-    layout: gl.constexpr = flat.type.layout
-    rows = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, layout)), 1)
-    columns = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
-    at = prepost.dq_sum + row * variant.d + PART * 4096
-    gl.atomic_add(at + (rows * 32 + columns), flat, sem="relaxed")
-
-
-@gluon.jit
-def _leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
+def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
     """Write this warpgroup's half of dq of a step where the sender takes it."""
     COLUMNS: gl.constexpr = _dq_columns(variant)
     HALF: gl.constexpr = PART if variant.flat else 0  # that has a buffer of its own
@@ -138,7 +111,7 @@ def _leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def _step(
-    s, dk, dv, step, tile, more, keys, prepost, work, shape, scores, places, bufs, bars,
+    s, dk, dv, step, tile, more, keys, work, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Fold one tile of queries. MASK: 0 none, 1 always, 2 where this step needs it."""
@@ -252,14 +225,14 @@ def _step(
     if FIRST == 0:
         dq = warpgroup_mma_wait(1, deps=(dq_sum,))
         mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)
-        pass_on_dq(dq, prepost, work, shape, bufs, bars, before, variant, PART)
+        leave_dq(dq, bufs, bars, before, variant, PART)
     s = warpgroup_mma_wait(0, deps=(s_sum,))
     return s, dk, dv
 
 
 @gluon.jit
 def consume(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of 64 keys, and half of every tile of dq."""
@@ -292,7 +265,7 @@ def consume(
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         s, dk, dv = _step(
-            s, dk, dv, 0, tile, steps > 1, keys, prepost, work, shape, scores, places, bufs, bars,
+            s, dk, dv, 0, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
             variant, PART, 1, 1 if MASKS else 0,
         )  # fmt: skip
         step = 1
@@ -303,7 +276,7 @@ def consume(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 s, dk, dv = _step(
-                    s, dk, dv, step, tile, step + 1 < steps, keys, prepost, work, shape, scores,
+                    s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores,
                     places, bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
@@ -312,7 +285,7 @@ def consume(
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
             s, dk, dv = _step(
-                s, dk, dv, step, tile, step + 1 < steps, keys, prepost, work, shape, scores,
+                s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores,
                 places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1
@@ -322,10 +295,7 @@ def consume(
             ds_tile(bufs, last % 2, variant), bufs.k.index(0).reshape([128, D]), variant, PART
         )
         dq = warpgroup_mma_wait(0, deps=(dq_sum,))
-        pass_on_dq(dq, prepost, work, shape, bufs, bars, last, variant, PART)
-    if variant.direct and variant.prepost != "none":
-        partition_barrier()  # all of this warpgroup's sums come before
-        report_sums(work, shape, prepost)
+        leave_dq(dq, bufs, bars, last, variant, PART)
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
     if variant.dropout:

@@ -62,18 +62,18 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def consume_keys(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of 64 keys, and half of every tile of dq."""
     if variant.together:
         consume_together(
-            dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars, variant,
+            dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant,
             PART,
         )  # fmt: skip
     else:
         consume(
-            dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars, variant,
+            dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant,
             PART,
         )  # fmt: skip
 
@@ -120,9 +120,7 @@ def attention_bwd_kernel(
         ds = gl.allocate_shared_memory(dtype, [2, TILE_M, 128], ds_layout)
     else:
         ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
-    if variant.direct:
-        dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 8, 32], dq_desc.layout)
-    elif variant.flat:
+    if variant.flat:
         dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 128, 32], dq_desc.layout)
     else:
         dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
@@ -145,9 +143,9 @@ def attention_bwd_kernel(
         parts_full = barriers(4, 1)
         gl.warp_specialize(
             [
-                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
                            bufs, bars, variant, 0)),
-                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
                            bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),
@@ -164,9 +162,9 @@ def attention_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
                            bufs, bars, variant, 0)),
-                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places,
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
                            bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
                               places, prepost, bufs, bars, variant)),

@@ -138,8 +138,6 @@ def send_dq(
     # (deterministic, N 4,096; H200, 2026-11-22).
     LATE: gl.constexpr = variant.ordered and variant.right and variant.d == 128
     before = work.b.to(gl.int64) * 0
-    if variant.direct:
-        steps = 0
     for step in range(0, steps):
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         if variant.mask:
@@ -165,9 +163,7 @@ def send_dq(
             else:
                 wait_for_copies()
                 gl.atomic_add(semaphores_ptr + at_tile, 1, sem="release")
-    if not variant.direct:
-        wait_for_copies()
+    wait_for_copies()
     if LATE and steps > 0:
         gl.atomic_add(semaphores_ptr + before, 1, sem="release")
-    if not variant.direct:
-        report_sums(work, shape, prepost)
+    report_sums(work, shape, prepost)

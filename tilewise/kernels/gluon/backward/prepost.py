@@ -135,10 +135,9 @@ def run_prepost(
             if index + shape.heads_ahead < num_heads:
                 _report_preprocess(ahead, prepost, WARPS)
             count = count * 0
-        REPORTS: gl.constexpr = 2 if variant.direct else 1  # of a CTA
         if sum_count > 0:
             while gl.atomic_add(prepost.counts + num_heads + behind, 0, sem="acquire") < (
-                shape.num_tiles * REPORTS
+                shape.num_tiles
             ):
                 pass
             fence_async(WARPS)

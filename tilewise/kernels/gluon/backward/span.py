@@ -54,7 +54,6 @@ class BwdVariant(NamedTuple):
     # How a step hands on ds and dq, see `plan._form_for_length`.
     together: bool  # warpgroups in step, dq in the step of its ds; for calls without extras
     by_query: bool  # ds lies query by query in shared memory, else key by key
-    direct: bool  # warpgroups add to the flat sum of dq themselves; not with a mask
     flat: bool  # the sum of dq lies as warpgroups hold it, see `consumer.flat_dq`
 
 

@@ -20,15 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.backward.consumer import ALWAYS_ZERO, _dq_half, ds_tile, pass_on_dq
+from tilewise.kernels.gluon.backward.consumer import ALWAYS_ZERO, _dq_half, ds_tile, leave_dq
 from tilewise.kernels.gluon.backward.keys import clear_keys, hide, store_keys
-from tilewise.kernels.gluon.backward.prepost import report_sums
 from tilewise.kernels.gluon.backward.span import (
     masked_steps,
     tile_of_masked_step,
     work_of_cta,
 )
-from tilewise.kernels.gluon.device.compat import partition_barrier
 from tilewise.kernels.gluon.device.warpgroup import (
     exp2,
     named_barrier,
@@ -41,7 +39,7 @@ DS_WRITTEN = gl.constexpr(11)  # the hardware barrier at which both have written
 
 @gluon.jit
 def _step(
-    dk, dv, step, tile, keys, prepost, work, shape, scores, bufs, bars,
+    dk, dv, step, tile, keys, work, shape, scores, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Fold one tile of queries. MASK: 0 none, 1 always, 2 where this step needs it."""
@@ -88,7 +86,7 @@ def _step(
     dq_sum = _dq_half(ds_tile(bufs, parity, variant), all_k, variant, PART)
     dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
     dv, dq, p_half = warpgroup_mma_wait(1, deps=(dv_sum, dq_sum, p_half))
-    pass_on_dq(dq, prepost, work, shape, bufs, bars, step, variant, PART)
+    leave_dq(dq, bufs, bars, step, variant, PART)
     dk, ds_half = warpgroup_mma_wait(0, deps=(dk_sum, ds_half))
     mbarrier.arrive(bars.empty.index(stage), count=1)
     return dk, dv
@@ -96,7 +94,7 @@ def _step(
 
 @gluon.jit
 def consume_together(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, prepost, shape, scores, places, bufs, bars,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of 64 keys, and half of every tile of dq."""
@@ -125,22 +123,19 @@ def consume_together(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 dk, dv = _step(
-                    dk, dv, step, tile, keys, prepost, work, shape, scores, bufs, bars, variant,
+                    dk, dv, step, tile, keys, work, shape, scores, bufs, bars, variant,
                     PART, 1,
                 )  # fmt: skip
                 step += 1
                 at += 1
         for _ in range(step, steps):
             dk, dv = _step(
-                dk, dv, step, tile, keys, prepost, work, shape, scores, bufs, bars, variant, PART,
+                dk, dv, step, tile, keys, work, shape, scores, bufs, bars, variant, PART,
                 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
             step += 1
-    if variant.direct and variant.prepost != "none":
-        partition_barrier()  # all of this warpgroup's sums come before
-        report_sums(work, shape, prepost)
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
     store_keys(

@@ -157,26 +157,43 @@ class _Config(ctypes.Structure):
 
 
 class Config:
-    """Where a kernel runs, on how many CTAs, and on which stream."""
+    """Where a kernel runs, on how many CTAs, and on which stream.
 
-    def __init__(self, function: int, threads: int, shared: int) -> None:
+    Args:
+        memory: begins with it; who writes FORM there, `where` and a stream, has set both.
+    """
+
+    SIZE, FORM = ctypes.sizeof(_Config), "32sQ16x"
+
+    def __init__(self, function: int, threads: int, shared: int, memory: Any = None) -> None:
         self._function = ctypes.c_void_p(function)
-        self._it = _Config(1, 1, 1, threads, 1, 1, shared, None, None, 0)
+        it = _Config(1, 1, 1, threads, 1, 1, shared)
+        self._block = bytes(it)[8:32]
+        self._it = it if memory is None else _Config.from_buffer(memory)
         self._pointer = ctypes.byref(self._it)
+        self._driver = driver()
 
     def cut(self, grid: Grid) -> None:
         """Set the number of CTAs on both axes."""
         self._it.grid_x, self._it.grid_y = grid
 
-    def submit(self, stream: int, pointers: Any) -> None:
-        """Start the kernel; pointers: to its parameters, which the driver copies.
+    def where(self, grid: Grid) -> bytes:
+        """Return all but the stream, for this number of CTAs."""
+        return struct.pack("=2I", *grid) + self._block
+
+    def submit(self, pointers: Any) -> None:
+        """Start the kernel on the stream; pointers: to its parameters, which the driver copies.
 
         Not for two threads at once.
         """
-        self._it.stream = stream
-        status = driver().cuLaunchKernelEx(self._pointer, self._function, pointers, None)
+        status = self._driver.cuLaunchKernelEx(self._pointer, self._function, pointers, None)
         if status != 0:
             raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {status}")
+
+    def submit_on(self, stream: int, pointers: Any) -> None:
+        """Start the kernel on `stream`."""
+        self._it.stream = stream
+        self.submit(pointers)
 
 
 class Prepared:
@@ -217,10 +234,10 @@ class Prepared:
         for index, position in enumerate(order):
             self._pointers[position] = start + struct.calcsize(form[: 1 + index])
 
-    def new_config(self) -> Config:
+    def new_config(self, memory: Any = None) -> Config:
         """Return what a launch of the kernel takes beside its parameters."""
         metadata = self._compiled.metadata
-        return Config(self._compiled.function, 32 * metadata.num_warps, metadata.shared)
+        return Config(self._compiled.function, 32 * metadata.num_warps, metadata.shared, memory)
 
     def new_pointers(self) -> Any:
         """Return pointers to all parameters; those to numbers and descriptors are to be set."""
@@ -240,7 +257,7 @@ class Prepared:
             for place, index in zip(self.places, calls.descriptors, strict=True):
                 self._pointers[place] = parameters_of(leaves[index])
             self._config.cut(grid)
-            self._config.submit(stream, self._pointers)
+            self._config.submit_on(stream, self._pointers)
         return True
 
 

@@ -23,7 +23,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.kernels import plan
 from tilewise.kernels.gluon.host import descriptors
 from tilewise.kernels.gluon.host.descriptors import Described, Maps, encode
-from tilewise.kernels.gluon.host.launch import Calls, Grid, Prepared, calls_of, launch, observed
+from tilewise.kernels.gluon.host.launch import (
+    Calls,
+    Config,
+    Grid,
+    Prepared,
+    calls_of,
+    launch,
+    observed,
+)
 from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
@@ -31,7 +39,7 @@ __all__ = ["LaunchPlan", "Maker"]
 _MAX_MET = 8192  # of all plans together: some 2 KB each
 _PIECE = 512  # bytes; what torch's allocator aligns to
 _new = tuple.__new__  # a named tuple in a third of the time of its class
-Slots = Callable[[Sequence[int]], tuple[int, ...]]
+Slots = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 try:  # what torch's own compiler allocates with, in a third of the time
     from torch._C._dynamo.guards import _empty_strided_cuda as _fresh
@@ -57,22 +65,21 @@ class Run(plan.Run):
             made.
     """
 
-    __slots__ = ("_plan", "at", "has_addresses", "workspace")
+    __slots__ = ("at", "plan", "workspace")
 
     def __init__(
         self, tensors: list[Any], stream: int, at: list[int], workspace: Tensor | None,
         its_plan: LaunchPlan,
     ) -> None:  # fmt: skip
-        super().__init__(tensors, stream)
-        self.at, self.workspace, self._plan = at, workspace, its_plan
-        self.has_addresses = its_plan.has_addresses
+        self.tensors, self.stream = tensors, stream
+        self.at, self.workspace, self.plan = at, workspace, its_plan
 
     def buffer(self, index: int) -> Tensor:
         """Return all of a buffer, of the workspace where it is part of that."""
         x: Tensor | None = self.tensors[index]
         if x is None:
             assert self.workspace is not None
-            first, each = self._plan.pieces[index]
+            first, each = self.plan.pieces[index]
             x = self.workspace[first : first + each.num_bytes].view(each.dtype)
             if each.whole is not None:
                 x = x.view(each.whole.shape)
@@ -83,7 +90,7 @@ class Run(plan.Run):
         """Let a buffer be `x`."""
         self.tensors[index] = x
         self.at[index] = x.data_ptr()
-        self._plan.place_inner(self.at, index)
+        self.plan.place_inner(self.at, index)
 
 
 class Launch(plan.Launch):
@@ -93,6 +100,9 @@ class Launch(plan.Launch):
         leaves: the arguments one by one, those of tuples as well: with a Place for each tensor,
             and a Described of one for each descriptor.
         tuples: where among the arguments tuples stand, their types and lengths.
+
+    Attributes:
+        addressed: what starts it once that is known and wants addresses only.
     """
 
     def __init__(
@@ -101,21 +111,21 @@ class Launch(plan.Launch):
     ) -> None:  # fmt: skip
         super().__init__(kernel, grid, (), options)
         self._leaves, self._tuples = leaves, tuples
-        self._addressed: _Addressed | None = None
+        self.addressed: _Addressed | None = None
         self._is_tritons = False  # only its launcher starts this
 
     def run(self, run: plan.Run) -> None:
         """Start it."""
         assert isinstance(run, Run)
-        addressed = self._addressed
-        if addressed is None and run.has_addresses and not self._is_tritons:
+        addressed = self.addressed
+        if addressed is None and run.plan.has_addresses and not self._is_tritons:
             addressed = self._address(self._find())
         if addressed is None or observed():
             prepared = launch(self.kernel, self.grid, *self._filled(run), **self.options)
             if addressed is None and not self._is_tritons:
                 self._address(prepared)
             return
-        addressed.start(run.stream, run.at)
+        addressed.run(run)
 
     def _address(self, prepared: Prepared | None) -> _Addressed | None:
         """Make the launch one to which addresses are given, where that is possible."""
@@ -124,10 +134,10 @@ class Launch(plan.Launch):
         if prepared.parameters is None:
             prepared.parameters = _Parameters(prepared, self._leaves)
         try:
-            self._addressed = _Addressed(prepared.parameters, self.grid, self._leaves)
+            self.addressed = _Addressed(prepared.parameters, self.grid, self._leaves)
         except struct.error:  # a number that does not fit its parameter
             self._is_tritons = True
-        return self._addressed
+        return self.addressed
 
     def _filled(self, run: plan.Run) -> list[Any]:
         """Return the arguments with tensors and descriptors for their places in a run."""
@@ -197,20 +207,21 @@ _LAUNCHED_AS = _Types({Place: Tensor, Described: TensorDescriptor})
 
 
 class _Parameters:
-    """The parameters of a prepared kernel, which all of its launches with addresses write.
+    """What a prepared kernel is started with; all of its launches with addresses write to it.
 
-    They lie one after the other: addresses, numbers, then sizes and strides of descriptors.
+    One piece of memory has where the kernel runs, then its parameters: addresses, numbers, and the
+    sizes and strides of descriptors. So a launch writes all that it needs at once.
 
     Args:
         leaves: of one of the launches, with places.
 
     Attributes:
         tensors, descriptors: which leaves they are.
-        constants: packs what does not change, in that order.
+        pack: writes where a launch runs, its stream, addresses and what else `packed` returned.
+        pointers: to all parameters but descriptors, whose places are `maps`.
     """
 
     def __init__(self, prepared: Prepared, leaves: list[Any]) -> None:
-        self.config = prepared.new_config()
         self.lock = threading.Lock()
         self.descriptors = [i for i, leaf in enumerate(leaves) if type(leaf) is Described]
         moving, fixed = list[int](), list[int]()
@@ -220,8 +231,8 @@ class _Parameters:
         self._fixed = [prepared.numbers[index] for index in fixed]
         form = "=" + "".join(prepared.letters[index] for index in fixed)
         ends = [struct.calcsize(form[: 1 + count]) for count in range(len(fixed))]
-        first = 8 * len(moving)
-        offsets = {prepared.order[index]: 8 * count for count, index in enumerate(moving)}
+        first = Config.SIZE + 8 * len(moving)
+        offsets = {prepared.order[i]: Config.SIZE + 8 * count for count, i in enumerate(moving)}
         offsets |= {prepared.order[i]: first + e for i, e in zip(fixed, ends, strict=True)}
         for place, index in zip(prepared.places, self.descriptors, strict=True):
             rank = len(leaves[index].shape)
@@ -229,14 +240,16 @@ class _Parameters:
                 for axis in range(rank):
                     offsets[start + axis] = first + struct.calcsize(form)
                     form += letter
-        self.constants = struct.Struct(form)
-        self._memory = ctypes.create_string_buffer(max(1, first + self.constants.size))
-        self._pointers = prepared.new_pointers()
-        start = ctypes.addressof(self._memory)
+        self._constants = struct.Struct(form)
+        size = self._constants.size
+        self.memory = ctypes.create_string_buffer(first + size)
+        self.config = prepared.new_config(self.memory)
+        self.pack = struct.Struct(f"={Config.FORM}{len(moving)}Q{size}s").pack_into
+        self.pointers = prepared.new_pointers()
+        start = ctypes.addressof(self.memory)
         for position, offset in offsets.items():
-            self._pointers[position] = start + offset
-        self._maps = [place.start for place in prepared.places]
-        self._pack = struct.Struct(f"={len(moving)}Q{self.constants.size}s").pack_into
+            self.pointers[position] = start + offset
+        self.maps = [place.start for place in prepared.places]
 
     def packed(self, leaves: list[Any]) -> bytes:
         """Return what does not change in a launch with these leaves."""
@@ -244,18 +257,7 @@ class _Parameters:
         for i in self.descriptors:
             numbers += leaves[i].shape
             numbers += leaves[i].strides
-        return self.constants.pack(*numbers)
-
-    def submit(
-        self, grid: Grid, stream: int, addresses: tuple[int, ...], constants: bytes, maps: Maps
-    ) -> None:
-        """Start the kernel."""
-        with self.lock:
-            self._pack(self._memory, 0, *addresses, constants)
-            for place, address in zip(self._maps, maps.places, strict=True):
-                self._pointers[place] = address
-            self.config.cut(grid)
-            self.config.submit(stream, self._pointers)
+        return self._constants.pack(*numbers)
 
 
 class _Addressed:
@@ -265,48 +267,57 @@ class _Addressed:
         leaves: the arguments one by one, with places.
     """
 
-    __slots__ = ("_constants", "_descriptors", "_grid", "_maps", "_met", "_parameters", "_tensors")
+    # met: pointers to the parameters where descriptors' tensors lie at these addresses, and what
+    # must live with them.
+    __slots__ = ("_constants", "_descriptors", "_maps", "_parameters", "_tensors", "_where", "met")
 
     def __init__(self, parameters: _Parameters, grid: int | Grid, leaves: list[Any]) -> None:
         self._parameters = parameters
-        self._grid = grid if isinstance(grid, tuple) else (grid, 1)
+        self._where = parameters.config.where(grid if isinstance(grid, tuple) else (grid, 1))
         self._constants = parameters.packed(leaves)
         self._tensors = _picker([leaves[i].slot for i in parameters.tensors])
         self._descriptors = [leaves[i] for i in parameters.descriptors]
         self._maps = _picker([each.base.slot for each in self._descriptors])
-        self._met: dict[tuple[int, ...], Maps] = {}
+        self.met: dict[tuple[int, ...], tuple[Any, Maps]] = {}
 
-    def start(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on `stream`; addresses: those of a run, by slot."""
-        places = self._maps(addresses)
-        maps = self._met.get(places) or self._meet(places)
-        self._parameters.submit(self._grid, stream, self._tensors(addresses), self._constants, maps)
+    def run(self, run: Run) -> None:
+        """Launch on a run's stream for what lies at its addresses."""
+        at, shared = run.at, self._parameters
+        places = self._maps(at)
+        met = self.met.get(places) or self._meet(places)
+        with shared.lock:
+            shared.pack(
+                shared.memory, 0, self._where, run.stream, *self._tensors(at), self._constants
+            )
+            shared.config.submit(met[0])
 
-    def _meet(self, places: tuple[int, ...]) -> Maps:
-        """Return the descriptors' 128 bytes where their tensors lie at these addresses."""
-        maps = Maps(len(places))
-        for each, at, address in zip(self._descriptors, maps.places, places, strict=True):
+    def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
+        """Return what a launch takes where descriptors' tensors lie at these addresses."""
+        maps, shared = Maps(len(places)), self._parameters
+        pointers = type(shared.pointers).from_buffer_copy(shared.pointers)
+        each_one = zip(self._descriptors, shared.maps, maps.places, places, strict=True)
+        for each, position, at, address in each_one:
             encode(each, at, address)
+            pointers[position] = at
+        met = pointers, maps
         with _meeting:
             if len(_met_by) >= _MAX_MET:
-                for met in _met_by:
-                    met.clear()
+                for one in _met_by:
+                    one.clear()
                 _met_by.clear()
-            _met_by.append(self._met)
-            self._met[places] = maps
-        return maps
+            _met_by.append(self.met)
+            self.met[places] = met
+        return met
 
 
-_met_by: list[dict[tuple[int, ...], Maps]] = []  # who holds maps, once for each of them
+_met_by: list[dict[tuple[int, ...], Any]] = []  # who holds maps, once for each of them
 _meeting = threading.Lock()
 
 
 def _picker(slots: list[int]) -> Slots:
-    """Return what picks the addresses of these slots."""
-    if not slots:
-        return lambda addresses: ()
-    if len(slots) == 1:
-        return lambda addresses: (addresses[slots[0]],)
+    """Return what picks these slots of a list."""
+    if len(slots) < 2:
+        return lambda given: tuple([given[slot] for slot in slots])
     picker: Slots = operator.itemgetter(*slots)
     return picker
 
@@ -338,40 +349,54 @@ class LaunchPlan(plan.LaunchPlan):
                 layout = (tuple(each.whole.shape), each.whole.stride(), each.dtype)
                 self._made.append((index, layout))
         self._workspace = ((size,), (1,), torch.uint8)
-        self._inner = inner
+        self._inner = [(index, offset, slot) for (index, offset), slot in inner.items()]
         self.has_addresses = _is_on_gpu(device)
+        self._index = device.index
+        # What a run begins with, and which inputs it has.
+        self._given = [i for i in range(num_inputs) if buffers[i].whole is not None]
+        self._at = [0] * (len(buffers) + len(inner))
+        self._unmade = [None] * (len(buffers) - num_inputs + 1)  # one stays None, for no result
+        self._found = _picker([-1 if i is None else i for i in self._results])
+        self._steps: list[Any] = self.actions
+        self._is_settled = False
 
     def place_inner(self, at: list[int], buffer: int) -> None:
         """Write the addresses inside of a buffer that was made."""
-        for (index, offset), slot in self._inner.items():
+        for index, offset, slot in self._inner:
             if index == buffer:
                 at[slot] = at[buffer] + offset
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Run the steps for tensors that lie as those of its call do."""
-        if self.has_addresses and _current_device() != self.device.index:
+        if self.has_addresses and _current_device() != self._index:
             with device_of(self.device):
                 return self._run(tensors)
         return self._run(tensors)
 
     def _run(self, tensors: Sequence[Tensor | None]) -> Results:
         run = self._begin(tensors)
-        for action in self.actions:
-            action.run(run)
-        found = run.tensors
-        return tuple([None if i is None else found[i] for i in self._results])
+        for step in self.actions if observed() else self._steps:
+            step.run(run)
+        if not self._is_settled:
+            self._settle()
+        return self._found(run.tensors)
+
+    def _settle(self) -> None:
+        """Let later runs go straight to what starts the launches."""
+        steps = [getattr(action, "addressed", None) or action for action in self.actions]
+        self._is_settled = not any(isinstance(step, Launch) for step in steps)
+        self._steps = steps
 
     def _begin(self, tensors: Sequence[Tensor | None]) -> Run:
         """Allocate what a call needs."""
         if not self.has_addresses:
             slow = super()._begin(tensors)
-            return Run(slow.tensors, 0, [0] * (len(self._buffers) + len(self._inner)), None, self)
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        at = [0 if x is None else x.data_ptr() for x in tensors]
-        found: list[Any] = [*tensors]
-        more = len(self._buffers) - len(found)
-        at += [0] * (more + len(self._inner))
-        found += [None] * more
+            return Run([*slow.tensors, None], 0, self._at.copy(), None, self)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        at = self._at.copy()
+        found: list[Any] = [*tensors, *self._unmade]
+        for index in self._given:
+            at[index] = found[index].data_ptr()
         for index, made in self._made:
             x = found[index] = _fresh(*made)
             at[index] = x.data_ptr()
@@ -384,7 +409,7 @@ class LaunchPlan(plan.LaunchPlan):
             start = workspace.data_ptr()
             for index, (first, _) in self.pieces.items():
                 at[index] = start + first
-        for (index, offset), slot in self._inner.items():
+        for index, offset, slot in self._inner:
             at[slot] = at[index] + offset
         return Run(found, stream, at, workspace, self)
 

@@ -1,0 +1,123 @@
+"""One process compiles a kernel, those beside it wait and load what it made.
+
+Processes that start together on a cold machine, as the ranks of one model do, call the same kernels
+at the same moment. Numba would compile each in every process, and of two that write the index of a
+function's cache at once one loses its entry. A lock on a file beside the cache orders them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import FunctionCache
+
+try:
+    import fcntl
+except ImportError:  # where there is none, each process compiles for itself
+    fcntl = None
+
+# A kernel is compiled in seconds. Who waits longer compiles for itself: the other may be stopped.
+PATIENCE_S = 120.0
+_LOOK_S = 0.02
+# A compiler makes many objects and few circles: looking for these took 8 to 12 % of its time.
+_OBJECTS_A_LOOK = 100_000
+
+
+@contextmanager
+def _looking_seldom_for_garbage() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], _OBJECTS_A_LOOK) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+class SharedCache(FunctionCache):
+    """Numba's cache of one function; what is not in it is compiled under a lock.
+
+    Numba looks into the cache, compiles and saves with its own lock on, so threads of one process
+    never meet here.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._lock: int | None = None
+
+    @property
+    def lock_path(self) -> Path:
+        """The file that who compiles this function has locked."""
+        return Path(self._cache_path) / f"{self._impl.filename_base}.lock"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return what is in the cache; None leaves the lock with the caller, who compiles."""
+        found = super().load_overload(sig, target_context)
+        if found is not None or fcntl is None or self._lock is not None:
+            return found
+        try:
+            self._impl.locator.ensure_cache_path()
+            self._lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            waited = self._take()
+        except OSError:  # a folder or a file system that knows no locks
+            self.release()
+            return None
+        found = super().load_overload(sig, target_context) if waited else None
+        if found is not None:
+            self.release()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Save what was compiled, and let the others load it."""
+        try:
+            super().save_overload(sig, data)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Give the lock back, if this process has it."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _take(self) -> bool:
+        """Take the lock or lose patience; tell whether another process had it."""
+        until = time.monotonic() + PATIENCE_S
+        waited = False
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = True
+                time.sleep(_LOOK_S)
+            else:
+                break
+        return waited
+
+
+def compile_once(compiled: Any, stamp: Any) -> None:
+    """Give a function that `njit` made with a cache a `SharedCache`.
+
+    Args:
+        stamp: what is cached with another one is compiled anew.
+    """
+    cache = SharedCache(compiled.py_func)
+    cache._cache_file._source_stamp = stamp
+    compiler = compiled._compiler
+    compile_now = compiler.compile
+
+    def compile_or_release(*args: Any) -> Any:
+        try:
+            with _looking_seldom_for_garbage():
+                return compile_now(*args)
+        except BaseException:
+            cache.release()  # nothing will be saved
+            raise
+
+    compiler.compile = compile_or_release
+    compiled._cache = cache
