@@ -173,6 +173,9 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
         tile=(("warpgroups", 3), ("stages", 3), ("release_together", True)),
     ).run,
     "wide": Attention(Call(150, 150, (2, 1), (256, 256), 1, BRAIN, CAUSAL)).run,
+    "wide_scaled_late": Attention(
+        Call(150, 150, (2, 1), (256, 256), 1, BRAIN, CAUSAL), tile=(("scale_late", True),)
+    ).run,
     "latent_heads": Attention(
         Call(heads=(2, 1), dims=(192, 128), dtype=BRAIN, window=CAUSAL, lengths=_LITTLE)
     ).run,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -240,6 +241,24 @@ class TestTiles:
     def test_three_warpgroups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         call = Call(400, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL)
         self.judge(monkeypatch, call, warpgroups=3, stages=3, release_together=True)
+
+    @pytest.mark.parametrize("dims", [(64, 64), (256, 256)])
+    @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"bias": (1, 2, 70, 300)}])
+    def test_sums_that_are_rescaled_late_have_the_same_bits(
+        self, dims: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call = Call(70, 300, (2, 1), dims, 1, BRAIN, (40, 30), **options)
+        problem = make_problem(call, "cpu")
+        now = forward(problem, seed=5)
+        original = attention_fwd_launch.tile_config_fwd
+
+        def late(*arguments: Any, **given: Any) -> Tile:
+            return original(*arguments, **given)._replace(scale_late=True)
+
+        monkeypatch.setattr(attention_fwd_launch, "tile_config_fwd", late)
+        results = forward(problem, seed=6)
+        assert_forward_right(problem, results)
+        assert all(torch.equal(now[name], result) for name, result in results.items())
 
     @pytest.mark.parametrize(
         "call",

@@ -4,7 +4,7 @@ What: s = log2(e) * (cap(softmax_scale * q . k) + bias - slope * distance), -inf
 Grid: none, inlined into the warpgroups of the forward pass.
 One call: one (64, n) block in the layout of a sum; a thread's columns are constants plus the first
       of its pair, so that columns are compared with constants.
-Traffic: the bias and the bit tiles, read where they are used; slopes once a tile.
+Traffic: the bias and the bit tiles; slopes once a tile.
 Numerics: float32. tanh is the special function unit's (2**-11 relative) where q and k have no more
 bits than that, else 1 - 2 / (1 + exp(2x)), which is 2e-7 from it in absolute terms.
 """
@@ -83,11 +83,11 @@ def factor_log2(extras, variant: gl.constexpr):
 
 
 @gluon.jit
-def logits(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constexpr):
+def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     """Return the logits of products s (64, n) with the keys from `first_key`.
 
     In base 2; with variant.factored they lack the factor of the last step, which the softmax adds.
-    MASKED: keys past the end of the sequence may be among them.
+    bias: of `load_bias`, if variant.bias.
     """
     if variant.softcap != "none":
         ratio = extras.softmax_scale / extras.softcap
@@ -99,7 +99,6 @@ def logits(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constex
     if not variant.factored:
         s = s * factor_log2(extras, variant)
     if variant.bias:
-        bias = load_bias(s, head, extras, first_key, MASKED, variant)
         s = gl.fma(bias.to(gl.float32), gl.full_like(s, LOG2E), s)
     if variant.slanted:
         s = _add_slant(s, head)
@@ -143,7 +142,11 @@ def slant_of(s, head, first_key):
 
 @gluon.jit
 def load_bias(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.constexpr):
-    """Return the bias of a block in its own type, (64, n) or (1, n); offsets in it fit 32 bits."""
+    """Return the bias of a block in its own type, (64, n) or (1, n); offsets in it fit 32 bits.
+
+    s: any (64, n) tile, whose layout the bias gets. MASKED: keys past the end of the sequence may
+    be among those of the block.
+    """
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     column = gl.arange(0, n, gl.SliceLayout(0, layout))

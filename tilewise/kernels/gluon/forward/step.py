@@ -17,7 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.device.dropout import drop, random_words
-from tilewise.kernels.gluon.device.logits import hide, hide_by_bits, load_bits, logits, slant_of
+from tilewise.kernels.gluon.device.logits import (
+    hide,
+    hide_by_bits,
+    load_bias,
+    load_bits,
+    logits,
+    slant_of,
+)
 from tilewise.kernels.gluon.device.warpgroup import sum_layout
 from tilewise.kernels.gluon.forward.softmax import fold
 from tilewise.kernels.gluon.forward.span import block_of_step
@@ -43,11 +50,17 @@ class Block(NamedTuple):
     number: object  # of its bit tile, see `span.block_of_step`
     bits: object
     words: object  # random ones
+    bias: object  # of `load_bias`
 
 
 @gluon.jit
-def gather(task, index, tile: gl.constexpr, variant: gl.constexpr, BITS: gl.constexpr):
-    """Return the Block of step `index` of a walk; needs no product, so it may overlap one."""
+def gather(
+    task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr
+):  # fmt: skip
+    """Return the Block of step `index` of a walk; needs no product, so it may overlap one.
+
+    EDGE, BITS: as `probabilities` takes them.
+    """
     KEYS: gl.constexpr = tile.keys
     S: gl.constexpr = sum_layout(KEYS)
     first_row = task.head.first_row
@@ -63,7 +76,12 @@ def gather(task, index, tile: gl.constexpr, variant: gl.constexpr, BITS: gl.cons
     words = number
     if variant.dropout:
         words = random_words(task.draw, first_row, first_key, KEYS, S)
-    return Block(first_key, number, bits, words)
+    bias = number
+    if variant.bias:
+        like = gl.zeros([64, KEYS], gl.float32, S)  # no instruction
+        masked: gl.constexpr = EDGE != "none" or BITS
+        bias = load_bias(like, task.head, task.extras, first_key, masked, variant)
+    return Block(first_key, number, bits, words, bias)
 
 
 @gluon.jit
@@ -83,7 +101,7 @@ def probabilities(
     if variant.slanted:
         added = slant_of(s, head, block.first_key)
     if not variant.factored or variant.softcap != "none" or variant.slanted:
-        s = logits(s, head, task.extras, block.first_key, MASKED, variant)
+        s = logits(s, head, task.extras, block.first_key, block.bias, variant)
     if EDGE == "right":
         s = hide(s, head, block.first_key, False, True)
         if variant.left:  # noqa: SIM102 (constexpr)

@@ -27,6 +27,7 @@ class _Row(NamedTuple):
     q_in_registers: bool = False
     release_together: bool = False
     next_early: bool = False
+    scale_late: bool = False
     halves: bool = False  # o leaves through a buffer of half its columns
 
 
@@ -42,7 +43,11 @@ class _Row(NamedTuple):
 #          K and V of a step released together, or q in registers where tiles are even: 1 % less.
 #   D 256: even 676 / 758 / 738 (626 / 725 / 695); causal 484 / 675 / 711 (450 / 594 / 644);
 #          shared memory has room for two stages because o leaves in halves; K and V released
-#          together at 4,096, causal: 2.7 % more (2026-11-22), the loader asking early 7 % less.
+#          together at 4,096, causal: 2.7 % more (2026-11-22), the loader asking early 7 % less;
+#          acc rescaled late (2026-11-23, in turns with acc rescaled at once and FlashAttention-4):
+#          651 / 695 / 721, at once 651 / 681 / 698, FlashAttention-4 617 / 686 / 740; causal
+#          476 / 709 / 706, at once 477 / 701 / 677, FlashAttention-4 439 / 709 / 717. At D 64 and
+#          128 it gains nothing or loses up to 10 %.
 #   D 192 with Dv 128 at 4,096: even 715, causal 676; padded to 256 channels 569 and 506.
 # At D 128, N 4,096: an even cap 602 in turns, 540 without, 532 with q in registers; a causal one
 # 519 and 507 (without turns); dropout, even and causal, 429 and 430, without turns 427 and 425,
@@ -69,9 +74,11 @@ _ROWS = {
     (192, 256, "even"): _Row(keys=64, ping_pong=False, halves=True),
     (256, 64, "even"): _Row(keys=64, ping_pong=False, halves=True),
     (256, 128, "even"): _Row(keys=64, ping_pong=False, halves=True),
-    (256, 256, "even"): _Row(keys=64, ping_pong=False, halves=True),
-    (256, 256, "uneven"): _Row(keys=64, ping_pong=False, halves=True, release_together=True),
-    (256, 256, "long"): _Row(keys=64, ping_pong=False, halves=True),
+    (256, 256, "even"): _Row(keys=64, ping_pong=False, halves=True, scale_late=True),
+    (256, 256, "uneven"): _Row(
+        keys=64, ping_pong=False, halves=True, release_together=True, scale_late=True
+    ),
+    (256, 256, "long"): _Row(keys=64, ping_pong=False, halves=True, scale_late=True),
 }
 
 
@@ -119,6 +126,7 @@ def _tile_of(
         q_in_registers=row.q_in_registers,
         release_together=row.release_together,
         next_early=row.next_early,
+        scale_late=row.scale_late,
         # Of 64 Ki registers: 168 a thread with three warpgroups, 128 with four, then shared out.
         registers=240 if row.warpgroups == 2 else 160,
         loader_registers=24 if row.warpgroups == 2 else 32,

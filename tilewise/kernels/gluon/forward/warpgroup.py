@@ -3,7 +3,8 @@
 What: o = softmax(s) v and lse of 64 rows; s = q k^T and p v by WGMMA, p from registers.
 Grid: two or three partitions of every CTA of `attention_fwd`.
 One CTA: step j of a walk issues s_j = q k_j^T, then acc += p_{j-1} v_{j-1}, waits for s_j, and does
-      its softmax while the second product runs; acc is rescaled after it.
+      its softmax while the second product runs; acc is rescaled after it, or with
+      `tile.scale_late` in step j + 1 while s_{j+1} is multiplied: the same arithmetic.
 Traffic: shared memory only; o leaves through shared memory and TMA, lse by plain stores.
 Numerics: products of 16-bit inputs with float32 sums; see `softmax` and `device.logits`.
 
@@ -54,6 +55,7 @@ class State(NamedTuple):
     p: object
     m: object
     l: object
+    alpha: object  # what acc still lacks as a factor, with tile.scale_late
 
 
 @gluon.jit
@@ -163,7 +165,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     mbarrier.wait(shared.k_full.index(stage), (at // tile.stages) & 1)
     s = _begin_scores(q, shared, stage, tile, GROUP)
     _arrive_scheduler(tile, GROUP)
-    block = gather(task, first, tile, variant, BITS)
+    block = gather(task, first, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(shared.k_empty.index(stage), count=1)
     p, m, l, _ = probabilities(s, m, l, block, task, first, at, tile, variant, EDGE, BITS)
@@ -172,7 +174,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
             end = walk.seen_end - (walk.last - first) * tile.keys
             mbarrier.wait(shared.v_full.index(stage), (at // tile.stages) & 1)
             clear_hidden(shared.v.index(stage), 0, end, None, -1, False)
-    state = State(acc, pack(p, shared.v.dtype), m, l)
+    state = State(acc, pack(p, shared.v.dtype), m, l, gl.full([64], 1.0, gl.float32, ROWS))
     if variant.right or BITS:
         for index in range(first + 1, walk.free_begin):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, BITS)
@@ -187,7 +189,9 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     if variant.ruled and BITS:
         for index in range(gl.maximum(walk.free_end, 1), walk.steps):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, False)
-    acc, p, m, l = state
+    acc, p, m, l, alpha = state
+    if tile.scale_late and not variant.bounded:
+        acc = scale_rows(acc, alpha)
     if not tile.q_in_registers:
         mbarrier.arrive(shared.q_empty.index(GROUP), count=1)
 
@@ -218,12 +222,15 @@ def _step(
     before = (step - 1) % tile.stages
     mbarrier.wait(shared.k_full.index(stage), (step // tile.stages) & 1)
     s = _begin_scores(q, shared, stage, tile, GROUP)
+    acc = state.acc
+    if tile.scale_late and not variant.bounded:
+        acc = scale_rows(acc, state.alpha)
     mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)
     p_before = unpack(state.p, shared.v.dtype, operand_layout(tile.dv))
     v = shared.v.index(before).reshape([tile.keys, tile.dv])
-    acc = warpgroup_mma(p_before, v, state.acc, is_async=True)
+    acc = warpgroup_mma(p_before, v, acc, is_async=True)
     _arrive_scheduler(tile, GROUP)
-    block = gather(task, index, tile, variant, BITS)
+    block = gather(task, index, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(1, deps=(s,))
     if not tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
@@ -235,9 +242,9 @@ def _step(
     mbarrier.arrive(shared.v_empty.index(before), count=1)
     if tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
-    if not variant.bounded:
+    if not (variant.bounded or tile.scale_late):
         acc = scale_rows(acc, alpha)
-    return State(acc, pack(p, shared.v.dtype), m, l)
+    return State(acc, pack(p, shared.v.dtype), m, l, alpha)
 
 
 @gluon.jit
@@ -247,7 +254,7 @@ def _with_maxima(state, follow):
     They see many keys then, so that no value need come out exactly.
     """
     m = gl.where((state.m == float("-inf")) & follow, 1.0, state.m)
-    return State(state.acc, state.p, m, state.l)
+    return State(state.acc, state.p, m, state.l, state.alpha)
 
 
 @gluon.jit

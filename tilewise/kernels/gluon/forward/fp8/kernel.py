@@ -50,6 +50,7 @@ from tilewise.kernels.gluon.forward.fp8.step import (
     arrive_scheduler,
     next_tile,
     scaled_by_keys,
+    scales_of_keys,
     scores,
     skip,
     softmax,
@@ -154,10 +155,11 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         wait_scheduler(CONSUMER)
         token = scores(q, smem, stage, C)
         arrive_scheduler(CONSUMER, C)
+        HAS_END: gl.constexpr = C.HAS_RIGHT or C.HAS_TAIL
+        key_scales = scales_of_keys(of_keys, HAS_END, C)
         s = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
-        HAS_END: gl.constexpr = C.HAS_RIGHT or C.HAS_TAIL
-        s = scaled_by_keys(s, of_keys, HAS_END, C)
+        s = scaled_by_keys(s, key_scales, C)
         p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, C.HAS_LEFT, HAS_END)
         p = pack_e4m3(p)
         done += 1

@@ -57,17 +57,31 @@ class KeyScales(NamedTuple):
 
 
 @gluon.jit
-def scaled_by_keys(s, of_keys, MASKED: gl.constexpr, C: gl.constexpr):
-    """Multiply each column of scores by its key's scale; MASKED: keys may end in this tile."""
+def scales_of_keys(of_keys, MASKED: gl.constexpr, C: gl.constexpr):
+    """Load the scales of a tile's keys, for the columns of scores, while products run.
+
+    MASKED: keys may end in this tile.
+
+    Returns:
+        float32 (TILE_N,), or the number of the tile where keys have no scales of their own.
+    """
+    scale = of_keys.tile
     if C.PER_TOKEN:
-        columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        key = gl.arange(0, s.shape[1], columns)
+        columns: gl.constexpr = gl.SliceLayout(0, byte_sum_layout(C.TILE_N))
+        key = gl.arange(0, C.TILE_N, columns)
         start = of_keys.scales + of_keys.tile * C.TILE_N
         if MASKED:
             left = of_keys.seqlen_k - of_keys.tile * C.TILE_N
             scale = gl.load(start + key, mask=key < left, other=1.0)
         else:
             scale = gl.load(start + key)
+    return scale
+
+
+@gluon.jit
+def scaled_by_keys(s, scale, C: gl.constexpr):
+    """Multiply each column of scores by its key's scale, of `scales_of_keys`."""
+    if C.PER_TOKEN:
         s = s * gl.expand_dims(scale, 0)
     return s
 
@@ -156,9 +170,10 @@ def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, of_keys, beg
     mbarrier.wait(bars.k_full.index(stage), (count // C.STAGES) & 1)
     token = scores(q, smem, stage, C)
     arrive_scheduler(CONSUMER, C)
+    key_scales = scales_of_keys(of_keys, HAS_END, C)
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(bars.k_empty.index(stage), count=1)
-    s = scaled_by_keys(s, of_keys, HAS_END, C)
+    s = scaled_by_keys(s, key_scales, C)
     p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, HAS_BEGIN, HAS_END)
     return acc, acc2, pack_e4m3(p), m, sums, alpha
 
