@@ -36,7 +36,7 @@ for line in sys.stdin:
             time.sleep(0.01)
         if "does_not_compile" in name:
             answer(verb=verb, error="ValueError: no such layout")
-        elif time.monotonic() > end:
+        elif "until_a_run" in name and time.monotonic() > end:
             answer(verb=verb, error="TimeoutError: nothing ran")
         else:
             answer(verb=verb, each=1e-6 if "cheap" in name else 1e-5)
