@@ -76,6 +76,17 @@ def _library(function):
     return function.overloads[(types.float64,)].library
 
 
+@pytest.mark.parametrize("part", [_drops_first, _drops_last])
+def test_a_part_comes_with_all_that_is_called(part):
+    part.compile((types.int64,))
+    whole = part.overloads[(types.int64,)].library._get_module_for_linking()
+    for callee in (_shares, _shared):
+        name = callee.overloads[(types.int64,)].fndesc.llvm_func_name
+        found = [each for each in whole.functions if each.name == name]
+        assert found
+        assert not found[0].is_declaration
+
+
 @pytest.mark.parametrize("kernel", [_first, _last])
 def test_what_only_a_part_still_calls_is_linked(kernel):
     assert kernel(5) == 16
@@ -125,6 +136,16 @@ def test_remembered_types_are_those_that_numba_finds(function, monkeypatch):
     for _ in range(2):  # found, then remembered
         with remembering_types():
             assert [_type_of(function, call) for call in calls] == wanted
+
+
+def test_types_of_one_function_are_not_those_of_another(monkeypatch):
+    monkeypatch.setattr(known_types, "_known", {})
+    with remembering_types():
+        found = [
+            _type_of(each, (types.int64, types.int64)).return_type
+            for each in (operator.add, operator.lt, operator.truediv)
+        ]
+    assert found == [types.int64, types.boolean, types.float64]
 
 
 def test_arrays_are_asked_for_each_time(monkeypatch):
