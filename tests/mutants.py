@@ -56,6 +56,9 @@ _TEST_DIRECT, _TEST_ATTENTION = (
     "tests/ops/attention/test_direct.py",
     "tests/ops/attention/test_api.py",
 )
+_LINKED = "tilewise/kernels/cpu/machine/linked.py"
+_KNOWN_TYPES = "tilewise/kernels/cpu/machine/known_types.py"
+_TEST_LINKED = "tests/kernels/cpu/test_linked.py"
 
 MUTANTS = {
     # The block allocator and the prefix cache.
@@ -194,6 +197,37 @@ MUTANTS = {
     "delta_of_another_head": Mutant(
         "tilewise/kernels/cpu/attention/delta.py", "query * sizes.o_row + head * sizes.o_head",
         "query * sizes.o_row", ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
+    ),
+    # How kernels of the CPU are made.
+    "a_part_is_linked_before_what_calls_it": Mutant(
+        _LINKED, "return list(reversed(found))", "return list(found)", (_TEST_LINKED,)
+    ),
+    "a_part_that_two_kernels_parts_hold_is_there_twice": Mutant(
+        _LINKED, "        _let_be_repeated(self._final_module)\n", "", (_TEST_LINKED,)
+    ),
+    "a_part_is_linked_without_what_it_calls": Mutant(
+        _LINKED, "for library in self._parts():", "for library in self._parts()[:0]:",
+        (_TEST_LINKED,),
+    ),
+    "a_type_is_remembered_without_those_of_the_arguments": Mutant(
+        _KNOWN_TYPES, "call = (self, args)", "call = (self, len(args))", (_TEST_LINKED,)
+    ),
+    "a_type_is_remembered_without_its_function": Mutant(
+        _KNOWN_TYPES, "call = (self, args)", "call = (None, args)", (_TEST_LINKED,)
+    ),
+    "types_of_arrays_are_remembered": Mutant(
+        _KNOWN_TYPES, "if kws or not all(isinstance(arg, (Number, Boolean)) for arg in args):",
+        "if kws:", (_TEST_LINKED,),
+    ),
+    "numba_stays_changed_where_no_kernel_is_compiled": Mutant(
+        _KNOWN_TYPES, "        BaseFunction.get_call_type = find\n", "        pass\n",
+        (_TEST_LINKED,),
+    ),
+    # How kernels of a stress are handed out.
+    "nothing_runs_while_something_is_compiled": Mutant(
+        "tests/kernels/stress_queue.py", "if running is None and left > LEAST and (",
+        'if running is None and left > LEAST and not cases.count("warming") and (',
+        ("tests/bench/test_stress_kernels.py", "-k", "while_others_compile"),
     ),
 }  # fmt: skip
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from numba.core.caching import FunctionCache
 
+from tilewise.kernels.cpu.machine.known_types import remembering_types
+
 try:
     import fcntl
 except ImportError:  # where there is none, each process compiles for itself
@@ -113,7 +115,7 @@ def compile_once(compiled: Any, stamp: Any) -> None:
 
     def compile_or_release(*args: Any) -> Any:
         try:
-            with _looking_seldom_for_garbage():
+            with _looking_seldom_for_garbage(), remembering_types():
                 return compile_now(*args)
         except BaseException:
             cache.release()  # nothing will be saved
