@@ -31,7 +31,6 @@ from tilewise.engine.batch import (
     PENDING,
     Batch,
     PlainTokens,
-    SampledToken,
     ScheduledSequence,
     ScoredToken,
 )

@@ -122,7 +122,6 @@ def _dsinks_of_rounded(
     return -(share * delta).sum(dim=(0, 2))
 
 
-
 @pytest.mark.parametrize(("backend", "place"), BACKENDS)
 class TestAttention:
     @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
