@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from transformers import AutoModelForCausalLM
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
 from tilewise.cache.spec import LatentSpec
 from tilewise.cache.storage import KVStorage
+from tilewise.engine import device_runner
 from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.cpu_step import CompiledRunner, runner_for, why_not
+from tilewise.engine.decode_step import DecodeStep
 from tilewise.engine.device_runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.graphs import prepare
@@ -397,8 +400,9 @@ def test_beams_fork_and_are_dropped_in_all_groups(saved):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_captured_step_equals_the_eager_one_bit_for_bit(saved, dtype):
+def test_a_captured_step_equals_the_eager_one_bit_for_bit(saved, dtype, monkeypatch):
     case, directory, _ = saved
+    monkeypatch.setattr(device_runner, "DecodeStep", partial(DecodeStep, keeps_logits=True))
     found = []
     for graphs in (False, True):
         engine = device_engine(directory, "cuda", overlap=True, dtype=dtype)
