@@ -299,12 +299,17 @@ def _shorter(call: Call, batch: int) -> Call:
     132: programs of a persistent kernel still go from tile to tile, and share what comes before and
     after them. Sequences with lengths of their own for the keys are few, and each has its point.
     """
-    if call.lengths is not None:
-        return replace(call, lengths=call.lengths[: len(_SHORT) * batch])
     if call.seqlens_k is not None:
         return call
-    tiles = call.heads[0] * -(-max(call.seqlen_q, call.seqlen_k) // 128)
-    return replace(call, batch=min(call.batch, batch, -(-_MOST_TILES // tiles)))
+    if call.lengths is None:
+        tiles = call.heads[0] * -(-max(call.seqlen_q, call.seqlen_k) // 128)
+        return replace(call, batch=min(call.batch, batch, -(-_MOST_TILES // tiles)))
+    tiles = 0
+    for count, lengths in enumerate(call.lengths, start=1):
+        tiles += call.heads[0] * -(-max(lengths) // 128)
+        if tiles >= _MOST_TILES and count >= len(_SHORT):
+            break
+    return replace(call, lengths=call.lengths[: min(count, len(_SHORT) * batch)])
 
 
 def _forward(call: Call) -> Prepared:
@@ -469,7 +474,7 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     for name, given in test_gluon_mla_bytes.CASES.items():
         yield f"latents_of_8_bits/{name}", lazily(_latents_of_bytes, given)
     for name, call in backward.items():
-        yield f"triton/{name}", lazily(_portable, _shorter(call, 2))
+        yield f"triton/{name}", lazily(_portable, _shorter(call, 1))
     for case in test_triton_paged.CASES:
         yield f"triton_paged/{case.name}", lazily(_portable_paged, case)
     for case in test_triton_mla.CASES:
