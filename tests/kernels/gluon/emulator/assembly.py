@@ -69,14 +69,6 @@ def _widened_e4m3(pair: np.ndarray) -> np.ndarray:
     return _half_pair(*(numbers.from_bits(x, gl.float8e4nv) for x in parts))
 
 
-def _halves_of(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return words & 0xFFFF, words >> 16
-
-
-def _of_halves(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    return (low | (high << 16)).astype(np.uint32)
-
-
 def _turned(pairs: np.ndarray) -> np.ndarray:
     """Transpose blocks of 8 x 8 halves, of which a row is four neighbouring registers."""
     words = np.ascontiguousarray(pairs.astype(np.uint32))
@@ -121,9 +113,6 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "add.s32": np.add,
     "mul.lo.u32": np.multiply,
     "mul.hi.u32": lambda a, b: ((a.astype(np.uint64) * b) >> np.uint64(32)).astype(np.uint32),
-    "min.u16x2": lambda a, b: _of_halves(*map(np.minimum, _halves_of(a), _halves_of(b))),
-    "setp.eq.u16": np.equal,
-    "selp.f32": lambda a, b, where: np.where(where, a, b),
     "prmt.b32": lambda a, b, select: _permuted(a, b, select),
 }
 

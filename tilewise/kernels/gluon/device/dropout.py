@@ -95,15 +95,7 @@ def drop(p, words, draw):
     n: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
     even, odd = gl.split(p.reshape([64, n // 32, 4, 4, 2]))
-    # Hopper compares both halves of a word at once, which setp.u16 alone would not.
-    limits = (draw.limit & 0xFFFF0000) | (draw.limit >> 16)
-    even, odd = gl.inline_asm_elementwise(
-        "{ .reg .b32 x; .reg .b16 a, b, c, d; .reg .pred p, q; "
-        "min.u16x2 x, $4, $5; mov.b32 {a, b}, x; mov.b32 {c, d}, $4; "
-        "setp.eq.u16 p, a, c; setp.eq.u16 q, b, d; "
-        "selp.f32 $0, 0f00000000, $2, p; selp.f32 $1, 0f00000000, $3, q; }",
-        "=f,=f,f,f,r,r", [even, odd, words, limits],
-        dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
+    even = gl.where((words << 16) > draw.limit, even, 0.0)
+    odd = gl.where(words > draw.limit, odd, 0.0)
     p = gl.join(even, odd).reshape([64, n])
     return gl.convert_layout(p, layout, assert_trivial=True)
