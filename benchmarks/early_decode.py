@@ -37,8 +37,8 @@ from tilewise.bench.engines.roof import Roof
 from tilewise.bench.engines.shapes import model_directory, read_sizes
 from tilewise.bench.report import emit, say
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.decode_step import DecodeStep
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.decode_step import DecodeStep
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.kernels import early
 from tilewise.kernels.early import AFTER, CHOSEN, FIRST, OFF

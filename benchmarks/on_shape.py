@@ -14,7 +14,7 @@ import torch
 
 from tilewise import LLM
 from tilewise.bench.engines.shapes import SHAPES, model_directory
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 
 __all__ = ["SHAPES", "Clock", "machine", "make", "random_prompts", "use"]
 

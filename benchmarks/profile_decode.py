@@ -39,10 +39,10 @@ from tilewise.bench.engines.roof import Roof
 from tilewise.bench.engines.shapes import model_directory, read_sizes
 from tilewise.bench.report import emit, format_table, say
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import decode_step
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.decode_step import DecodeStep
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured import decode_step
+from tilewise.engine.captured.decode_step import DecodeStep
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import cache_spec
 from tilewise.models import load_model

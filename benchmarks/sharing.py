@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.on_shape import machine, make, use
 from tilewise import LLM, SamplingParams
-from tilewise.engine.beams import BeamSearchParams
+from tilewise.engine.scheduling.beams import BeamSearchParams
 
 LENGTHS = {"cpu": 400, "cuda": 4000}
 NEW, BEAM_TOKENS = 8, 64

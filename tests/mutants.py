@@ -48,7 +48,7 @@ class Mutant:
 
 
 _ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
-_GROUPED, _TABLES = "tilewise/cache/grouped_prefix.py", "tilewise/engine/group_tables.py"
+_GROUPED, _TABLES = "tilewise/cache/grouped_prefix.py", "tilewise/engine/tables/grouped/tables.py"
 _TEST_GROUPS = ("tests/engine/test_group_simulation.py", "-k", "any_schedule")
 _TEST_LOGPROBS = ("tests/engine/test_device_runner.py", "-k", "same or late")
 _OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/arguments.py"
@@ -98,7 +98,8 @@ MUTANTS = {
         _GROUPED, "runs[group] + 1 if is_there else 0", "runs[group] + is_there", _TEST_GROUPS,
     ),
     "admission_forgets_that_a_window_begins_inside_a_block": Mutant(
-        "tilewise/engine/admission.py", "(window + num_tokens + block_size - 3) // block_size + 1",
+        "tilewise/engine/tables/admission.py",
+        "(window + num_tokens + block_size - 3) // block_size + 1",
         "(window + num_tokens + block_size - 3) // block_size", _TEST_GROUPS,
     ),
     "a_block_behind_a_window_is_given_away_beside_an_unfinished_step": Mutant(
@@ -138,23 +139,24 @@ MUTANTS = {
     ),
     # Log-probabilities of steps on a device.
     "log_probabilities_of_all_steps_are_read_to_one_place": Mutant(
-        "tilewise/engine/device_runner.py", "self.logprobs.room_of(logprobs.tensors, place)",
+        "tilewise/engine/captured/runner.py", "self.logprobs.room_of(logprobs.tensors, place)",
         "self.logprobs.room_of(logprobs.tensors, 0)", _TEST_LOGPROBS,
     ),
     "log_probabilities_are_those_of_the_rows_in_order": Mutant(
-        "tilewise/engine/step_logprobs.py", "asking.sort(key=lambda i: rows[i])",
+        "tilewise/engine/steps/step_logprobs.py", "asking.sort(key=lambda i: rows[i])",
         "rows = sorted(rows)", _TEST_LOGPROBS,
     ),
     "memory_for_few_log_probabilities_is_used_for_many": Mutant(
-        "tilewise/engine/step_logprobs.py", "        if [(x.dtype, x.shape[1:]) for x in kept] !=",
+        "tilewise/engine/steps/step_logprobs.py",
+        "        if [(x.dtype, x.shape[1:]) for x in kept] !=",
         "        if not kept and [(x.dtype, x.shape[1:]) for x in kept] !=", _TEST_LOGPROBS,
     ),
     "the_token_that_a_search_chose_is_not_sent": Mutant(
-        "tilewise/engine/device_batch.py", "elif run.is_chosen:", "elif False:",
+        "tilewise/engine/captured/batch.py", "elif run.is_chosen:", "elif False:",
         ("tests/engine/test_device_batch.py",),
     ),
     "a_row_that_begins_elsewhere_is_told_its_token_alone": Mutant(
-        "tilewise/engine/device_batch.py", "            if next_of[row] != start:\n",
+        "tilewise/engine/captured/batch.py", "            if next_of[row] != start:\n",
         "            if next_of[row] < 0:\n", ("tests/engine/test_device_batch.py",),
     ),
     # Calls of attention whose plans are known.

@@ -50,19 +50,28 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {"cluster", "server", "engine", "bench", "ops", "models", "cache", "cost", "errors"},
 }
+# room of the engine -> the rooms of the engine that it may import.
+ENGINE_ROOMS: dict[str, set[str]] = {
+    "record": set(),
+    "tables": {"record"},
+    "scheduling": {"tables", "record"},
+    "steps": {"scheduling", "tables", "record"},
+    "captured": {"steps", "scheduling", "tables", "record"},
+    "tensor_parallel": {"captured", "steps", "scheduling", "tables", "record"},
+}
 NO_TORCH = (
     "cache/allocator.py",
     "cache/contents.py",
     "cache/prefix.py",
-    "engine/scheduler.py",
+    "engine/scheduling/scheduler.py",
     "engine/request.py",
-    "engine/order.py",
-    "engine/preemption.py",
-    "engine/swap_space.py",
-    "engine/deadlines.py",
-    "engine/beams.py",
-    "engine/results.py",
-    "engine/speculative.py",
+    "engine/scheduling/order.py",
+    "engine/scheduling/preemption.py",
+    "engine/tables/swap_space.py",
+    "engine/scheduling/deadlines.py",
+    "engine/scheduling/beams.py",
+    "engine/scheduling/results.py",
+    "engine/scheduling/speculative.py",
     "cluster/router.py",
     "cluster/prompts.py",
 )
@@ -107,6 +116,32 @@ def test_imports_go_down(path):
         if target in (room, "__version__"):
             continue
         assert target in ALLOWED[room], f"{room} must not import {target} ({name})"
+
+
+@pytest.mark.parametrize("room", ENGINE_ROOMS)
+def test_rooms_of_the_engine_stand_on_one_another(room):
+    for path in (PACKAGE / "engine" / room).rglob("*.py"):
+        for name in _imports(path):
+            parts = name.split(".")
+            if parts[:2] == ["tilewise", "engine"] and parts[2] in ENGINE_ROOMS:
+                assert parts[2] in ENGINE_ROOMS[room] | {room}, f"{path.name} imports {name}"
+
+
+def test_the_engine_is_imported_without_a_circle():
+    """Files import one another in an order: none needs one that needs it, as a program runs."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in sorted((PACKAGE / "engine").rglob("*.py"))
+    }
+    needs = {
+        module: {name.rpartition(".")[0] for name in _imports(path)} & files.keys()
+        | set(_imports(path)) & files.keys()
+        for module, path in files.items()
+    }
+    while needs:
+        free = {module for module, below in needs.items() if not below & needs.keys() - {module}}
+        assert free, f"these import one another in a circle: {sorted(needs)}"
+        needs = {module: below for module, below in needs.items() if module not in free}
 
 
 def test_nn_sees_only_the_spec_of_the_cache():

@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine.simulator import VirtualModel
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[1]
 E, S, C = "tests/engine/test_", "tests/server/test_", "tests/cache/test_"

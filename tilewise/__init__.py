@@ -21,12 +21,12 @@ from tilewise.errors import (
 
 if TYPE_CHECKING:
     from tilewise.engine.async_llm import AsyncLLM
-    from tilewise.engine.beams import BeamSearchParams
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
     from tilewise.engine.sampling_options import StructuredOutputs
-    from tilewise.engine.speculative import DraftModel, PromptLookup
+    from tilewise.engine.scheduling.beams import BeamSearchParams
+    from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
     from tilewise.masks import BlockMask
     from tilewise.ops.activation import silu_mul
     from tilewise.ops.adjust_logits import adjust_logits
@@ -106,14 +106,14 @@ __all__ = [
 _LAZY = {
     "LLM": "tilewise.engine.llm",
     "AsyncLLM": "tilewise.engine.async_llm",
-    "BeamSearchParams": "tilewise.engine.beams",
+    "BeamSearchParams": "tilewise.engine.scheduling.beams",
     "BlockMask": "tilewise.masks",
     "BlockTransfer": "tilewise.ops",
-    "DraftModel": "tilewise.engine.speculative",
+    "DraftModel": "tilewise.engine.scheduling.speculative",
     "Explanation": "tilewise.ops",
     "PagedPlan": "tilewise.ops",
     "Precompiled": "tilewise.ops",
-    "PromptLookup": "tilewise.engine.speculative",
+    "PromptLookup": "tilewise.engine.scheduling.speculative",
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
     "SharedPrefixes": "tilewise.ops",

@@ -548,9 +548,9 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _replay(options: argparse.Namespace) -> None:
     from pathlib import Path
 
-    from tilewise.engine.replay import replay
-    from tilewise.engine.replay_plot import draw, summary
-    from tilewise.engine.trace import read_trace
+    from tilewise.engine.record.replay import replay
+    from tilewise.engine.record.replay_plot import draw, summary
+    from tilewise.engine.record.trace import read_trace
 
     timeline = replay(read_trace(options.trace))
     out = Path(options.out) if options.out else Path(options.trace).with_suffix(".png")

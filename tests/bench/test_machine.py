@@ -19,8 +19,8 @@ from tilewise.cache.storage import KVStorage
 from tilewise.cost import Machine, StepCost, StepWork, read_machine
 from tilewise.engine.batch import SampledToken
 from tilewise.engine.engine import Engine
-from tilewise.engine.runner import Finished, ModelRunner
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.steps.runner import Finished, ModelRunner
 
 PEAKS = {
     "name": "a machine",

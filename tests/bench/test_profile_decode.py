@@ -12,7 +12,7 @@ from tests.engine.checkpoint import write_checkpoint
 from tilewise.bench.engines.roof import Roof
 from tilewise.bench.engines.shapes import SHAPES, read_sizes
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.models import load_model
 

@@ -25,7 +25,7 @@ from tilewise.bench.trace import (
 from tilewise.cost import machine
 from tilewise.engine.batch import SampledToken
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 
 SMALL = Setting(
     MODELS["opt-13b"], machine("a100"), num_slots=1500, max_num_seqs=16, budget=128, max_len=256

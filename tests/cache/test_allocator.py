@@ -153,7 +153,9 @@ def test_damage_is_named(damage, rule: str):
 
 
 def test_allocator_prefix_and_scheduler_import_no_torch():
-    modules = "tilewise.cache.allocator, tilewise.cache.prefix, tilewise.engine.scheduler"
+    modules = (
+        "tilewise.cache.allocator, tilewise.cache.prefix, tilewise.engine.scheduling.scheduler"
+    )
     code = (
         "import sys, types\n"
         "for name in ('tilewise', 'tilewise.cache', 'tilewise.engine'):\n"

@@ -8,7 +8,7 @@ import torch
 from tests.engine.tensor_parallel.test_drawing import RULES, _batch, _head, _ids, _logits
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.sampler import sample
+from tilewise.engine.steps.sampler import sample
 from tilewise.engine.tensor_parallel.drawing import draw_from_shares
 
 

@@ -6,8 +6,8 @@ import math
 
 from tests.engine.simulator import VOCAB, VirtualModel, _digest, fingerprints
 from tilewise.engine.batch import BROKEN, Batch, SampledToken, ScheduledSequence
-from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.request import Request, Sequence
+from tilewise.engine.scheduling.beams import BeamSearchParams
 
 
 def row(token_ids: list[int]) -> list[tuple[int, float]]:

@@ -20,9 +20,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 
-from tilewise.engine.decode_step import DecodeStep
-from tilewise.engine.device_runner import DeviceRunner
-from tilewise.engine.prompt_steps import PromptSteps
+from tilewise.engine.captured.decode_step import DecodeStep
+from tilewise.engine.captured.prompt_steps import PromptSteps
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.kernels import device
 from tilewise.kernels.gluon.host import plan as gluon_plan
 from tilewise.kernels.gluon.latent import plan as gluon_latent

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from tilewise.cache.contents import Content
 from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, Sequence
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.seeds import derive_seed
 
 VOCAB = 6

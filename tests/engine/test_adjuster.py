@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.engine.adjuster import FIRST_SLOTS, Adjuster, put_errors
 from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, ScheduledSequence
 from tilewise.engine.request import NO_TOKEN, Request, SamplingParams
+from tilewise.engine.steps.adjuster import FIRST_SLOTS, Adjuster, put_errors
 from tilewise.reference.adjust import penalised
 
 VOCAB = 70

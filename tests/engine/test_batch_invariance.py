@@ -11,9 +11,9 @@ import torch
 
 from tests.engine.checkpoint import VOCAB, write_checkpoint
 from tilewise import ops
-from tilewise.engine.cpu_step import CompiledRunner
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.steps.cpu_step import CompiledRunner
 from tilewise.errors import UnsupportedError
 from tilewise.models import load_model
 from tilewise.ops.panels import why_not_pack

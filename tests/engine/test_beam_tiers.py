@@ -13,9 +13,9 @@ from tests.engine.beam_model import BeamModel
 from tests.engine.test_beams import BeamStory, is_search, random_beams
 from tests.engine.test_speculative import DraftStory, Oracle
 from tests.engine.test_tier_simulation import TierStory
-from tilewise.engine.beams import Beams
-from tilewise.engine.deadlines import Deadlines
-from tilewise.engine.preemption import Preemption
+from tilewise.engine.scheduling.beams import Beams
+from tilewise.engine.scheduling.deadlines import Deadlines
+from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.errors import RequestError
 
 

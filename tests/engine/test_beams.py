@@ -16,16 +16,17 @@ from tests.engine.test_scheduler_simulation import (
     Story,
     random_request,
 )
-from tilewise.engine import beams, block_tables
 from tilewise.engine.batch import SampledToken, TokenEvent
-from tilewise.engine.beams import MAX_BEAM_WIDTH, Beams, BeamSearch, BeamSearchParams
-from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.outputs import Generation
-from tilewise.engine.preemption import Preemption
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.roster import Roster
-from tilewise.engine.sampler import most_likely
+from tilewise.engine.scheduling import beams
+from tilewise.engine.scheduling.beams import MAX_BEAM_WIDTH, Beams, BeamSearch, BeamSearchParams
+from tilewise.engine.scheduling.preemption import Preemption
+from tilewise.engine.scheduling.roster import Roster
+from tilewise.engine.steps.sampler import most_likely
+from tilewise.engine.tables import block_tables
+from tilewise.engine.tables.block_tables import BlockTables
 from tilewise.errors import RequestError
 
 STEPS = 16

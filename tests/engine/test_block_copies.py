@@ -7,7 +7,7 @@ import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.block_copies import copy_in_all_layers
+from tilewise.engine.steps.block_copies import copy_in_all_layers
 
 PAIRS = ((1, 4), (1, 2), (5, 0))
 

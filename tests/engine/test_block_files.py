@@ -14,9 +14,9 @@ import torch
 from tilewise.cache.contents import Content, Contents
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import block_files
-from tilewise.engine.block_files import BlockFiles
-from tilewise.engine.host_cache import HostCache
+from tilewise.engine.tables import block_files
+from tilewise.engine.tables.block_files import BlockFiles
+from tilewise.engine.tables.host_cache import HostCache
 
 SPEC = CacheSpec(2, 4, KVSpec(2, 8, 6, torch.int8))
 

@@ -12,12 +12,12 @@ import torch
 from tests.engine.launches import Launches, on_hopper
 from tests.models.tiny import config_of
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import graphs
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured import graphs
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import cache_spec
 from tilewise.models.config import ModelConfig
 from tilewise.models.registry import empty_model

@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels.cpu.test_step import resident
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import cpu_step
 from tilewise.engine.batch import BROKEN, Asked, Batch, ScheduledSequence
-from tilewise.engine.cpu_step import CompiledRunner, runner_for, why_not
-from tilewise.engine.decode_arrays import DecodeArrays
-from tilewise.engine.inputs import HostTables, build_inputs
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.runner import ModelRunner
 from tilewise.engine.settings import cache_spec
+from tilewise.engine.steps import cpu_step
+from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for, why_not
+from tilewise.engine.steps.decode_arrays import DecodeArrays
+from tilewise.engine.steps.inputs import HostTables, build_inputs
+from tilewise.engine.steps.runner import ModelRunner
 from tilewise.kernels.cpu.step import program as program_module
 from tilewise.kernels.cpu.step.codes import CODE, JOINS, NORM, PRODUCT
 from tilewise.models import ModelConfig, build_model

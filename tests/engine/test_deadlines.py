@@ -14,8 +14,8 @@ from tilewise.engine.batch import SampledToken
 from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import FinishReason, Request
-from tilewise.engine.runner import ModelRunner
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.steps.runner import ModelRunner
 from tilewise.errors import QueueFullError, RequestError
 
 

@@ -10,10 +10,10 @@ import torch
 
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, random_request, random_scheduler
 from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence
-from tilewise.engine.device_batch import DeviceBatch
-from tilewise.engine.inputs import HostTables, build_inputs
+from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.steps.inputs import HostTables, build_inputs
 from tilewise.errors import RequestError
 
 CPU = torch.device("cpu")

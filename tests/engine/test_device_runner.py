@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
-from tilewise.engine import device_runner
-from tilewise.engine.beams import BeamSearchParams
-from tilewise.engine.device_batch import DeviceBatch
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured import runner as device_runner
+from tilewise.engine.captured.batch import DeviceBatch
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.step_logprobs import StepLogprobs
+from tilewise.engine.scheduling.beams import BeamSearchParams
+from tilewise.engine.steps.step_logprobs import StepLogprobs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 

@@ -11,12 +11,12 @@ import torch
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.runner import ModelRunner
-from tilewise.engine.sampler import sample
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.steps.runner import ModelRunner
+from tilewise.engine.steps.sampler import sample
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
-from tilewise.engine.cpu_step import CompiledRunner
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.runner import ModelRunner
+from tilewise.engine.steps.cpu_step import CompiledRunner
+from tilewise.engine.steps.runner import ModelRunner
 from tilewise.errors import DeviceLostError
 
 STEPS = 10

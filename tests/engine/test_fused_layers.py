@@ -12,7 +12,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.fused_layers import FusedLayers, why_not
+from tilewise.engine.captured.fused_layers import FusedLayers, why_not
 from tilewise.engine.settings import cache_spec
 from tilewise.models.config import ModelConfig
 from tilewise.models.llama import Llama

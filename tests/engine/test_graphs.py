@@ -15,15 +15,15 @@ from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
 from tests.engine.test_sizing import KEPT_PER_ROW
 from tests.waits import waits_are_errors
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import device_runner
 from tilewise.engine.batch import SampledToken
-from tilewise.engine.decode_step import DecodeStep, buckets
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured import runner as device_runner
+from tilewise.engine.captured.decode_step import DecodeStep, buckets
+from tilewise.engine.captured.graphs import prepare, warm_up_batches
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
-from tilewise.engine.graphs import prepare, warm_up_batches
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import cache_spec
 from tilewise.models import load_model
 

@@ -11,8 +11,8 @@ from tests.engine.test_scheduler import ask
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.contents import child_digest, root_digest
 from tilewise.cache.grouped_prefix import GroupedPrefix
-from tilewise.engine.group_files import content_of
 from tilewise.engine.llm import LLM
+from tilewise.engine.tables.grouped.files import content_of
 
 SMALL = {"block_size": 4, "num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 2}
 
@@ -97,7 +97,7 @@ def test_content_names_its_first_block():
 def test_a_reset_drops_files_and_a_failure_those_behind_its_first_block():
     import random
 
-    from tilewise.engine.scheduler import Scheduler
+    from tilewise.engine.scheduling.scheduler import Scheduler
 
     stores = [VirtualStore(lambda: 0.5, group) for group in range(2)]
     scheduler = Scheduler([6, 6], 2, windows=(None, 3), num_swap_blocks=2, store=stores,
@@ -133,7 +133,7 @@ def test_a_reset_drops_files_and_a_failure_those_behind_its_first_block():
 
 
 def test_what_is_at_hand_is_looked_for_once_however_many_hits_files_have(monkeypatch):
-    from tilewise.engine.scheduler import Scheduler
+    from tilewise.engine.scheduling.scheduler import Scheduler
 
     stores = [VirtualStore(lambda: 0.0, group) for group in range(2)]
     scheduler = Scheduler([40, 40], 2, windows=(None, 3), num_swap_blocks=40, store=stores,
@@ -151,7 +151,7 @@ def test_what_is_at_hand_is_looked_for_once_however_many_hits_files_have(monkeyp
 
 
 def test_there_is_a_store_for_each_group():
-    from tilewise.engine.scheduler import Scheduler
+    from tilewise.engine.scheduling.scheduler import Scheduler
 
     with pytest.raises(ValueError, match="store must be one for each of 2 groups, got 1"):
         Scheduler(

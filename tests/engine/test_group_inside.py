@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilewise.engine.group_tables import GroupedTables
 from tilewise.engine.request import Request, SamplingParams, Sequence
+from tilewise.engine.tables.grouped.tables import GroupedTables
 
 PROMPT = list(range(1, 13))  # three blocks of 4
 WINDOWS = (None, 5)

@@ -16,18 +16,18 @@ from transformers import AutoModelForCausalLM
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
 from tilewise.cache.spec import LatentSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import device_runner
-from tilewise.engine.beams import BeamSearchParams
-from tilewise.engine.cpu_step import CompiledRunner, runner_for, why_not
-from tilewise.engine.decode_step import DecodeStep
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured import runner as device_runner
+from tilewise.engine.captured.decode_step import DecodeStep
+from tilewise.engine.captured.graphs import prepare
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
-from tilewise.engine.graphs import prepare
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.beams import BeamSearchParams
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
 from tilewise.engine.settings import cache_spec
-from tilewise.engine.speculative import DraftModel, PromptLookup
+from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for, why_not
 from tilewise.models import load_model
 from tilewise.testing import assert_within_budget
 

@@ -15,12 +15,12 @@ import pytest
 from tests.engine.simulator import Outputs, VirtualModel, VirtualStore, check_idle
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
 from tilewise.cache.grouped_prefix import GroupedPrefix
-from tilewise.engine import group_tables
-from tilewise.engine.admission import window_blocks
-from tilewise.engine.group_swap import GroupSwap
-from tilewise.engine.replay import Pool
-from tilewise.engine.scheduler import Scheduler
-from tilewise.engine.speculative import PromptLookup
+from tilewise.engine.record.replay import Pool
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.speculative import PromptLookup
+from tilewise.engine.tables.admission import window_blocks
+from tilewise.engine.tables.grouped import tables as group_tables
+from tilewise.engine.tables.grouped.swap import GroupSwap
 from tilewise.errors import RequestError
 
 KINDS = ((7,), (1,), (None, 5), (None, 3, 12), (16, 2), (None, 1), (None, 9), (None, 30, 4))

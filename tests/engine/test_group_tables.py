@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilewise.cache.grouped_prefix import first_block
-from tilewise.engine.admission import Limits, window_blocks
-from tilewise.engine.block_tables import BlockTables
-from tilewise.engine.group_tables import GroupedTables
 from tilewise.engine.request import Request, SamplingParams, Sequence
-from tilewise.engine.scheduler import Scheduler
-from tilewise.engine.tables_of import tables_of
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.tables.admission import Limits, window_blocks
+from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.engine.tables.grouped.tables import GroupedTables
+from tilewise.engine.tables.tables_of import tables_of
 from tilewise.errors import RequestError
 
 P, MAX_RUN = 2, 3

@@ -11,12 +11,12 @@ from tests.engine.test_engine import CacheReader, expected_tokens
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
-from tilewise.engine.host_cache import HostCache
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.runner import ModelRunner
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.steps.runner import ModelRunner
+from tilewise.engine.tables.host_cache import HostCache
 
 SPEC = CacheSpec(3, 4, KVSpec(2, 8, 6, torch.bfloat16))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,8 +7,8 @@ import random
 import torch
 
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.inputs import ALIGNMENT, build_inputs
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.steps.inputs import ALIGNMENT, build_inputs
 
 CPU = torch.device("cpu")
 

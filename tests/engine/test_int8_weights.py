@@ -10,11 +10,11 @@ import torch
 
 from tests.engine.test_cpu_step import build, decode, inputs_of, run_all, storage_of, texts_of
 from tilewise.cli import main
-from tilewise.engine.cpu_step import CompiledRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.runner import ModelRunner
 from tilewise.engine.settings import weights_are_int8
+from tilewise.engine.steps.cpu_step import CompiledRunner
+from tilewise.engine.steps.runner import ModelRunner
 from tilewise.kernels.cpu.step.int8 import dequantise, quantise
 from tilewise.nn.packed import PackedLinear, quantisation_error
 from tilewise.ops.panels import why_not_pack

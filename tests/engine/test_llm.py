@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
-from tilewise.engine import inputs
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.steps import inputs
 from tilewise.errors import CheckpointError, QueueFullError, RequestError
 from tilewise.ops import shared_prefixes
 

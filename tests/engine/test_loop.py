@@ -22,7 +22,7 @@ from tilewise.engine.llm import LLM
 from tilewise.engine.loop import EngineLoop
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.errors import EngineClosedError, RequestError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from tests.engine import test_scheduler_simulation as simulation
 from tests.engine.simulator import VirtualModel
 from tests.engine.test_order import of, stepped
 from tests.engine.test_scheduler import run_ids
-from tilewise.engine import newcomers
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling import newcomers
+from tilewise.engine.scheduling.scheduler import Scheduler
 
 FLOOD = 64
 

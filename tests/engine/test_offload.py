@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, write_checkpoint
-from tilewise.engine.block_files import BlockFiles
 from tilewise.engine.llm import LLM
-from tilewise.engine.offload import check_offload, fingerprint
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.tables.block_files import BlockFiles
+from tilewise.engine.tables.offload import check_offload, fingerprint
 
 PROMPTS = [
     {"prompt_token_ids": [(7 * i + j) % (VOCAB - 3) + 3 for j in range(30)]} for i in range(8)

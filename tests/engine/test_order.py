@@ -8,11 +8,11 @@ import pytest
 
 from tests.engine.simulator import VirtualModel
 from tests.engine.test_scheduler import ask, make, run_ids, step
-from tilewise.engine import insight
 from tilewise.engine.batch import Batch
-from tilewise.engine.explanation import explain
-from tilewise.engine.order import DRAWN, FairOrder, order_of
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling import insight
+from tilewise.engine.scheduling.explanation import explain
+from tilewise.engine.scheduling.order import DRAWN, FairOrder, order_of
+from tilewise.engine.scheduling.scheduler import Scheduler
 
 
 def of(user: str, name: str, prompt: int, **sampling):

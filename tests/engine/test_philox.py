@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tilewise.engine.philox import philox4x32, uniforms
+from tilewise.engine.steps.philox import philox4x32, uniforms
 
 
 def words(*values):

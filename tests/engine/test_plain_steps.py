@@ -13,17 +13,17 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import scheduler
 from tilewise.engine.batch import SampledToken, TokenEvent
-from tilewise.engine.decode_step import RING, DecodeStep
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.decode_step import RING, DecodeStep
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.loop import _Core
 from tilewise.engine.making import settle_memory
 from tilewise.engine.outputs import Generation
-from tilewise.engine.plain_steps import append_to_all
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling import scheduler
+from tilewise.engine.scheduling.plain_steps import append_to_all
+from tilewise.engine.scheduling.scheduler import Scheduler
 
 
 def requests(seed):

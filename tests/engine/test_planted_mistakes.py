@@ -23,7 +23,7 @@ from tests.engine import (
 from tests.engine.test_beams import BeamStory
 from tests.engine.test_scheduler_simulation import Story
 from tests.engine.test_speculative import DraftStory, TreeStory
-from tilewise.engine import withdrawal
+from tilewise.engine.scheduling import withdrawal
 
 CAUGHT = (AssertionError, ValueError, LookupError, RuntimeError, StopIteration)
 MOST_SEEDS = 2000  # the rarest shows after some 300

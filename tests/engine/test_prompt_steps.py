@@ -14,10 +14,10 @@ from tests.engine.test_graphs import (
     prompts,
     run,
 )
+from tilewise.engine.captured.graphs import prepare
+from tilewise.engine.captured.prompt_steps import PromptSteps, prompt_sizes
 from tilewise.engine.engine import Engine
-from tilewise.engine.graphs import prepare
 from tilewise.engine.llm import LLM
-from tilewise.engine.prompt_steps import PromptSteps, prompt_sizes
 from tilewise.engine.request import Request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.engine.rates import MOST_STEPS, Rates
+from tilewise.engine.tables.rates import MOST_STEPS, Rates
 
 
 def measured(steps, **settings):

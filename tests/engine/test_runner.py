@@ -7,9 +7,9 @@ import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.inputs import build_inputs
-from tilewise.engine.runner import WORK_PER_THREAD, ModelRunner, threads_for
 from tilewise.engine.sizing import widest_batch
+from tilewise.engine.steps.inputs import build_inputs
+from tilewise.engine.steps.runner import WORK_PER_THREAD, ModelRunner, threads_for
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.engine import sampler
 from tilewise.engine.batch import BROKEN, Batch, ScheduledSequence
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.sampler import sample, truncate
+from tilewise.engine.steps import sampler
+from tilewise.engine.steps.sampler import sample, truncate
 from tilewise.reference.sampling import target_distribution
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -97,7 +97,7 @@ def test_looking_at_few_candidates_first_changes_nothing(monkeypatch, options, h
     if has_ties:
         logits = logits.round()
     wanted = truncated(logits, **options)
-    monkeypatch.setattr("tilewise.engine.sampler.CANDIDATES", 8)
+    monkeypatch.setattr("tilewise.engine.steps.sampler.CANDIDATES", 8)
     assert torch.equal(truncated(logits, **options), wanted)
     assert torch.equal(wanted > 0, target_distribution(logits, **options) > 0)
 

@@ -14,8 +14,8 @@ from tests.engine.checkpoint import VOCAB, write_checkpoint
 from tests.engine.test_device_runner import as_ids, assert_idle, make
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.runner import ModelRunner
 from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.engine.steps.runner import ModelRunner
 from tilewise.errors import RequestError
 
 # On a CPU: the reference, the compiled step, and the rows of a device with overlap.
@@ -312,7 +312,7 @@ def test_prompt_logprobs_in_chunks_after_hits_and_preempted(checkpoint, runner, 
 
 
 def test_prompts_are_scored_in_slices_of_bounded_memory(checkpoint, monkeypatch):
-    from tilewise.engine import prompt_scores
+    from tilewise.engine.steps import prompt_scores
 
     directory, _ = checkpoint
     found = []

@@ -8,7 +8,7 @@ from tests.engine.simulator import VirtualModel, run_alone, run_to_end
 from tilewise.cache import prefix
 from tilewise.engine.batch import PENDING, Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.errors import RequestError
 
 

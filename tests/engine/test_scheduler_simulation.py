@@ -21,13 +21,13 @@ from tests.engine.simulator import (
     run_to_end,
 )
 from tilewise.cache.prefix import PrefixCache
-from tilewise.engine import block_tables
 from tilewise.engine.batch import PENDING
-from tilewise.engine.block_tables import BlockTables
-from tilewise.engine.inside import begin_inside
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
-from tilewise.engine.withdrawal import pause_transfers, resume_transfers, withdraw
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.withdrawal import pause_transfers, resume_transfers, withdraw
+from tilewise.engine.tables import block_tables
+from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.engine.tables.inside import begin_inside
 from tilewise.errors import RequestError
 
 MAX_MODEL_LEN = 40

@@ -12,11 +12,11 @@ from tests.engine.checkpoint import greedy_tokens, write_checkpoint
 from tests.engine.test_graphs import GREEDY, make_runner, new_scheduler, prompts, run
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
-from tilewise.engine import shared_groups
+from tilewise.engine.captured import shared_groups
+from tilewise.engine.captured.graphs import prepare
+from tilewise.engine.captured.shared_groups import SharedGroups
 from tilewise.engine.engine import Engine
-from tilewise.engine.graphs import prepare
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.shared_groups import SharedGroups
 
 
 def attended(table, lengths, shared, backend, place):

@@ -10,8 +10,8 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.engine import sizing
-from tilewise.engine.decode_step import buckets
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.decode_step import buckets
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.sizing import available_memory, blocks_on_cpu, run_once, warm_up, widest_batch
 
 SPEC = CacheSpec(2, 4, KVSpec(1, 8, 8, torch.float32))  # 512 bytes a block

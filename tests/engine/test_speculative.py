@@ -19,19 +19,14 @@ from tests.engine.test_beams import VOCAB as VOCAB_OF_MODELS
 from tests.engine.test_beams import BeamStory, assert_idle, checked
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine import runner as runners
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
-from tilewise.engine.beams import BeamSearchParams
-from tilewise.engine.block_tables import BlockTables
-from tilewise.engine.draft_runner import DraftingRunner, check_speculative
-from tilewise.engine.draft_trees import depths, merge, num_in_place, path
 from tilewise.engine.engine import Engine
-from tilewise.engine.inputs import build_inputs, tree_mask
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.runner import ModelRunner
-from tilewise.engine.scheduler import Scheduler
-from tilewise.engine.speculative import (
+from tilewise.engine.scheduling.beams import BeamSearchParams
+from tilewise.engine.scheduling.draft_trees import depths, merge, num_in_place, path
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.speculative import (
     MAX_DRAFTS,
     DraftModel,
     Ngrams,
@@ -41,6 +36,11 @@ from tilewise.engine.speculative import (
     accepted,
     with_rows_of_drafts,
 )
+from tilewise.engine.steps import runner as runners
+from tilewise.engine.steps.draft_runner import DraftingRunner, check_speculative
+from tilewise.engine.steps.inputs import build_inputs, tree_mask
+from tilewise.engine.steps.runner import ModelRunner
+from tilewise.engine.tables.block_tables import BlockTables
 from tilewise.reference.sampling import target_distribution
 
 STEPS = 24

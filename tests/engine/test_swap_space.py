@@ -6,8 +6,8 @@ import pytest
 
 from tests.engine.simulator import VirtualModel, check_idle, run_alone
 from tests.engine.test_scheduler import ask, make, run_ids
-from tilewise.engine.preemption import Preemption
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.preemption import Preemption
+from tilewise.engine.scheduling.scheduler import Scheduler
 
 
 class Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise.engine.teams import LATEST, SOONEST, STEPS, TRIAL, Teams
+from tilewise.engine.steps.teams import LATEST, SOONEST, STEPS, TRIAL, Teams
 
 
 def drive(teams, steps, seconds_of):

@@ -13,14 +13,14 @@ import pytest
 from tests.engine.simulator import Outputs, VirtualStore, check_idle, draw_alone
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
 from tilewise.cache.contents import Contents
-from tilewise.engine.block_tables import BlockTables
-from tilewise.engine.deadlines import Deadlines
-from tilewise.engine.order import Order
-from tilewise.engine.preemption import Preemption
 from tilewise.engine.request import FinishReason
-from tilewise.engine.roster import Roster
-from tilewise.engine.scheduler import Scheduler
-from tilewise.engine.swap_space import SwapSpace
+from tilewise.engine.scheduling.deadlines import Deadlines
+from tilewise.engine.scheduling.order import Order
+from tilewise.engine.scheduling.preemption import Preemption
+from tilewise.engine.scheduling.roster import Roster
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.engine.tables.swap_space import SwapSpace
 from tilewise.errors import QueueFullError
 
 

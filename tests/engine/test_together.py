@@ -12,17 +12,17 @@ import torch
 
 from tests.engine.checkpoint import write_checkpoint
 from tests.engine.test_trace import assert_same, follow
-from tilewise.engine.cpu_step import CompiledRunner
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
-from tilewise.engine.host_cache import HostCache
 from tilewise.engine.llm import LLM
-from tilewise.engine.replay import Pool
+from tilewise.engine.record.replay import Pool
 from tilewise.engine.request import FinishReason, SamplingParams
-from tilewise.engine.runner import ModelRunner
 from tilewise.engine.sampling_options import StructuredOutputs
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.sizing import allocate
+from tilewise.engine.steps.cpu_step import CompiledRunner
+from tilewise.engine.steps.runner import ModelRunner
+from tilewise.engine.tables.host_cache import HostCache
 
 LENGTH, SEATS = 60, 8
 RUNNERS = ("plain", "compiled", "device")

@@ -10,14 +10,14 @@ import pytest
 
 from tests.engine.test_engine import GREEDY, build_engine, prompt_of
 from tilewise.cli import main
-from tilewise.engine.beams import BeamSearchParams
-from tilewise.engine.explanation import MOST_NAMED
-from tilewise.engine.replay import KNOWN, NOBODY, SEVERAL, Pool, replay
-from tilewise.engine.replay_plot import summary
+from tilewise.engine.record.replay import KNOWN, NOBODY, SEVERAL, Pool, replay
+from tilewise.engine.record.replay_plot import summary
+from tilewise.engine.record.trace import FIELDS, MAX_ENDED, Trace, read_trace, write_trace
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
-from tilewise.engine.speculative import PromptLookup
-from tilewise.engine.trace import FIELDS, MAX_ENDED, Trace, read_trace, write_trace
+from tilewise.engine.scheduling.beams import BeamSearchParams
+from tilewise.engine.scheduling.explanation import MOST_NAMED
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.speculative import PromptLookup
 from tilewise.errors import RequestError
 
 

@@ -15,8 +15,8 @@ from tilewise.cost import Sizes, StepCost, StepSeconds, machine
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
 from tilewise.engine.engine import Engine
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.runner import ModelRunner
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.virtual import Arrival, VirtualEngine, work_of
 
 SIZES = Sizes(((64, 128), (64, 64), (64, 256), (128, 64)), (64, 999), 2, 4, 2, 16, 999, 512)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
-from tilewise.engine.philox import uniforms
+from tilewise.engine.steps.philox import uniforms
 from tilewise.kernels.device import interpreting
 from tilewise.reference import sampling as oracle
 

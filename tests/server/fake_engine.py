@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from tilewise.engine.admission import Limits
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.outputs import Generation
 from tilewise.engine.prompts import token_ids
 from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.stats import SchedulerStats
+from tilewise.engine.tables.admission import Limits
 from tilewise.engine.tokenizer import load_tokenizer
 
 STORY = Path(__file__).parents[2] / "tilewise" / "assets" / "story"

@@ -23,8 +23,8 @@ import pytest
 
 from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
-from tilewise.engine.block_files import BlockFiles
 from tilewise.engine.llm import LLM
+from tilewise.engine.tables.block_files import BlockFiles
 from tilewise.server.keys import Caller, hash_of
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.messages import messages_router

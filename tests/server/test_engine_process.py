@@ -19,10 +19,10 @@ import pytest
 
 from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
-from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.errors import CheckpointError, EngineClosedError, RequestError
 from tilewise.server.apart import wire
 from tilewise.server.apart.host import LOOK_S, Host

@@ -9,9 +9,9 @@ import pytest
 
 from tests.server.serving import serving
 from tilewise.engine.async_llm import AsyncLLM
-from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.scheduling.beams import BeamSearchParams
 
 PROMPT = "Once upon a time, there was a little"
 CHAT = [{"role": "user", "content": "Tell me a story."}]

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.serving import serving
-from tilewise.engine.ages import Ages, Histogram
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
+from tilewise.engine.record.ages import Ages, Histogram
 from tilewise.engine.request import Request, SamplingParams
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -17,7 +17,7 @@ import pytest
 from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
-from tilewise.engine.replay import Pool
+from tilewise.engine.record.replay import Pool
 from tilewise.server import live, page
 from tilewise.server.keys import Caller, hash_of
 from tilewise.server.live import live_router

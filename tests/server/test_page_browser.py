@@ -18,7 +18,7 @@ from tests.server.serving import serving, wait_for
 from tests.server.test_page import KEYS, ask, state_of
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
-from tilewise.engine.replay import Pool
+from tilewise.engine.record.replay import Pool
 from tilewise.server.live import live_router
 from tilewise.server.routes import admin_router
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from tilewise.bench.trace import TraceRequest
 from tilewise.cache.allocator import BlockAllocator
-from tilewise.engine.block_tables import BlockTables
 from tilewise.engine.request import Sequence
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.tables.block_tables import BlockTables
 
 POLICIES = ("max", "pow2", "oracle")
 

@@ -27,7 +27,7 @@ from tilewise.bench.trace import drawn_trace, fitting, ids_within, poisson, read
 from tilewise.cost import read_sizes
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.virtual import Arrival, Timing, take
 from tilewise.errors import RequestError
 

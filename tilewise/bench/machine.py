@@ -32,12 +32,12 @@ from tilewise.bench.roofline import measure_ceilings, product_flops
 from tilewise.bench.timing import time_call
 from tilewise.cost import Machine, Sizes, StepCost, StepWork, read_sizes
 from tilewise.engine.batch import Batch
-from tilewise.engine.cpu_step import MOST_WORK_BY_ROWS, CompiledRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.runner import Runner, StepHandle
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.sizing import available_memory
+from tilewise.engine.steps.cpu_step import MOST_WORK_BY_ROWS, CompiledRunner
+from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.virtual import work_of
 
 __all__ = ["MeasuredStep", "errors", "fit", "measure_peaks", "measure_steps", "medians", "one_turn"]

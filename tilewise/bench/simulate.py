@@ -43,7 +43,7 @@ from tilewise.cost import (
     recompute_seconds,
 )
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.virtual import Arrival, Steps, Timing, VirtualEngine
 
 __all__ = ["ALLOCATORS", "MODELS", "Setting", "arrivals_of", "model_sizes", "report", "serve"]

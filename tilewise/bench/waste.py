@@ -21,7 +21,7 @@ from tilewise.bench.report import emit, format_table, say
 from tilewise.bench.trace import TraceRequest, drawn_trace, fitting, read_trace
 from tilewise.engine.batch import SampledToken
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SAMPLES = (2, 4, 6)  # of one prompt, as in figure 15 of the paper

@@ -46,7 +46,7 @@ class PrefixNode:
         slots: of each group the block of main memory that holds it, -1 for none.
         num_users: sequences whose last known block it is.
         is_forgotten: nobody finds it any more, nor what follows it.
-        digest: of the whole prefix, once a store has asked for it; see `engine.group_files`.
+        digest: of the whole prefix, once a store has asked for it; see `files`.
         order: the keys of its children, in order.
     """
 
@@ -74,7 +74,7 @@ class PrefixNode:
 
 
 class Keeper(Protocol):
-    """Main memory behind the pools, see `engine.group_swap`."""
+    """Main memory behind the pools, see `engine.tables.grouped.swap`."""
 
     @property
     def is_paused(self) -> bool:

@@ -9,18 +9,18 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
-from tilewise.engine.admission import Limits
-from tilewise.engine.embedding import (
-    EMBEDDING_PARAMS,
-    EmbeddingOutput,
-    check_pooling,
-    embedding_of,
-)
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.steps.embedding import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    check_pooling,
+    embedding_of,
+)
+from tilewise.engine.tables.admission import Limits
 from tilewise.errors import EngineClosedError
 
 __all__ = ["AsyncLLM"]

@@ -90,7 +90,7 @@ class ScheduledSequence(NamedTuple):
             result is those that agree with the guesses, and the one after. DRAFT is a guess that
             the runner makes. num_samples is 1.
         draft_parents: the row of each draft's parent, 0 the token before the drafts; () where each
-            comes after the one before, see `engine.draft_trees`.
+            comes after the one before, see `engine.scheduling.draft_trees`.
         known: all tokens of a sequence with drafts, these not included. Its own list, not a copy.
         others: of the groups of layers beyond the first, block_ids and first_new_block there. What
             a window has passed may be anybody's block by now, and is not read.

@@ -17,10 +17,10 @@ import torch
 from tilewise.engine.cache_table import CacheShape, cache_table, read_latent_shape
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.record.trace import write_trace
 from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import cache_dtype, cache_spec, compute_device, model_directory
-from tilewise.engine.trace import write_trace
 from tilewise.errors import RequestError
 from tilewise.models.config import read_config
 from tilewise.nn.packed import quantisation_error

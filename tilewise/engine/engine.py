@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewise.engine.batch import Batch, TokenEvent
-from tilewise.engine.explanation import explain
-from tilewise.engine.insight import line, picture
-from tilewise.engine.rates import Rates
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
-from tilewise.engine.runner import Runner, Samples, StepHandle
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.explanation import explain
+from tilewise.engine.scheduling.insight import line, picture
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.withdrawal import pause_transfers, resume_transfers, withdraw
 from tilewise.engine.stats import SchedulerStats
-from tilewise.engine.withdrawal import pause_transfers, resume_transfers, withdraw
+from tilewise.engine.steps.runner import Runner, Samples, StepHandle
+from tilewise.engine.tables.rates import Rates
 from tilewise.errors import DeviceLostError
 
 __all__ = ["Engine", "EngineStats"]
@@ -320,7 +320,7 @@ class Engine:
             return explain(self.scheduler, request_id)
 
     def trace(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return what was decided of late, see `tilewise.engine.trace`; any thread may ask.
+        """Return what was decided of late, see `tilewise.engine.record.trace`; any thread may ask.
 
         Args:
             since: number of the first event wanted; older ones may be forgotten. The number of the

@@ -12,27 +12,19 @@ from typing import Any
 
 import torch
 
-from tilewise.engine.block_files import BlockFiles, GroupFiles
-from tilewise.engine.draft_runner import check_speculative
-from tilewise.engine.embedding import (
-    EMBEDDING_PARAMS,
-    EmbeddingOutput,
-    check_pooling,
-    embedding_of,
-)
+from tilewise.engine.captured.graphs import MODES
 from tilewise.engine.engine import Engine
-from tilewise.engine.graphs import MODES
 from tilewise.engine.loop import EngineLoop
 from tilewise.engine.making import EngineMaker
-from tilewise.engine.offload import check_offload, fingerprint
 from tilewise.engine.options import Options
-from tilewise.engine.order import order_of
 from tilewise.engine.outputs import Generation, RequestOutput
-from tilewise.engine.preemption import check_preemption
 from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.order import order_of
+from tilewise.engine.scheduling.preemption import check_preemption
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
 from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
     FAIR_PROMPT_TOKENS,
@@ -46,7 +38,15 @@ from tilewise.engine.settings import (
     packaged_model,
     weights_are_int8,
 )
-from tilewise.engine.speculative import DraftModel, PromptLookup
+from tilewise.engine.steps.draft_runner import check_speculative
+from tilewise.engine.steps.embedding import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    check_pooling,
+    embedding_of,
+)
+from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
+from tilewise.engine.tables.offload import check_offload, fingerprint
 from tilewise.engine.tensor_parallel.runner import (
     ParallelRunner,
     check_tensor_parallel,
@@ -70,7 +70,7 @@ class LLM:
     requests of the call that it interrupts.
 
     On a CPU the weights are packed for its matrix products, and a step of a Llama, Mistral or Qwen
-    is one compiled call (`engine.cpu_step.why_not` tells of others). It uses as many threads as its
+    is one compiled call (`cpu_step.why_not` tells of others). It uses as many threads as its
     work is worth, at most those that torch has on the thread that makes the LLM (a later
     torch.set_num_threads there counts from the next request). On a machine that others
     use too, GOMP_SPINCOUNT=1000 in the environment before torch is imported keeps these threads

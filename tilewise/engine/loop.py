@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import FinishReason
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.errors import DeviceLostError, EngineClosedError
 
 __all__ = ["EngineLoop"]

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from tilewise.cache.spec import CacheSpec
-from tilewise.engine.block_files import BlockFiles, GroupFiles
-from tilewise.engine.cpu_step import CompiledRunner, runner_for
-from tilewise.engine.device_runner import DeviceRunner
-from tilewise.engine.draft_runner import DraftingRunner, draft_runner
+from tilewise.engine.captured.graphs import prepare
+from tilewise.engine.captured.prompt_steps import has_run
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
-from tilewise.engine.graphs import prepare
-from tilewise.engine.offload import block_files, host_cache
-from tilewise.engine.prompt_steps import has_run
 from tilewise.engine.report import Progress, terminal
-from tilewise.engine.runner import Runner
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
-from tilewise.engine.speculative import DraftModel
+from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
+from tilewise.engine.steps.draft_runner import DraftingRunner, draft_runner
+from tilewise.engine.steps.runner import Runner
+from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
+from tilewise.engine.tables.offload import block_files, host_cache
 from tilewise.models.decoder import Decoder
 
 __all__ = ["EngineMaker", "settle_memory"]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from tilewise.engine.batch import SampledToken, TokenEvent
+from tilewise.engine.record.trace import Account
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.text import Detokenizer, StopAutomaton, TextStream
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.engine.trace import Account
 
 __all__ = ["CompletionOutput", "Generation", "RequestMetrics", "RequestOutput"]
 

@@ -18,8 +18,8 @@ from collections import deque
 from typing import NamedTuple
 
 from tilewise.engine.batch import BROKEN, PENDING, Batch, SampledToken, ScheduledSequence
-from tilewise.engine.runner import Runner
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.steps.runner import Runner
 from tilewise.errors import DeviceLostError
 
 __all__ = ["Rerun", "run_again"]

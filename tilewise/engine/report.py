@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
-from tilewise.engine.admission import window_blocks
 from tilewise.engine.engine import EngineStats
+from tilewise.engine.tables.admission import window_blocks
 
 __all__ = ["Progress", "cache_report", "stats_line", "stats_record"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_options
 
 if TYPE_CHECKING:
-    from tilewise.engine.beams import BeamSearch
-    from tilewise.engine.group_places import Places
-    from tilewise.engine.speculative import Ngrams
+    from tilewise.engine.scheduling.beams import BeamSearch
+    from tilewise.engine.scheduling.speculative import Ngrams
+    from tilewise.engine.tables.grouped.places import Places
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
@@ -343,20 +343,20 @@ class Sequence:
         finish_reason: None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.
         seed: of this sample's random numbers.
-        rank: its place in the order of sequences, see `engine.order`.
+        rank: its place in the order of sequences, see `engine.scheduling.order`.
         was_admitted: it has held blocks, or its parent has.
         arrival_time: of its request, on the scheduler's clock.
         swap_slots: blocks in main memory that keep what it had computed when it was swapped out.
         other_swap_slots: the same of the other groups of layers; in any of them -1 stands for what
             its window has passed.
         num_swapped_tokens: how many tokens they keep.
-        places: its blocks in the other groups of layers, see `engine.group_places`; None where all
+        places: its blocks in the other groups of layers, see `places`; None where all
             layers are one group that keeps every token, and while it holds no blocks.
         is_stepwise: its next run needs the results of its last, so that no unfinished step may be
             beside it.
         search: the beam search that it is a beam of.
         drafts: guesses that the run which is described just now has at its end.
-        draft_parents: whom each of them would follow, see `engine.draft_trees`.
+        draft_parents: whom each of them would follow, see `engine.scheduling.draft_trees`.
         ngrams: where its n-grams were last, for prompt lookup.
     """
 

@@ -13,11 +13,11 @@ import torch
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage, num_blocks_for
-from tilewise.engine.admission import window_blocks
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.runner import CausalModel, ModelRunner
+from tilewise.engine.steps.runner import CausalModel, ModelRunner
+from tilewise.engine.tables.admission import window_blocks
 
 __all__ = [
     "Blocks",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tilewise.engine.ages import Counts
+from tilewise.engine.record.ages import Counts
 
 __all__ = ["SchedulerStats"]
 

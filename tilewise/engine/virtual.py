@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from tilewise.cost.step import StepSeconds, StepWork
 from tilewise.engine.batch import Batch, SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.errors import RequestError
 
 __all__ = ["Arrival", "Steps", "Timing", "VirtualEngine", "take", "work_of"]

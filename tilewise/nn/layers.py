@@ -40,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 # On a CPU torch's operations are faster for few rows, and a Llama's steps are compiled whole there
-# (`engine.cpu_step`). A module of a packed model rounds as that does, see `fuse_on_cpu`.
+# (`engine.steps.cpu_step`). A module of a packed model rounds as that does, see `fuse_on_cpu`.
 FUSED_ON = ("cuda",)
 
 

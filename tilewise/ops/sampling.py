@@ -30,7 +30,7 @@ def sample_tokens(
     """Draw one token a row, each row by its own rule, without waiting for the device.
 
     A token is the inverse of the cumulative distribution, in the order of token ids, at number
-    `counters` of the random stream `seeds` (Philox4x32-10, 53 bits; `engine.philox.uniforms`). The
+    `counters` of the random stream `seeds` (Philox4x32-10, 53 bits; `philox.uniforms`). The
     distribution is softmax(logits / temperature), truncated in this order: the tokens with fewer
     than top_k more likely ones; of these, renormalised, those for which all more likely ones have
     less than top_p between them; of these those at least min_p times as likely as the most likely.

@@ -25,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from tilewise.engine.embedding import EMBEDDING_PARAMS, EmbeddingOutput
 from tilewise.engine.outputs import RequestMetrics, RequestOutput
 from tilewise.engine.request import Request, SamplingParams
+from tilewise.engine.steps.embedding import EMBEDDING_PARAMS, EmbeddingOutput
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
@@ -57,7 +57,7 @@ class AsyncEngine(Protocol):
 
     @property
     def limits(self) -> Any:
-        """What can be served, see `tilewise.engine.admission.Limits`."""
+        """What can be served, see `tilewise.engine.tables.admission.Limits`."""
         ...
 
     def generate(

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from tilewise.engine.embedding import EmbeddingOutput
+from tilewise.engine.steps.embedding import EmbeddingOutput
 from tilewise.server.bridge import Job
 from tilewise.server.errors import ApiError, unserved
 from tilewise.server.protocol import REQUEST_ID, prompts_of

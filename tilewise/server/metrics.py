@@ -15,7 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tilewise.engine.ages import Histogram as SmallHistogram
+from tilewise.engine.record.ages import Histogram as SmallHistogram
 from tilewise.engine.stats import SchedulerStats
 
 __all__ = ["Metrics"]

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.server.errors import ApiError, unserved
 
 __all__ = [

@@ -18,7 +18,7 @@ from tests.distributed.thread_group import ThreadGroup
 from tests.engine.tensor_parallel.conftest import SETTINGS, write_latents, write_windows
 from tilewise.cache.storage import KVStorage
 from tilewise.distributed.shards import load_shard
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams

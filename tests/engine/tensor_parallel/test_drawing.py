@@ -11,7 +11,7 @@ from tests.distributed.thread_group import ThreadGroup, on_ranks
 from tilewise.distributed.shards import VocabularyHead, vocabulary_rows
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.sampler import sample
+from tilewise.engine.steps.sampler import sample
 from tilewise.engine.tensor_parallel import drawing
 from tilewise.engine.tensor_parallel.drawing import draw_from_shares
 

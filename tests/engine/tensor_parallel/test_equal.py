@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.errors import RequestError
 
 SIZES = (2, 4)

@@ -17,7 +17,7 @@ import torch
 from tests.engine.tensor_parallel.conftest import SETTINGS, assert_nothing_stays, exists
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.speculative import DraftModel
+from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.tensor_parallel import processes
 from tilewise.errors import CheckpointError, EngineClosedError, WorkerLostError
 

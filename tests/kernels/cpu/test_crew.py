@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.test_cpu_step import build, inputs_of, storage_of, texts_of
-from tilewise.engine.cpu_step import CompiledRunner
+from tilewise.engine.steps.cpu_step import CompiledRunner
 from tilewise.kernels.cpu.step import crew
 from tilewise.ops.panels import why_not_pack
 

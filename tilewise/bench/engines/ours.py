@@ -16,11 +16,11 @@ import torch
 
 import tilewise
 from tilewise.bench.engines.busy import busy_share, read_trace
-from tilewise.engine import runner as runner_module
-from tilewise.engine.cpu_step import CompiledRunner
-from tilewise.engine.device_runner import DeviceRunner
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.steps import runner as runner_module
+from tilewise.engine.steps.cpu_step import CompiledRunner
 from tilewise.engine.tensor_parallel.runner import ParallelRunner
 
 __all__ = ["Compilations", "Measured"]

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.batch import BROKEN, Batch, SampledToken, ScheduledSequence
-from tilewise.engine.runner import Samples
-from tilewise.engine.sampler import draw_tokens, few_threads, most_likely, uniforms_of
+from tilewise.engine.steps.runner import Samples
+from tilewise.engine.steps.sampler import draw_tokens, few_threads, most_likely, uniforms_of
 
 __all__ = ["draw_from_shares"]
 

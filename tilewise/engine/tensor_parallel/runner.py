@@ -21,10 +21,10 @@ from tilewise.distributed.shards import check_shards, shard_config
 from tilewise.engine.batch import Batch
 from tilewise.engine.engine import Engine
 from tilewise.engine.loop import EngineLoop
-from tilewise.engine.runner import Samples
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import cache_dtype, cache_spec
 from tilewise.engine.sizing import Blocks, blocks_on_cpu
+from tilewise.engine.steps.runner import Samples
 from tilewise.engine.tensor_parallel.processes import Workers
 from tilewise.engine.tensor_parallel.wire import BatchWriter, read_samples
 from tilewise.errors import WorkerLostError
@@ -126,7 +126,7 @@ class _Handle:
 
 
 class ParallelRunner:
-    """Has batches computed by workers; see `engine.runner.Runner`.
+    """Has batches computed by workers; see `engine.steps.runner.Runner`.
 
     Args:
         workers: they are ready.

@@ -9,8 +9,8 @@ from torch import Tensor
 from tilewise.cache.storage import KVStorage
 from tilewise.distributed.shards import head_of
 from tilewise.engine.batch import Batch
-from tilewise.engine.runner import ModelRunner, Samples
-from tilewise.engine.sampler import sample
+from tilewise.engine.steps.runner import ModelRunner, Samples
+from tilewise.engine.steps.sampler import sample
 from tilewise.engine.tensor_parallel.drawing import draw_from_shares
 from tilewise.models.decoder import Decoder
 

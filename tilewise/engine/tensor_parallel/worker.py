@@ -27,15 +27,15 @@ import torch.distributed as dist
 from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.distributed.shards import load_shard
-from tilewise.engine.device_runner import DeviceRunner
-from tilewise.engine.graphs import prepare
-from tilewise.engine.host_cache import HostCache
+from tilewise.engine.captured.graphs import prepare
+from tilewise.engine.captured.prompt_steps import has_run
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.options import Options
-from tilewise.engine.prompt_steps import has_run
-from tilewise.engine.runner import Runner, StepHandle
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
 from tilewise.engine.settings import cache_spec
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cuda, warm_up
+from tilewise.engine.steps.runner import Runner, StepHandle
+from tilewise.engine.tables.host_cache import HostCache
 from tilewise.engine.tensor_parallel.sharded_runner import ShardedRunner
 from tilewise.engine.tensor_parallel.wire import (
     BatchReader,

@@ -23,17 +23,17 @@ from typing import Any
 
 import msgspec
 
-from tilewise.engine.admission import Limits
-from tilewise.engine.embedding import (
+from tilewise.engine.engine import EngineStats
+from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.settings import model_directory
+from tilewise.engine.steps.embedding import (
     EMBEDDING_PARAMS,
     EmbeddingOutput,
     check_pooling,
     embedding_of,
 )
-from tilewise.engine.engine import EngineStats
-from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tilewise.engine.request import SamplingParams
-from tilewise.engine.settings import model_directory
+from tilewise.engine.tables.admission import Limits
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import EngineClosedError
 from tilewise.server.apart.wire import (

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from tilewise import errors
-from tilewise.engine.beams import BeamSearchParams
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.errors import RequestError
 
 __all__ = [

@@ -111,7 +111,7 @@ def _largest(logits, first, vocab):
 
 @inner
 def _uniform(seed, counter):
-    """Number `counter` of stream `seed`: Philox4x32-10, as `engine.philox.uniforms`."""
+    """Number `counter` of stream `seed`: Philox4x32-10, as `engine.steps.philox.uniforms`."""
     c0, c1 = np.uint64(counter) & _LOW, np.uint64(counter) >> _HALF
     c2, c3 = np.uint64(0), np.uint64(0)
     k0, k1 = np.uint64(seed) & _LOW, np.uint64(seed) >> _HALF

@@ -134,7 +134,7 @@ def _chunk_kernel(
 
 @triton.jit
 def _uniform(seed, counter):
-    """Number `counter` of stream `seed`, in [0, 1) with 53 bits: `engine.philox.uniforms`."""
+    """Number `counter` of stream `seed`, in [0, 1) with 53 bits: `engine.steps.philox.uniforms`."""
     zero = tl.zeros([], tl.uint32)
     high, low, _, _ = tl.philox_impl(
         counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero,

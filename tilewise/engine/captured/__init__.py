@@ -1,0 +1,1 @@
+"""Steps whose batch lives on the device, captured as CUDA graphs."""

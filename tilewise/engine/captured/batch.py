@@ -1,0 +1,338 @@
+"""The running sequences as rows on the device: a step sends what changed, in one copy.
+
+A row holds what a decode step needs of a sequence: its last token, the position of that token, its
+random stream, its sampling parameters and its block table. The rows in use are the first ones, in
+no order: who leaves is replaced by who comes, or by the last row. The host keeps a mirror of what
+it knows of the rows, so that it can tell what a batch changes:
+
+    moves   row to row                       when sequences have left
+    rows    parameters, position, stream     of a sequence that came, or ran other than by decoding
+    table   blocks at (row, column)          that a sequence got or exchanged
+    fresh   one block a row                  that the next token of a decoding sequence begins: the
+                                             step itself puts it where it belongs
+
+In a step in which all sequences decode, as they did in the one before, only `fresh` is sent, and
+only if there is one: 4 bytes a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise.engine.batch import PENDING, Batch, ScheduledSequence
+from tilewise.engine.captured.tables import GroupRows
+from tilewise.engine.steps.inputs import send
+
+__all__ = ["Changes", "DeviceBatch"]
+
+# Pinned buffers that are written in turn. Copies are read from them while the step before runs, so
+# two would do.
+BUFFERS = 4
+
+
+@dataclass(slots=True)
+class Changes:
+    """What a batch changes on the device; rows are those after the moves.
+
+    Attributes:
+        rows: of the sequences of the batch, in its order.
+        moves: (source, target) of rows; no source is a target.
+        set_rows: (row, run, position, counter) of rows to be written whole but for the token.
+        tokens: (row, token).
+        active: (row, 0 or 1).
+        blocks: (row, column, blocks) from that column on.
+        fresh: (row, block).
+    """
+
+    rows: list[int] = field(default_factory=list)
+    moves: list[tuple[int, int]] = field(default_factory=list)
+    set_rows: list[tuple[int, ScheduledSequence, int, int]] = field(default_factory=list)
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+    active: list[tuple[int, int]] = field(default_factory=list)
+    blocks: list[tuple[int, int, NDArray[np.int32]]] = field(default_factory=list)
+    fresh: list[tuple[int, int]] = field(default_factory=list)
+
+    def parts(self, width: int) -> list[NDArray[np.integer]]:
+        """Return everything but `fresh` as arrays to be sent; the last two are int32."""
+        floats = np.zeros((4, len(self.set_rows)), np.float32)
+        ints = np.zeros((4, len(self.set_rows)), np.int64)
+        for i, (_, run, position, counter) in enumerate(self.set_rows):
+            sampling = run.sampling
+            floats[:3, i] = sampling.float32_rule
+            floats[3:].view(np.int32)[0, i] = min(sampling.top_k, 2**31 - 1)
+            ints[:, i] = position, 1, run.seeds[0] if run.seeds else 0, counter
+        places = [np.arange(len(b), dtype=np.int64) + r * width + c for r, c, b in self.blocks]
+        blocks = [b for _, _, b in self.blocks]
+        return [
+            _column(self.moves, 0),
+            _column(self.moves, 1),
+            _column(self.set_rows, 0),
+            ints.ravel(),
+            _column(self.tokens, 0),
+            _column(self.tokens, 1),
+            _column(self.active, 0),
+            _column(self.active, 1),
+            np.concatenate(places) if places else np.empty(0, np.int64),
+            floats.view(np.int32).ravel(),
+            np.concatenate(blocks) if blocks else np.empty(0, np.int32),
+        ]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send but `fresh`."""
+        return not (self.moves or self.set_rows or self.tokens or self.active or self.blocks)
+
+
+class DeviceBatch:
+    """Rows for up to `max_num_seqs` sequences.
+
+    Args:
+        max_num_seqs: rows.
+        max_blocks: cache blocks of a sequence at most.
+        block_size: tokens per cache block.
+        device: where the rows lie.
+        num_groups: groups of layers, each with a table of its own.
+
+    Attributes:
+        token, position, active, seed, counter: (max_num_seqs,) int64; active is 0 in rows that the
+            next decode step leaves alone.
+        temperature, top_p, min_p: (max_num_seqs,) float32; top_k: int32.
+        table: (max_num_seqs, max_blocks) int32.
+        fresh: (max_num_seqs,) int32, a block that begins with the next token, or -1.
+        others: the tables of groups 1, 2, ...
+        num_rows: rows in use.
+        num_bytes_sent: since the start.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
+    ) -> None:
+        self.max_num_seqs, self.max_blocks, self.block_size = max_num_seqs, max_blocks, block_size
+        self.device = device
+        # As wide as lets each row begin at a multiple of 16 bytes: kernels are compiled for that.
+        width = -(-max_num_seqs // 4) * 4
+        self._ints = torch.zeros((5, width), dtype=torch.int64, device=device)[:, :max_num_seqs]
+        self._words = torch.zeros((4, width), dtype=torch.int32, device=device)[:, :max_num_seqs]
+        self.table = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self.fresh = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
+        self.token, self.position, self.active, self.seed, self.counter = self._ints
+        self.temperature, self.top_p, self.min_p = self._words[:3].view(torch.float32)
+        self.top_k = self._words[3]
+        self._buffers = [
+            torch.full((max_num_seqs,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+            for _ in range(BUFFERS)
+        ]
+        self._turn = 0
+        self.others = [
+            GroupRows(i, max_num_seqs, max_blocks, block_size, device, BUFFERS)
+            for i in range(1, num_groups)
+        ]
+        self.num_bytes_sent = 0
+        self.host_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        size = self.max_num_seqs
+        self.num_rows = 0
+        self._row_of: dict[int, int] = {}
+        self._owner = [-1] * size
+        self._next = [-1] * size  # position of the next token, -1 if the row does not say
+        self._num_blocks = [0] * size  # leading blocks that the row has
+        # Rows that were active may still be so on the device.
+        self._is_active = [True] * size
+        self.fresh.fill_(-1)
+        for other in self.others:
+            other.reset()
+
+    def take(self, batch: Batch, *, decodes: bool) -> Changes:
+        """Follow a batch; call `send` with the result before its step begins.
+
+        Args:
+            batch: read as it is; see `Batch` for what it tells.
+            decodes: every run is one token, from which one is drawn, so that the step advances the
+                rows itself. Else the rows are told where the step leaves them, but for the tokens
+                that it draws (`store_tokens`).
+
+        Raises:
+            RuntimeError: a token is PENDING and no row has it.
+        """
+        changes = Changes()
+        row_of = self._row_of
+        rows = [row_of.get(run.seq_id, -1) for run in batch.sequences]
+        if batch.left or -1 in rows:
+            self._seat(batch, changes)
+            rows = [row_of[run.seq_id] for run in batch.sequences]
+        changes.rows = rows
+        if decodes:
+            self._follow_decode(batch, changes)
+        else:
+            self._follow(batch, changes)
+        for other in self.others:
+            other.take(batch, rows, changes.moves, decodes=decodes)
+        return changes
+
+    def send(self, changes: Changes, more: Sequence[NDArray[np.integer]] = ()) -> list[Tensor]:
+        """Apply changes on the device; return `more`, which goes along, as tensors there."""
+        sent: list[Tensor] = []
+        if self.others:
+            more = [*(part for other in self.others for part in other.parts()), *more]
+        if more or not changes.is_empty:
+            parts = changes.parts(self.max_blocks)
+            sent = send([*parts, *more], self.device)
+            self.num_bytes_sent += sum(part.nbytes for part in (*parts, *more))
+            self._apply(sent[: len(parts)])
+            sent = sent[len(parts) :]
+        if changes.fresh:
+            self._send_fresh(changes.fresh)
+        for other in self.others:
+            sent = other.apply(sent)
+            self.num_bytes_sent += other.send_fresh(self.num_rows)
+        return sent
+
+    def store_tokens(self, rows: Tensor, tokens: Tensor) -> None:
+        """Write the last tokens (n,) int64 of rows (n,) int64."""
+        self.token.index_copy_(0, rows, tokens)
+
+    def _apply(self, sent: list[Tensor]) -> None:
+        source, target, rows, ints, token_rows, tokens, active_rows, active, *rest = sent
+        places, words, blocks = rest
+        if len(source):
+            for rows_of in (self._ints.t(), self._words.t(), self.table):
+                rows_of.index_copy_(0, target, rows_of.index_select(0, source))
+        if len(rows):
+            self._ints[1:].index_copy_(1, rows, ints.view(4, -1))
+            self._words.index_copy_(1, rows, words.view(4, -1))
+        if len(tokens):
+            self.token.index_copy_(0, token_rows, tokens)
+        if len(active):
+            self.active.index_copy_(0, active_rows, active)
+        if len(blocks):
+            self.table.view(-1).index_copy_(0, places, blocks)
+
+    def _send_fresh(self, fresh: list[tuple[int, int]]) -> None:
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % BUFFERS
+        values = buffer.numpy()
+        values.fill(-1)
+        rows, blocks = zip(*fresh, strict=True)
+        values[list(rows)] = blocks
+        end = self.num_rows
+        self.fresh[:end].copy_(buffer[:end], non_blocking=True)
+        self.num_bytes_sent += 4 * end
+
+    def _seat(self, batch: Batch, changes: Changes) -> None:
+        """Free the rows of who left, seat who came, and close the gaps."""
+        row_of = self._row_of
+        holes = sorted(row_of.pop(s) for s in batch.left if s in row_of)
+        is_hole = set(holes)
+        for run in batch.sequences:
+            if run.seq_id in row_of:
+                continue
+            if holes:
+                row = holes.pop(0)
+                is_hole.discard(row)
+            else:
+                row, self.num_rows = self.num_rows, self.num_rows + 1
+            row_of[run.seq_id] = row
+            self._owner[row], self._next[row], self._num_blocks[row] = run.seq_id, -1, 0
+        for hole in holes:
+            while self.num_rows - 1 in is_hole and self.num_rows - 1 >= hole:
+                is_hole.discard(self.num_rows - 1)
+                self.num_rows -= 1
+            if hole >= self.num_rows:
+                break
+            last = self.num_rows = self.num_rows - 1
+            is_hole.discard(hole)
+            self._move(last, hole)
+            changes.moves.append((last, hole))
+
+    def _move(self, source: int, target: int) -> None:
+        seq_id = self._owner[source]
+        self._row_of[seq_id], self._owner[target] = target, seq_id
+        self._next[target] = self._next[source]
+        self._num_blocks[target] = self._num_blocks[source]
+        self._is_active[target] = self._is_active[source]
+        self.host_table[target] = self.host_table[source]
+
+    def _follow_decode(self, batch: Batch, changes: Changes) -> None:
+        next_of, num_blocks, size = self._next, self._num_blocks, self.block_size
+        columns: list[int] = []  # of the fresh blocks
+        for row, run in zip(changes.rows, batch.sequences, strict=True):
+            start = run.start
+            if next_of[row] != start:
+                self._expect_known(run)
+                changes.set_rows.append((row, run, start, run.num_generated))
+                changes.tokens.append((row, run.token_ids[0]))
+                self._is_active[row] = True
+            elif run.is_chosen:  # all else is where the step before has left it
+                self._expect_known(run)
+                changes.tokens.append((row, run.token_ids[0]))
+            next_of[row] = start + 1
+            have, blocks = min(run.first_new_block, num_blocks[row]), run.block_ids
+            if have < len(blocks):
+                if have == len(blocks) - 1 == start // size:
+                    changes.fresh.append((row, blocks[have]))
+                    columns.append(have)
+                    num_blocks[row] = len(blocks)
+                else:
+                    self._store_blocks(row, have, blocks, changes)
+        if columns:
+            rows, fresh = zip(*changes.fresh, strict=True)
+            self.host_table[rows, columns] = fresh
+        self._set_active(changes)
+
+    def _follow(self, batch: Batch, changes: Changes) -> None:
+        for row, run in zip(changes.rows, batch.sequences, strict=True):
+            end = run.start + len(run.token_ids)
+            if run.token_ids[-1] == PENDING and self._next[row] != run.start:
+                self._expect_known(run)
+            samples = run.num_samples > 0
+            changes.set_rows.append((row, run, end, run.num_generated + samples))
+            self._is_active[row] = True
+            self._next[row] = end if samples else -1
+            have = min(run.first_new_block, self._num_blocks[row])
+            if have < len(run.block_ids):
+                self._store_blocks(row, have, run.block_ids, changes)
+
+    def _store_blocks(self, row: int, first: int, blocks: Sequence[int], changes: Changes) -> None:
+        new = np.array(blocks[first:], np.int32)
+        self.host_table[row, first : len(blocks)] = new
+        self._num_blocks[row] = len(blocks)
+        changes.blocks.append((row, first, new))
+
+    def _set_active(self, changes: Changes) -> None:
+        """Let a decode step run the rows of the batch and no others."""
+        num_rows, is_active = self.num_rows, self._is_active
+        if len(changes.rows) < num_rows:
+            runs = set(changes.rows)
+            wanted = [row in runs for row in range(num_rows)]
+        else:
+            wanted = [True] * num_rows
+        wanted += [False] * (self.max_num_seqs - num_rows)
+        if wanted != is_active:
+            changes.active += [
+                (row, int(want))
+                for row, (want, have) in enumerate(zip(wanted, is_active, strict=True))
+                if want != have
+            ]
+            self._is_active = wanted
+
+    def _expect_known(self, run: ScheduledSequence) -> None:
+        if run.token_ids[-1] == PENDING:
+            raise RuntimeError(f"no row has the token of sequence {run.seq_id} that was drawn")
+
+
+def _column(rows: Sequence[tuple[object, ...]], column: int) -> NDArray[np.int64]:
+    return np.array([row[column] for row in rows], dtype=np.int64)

@@ -1,0 +1,289 @@
+"""One decode step of the rows on the device: a function of fixed buffers, captured as a graph.
+
+Nothing that the step needs comes from the host, and nothing of it depends on what the host knows:
+it reads the rows of the batch, runs the model and the sampler, and leaves the rows as the next step
+needs them. So it can be repeated without a word between, and captured in a CUDA graph, it is
+replayed in one call. It runs a fixed number of rows, a bucket; those that are not active have no
+keys and write to no slot.
+
+Where a row's logits are to be changed before it is drawn from, or read beside, the step runs in two
+halves: the model, which has a graph of its own, and head and sampler, op by op. So no graph keeps
+its logits. They are by far the largest tensor of a step, 1 GB for 4,096 rows of 128,256: all graphs
+find room for theirs in the same part of their pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.captured.batch import DeviceBatch
+from tilewise.engine.captured.fused_layers import FUSED_ROWS, FusedLayers, why_not
+from tilewise.engine.steps.runner import CausalModel, head_logits
+from tilewise.models.llama import Llama
+from tilewise.nn.context import AttentionContext
+from tilewise.ops import SharedPrefixes
+from tilewise.ops.decode_rows import begin_decode, finish_decode
+
+__all__ = ["RING", "DecodeStep", "Results", "buckets"]
+
+# Places for results. A step writes one while another is copied to the host; steps are read in turn,
+# two at most being unfinished.
+RING = 4
+
+
+def buckets(max_num_seqs: int) -> list[int]:
+    """Return the numbers of rows that steps are made for, ascending: the last is max_num_seqs.
+
+    1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 from there: at most 8 rows in 9, and
+    later one in eight, run for nothing.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+
+
+class Results:
+    """Where steps leave what they drew, in turn.
+
+    Attributes:
+        values: (RING, max_num_seqs, 2) int64: token, and 1 if the row of logits was finite.
+        place: (1,) int64, of the last step; a step begins by moving it on.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.values = torch.zeros((RING, max_num_seqs, 2), dtype=torch.int64, device=device)
+        self.place = torch.full((1,), RING - 1, dtype=torch.int64, device=device)
+        self._hidden: Tensor | None = None
+
+    def room_for(self, hidden: Tensor) -> Tensor:
+        """Return where the graphs of models leave states like `hidden` (rows, E), all in one place.
+
+        The head reads them before the next graph of a model runs.
+        """
+        if self._hidden is None:
+            self._hidden = hidden.new_empty(self.values.shape[1], *hidden.shape[1:])
+        return self._hidden[: len(hidden)]
+
+
+def _can_fuse(model: CausalModel, storage: KVStorage) -> bool:
+    return storage.layers[0][0].is_cuda and why_not(model, storage) is None
+
+
+def _largest_weight(model: CausalModel) -> int:
+    """Return the elements of the largest weight of a layer."""
+    layers = getattr(model, "layers", [])
+    return max((x.numel() for layer in layers for x in layer.parameters()), default=0)
+
+
+class DecodeStep:
+    """The decode step of the first `bucket` rows.
+
+    Args:
+        model: computes the step.
+        storage: the paged cache.
+        batch: the rows.
+        results: where the tokens go.
+        bucket: rows of the step.
+        batch_invariant: what `AttentionContext` takes.
+        shared: leading blocks that layers without a window read once for several rows.
+        keeps_logits: `logits` are there after `run`, too, in memory of this step's own.
+
+    Attributes:
+        logits: (bucket, V) between `run_model` and `sample`; else None.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        storage: KVStorage,
+        batch: DeviceBatch,
+        results: Results,
+        bucket: int,
+        *,
+        batch_invariant: bool = False,
+        shared: SharedPrefixes | None = None,
+        keeps_logits: bool = False,
+    ) -> None:
+        self.model, self.storage, self.batch, self.results = model, storage, batch, results
+        self.bucket, self.keeps_logits = bucket, keeps_logits
+        self.logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph_logits: Tensor | None = None
+        self._model_graph: torch.cuda.CUDAGraph | None = None
+        self._hidden: Tensor | None = None  # where the graph of the model leaves its states
+        device = batch.device
+        self._largest = _largest_weight(model)
+        # On a GPU a few rows wait more for launches than for memory.
+        self._fused: FusedLayers | None = None
+        is_plain = not batch_invariant and shared is None
+        if bucket in FUSED_ROWS and is_plain and _can_fuse(model, storage):
+            assert isinstance(model, Llama)
+            self._fused = FusedLayers(model, storage, bucket)
+        self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved for nobody
+        ctx = AttentionContext(
+            cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=device),
+            max_seqlen_q=1,
+            seqlens_k=torch.zeros(bucket, dtype=torch.int32, device=device),
+            block_table=batch.table[:bucket],
+            slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
+            batch_invariant=batch_invariant,
+            shared=shared,
+            keeps_plans=True,
+        )
+        others = tuple(
+            replace(
+                ctx,
+                block_table=other.table[:bucket],
+                slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
+                shared=None,
+            )
+            for other in batch.others
+        )
+        self.ctx = replace(ctx, group_of=storage.spec.group_of, others=others)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph is replayed."""
+        return self._graph is not None
+
+    @property
+    def is_model_captured(self) -> bool:
+        """Whether `run_model` replays a graph."""
+        return self._model_graph is not None
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Do the step, by its graph if there is one."""
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+            self.logits = self._graph_logits
+
+    @torch.inference_mode()
+    def run_model(self, *, widens: bool = True) -> Tensor:
+        """Do the step up to its logits (bucket, V), which may then be read; `sample` follows.
+
+        Args:
+            widens: the logits are float32 and may be changed; else they are as the head rounds
+                them.
+        """
+        if self._model_graph is None:
+            hidden = self._compute_hidden()
+        else:
+            self._model_graph.replay()
+            assert self._hidden is not None
+            hidden = self._hidden
+        head = self.model.compute_logits if widens else head_logits(self.model)
+        self.logits = head(hidden)
+        return self.logits
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Draw from the logits that `run_model` left, and move the rows on."""
+        assert self.logits is not None
+        self._sample(self.logits)
+        self.logits = None
+
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
+
+        What the step does for the first time (kernels that are compiled, plans, tables of angles,
+        the workspace of cuBLAS for a stream) it does before.
+        """
+        self._graph = self._captured(self._compute, pool, stream)
+        self._graph_logits = self.logits
+
+    def capture_model(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Capture the step up to the head as a graph of its own, for `run_model`; likewise.
+
+        Head and sampler, which follow op by op, have run once then, too.
+        """
+
+        def compute() -> None:
+            hidden = self._compute_hidden()
+            self._hidden = self.results.room_for(hidden)
+            self._hidden.copy_(hidden)
+
+        self._model_graph = self._captured(compute, pool, stream)
+        self._after_model()
+
+    @torch.inference_mode()
+    def _after_model(self) -> None:
+        assert self._hidden is not None
+        self._hidden.zero_()
+        self._sample(self.model.compute_logits(self._hidden))
+
+    @torch.inference_mode()
+    def _captured(
+        self, compute: Callable[[], None], pool: Any, stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
+        stream.wait_stream(torch.cuda.current_stream(self.batch.device))
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream(self.batch.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may wait for an event meanwhile: of results, or of NCCL's watchdog.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+            compute()
+        return graph
+
+    def _compute(self) -> None:
+        logits = head_logits(self.model)(self._compute_hidden())
+        self._sample(logits)
+        self.logits = logits if self.keeps_logits else None
+
+    def _compute_hidden(self) -> Tensor:
+        rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket
+        # The first group's move the count of results on; the others' move one that nobody reads.
+        groups = [(rows.fresh, ctx, results.place)]
+        for group, own in zip(rows.others, ctx.others, strict=True):
+            groups.append((group.fresh, own, self._place))
+        for fresh, own, place in groups:
+            begin_decode(
+                rows.position[:size],
+                rows.active[:size],
+                fresh[:size],
+                own.block_table,
+                place,
+                block_size=rows.block_size,
+                ring=RING,
+                positions=self._positions,
+                slot_mapping=own.slot_mapping,
+                seqlens_k=own.seqlens_k,
+            )
+        for own in (ctx, *ctx.others):
+            for plan in own.plans.values():
+                plan.update(own.seqlens_k, own.cu_seqlens_q)
+        token = rows.token[:size]
+        # The model begins with kernels of torch's, the embedding's and the angles': those that
+        # begin early may read what was written above, and weights written before the step.
+        with ops.launching_early(rows.device, largest_weight=self._largest):
+            if self._fused is not None:
+                return self._fused(token, self._positions, ctx=ctx)
+            return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+
+    def _sample(self, logits: Tensor) -> None:
+        rows, results, size = self.batch, self.results, self.bucket
+        with ops.launching_early(rows.device, largest_weight=self._largest):
+            drawn, is_finite = ops.sample_tokens(
+                logits,
+                temperature=rows.temperature[:size],
+                top_k=rows.top_k[:size],
+                top_p=rows.top_p[:size],
+                min_p=rows.min_p[:size],
+                seeds=rows.seed[:size],
+                counters=rows.counter[:size],
+            )
+            finish_decode(
+                drawn, is_finite, rows.token[:size], rows.position[:size], rows.counter[:size],
+                rows.active[:size], results.place, results.values,
+            )  # fmt: skip

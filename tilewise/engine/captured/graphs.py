@@ -1,0 +1,215 @@
+"""Getting a device's runner ready: kernels compiled, decode steps captured, before requests come.
+
+The tiles of attention, and whether keys are split, follow from the lengths of a step, so steps of
+chosen lengths are computed, alone, side by side, beside sequences that decode and after a common
+beginning. (Lengths themselves are compiled into no kernel, see tests/engine/test_compiled_ahead.)
+Steps with prompts and decode steps are captured before, from the largest to the smallest, in one
+pool of memory: the smaller ones find room in what the largest needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewise.engine.batch import Asked, Batch, ScheduledSequence
+from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.steps.compilations import Compilations
+
+__all__ = ["MODES", "capture_all", "prepare", "warm_up_batches"]
+
+# Rows from which decode steps launch other kernels: all layers in one, products padded to 8, 16 or
+# 32 rows, and those of cuBLAS.
+ROWS_OF_KERNELS = (1, 2, 3, 9, 17, 33)
+MODES = ("auto", "lazy", "off")
+# New tokens of runs for which attention has tiles of their own: those of few rows end at 16, 32 and
+# 64 of a key head, whatever the number of its queries.
+RUNS = (1, 2, 4, 8, 16, 32, 64, 100)
+# Other prompts, alone: few tiles of rows have their keys split, many have not; kernels of attention
+# over whole prompts, as latents take it, know odd lengths from others.
+PROMPTS = (37, 101, 250, 500, 1001, 2048, 4099)
+# (sequences that decode, new tokens of one beside them): few rows are merged by other programs than
+# many.
+MIXED = (
+    (1, 2), (1, 15), (1, 100), (1, 1000), (4, 16), (4, 64), (7, 8), (31, 8), (31, 100), (31, 2000),
+    (63, 8), (63, 100), (127, 2), (127, 1000), (200, 8), (200, 100), (200, 7000),
+)  # fmt: skip
+# (sequences, new tokens of each): many tiles of rows of each width.
+MANY = ((200, 1), (40, 8), (64, 16), (64, 32), (16, 64), (9, 900))
+FAR = 512  # tokens before the new ones, where they matter: keys are split, and sequences merged
+# What `ops.adjust_logits` has kernels for: biases, masks, penalties, and the last two together.
+ADJUSTED: tuple[dict[str, Any], ...] = (
+    {"allowed_token_ids": [0], "logit_bias": {0: 1.0}},
+    {"presence_penalty": 1.0},
+    {"allowed_token_ids": [0], "presence_penalty": 1.0},
+)
+
+
+def prepare(
+    runner: DeviceRunner,
+    *,
+    max_num_batched_tokens: int,
+    is_lazy: bool,
+    show: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Compile what steps need and capture the decode steps, or let them be captured when they run.
+
+    Args:
+        runner: it has no sequences.
+        max_num_batched_tokens: tokens of one step.
+        is_lazy: capture a step when it first runs, but for decode steps of a few sizes.
+        show: takes a line of progress.
+    """
+    # Before the steps, which then launch little beside attention.
+    if is_lazy:
+        capture_kinds(runner, show)
+    else:
+        capture_all(runner, show)
+    captured = time.perf_counter()
+    batches = warm_up_batches(runner, max_num_batched_tokens)
+    threshold = runner.sharing_tokens
+    for i, (batch, shares) in enumerate(batches):
+        show(f"compiling kernels, step {i + 1} of {len(batches)}")
+        # The sequences of all steps lie in the same blocks, most of which are not to be shared.
+        runner.sharing_tokens = 1 if shares and threshold is not None else None
+        runner.submit(batch).result()  # keys that no step has written may be anything
+    runner.sharing_tokens = threshold
+    runner.reset()
+    runner.start_seconds |= {"warm-up steps": time.perf_counter() - captured}
+    runner.captures = runner.device.type == "cuda"
+    runner.compilations = Compilations()
+
+
+def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
+    """Capture every decode step and every step with prompts, the largest first."""
+    prompts = [] if runner.prompts is None else runner.prompts.sizes
+    kinds: list[tuple[str, list[int], Callable[[int], None]]] = [
+        ("steps with prompts", prompts, runner.capture_prompts),
+        ("decode steps", runner.buckets, runner.capture),
+    ]
+    for kind, sizes, capture in kinds:
+        began = time.perf_counter()
+        for i, size in enumerate(reversed(sizes)):
+            show(f"capturing {kind}, {i + 1} of {len(sizes)}")
+            capture(size)
+        torch.cuda.synchronize(runner.device)
+        runner.start_seconds[f"capturing {kind}"] = time.perf_counter() - began
+
+
+def capture_kinds(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
+    """Capture a decode step of every kind: others launch the same kernels.
+
+    On a CPU nothing is captured, and a step op by op has other kernels: none begins early.
+    """
+    if runner.device.type != "cuda":
+        return
+    began = time.perf_counter()
+    sizes = sorted({min(b for b in runner.buckets if b >= rows) for rows in ROWS_OF_KERNELS
+                    if rows <= runner.buckets[-1]})  # fmt: skip
+    for i, size in enumerate(reversed(sizes)):
+        show(f"capturing decode steps, {i + 1} of {len(sizes)}")
+        runner.capture(size)
+    torch.cuda.synchronize(runner.device)
+    runner.start_seconds["capturing decode steps"] = time.perf_counter() - began
+
+
+def warm_up_steps(
+    max_num_seqs: int, max_tokens: int, max_len: int, block_size: int
+) -> list[tuple[tuple[int, ...], int, bool]]:
+    """Return steps that together launch every kernel of attention that a step may need.
+
+    Args:
+        max_num_seqs, max_tokens: of one step.
+        max_len: tokens of a sequence.
+        block_size: of the cache.
+
+    Returns:
+        New tokens of each sequence, the tokens before them, and whether the sequences share these.
+    """
+    plain: list[tuple[int, ...]] = [(run,) for run in (*RUNS, *PROMPTS)]
+    plain += [(*[1] * count, run) for count, run in MIXED] + [(run,) * n for n, run in MANY]
+    wanted = [(runs, start, False) for start in (0, FAR) for runs in plain]
+    shared: list[tuple[int, ...]] = [(run, run) for run in (*RUNS, 500)] + [
+        (run,) * n for n, run in MANY[:-1]
+    ]
+    # So few blocks as are shared at all, and more keys than one split has.
+    starts = sorted({8 * block_size, -(-max(8 * block_size, 272) // block_size) * block_size})
+    wanted += [(runs, start, True) for start in starts for runs in (*shared, (1, 1, 1000))]
+    steps = dict.fromkeys(
+        _cut(runs, start, shares, max_num_seqs, max_tokens, max_len)
+        for runs, start, shares in wanted
+    )
+    return [step for step in steps if step is not None]
+
+
+def _cut(
+    runs: tuple[int, ...], start: int, shares: bool, max_num_seqs: int, max_tokens: int,
+    max_len: int,
+) -> tuple[tuple[int, ...], int, bool] | None:  # fmt: skip
+    """Return a step as the limits allow it, or None where nothing of it is left."""
+    runs = runs[-min(max_num_seqs, max(1, max_tokens // 2)) :]  # the last is the longest
+    if not shares:
+        start = max(0, min(start, max_len - runs[-1]))
+    if len(set(runs)) == 1:
+        runs = tuple(min(run, max_len - start, max_tokens) for run in runs)
+        runs = runs[: max_tokens // runs[0]] if runs[0] > 0 else ()
+    else:
+        longest = min(max_len - start, max_tokens - len(runs) + 1)
+        runs = (*runs[:-1], min(runs[-1], longest))
+    if not runs or runs[-1] < 1 or (shares and len(runs) < 2):
+        return None
+    return runs, start, shares
+
+
+def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[tuple[Batch, bool]]:
+    """Return the steps of `warm_up_steps`, and whether their sequences share what they begin with.
+
+    One step more decodes, another copies blocks and draws two samples with their
+    log-probabilities; three change logits in every way that is a kernel of its own.
+    """
+    rows, size = runner.rows, runner.block_size
+    longest = min(rows.max_blocks, *runner.storage.counts) * size
+    steps = warm_up_steps(rows.max_num_seqs, max_num_batched_tokens, longest, size)
+    batches, first = [(Batch((_sequence(0, 1, 0, size),)), False)], 1
+    for runs, start, shares in steps:
+        if shares and runner.sharing_tokens is None:
+            continue
+        # Runs of one token that draw nothing are no decode step.
+        draws = int(max(runs) > 1)
+        sequences = tuple(
+            _sequence(first + i, n, start, size)._replace(num_samples=draws, seeds=(0,) * draws)
+            for i, n in enumerate(runs)
+        )
+        batches.append((Batch(sequences, left=tuple(range(first))), shares))
+        first += len(runs)
+    if min(runner.storage.counts) > 1 and longest > 1:
+        asking = SamplingParams(n=2, logprobs=1)
+        sequence = _sequence(first, 1, 0, size)._replace(
+            num_samples=2, sampling=asking, seeds=(0, 1)
+        )
+        copies = ((0, 1),)
+        batches.append((Batch((sequence,), copies, left=tuple(range(first))), False))
+        for i, options in enumerate(ADJUSTED, start=1):
+            sampling = SamplingParams(prompt_logprobs=1, **options)
+            length = min(2, max_num_batched_tokens)
+            adjusted = _sequence(first + i, length, 0, size)._replace(
+                sampling=sampling, asked=Asked(True, (0,) * length, length)
+            )
+            batches.append((Batch((adjusted,), left=(first + i - 1,)), False))
+    return batches
+
+
+def _sequence(seq_id: int, num_tokens: int, start: int, block_size: int) -> ScheduledSequence:
+    return ScheduledSequence(
+        seq_id=seq_id,
+        token_ids=(0,) * num_tokens,
+        start=start,
+        block_ids=range(-(-(start + num_tokens) // block_size)),
+        num_samples=1,
+        sampling=SamplingParams(),
+        seeds=(0,),
+    )

@@ -1,0 +1,246 @@
+"""Steps with prompts, captured in pieces: CUDA graphs between the layers' attention.
+
+Computed op by op, such a step waits for the host: each of some dozen kernels a layer takes it tens
+of microseconds to launch, often longer than the device needs. What a layer computes beside its
+attention depends on nothing but the number of tokens, so it is captured for some numbers, and a
+step is padded to the next of them. Attention depends on every sequence's length: it stays outside,
+one call a layer between two graphs, by the context of the layer's group. Attention over latents has
+the products by W_uk and W_uv with it: long prompts do without them.
+
+    piece 0      embedding, norm, qkv product, rotation and write   of layer 0
+    attention    of layer 0, by the step's own context
+    piece 1      output product, feed-forward block of layer 0; qkv product ... of layer 1
+    ...
+    piece L      the rest of the last layer, the last norm
+
+The pieces of all numbers share one pool of memory, and all layers one buffer of queries and one of
+outputs: attention reads and writes them before the next piece does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.cache.spec import CacheSpec, LatentSpec
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.steps.runner import CausalModel
+from tilewise.nn.context import Attend, AttentionContext
+
+__all__ = ["PromptSteps", "can_capture", "has_run", "prompt_sizes"]
+
+# The context of a layer's group, and what `AttentionContext.attend` is given.
+_Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
+
+
+def prompt_sizes(most: int) -> list[int]:
+    """Return the numbers of tokens that steps are captured for, ascending: the last is `most`.
+
+    Powers of 2 from 16 to 256, then eight sizes an octave: at most one token in nine runs for
+    nothing.
+    """
+    sizes = [16, 32, 64, 128, 256]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 4)))
+    return [*(size for size in sizes if size < most), most]
+
+
+def can_capture(model: CausalModel) -> bool:
+    """Whether the model hands its attention to `AttentionContext.attend`, every layer once."""
+    return bool(getattr(model, "hands_attention_over", False))
+
+
+def has_run(spec: CacheSpec) -> bool:
+    """Whether such steps have run on a GPU over a cache like this one.
+
+    `PromptSteps` captures those over latents, too, but in 16 bits no such graph has run yet: until
+    one has, these models' prompts are computed op by op.
+    """
+    return not isinstance(spec.kv, LatentSpec)
+
+
+class PromptSteps:
+    """Runs steps of up to `most` tokens, each padded to one of `prompt_sizes`.
+
+    Rows of the padding hold tokens of earlier steps; they are written to no slot and attend to
+    nothing.
+
+    Args:
+        model: see `can_capture`.
+        storage: the paged cache.
+        most: tokens of a step.
+
+    Attributes:
+        sizes: the numbers of tokens that steps are padded to.
+    """
+
+    def __init__(self, model: CausalModel, storage: KVStorage, most: int) -> None:
+        if not can_capture(model):
+            raise ValueError(f"model must hand its attention over, got {type(model).__name__}")
+        self.model, self.storage, self.sizes = model, storage, prompt_sizes(most)
+        self.device = storage.layers[0][0].device
+        self._ids = torch.zeros(most, dtype=torch.int64, device=self.device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=self.device)
+        shape = (len(storage.parts), most)  # of each group of layers
+        self._slots = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        self._buffers: dict[str, Tensor] = {}  # queries, outputs and hidden states of a step
+        self._captured: dict[int, _Pieces] = {}
+
+    def is_captured(self, size: int) -> bool:
+        """Whether steps of this size replay graphs."""
+        return size in self._captured
+
+    def size_of(self, num_tokens: int) -> int:
+        """Return what a step of so many tokens is padded to."""
+        return next(size for size in self.sizes if size >= num_tokens)
+
+    def run(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        """Compute a step, by its graphs if there are any.
+
+        Args:
+            ids, positions: (T,) int64, 1 <= T <= most.
+            ctx: where the rows belong.
+
+        Returns:
+            (T, E), the last hidden states, normalised; valid until the next step runs.
+        """
+        count = len(ids)
+        size = self.size_of(count)
+        self._ids[:count].copy_(ids)
+        self._positions[:count].copy_(positions)
+        for slots, own in zip(self._slots, (ctx, *ctx.others), strict=True):
+            slots[:count].copy_(own.slot_mapping)
+        if count < size:
+            self._slots[:, count:size].fill_(-1)
+        pieces = self._captured.get(size)
+        if pieces is not None:
+            pieces.run(ctx, count)
+            return self._buffers["hidden"][:count]
+
+        def attend(own: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
+            # Whatever the padding's rows hold stays in them, but zeros keep them finite.
+            o = q.new_zeros((*q.shape[:-1], v_dim))
+            o[:count] = function(q[:count], own)
+            return o
+
+        return self._compute(size, ctx, attend)[:count]
+
+    @torch.inference_mode()
+    def capture(self, size: int, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Capture the steps of one of `sizes` in a pool of `torch.cuda.graph_pool_handle`.
+
+        Before, the step is run once: it may need kernels or buffers for the first time.
+        """
+        self._slots.fill_(-1)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            context = self._context()
+            hidden = self._compute(
+                size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
+            )
+            self._buffer("hidden", hidden)
+            pieces = _Pieces(pool, self._room)
+            pieces.begin()
+            try:
+                hidden = self._compute(size, context, pieces.cut)
+                self._buffer("hidden", hidden).copy_(hidden)
+            finally:
+                pieces.end()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        if len(pieces.graphs) != len(self.storage.layers) + 1:
+            raise RuntimeError(
+                f"a model of {len(self.storage.layers)} layers handed over the attention of "
+                f"{len(pieces.graphs) - 1}"
+            )
+        self._captured[size] = pieces
+
+    def _context(self) -> AttentionContext:
+        """Return a context of no sequences, for a run whose attention is not computed."""
+        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
+        ctx = AttentionContext(
+            cu_seqlens_q=nothing,
+            max_seqlen_q=1,
+            seqlens_k=nothing[:0],
+            block_table=nothing[:0, None],
+            slot_mapping=nothing[:0],
+        )
+        others = (ctx,) * (len(self.storage.parts) - 1)
+        return replace(ctx, group_of=self.storage.spec.group_of, others=others)
+
+    def _compute(self, size: int, ctx: AttentionContext, attend: _Attending) -> Tensor:
+        """Run the model over the padded step, its layers' attention being `attend`'s."""
+        ctx, *others = (
+            replace(own, slot_mapping=slots[:size], attend=partial(attend, own))
+            for own, slots in zip((ctx, *ctx.others), self._slots, strict=True)
+        )
+        ctx = replace(ctx, others=tuple(others))
+        return self.model(self._ids[:size], self._positions[:size], ctx=ctx, kv=self.storage.layers)
+
+    def _room(self, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+        """Return where queries like these lie in every layer, and their outputs."""
+        at_q = self._buffer(f"q {q.shape[1:]}", q)
+        return at_q, self._buffer(f"o {q.shape[1]} {v_dim}", q, v_dim)
+
+    def _buffer(self, name: str, like: Tensor, last: int | None = None) -> Tensor:
+        """Return the rows of a buffer for `like` (T, ..., last); it is made for `most` rows."""
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            shape = (self.sizes[-1], *like.shape[1:-1], last or like.shape[-1])
+            # Zeros, so that rows of the padding are finite in whatever reads them first.
+            buffer = self._buffers[name] = like.new_zeros(shape)
+        return buffer[: len(like)]
+
+
+@dataclass(slots=True)
+class _Attention:
+    """A layer's attention between two graphs: where its queries lie, and where o belongs."""
+
+    function: Attend
+    q: Tensor
+    o: Tensor
+
+
+class _Pieces:
+    """The graphs of one size, and the attention between them.
+
+    Args:
+        pool: of the graphs.
+        room: queries and the channels of a value to the buffers of q and o.
+    """
+
+    def __init__(self, pool: Any, room: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.attention: list[_Attention] = []
+        self._pool, self._room = pool, room
+
+    def begin(self) -> None:
+        """Begin the next piece, on the current stream."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self.graphs.append(graph)
+
+    def end(self) -> None:
+        """End the piece that was begun."""
+        self.graphs[-1].capture_end()
+
+    def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
+        """End a piece before a layer's attention, and begin the next with its output."""
+        at = _Attention(function, *self._room(q, v_dim))
+        at.q.copy_(q)
+        self.end()
+        self.attention.append(at)
+        self.begin()
+        return at.o
+
+    def run(self, ctx: AttentionContext, count: int) -> None:
+        """Replay the pieces, and compute the attention of the first `count` rows between them."""
+        for layer, (graph, at) in enumerate(zip(self.graphs, self.attention, strict=False)):
+            graph.replay()
+            at.o[:count].copy_(at.function(at.q[:count], ctx.of_layer(layer)))
+        self.graphs[-1].replay()

@@ -1,0 +1,545 @@
+"""A runner whose batch lives on the device: decode steps need a word from the host at most.
+
+what decodes   every sequence runs one token and draws one: a `DecodeStep` of the bucket that holds
+               the rows, captured as a CUDA graph or computed op by op
+everything else  prompts, chunks and mixed steps: packed inputs, sent in one copy together with what
+               changes in the rows; tokens that the host does not know yet are taken from the rows;
+               `PromptSteps` pads them and replays graphs between the layers' attention
+results        are copied to pinned memory on a stream of their own; `result` waits for that copy
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.cache.spec import LatentSpec
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.batch import (
+    BROKEN,
+    PENDING,
+    Batch,
+    PlainTokens,
+    ScheduledSequence,
+    ScoredToken,
+)
+from tilewise.engine.captured.batch import Changes, DeviceBatch
+from tilewise.engine.captured.decode_step import RING, DecodeStep, Results, buckets
+from tilewise.engine.captured.prompt_steps import PromptSteps, can_capture
+from tilewise.engine.captured.shared_groups import SharedGroups
+from tilewise.engine.steps import pooling
+from tilewise.engine.steps.adjuster import Adjuster, put_errors
+from tilewise.engine.steps.block_copies import copy_in_all_layers
+from tilewise.engine.steps.compilations import Compilations
+from tilewise.engine.steps.prompt_scores import Chunk, PromptScores, finish, hand_over, score
+from tilewise.engine.steps.runner import (
+    SHARING_BYTES,
+    CausalModel,
+    Samples,
+    head_logits,
+    is_device_lost,
+)
+from tilewise.engine.steps.step_logprobs import FoundLogprobs, Logprobs, StepLogprobs
+from tilewise.engine.tables.host_cache import HostCache
+from tilewise.nn.context import AttentionContext
+from tilewise.ops import shared_prefixes
+
+__all__ = ["DeviceRunner"]
+
+# Logits that are drawn from at a time in a step of prompts: 256 MiB of float32.
+MAX_SAMPLED = 2**26
+_plain = PlainTokens()
+Read = Callable[[], tuple[list[int], list[int], list[list[Any]]]]
+
+
+class DeviceRunner:
+    """Runs a model over the cache that it writes, with the batch on the device.
+
+    Args:
+        model: see CausalModel.
+        storage: the paged cache on the device of the model.
+        max_num_seqs: sequences of a batch at most.
+        max_model_len: tokens of a sequence at most.
+        max_num_batched_tokens: tokens of a step at most, so that steps with prompts are padded to
+            `PromptSteps.sizes` and can be captured; None computes them as they are, op by op.
+        batch_invariant: see `ModelRunner`; the model's products must be invariant, too.
+
+    Attributes:
+        steps: the decode steps by their number of rows.
+        shared_steps: those whose rows share prefixes; they are captured when they first run.
+        groups: who shares what in a step that decodes.
+        host: main memory for blocks; may be set before the first step.
+        prompts: the steps with prompts, where they are padded.
+        captures: a step is captured as a CUDA graph when it first runs.
+        compilations: kernels that were compiled since the runner was ready.
+        start_seconds: what `graphs.prepare` took for each of its parts.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        storage: KVStorage,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model = model
+        self.batch_invariant = batch_invariant
+        self.storage = storage
+        self.host: HostCache | None = None
+        self.block_size = storage.spec.block_size
+        self.device = storage.layers[0][0].device
+        self.compilations = Compilations()
+        layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
+        self.sharing_tokens: int | None = None
+        # The first group's tables say what is shared, and layers with a window do not share.
+        shares = not isinstance(storage.spec.kv, LatentSpec) and storage.spec.windows[0] is None
+        if self.device.type == "cuda" and not batch_invariant and shares:
+            self.sharing_tokens = SHARING_BYTES // layer_bytes
+        max_blocks = math.ceil(max_model_len / self.block_size)
+        self.rows = DeviceBatch(
+            max_num_seqs, max_blocks, self.block_size, self.device, len(storage.parts)
+        )
+        self.results = Results(max_num_seqs, self.device)
+        self.adjuster = Adjuster(self.device)
+        self.scores = PromptScores()
+        self.pools = pooling.Pools()
+        self.buckets = buckets(max_num_seqs)
+        self.steps: dict[int, DecodeStep] = {}
+        self.shared_steps: dict[int, DecodeStep] = {}
+        self.groups = SharedGroups(max_num_seqs, max_blocks, self.block_size, self.device)
+        self.prompts: PromptSteps | None = None
+        if max_num_batched_tokens is not None and can_capture(model):
+            self.prompts = PromptSteps(model, storage, max_num_batched_tokens)
+        self.captures = False
+        self.start_seconds: dict[str, float] = {}
+        self._capturing: tuple[Any, torch.cuda.Stream] | None = None
+        self._place = 0  # of the next results, as the device counts
+        is_cuda = self.device.type == "cuda"
+        self._pinned = [
+            torch.zeros((max_num_seqs, 2), dtype=torch.int64, pin_memory=is_cuda)
+            for _ in range(RING)
+        ]
+        self.logprobs = StepLogprobs(max_num_seqs, self.device)
+        self._reading = torch.cuda.Stream(self.device) if is_cuda else None
+
+    @property
+    def num_compilations(self) -> int:
+        """Kernels that were compiled since the runner was ready, see `start`."""
+        return self.compilations.count
+
+    def step_of(self, bucket: int, *, shares: bool = False) -> DecodeStep:
+        """Return the decode step of so many rows, made when it is first asked for."""
+        steps = self.shared_steps if shares else self.steps
+        step = steps.get(bucket)
+        if step is None:
+            step = steps[bucket] = DecodeStep(
+                self.model, self.storage, self.rows, self.results, bucket,
+                batch_invariant=self.batch_invariant,
+                shared=self.groups.prefixes(bucket) if shares else None,
+            )  # fmt: skip
+        return step
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        """Forget what the device knows; sequences tell it anew when they run."""
+        self.rows.reset()
+        self.groups.is_stale = True
+        self.adjuster.reset()
+        # A step that failed midway may have moved the device's count on.
+        self.results.place.fill_((self._place - 1) % RING)
+
+    def is_lost(self) -> bool:
+        """Whether the device can compute no more."""
+        return is_device_lost(self.device)
+
+    @torch.inference_mode()
+    def submit(self, batch: Batch) -> _Handle:
+        """Begin a step."""
+        try:
+            if self.host is not None:
+                self.host.move(batch)
+            asks = batch.asks
+            adjusts = self.adjuster.follow(batch, asks)
+            chunks, whole = self.scores.follow(batch, asks)
+            parts, pooled = self.pools.follow(batch, asks)
+            if batch.decodes and not parts:  # a graph keeps no hidden states
+                handle = self._decode(batch, adjusts)
+            else:
+                handle = self._run(batch, adjusts, chunks, parts)
+            handle.whole, handle.pooled = whole, pooled
+            return handle
+        except BaseException:
+            self._forget_rows()  # they may have been told what did not happen
+            raise
+
+    def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
+        changes = self.rows.take(batch, decodes=True)
+        bucket = next(b for b in self.buckets if b >= self.rows.num_rows)
+        asking = None if batch.is_plain else self.logprobs.asking(batch.sequences, changes.rows)
+        in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
+        step = self._prepared(bucket, in_halves, self._finds_groups(batch, changes, bucket))
+        self._copy_blocks(batch)
+        self.rows.send(changes)
+        errors: dict[int, Exception] = {}
+        raw = None
+        if in_halves:
+            logits = step.run_model(widens=adjusts)
+            raw = None if asking is None else logits.index_select(0, asking.rows)
+            if adjusts:
+                errors = self.adjuster.adjust(
+                    logits, batch.sequences, changes.rows, tokens=self.rows.token,
+                    token_rows=changes.rows,
+                )  # fmt: skip
+            step.sample()
+        else:
+            step.run()
+        place, self._place = self._place, (self._place + 1) % RING
+        logprobs = None
+        if asking is not None and raw is not None:
+            tokens = self.results.values[place, :, 0].index_select(0, asking.rows)
+            logprobs = asking.found_in(raw, tokens)
+            logprobs.host = self.logprobs.room_of(logprobs.tensors, place)
+        end, pinned = self.rows.num_rows, self._pinned[place]
+        target = pinned[:end]
+        event = self._read([(target, self.results.values[place, :end])], logprobs)
+        return _Handle(batch, changes.rows, target, logprobs, event, errors)
+
+    def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
+        """Whether rows of a step share enough; looked for when the batch has changed."""
+        if self.sharing_tokens is None:
+            return False
+        groups, rows = self.groups, self.rows
+        if groups.is_stale or batch.left or not changes.is_empty:
+            lengths = np.zeros(rows.num_rows, np.int64)
+            lengths[changes.rows] = [run.start + 1 for run in batch.sequences]
+            groups.find(rows.host_table[: rows.num_rows], lengths, bucket, self.sharing_tokens)
+        return groups.is_active
+
+    def _prepared(self, bucket: int, in_halves: bool, shares: bool) -> DecodeStep:
+        step = self.step_of(bucket, shares=shares)
+        if self.captures and not (step.is_model_captured if in_halves else step.is_captured):
+            self.capture(bucket, of_model=in_halves, shares=shares)
+        return step
+
+    def capture(self, bucket: int, *, of_model: bool = False, shares: bool = False) -> None:
+        """Capture the decode step of so many rows, or the part of it before the logits."""
+        rows, place = self.rows, self.results.place
+        with torch.inference_mode():
+            kept = (rows.active, place, rows.fresh, *(other.fresh for other in rows.others))
+            state = [x.clone() for x in kept]
+            rows.active.zero_()
+            for fresh in kept[2:]:
+                fresh.fill_(-1)
+            step = self.step_of(bucket, shares=shares)
+            (step.capture_model if of_model else step.capture)(*self._captured_in())
+            for x, value in zip(kept, state, strict=True):
+                x.copy_(value)
+
+    def capture_prompts(self, size: int) -> None:
+        """Capture the steps with prompts that are padded to one of `PromptSteps.sizes`."""
+        assert self.prompts is not None
+        self.prompts.capture(size, *self._captured_in())
+
+    def _captured_in(self) -> tuple[Any, torch.cuda.Stream]:
+        """Return the pool of all graphs and the stream that they are captured on.
+
+        One stream, since torch keeps memory, and cuBLAS 32 MiB, for each that anything ran on.
+        """
+        if self._capturing is None:
+            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+            self._capturing = pool, stream
+        return self._capturing
+
+    def _run(
+        self, batch: Batch, adjusts: bool, chunks: list[Chunk], parts: list[pooling.Part]
+    ) -> _Handle:
+        """Compute a step of which some sequences run more than one token, or draw not one."""
+        rows, sequences = self.rows, batch.sequences
+        changes = rows.take(batch, decodes=False)
+        self.groups.is_stale = True
+        lengths = np.array([len(s.token_ids) for s in sequences], np.int64)
+        starts = np.array([s.start for s in sequences], np.int64)
+        edges = np.concatenate([[0], np.cumsum(lengths)])
+        row_of = np.array(changes.rows, np.int64)
+        ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64)
+        owner = np.repeat(np.arange(len(sequences)), lengths)
+        positions = np.arange(len(ids)) + (starts - edges[:-1])[owner]
+        blocks = rows.host_table[row_of[owner], positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+        pending = np.flatnonzero(ids == PENDING)
+        ids[pending] = 0
+        drawing = [i for i, s in enumerate(sequences) if s.num_samples > 0]
+        counts = np.array([sequences[i].num_samples for i in drawing], np.int64)
+        firsts = np.cumsum(counts) - counts  # of each, its first sample
+        sampling, seeds, counters = _sampling([sequences[i] for i in drawing])
+        more = [
+            ids, positions, slots, pending, row_of[owner[pending]], edges[1:][drawing] - 1,
+            np.repeat(np.arange(len(drawing)), counts), firsts, row_of[drawing], seeds, counters,
+            row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), *sampling,
+        ]  # fmt: skip
+        columns, offsets = positions // self.block_size, positions % self.block_size
+        more += [
+            other.host_table[row_of[owner], columns].astype(np.int64) * self.block_size + offsets
+            for other in rows.others
+        ]
+        sent = rows.send(changes, more)
+        self._copy_blocks(batch)
+        (ids_, positions_, slots_, pending_, pending_rows, logits_rows, repeats, firsts_, drawing_,
+         seeds_, counters_, rows_, cu, seqlens, *rest) = sent  # fmt: skip
+        words, other_slots = rest[:4], rest[4:]
+        if len(pending):
+            ids_.index_copy_(0, pending_, rows.token.index_select(0, pending_rows))
+        width = int((starts + lengths).max() - 1) // self.block_size + 1
+        shared = None
+        if self.sharing_tokens is not None and len(sequences) > 1:
+            shared = shared_prefixes(
+                rows.host_table[row_of, :width], starts + lengths, edges,
+                block_size=self.block_size, device=self.device,
+            )  # fmt: skip
+            if shared is not None and shared.saved_tokens < self.sharing_tokens:
+                shared = None
+        ctx = AttentionContext(
+            cu_seqlens_q=cu,
+            max_seqlen_q=int(lengths.max()),
+            seqlens_k=seqlens,
+            block_table=rows.table.index_select(0, rows_)[:, :width],
+            slot_mapping=slots_,
+            batch_invariant=self.batch_invariant,
+            shared=shared,
+        )
+        if rows.others:
+            others = tuple(
+                replace(
+                    ctx,
+                    block_table=other.table.index_select(0, rows_)[:, :width],
+                    slot_mapping=slots,
+                    shared=None,
+                )
+                for other, slots in zip(rows.others, other_slots, strict=True)
+            )
+            ctx = replace(ctx, group_of=self.storage.spec.group_of, others=others)
+        hidden = self._hidden(ids_, positions_, ctx)
+        scored = None
+        if chunks:
+            scored = _Scored(chunks, self._scored(chunks, hidden))
+        sums = None
+        if parts:
+            states = hidden  # `hidden` is narrowed to the rows that draw
+            sums = pooling.Pooled(parts, lambda some: states.index_select(0, some), self.device)
+        if not drawing:
+            nothing = torch.empty((0, 2), dtype=torch.int64)
+            event = self._read([], None, scored, sums)
+            return _Handle(batch, [], nothing, None, event, scored=scored, sums=sums)
+        if len(logits_rows) < len(hidden):
+            hidden = hidden.index_select(0, logits_rows)
+        logits = (self.model.compute_logits if adjusts else head_logits(self.model))(hidden)
+        samplers = [s for s in sequences for _ in range(s.num_samples)]
+        repeated = [i for i, count in enumerate(counts.tolist()) for _ in range(count)]
+        asking, raw = self.logprobs.asking(samplers, repeated), None
+        if asking is not None:
+            raw = logits.index_select(0, asking.rows)
+        errors: dict[int, Exception] = {}
+        if adjusts:
+            place_of = {i: row for row, i in enumerate(drawing)}
+            errors = self.adjuster.adjust(
+                logits, sequences, [place_of.get(i, -1) for i in range(len(sequences))],
+                tokens=rows.token, token_rows=changes.rows,
+            )  # fmt: skip
+        pairs = self._sample(logits, words, seeds_, counters_, repeats, counts)
+        rows.store_tokens(drawing_, pairs[:, 0].index_select(0, firsts_))
+        logprobs = None
+        if asking is not None and raw is not None:
+            logprobs = asking.found_in(
+                raw, pairs[:, 0].index_select(0, self.logprobs.sent(tuple(asking.places)))
+            )
+        is_cuda = self.device.type == "cuda"
+        target = torch.empty(pairs.shape, dtype=torch.int64, pin_memory=is_cuda)
+        event = self._read([(target, pairs)], logprobs, scored, sums)
+        return _Handle(batch, None, target, logprobs, event, errors, scored, sums)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        if self.prompts is None:
+            return self.model(ids, positions, ctx=ctx, kv=self.storage.layers)
+        size = self.prompts.size_of(len(ids))
+        if self.captures and not self.prompts.is_captured(size):
+            self.capture_prompts(size)
+        return self.prompts.run(ids, positions, ctx)
+
+    def _scored(self, chunks: list[Chunk], hidden: Tensor) -> list[Logprobs]:
+        def logits_of(rows: Tensor) -> Tensor:
+            return self.model.compute_logits(hidden.index_select(0, rows))
+
+        vocab = self.model.compute_logits(hidden[:1]).shape[1]
+        return score(chunks, logits_of, vocab, self.device)
+
+    def _sample(
+        self, logits: Tensor, words: Sequence[Tensor], seeds: Tensor, counters: Tensor,
+        repeats: Tensor, counts: NDArray[np.int64],
+    ) -> Tensor:  # fmt: skip
+        """Return (samples, 2): token and whether the row of logits is finite."""
+        temperature, top_p, min_p = (part.view(torch.float32) for part in words[:3])
+        # A multiple of eight rows, so that all parts begin aligned.
+        total, step, parts = len(seeds), max(MAX_SAMPLED // logits.shape[1] // 8, 1) * 8, []
+        is_single = int(counts.max()) == 1
+        for first in range(0, total, step):
+            some = slice(first, first + step)
+            tokens, is_finite = ops.sample_tokens(
+                logits[some] if is_single else logits.index_select(0, repeats[some]),
+                temperature=temperature[some], top_p=top_p[some], min_p=min_p[some],
+                top_k=words[3][some], seeds=seeds[some], counters=counters[some],
+            )  # fmt: skip
+            parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read(
+        self,
+        copies: list[tuple[Tensor, Tensor]],
+        logprobs: FoundLogprobs | None,
+        scored: _Scored | None = None,
+        sums: pooling.Pooled | None = None,
+    ) -> torch.cuda.Event | None:
+        """Copy results to the host beside what the device does next; return what to wait for."""
+        is_cuda = self.device.type == "cuda"
+        for more in (logprobs, scored, sums):
+            if more is not None:
+                found = more.tensors
+                if not more.host:
+                    more.host = [
+                        torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in found
+                    ]
+                copies = [*copies, *zip(more.host, found, strict=True)]
+        if self._reading is None:
+            for target, source in copies:
+                target.copy_(source)
+            return None
+        self._reading.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._reading):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._reading)
+            event = torch.cuda.Event()
+            event.record(self._reading)
+        return event
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        if not (batch.block_copies or any(batch.other_copies)):
+            return
+        for group, part in enumerate(self.storage.parts):
+            copies = batch.of_group(group).block_copies
+            if copies:
+                copy_in_all_layers(part, copies)
+
+
+class _Scored:
+    """Log-probabilities of prompts, on the device and, once read, on the host."""
+
+    def __init__(self, chunks: list[Chunk], parts: list[Logprobs]) -> None:
+        self.chunks, self.tensors = chunks, [x for part in parts for x in part]
+        self.host: list[Tensor] = []
+
+    def finish(self) -> None:
+        """Add them to the scores of their sequences."""
+        columns = iter(self.host)
+        finish(self.chunks, list(zip(columns, columns, columns, strict=True)))
+
+
+class _Handle:
+    """A submitted step.
+
+    Args:
+        batch: what was submitted.
+        rows: where the token of each sequence lies in `pairs`; None if they lie in order.
+        pairs: (n, 2) on the host, valid after the event.
+        errors: by place in the batch, why nothing may be drawn there.
+        scored: prompts of which a chunk was scored.
+        sums: hidden states of prompts, added up.
+
+    Attributes:
+        whole: by place in the batch, the scores of prompts that go with a first token.
+        pooled: likewise the hidden states.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        rows: list[int] | None,
+        pairs: Tensor,
+        logprobs: FoundLogprobs | None,
+        event: torch.cuda.Event | None,
+        errors: dict[int, Exception] | None = None,
+        scored: _Scored | None = None,
+        sums: pooling.Pooled | None = None,
+    ) -> None:
+        self._batch, self._rows, self._pairs = batch, rows, pairs
+        self._logprobs, self._event = logprobs, event
+        self._errors, self._scored, self._sums = errors, scored, sums
+        self.whole: dict[int, list[ScoredToken]] = {}
+        self.pooled: dict[int, pooling.Pooling] = {}
+
+    def result(self) -> Samples:
+        """Wait for the step and return its tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._scored is not None:
+            self._scored.finish()
+        if self._sums is not None:
+            self._sums.finish()
+        samples = self._tokens()
+        if self._errors:
+            put_errors(samples, self._errors)
+        if self.whole:
+            hand_over(samples, self.whole)
+        if self.pooled:
+            pooling.hand_over(samples, self.pooled)
+        return samples
+
+    def _tokens(self) -> Samples:
+        sequences = self._batch.sequences
+        if not len(self._pairs):
+            return [[] for _ in sequences]
+        pairs = self._pairs.numpy()
+        if self._rows is not None:
+            pairs = pairs[self._rows]
+        is_finite = pairs[:, 1].tolist()
+        tokens = list(map(_plain.__getitem__, pairs[:, 0].tolist()))
+        if self._logprobs is not None:
+            samplers = [s for s in sequences for _ in range(s.num_samples)]
+            self._logprobs.attach(samplers, tokens)
+        if not all(is_finite):
+            tokens = [t if ok else BROKEN for t, ok in zip(tokens, is_finite, strict=True)]
+        if self._rows is not None:
+            return [[token] for token in tokens]
+        drawn = iter(tokens)
+        return [[next(drawn) for _ in range(s.num_samples)] for s in sequences]
+
+
+def _sampling(
+    sequences: Sequence[ScheduledSequence],
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the parameters (4, samples) as words of 32 bits, the seeds and the counters."""
+    seeds = [seed for s in sequences for seed in s.seeds]
+    floats = np.zeros((4, len(seeds)), np.float32)
+    counters = np.zeros(len(seeds), np.int64)
+    first = 0
+    for s in sequences:
+        some = slice(first, first := first + s.num_samples)
+        p = s.sampling
+        floats[0, some], floats[1, some], floats[2, some] = p.float32_rule
+        floats.view(np.int32)[3, some] = min(p.top_k, 2**31 - 1)
+        counters[some] = s.num_generated
+    return floats.view(np.int32), np.array(seeds, np.int64), counters

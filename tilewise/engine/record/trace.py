@@ -1,0 +1,275 @@
+"""What the engine decided, event by event, in a ring of bounded size. No torch.
+
+Scheduler and block tables note what they do in one line each; a decode step notes one event, and
+one more for each block that a sequence begins or fills. FIELDS says what an event holds. Times are
+seconds of time.perf_counter, as those of RequestMetrics.
+
+An owner of a block is a table that holds it, or an unfinished step that may still use it. Adding 1
+for each block that a sequence gets (admit, fork, extend, copy, hit, and register where it keeps
+another) and taking away 1 for each of free gives the reference counts of the allocator: `replay`
+does, and a test compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tilewise.cache.allocator import BlockAllocator
+from tilewise.engine.batch import Batch
+from tilewise.engine.record.ages import Ages
+from tilewise.engine.request import Request, Sequence
+
+__all__ = ["FIELDS", "Account", "Trace", "read_trace", "write_trace"]
+
+# Numbers that the ring holds at most, block ids and token counts: 10 MB of Python at worst, the
+# last 10,000 steps of a load of short requests.
+CAPACITY = 2**18
+PER_EVENT = 8  # what an event takes beside its lists of blocks
+MAX_ENDED = 1024  # requests that have ended and can still be asked about
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    # the pool, first in the ring of each scheduler: an earlier one's blocks are gone
+    "pool": ("num_blocks", "block_size"),
+    "arrive": ("request_id", "user", "num_tokens", "num_samples"),
+    # its whole table; the first num_found blocks the prefix cache had, or they came back: it finds
+    # them from now on; -1 stands for what its window has passed
+    "admit": ("seq_id", "request_id", "index", "blocks", "num_found"),
+    # prompts: seq_id, tokens, of each run of more than one token; all others run one
+    "schedule": ("num_sequences", "num_tokens", "prompts"),
+    "fork": ("seq_id", "child", "index"),
+    "extend": ("seq_id", "blocks"),  # at the end of its table
+    "copy": ("seq_id", "place", "source", "block"),  # block takes the place of source in its table
+    # blocks that are findable from now on; in place of each one that was known already, `kept`
+    "register": ("seq_id", "place", "blocks", "kept"),
+    "hit": ("seq_id", "place", "blocks"),  # found after its admission, they take these places
+    "cut": ("seq_id", "num_kept"),  # of its table the first ones are left
+    "pass": ("seq_id", "num_passed"),  # its window has passed these first ones
+    "free": ("blocks",),  # one owner less of each
+    "evict": ("block",),  # findable no more, as its memory is given away
+    "forget": ("blocks",),  # findable no more, as it cannot be trusted
+    "reset": (),  # nothing is findable
+    "swap_out": ("blocks", "slots"),
+    "swap_in": ("slots", "blocks"),
+    "preempt": ("seq_id", "num_computed"),
+    "finish": ("seq_id", "request_id", "index", "reason"),
+}
+
+
+class _Event(NamedTuple):
+    time: float
+    kind: str
+    values: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Account:
+    """What happened to one request so far; times are of the trace's clock.
+
+    Attributes:
+        since: when it began to wait, to run, or ended.
+        swapped: when it was last swapped out.
+        num_cached: prompt tokens that the prefix cache had; known when a sample has ended.
+        num_preemptions: of all of its samples.
+        num_lost: tokens that were computed, lost with their blocks and not found when it came back.
+        reasons: why its samples ended.
+        admitted: when a sample got blocks first; None while none has.
+    """
+
+    arrived: float
+    since: float
+    num_prompt: int
+    num_samples: int
+    swapped: float = 0.0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    num_lost: int = 0
+    reasons: list[str] = field(default_factory=list)
+    admitted: float | None = None
+
+
+class Trace:
+    """Takes notes; the oldest are forgotten when the ring is full.
+
+    Args:
+        num_blocks, block_size: of the pool.
+        capacity: see CAPACITY.
+        clock: seconds.
+
+    Attributes:
+        num_noted: events so far.
+        num_lost: tokens that were computed twice, of all requests; see `Account`.
+        ages: of blocks, and the sizes of steps.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        capacity: int = CAPACITY,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.capacity, self.clock = capacity, clock
+        self.num_noted = self.num_lost = 0
+        self.ages = Ages()
+        self._events: deque[_Event] = deque()
+        self._size = 0
+        self._accounts: dict[str, Account] = {}
+        self._ended: deque[str] = deque()
+        self._lost: dict[int, int] = {}  # by seq_id, computed when it lost its blocks
+        self.note("pool", num_blocks, block_size)
+
+    def note(self, kind: str, *values: Any) -> None:
+        """Add an event; lists of numbers are tuples."""
+        now = self.clock()
+        self._events.append(_Event(now, kind, values))
+        self.num_noted += 1
+        if (take := self.ages.handlers.get(kind)) is not None:
+            take(now, *values)
+        self._size += _size(values)
+        while self._size > self.capacity:
+            self._size -= _size(self._events.popleft().values)
+
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """Return the events from `number` on that are still known, as JSON objects."""
+        first = self.num_noted - len(self._events)
+        skip = max(0, number - first)
+        # From the end on: who follows asks often, for little, of a ring that holds much.
+        newest = list(islice(reversed(self._events), max(0, len(self._events) - skip)))
+        return [
+            {
+                "number": first + i,
+                "time": event.time,
+                "kind": event.kind,
+                **dict(zip(FIELDS[event.kind], event.values, strict=True)),
+            }
+            for i, event in enumerate(reversed(newest), start=skip)
+        ]
+
+    def follow(self, before: Trace) -> None:
+        """Go on behind the events of another trace, of which nobody is left."""
+        self._events = deque([*before._events, *self._events])
+        self._size += before._size
+        self.num_noted += before.num_noted
+        self.num_lost += before.num_lost
+        self.ages.follow(before.ages)
+        self._ended = deque(before._accounts, MAX_ENDED)
+        self._accounts = {key: before._accounts[key] for key in self._ended}
+
+    def account(self, request_id: str) -> Account | None:
+        """Return what happened to a request, if it is unfinished or has ended of late."""
+        return self._accounts.get(request_id)
+
+    # ---- one line each in scheduler and block tables
+
+    def watch(self, allocator: BlockAllocator) -> None:
+        """Note what is evicted before whoever listens already is told."""
+        tell = allocator.on_evict
+
+        def on_evict(block: int) -> None:
+            self.note("evict", block)
+            if tell is not None:
+                tell(block)
+
+        allocator.on_evict = on_evict
+
+    def arrive(self, request: Request) -> None:
+        """A request was accepted."""
+        count = request.sampling.num_samples
+        num_tokens = len(request.prompt_token_ids)
+        self.note("arrive", request.request_id, request.user, num_tokens, count)
+        now = self._events[-1].time
+        if request.request_id in self._accounts:  # of one that has ended
+            self._ended.remove(request.request_id)
+        self._accounts[request.request_id] = Account(now, now, num_tokens, count)
+
+    def admit(self, seq: Sequence) -> None:
+        """A sequence got blocks, some of which hold what it needs."""
+        request_id, found = seq.request.request_id, seq.num_registered_blocks
+        held = seq.held_blocks
+        blocks = (*(-1,) * (len(seq.block_ids) - len(held)), *held)
+        self.note("admit", seq.seq_id, request_id, seq.index, blocks, found)
+        account = self._accounts[request_id]
+        account.since = self._events[-1].time
+        if account.admitted is None:
+            account.admitted = account.since
+        lost = max(0, self._lost.pop(seq.seq_id, 0) - seq.num_computed_tokens)
+        account.num_lost += lost
+        self.num_lost += lost
+
+    def schedule(self, batch: Batch) -> None:
+        """A step was built."""
+        runs, total, prompts = batch.sequences, batch.num_tokens, list[int]()
+        if total > len(runs):
+            for run in runs:
+                if (length := len(run.token_ids)) > 1:
+                    prompts += [run.seq_id, length]
+        self.note("schedule", len(runs), total, tuple(prompts))
+
+    def preempt(self, seq: Sequence) -> None:
+        """A sequence loses its blocks."""
+        self.note("preempt", seq.seq_id, seq.num_computed_tokens)
+        account = self._accounts[seq.request.request_id]
+        account.num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
+        account.since = self._events[-1].time
+        if seq.swap_slots:
+            account.swapped = account.since
+        self._lost[seq.seq_id] = seq.num_computed_tokens
+
+    def finish(self, seq: Sequence, is_last: bool) -> None:
+        """A sequence has ended, with its request or before it; dropped beams have no reason."""
+        reason = "" if seq.finish_reason is None else seq.finish_reason.value
+        request_id = seq.request.request_id
+        self.note("finish", seq.seq_id, request_id, seq.index, reason)
+        self._lost.pop(seq.seq_id, None)
+        account = self._accounts[request_id]
+        if reason:
+            account.reasons.append(reason)
+        account.num_cached = max(account.num_cached, seq.num_cached_tokens)
+        if is_last:
+            account.since = self._events[-1].time
+            if len(self._ended) >= MAX_ENDED:
+                del self._accounts[self._ended.popleft()]
+            self._ended.append(request_id)
+
+    def free(self, blocks: list[int]) -> None:
+        """Blocks have one owner less."""
+        if blocks:
+            self.note("free", tuple(blocks))
+
+
+def _size(values: tuple[Any, ...]) -> int:
+    return PER_EVENT + sum(len(v) for v in values if type(v) is tuple)
+
+
+def write_trace(path: str | Path, events: Iterable[dict[str, Any]]) -> None:
+    """Write events as JSON, one a line."""
+    with open(path, "w", encoding="utf-8") as file:
+        for event in events:
+            file.write(json.dumps(event) + "\n")
+
+
+def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file that write_trace has written.
+
+    Raises:
+        ValueError: a line is no event; the message has its number.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                event = json.loads(line)
+                kind = event["kind"]
+                known = {key: event[key] for key in ("number", "time", "kind", *FIELDS[kind])}
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} must hold one event a line, line {number} is none"
+                ) from error
+            yield known

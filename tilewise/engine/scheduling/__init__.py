@@ -1,0 +1,1 @@
+"""Which sequences run next, and what the results of a step do to them; no torch."""

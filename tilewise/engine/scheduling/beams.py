@@ -1,0 +1,402 @@
+"""Beam search: which continuations live on after each step, and which have ended best. No torch.
+
+A beam is a sequence of the roster like any other: it runs in the same steps, shares the blocks of
+what it has in common with others of its request, and may be preempted. The search takes one row of
+log-probabilities of each; when it has those of all beams, one logical step is done: of all
+continuations the best end or live on. A beam that is continued twice is forked, one that is not
+continued gives its blocks back (`Scheduler`).
+
+A beam whose row is there rests until those of the others are. Where not all have seats or blocks
+they run in turns: a beam that rests makes way for one that has yet to run, and is computed again
+later. Its row is kept, so that nothing is chosen twice.
+
+Scores are sums of float32 log-probabilities in Python's float. Of equal scores the continuation of
+the better beam comes first, then the lower token; of equal ended ones that which ended first. The
+rules are those of `transformers` 5 (`generate(num_beams=)`): a continuation ends if it is among the
+beam_width best ones, and its score is divided by length**length_penalty, its last token counted.
+
+Source: the algorithm as transformers 5 has it; Kwon et al. 2023, "Efficient Memory Management for
+LLM Serving with PagedAttention", section 4.4, for beams that share blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import ClassVar, NamedTuple
+
+from tilewise.engine.batch import SampledToken, TokenEvent
+from tilewise.engine.request import FinishReason, Request, SamplingParams, Sequence
+from tilewise.engine.scheduling.roster import Roster
+from tilewise.engine.tables.block_tables import BlockTables
+
+__all__ = ["MAX_BEAM_WIDTH", "BeamSearch", "BeamSearchParams", "Beams", "Branch"]
+
+MAX_BEAM_WIDTH = 256  # more is a denial of service, not a workload
+MAX_END_IDS = 64  # each is one more log-probability of each row, and of each beam
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class BeamSearchParams(SamplingParams):
+    """Search for the most likely continuations instead of drawing them.
+
+    Names and rules are those of transformers' `generate(num_beams=beam_width)`. All beam_width
+    continuations are returned, the best first; cumulative_logprob is the sum of their
+    log-probabilities, `score` what they were ordered by. No text is there before the end.
+
+    Attributes:
+        beam_width: continuations that are kept, 1 to 256 and at most the vocabulary. It may exceed
+            max_num_seqs: beams then run in turns.
+        length_penalty: the score of an ended continuation is its cumulative log-probability divided
+            by length**length_penalty: above 0 prefers long ones.
+        early_stopping: True ends as soon as beam_width continuations have ended; False when the
+            best that lives, at its length, is not better than the worst of them; "never" when it
+            could not become better either, at its greatest length.
+        max_tokens: new tokens at most; None is up to the model's context.
+        stop_token_ids: at most 64 token ids that end a continuation, beside the model's end token.
+        ignore_eos: keep going past the model's end token.
+        logprobs: report the log-probability of each token and of this many best ones.
+
+    Raises:
+        TypeError: a value is not of its type; the message names it.
+        ValueError: a value is outside its range; the message names it.
+
+    Example:
+        >>> [output] = llm.generate("Once upon a time", BeamSearchParams(4, max_tokens=32))
+        >>> best = output.outputs[0]
+    """
+
+    beam_width: int = 4
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def __init__(
+        self,
+        beam_width: int = 4,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        max_tokens: int | None = 16,
+        stop_token_ids: list[int] | tuple[int, ...] | None = None,
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+    ) -> None:
+        if not isinstance(beam_width, int) or isinstance(beam_width, bool):
+            raise TypeError(f"beam_width must be an integer, got {beam_width!r}")
+        if not 1 <= beam_width <= MAX_BEAM_WIDTH:
+            raise ValueError(f"beam_width must be in 1 ... {MAX_BEAM_WIDTH}, got {beam_width}")
+        if not isinstance(length_penalty, Real) or isinstance(length_penalty, bool):
+            raise TypeError(f"length_penalty must be a number, got {length_penalty!r}")
+        if not -1e3 <= length_penalty <= 1e3:
+            raise ValueError(f"length_penalty must be in -1000 ... 1000, got {length_penalty}")
+        if not isinstance(early_stopping, bool) and early_stopping != "never":
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {early_stopping!r}"
+            )
+        object.__setattr__(self, "beam_width", beam_width)
+        object.__setattr__(self, "length_penalty", float(length_penalty))
+        object.__setattr__(self, "early_stopping", early_stopping)
+        SamplingParams.__init__(
+            self,
+            temperature=0.0,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+        if len(stop_token_ids or ()) > MAX_END_IDS:
+            raise ValueError(
+                f"stop_token_ids must be at most {MAX_END_IDS} ids in a beam search, "
+                f"got {len(stop_token_ids or ())}"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Beams, and continuations that are returned."""
+        return self.beam_width
+
+    def for_rows(self, end_ids: frozenset[int]) -> SamplingParams:
+        """Ask each row for all that the search can need of it.
+
+        The best beam_width tokens of a row may end; of those that do not, the best beam_width may
+        live on. Both are among the best beam_width + (number of end tokens).
+        """
+        num_ends = sum(token >= 0 for token in end_ids)
+        return _Candidates(
+            temperature=0.0, logprobs=max(self.beam_width + num_ends, self.logprobs or 0)
+        )
+
+    def score(self, cumulative_logprob: float, num_tokens: int) -> float:
+        """Return what an ended continuation is ordered by: its sum / num_tokens**length_penalty.
+
+        Args:
+            cumulative_logprob: the sum of the log-probabilities of its tokens.
+            num_tokens: how many these are, the one that ended it included.
+        """
+        try:
+            return float(cumulative_logprob / num_tokens**self.length_penalty)
+        except (OverflowError, ZeroDivisionError):  # of the power: the longest are far away
+            return 0.0 if self.length_penalty > 0 else -float("inf")
+
+
+class _Candidates(SamplingParams):
+    """What a beam asks of a row of logits: more log-probabilities than a user may."""
+
+    __slots__ = ()
+    most_logprobs: ClassVar[int] = 2**31
+
+
+class _Path(NamedTuple):
+    """The tokens that a beam has chosen, the last first; beams share what they have in common."""
+
+    before: _Path | None
+    token: SampledToken
+
+    def tokens(self) -> list[SampledToken]:
+        """Return them in order."""
+        found, path = [], self
+        while True:
+            found.append(path.token)
+            if path.before is None:
+                return found[::-1]
+            path = path.before
+
+
+@dataclass(slots=True)
+class _Beam:
+    """A continuation that lives.
+
+    Attributes:
+        parent: the place of the beam that it continues; equal for those that share its last block.
+        row: its next log-probabilities, None until they are there.
+    """
+
+    seq: Sequence
+    parent: int = 0
+    score: float = 0.0
+    path: _Path | None = None
+    row: SampledToken | None = None
+
+
+class _Ended(NamedTuple):
+    score: float
+    path: _Path
+    token_id: int
+    is_end_token: bool
+
+
+class Branch(NamedTuple):
+    """A beam of the next logical step: a parent's sequence and the token that follows it."""
+
+    parent: Sequence
+    token_id: int
+
+
+class BeamSearch:
+    """The state of one search.
+
+    Args:
+        request: its sampling is BeamSearchParams.
+        first: the sequence that computes the prompt.
+        max_len: tokens, prompt and generated, at which a continuation ends.
+    """
+
+    def __init__(self, request: Request, first: Sequence, max_len: int) -> None:
+        assert isinstance(request.sampling, BeamSearchParams)
+        self.params = request.sampling
+        self.request = request
+        self._max_len = max_len
+        self._num_prompt_tokens = first.num_prompt_tokens
+        self._beam_of: dict[Sequence, _Beam] = {first: _Beam(first)}  # the best first
+        self._next: list[_Beam] = []
+        self._ended: list[_Ended] = []  # the best first
+
+    def is_resting(self, seq: Sequence) -> bool:
+        """Whether a beam waits for the rows of others."""
+        return self._beam_of[seq].row is not None
+
+    def take(self, seq: Sequence, row: SampledToken) -> bool:
+        """Take the row of a beam; return whether those of all are there."""
+        self._beam_of[seq].row = row
+        return all(beam.row is not None for beam in self._beam_of.values())
+
+    def order(self, family: list[Sequence]) -> list[Sequence]:
+        """Return the beams in the order in which they are to run, else as they are.
+
+        Those that hold blocks are first, and of these those that rest are last, so that they are
+        preempted first.
+        """
+        return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
+
+    def choose(self) -> list[Branch]:
+        """End the logical step: return what lives on, the best first; nothing if all is done.
+
+        Call `follow` with the sequences of these beams then.
+        """
+        beams = list(self._beam_of.values())
+        length = beams[0].seq.num_tokens + 1 - self._num_prompt_tokens
+        is_last = beams[0].seq.num_tokens + 1 >= self._max_len
+        width, end_ids = self.params.beam_width, self.request.end_ids
+        found: list[tuple[float, int, int, float]] = []
+        for rank, beam in enumerate(beams):
+            assert beam.row is not None
+            found += [(-beam.score - x, rank, token, x) for token, x in beam.row.top_logprobs]
+        found.sort()
+        self._next, branches = [], list[Branch]()
+        for place, (loss, rank, token_id, logprob) in enumerate(found):
+            if place >= width and (is_last or len(branches) == width):
+                break
+            beam, is_end_token = beams[rank], token_id in end_ids
+            if is_end_token or is_last:
+                if place < width:
+                    path = self._path(beam, token_id, logprob)
+                    score = self.params.score(-loss, length)
+                    self._ended.append(_Ended(score, path, token_id, is_end_token))
+            elif len(branches) < width:
+                path = self._path(beam, token_id, logprob)
+                self._next.append(_Beam(beam.seq, rank, -loss, path))
+                branches.append(Branch(beam.seq, token_id))
+        self._ended.sort(key=lambda ended: -ended.score)  # stable: who ended first stays first
+        del self._ended[width:]
+        if self._is_done(length):
+            branches = []
+        return branches
+
+    def follow(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Take the sequences of what choose() has returned, in its order.
+
+        Returns:
+            These, beams of one parent side by side: while a step is built, whoever shares a block
+            that is to be copied is preempted only when no other copy can take that block.
+        """
+        for beam, seq in zip(self._next, sequences, strict=True):
+            beam.seq = seq
+        self._beam_of = {beam.seq: beam for beam in self._next}
+        return [beam.seq for beam in sorted(self._next, key=lambda beam: beam.parent)]
+
+    def events(self, num_cached_tokens: int) -> list[TokenEvent]:
+        """Return the tokens of the continuations that have ended, the best first."""
+        found = []
+        for index, ended in enumerate(self._ended):
+            reason, stop_reason = FinishReason.LENGTH, None
+            if ended.is_end_token:
+                reason = FinishReason.STOP
+                stop_reason = ended.token_id if ended.token_id in self.request.stop_ids else None
+            found += [
+                TokenEvent(self.request.request_id, index, token, None, None, num_cached_tokens)
+                for token in ended.path.tokens()
+            ]
+            found[-1].finish_reason, found[-1].stop_reason = reason, stop_reason
+        return found
+
+    def _path(self, beam: _Beam, token_id: int, logprob: float) -> _Path:
+        assert beam.row is not None
+        alternatives = beam.row.top_logprobs[: self.params.logprobs or 0]
+        return _Path(beam.path, SampledToken(token_id, logprob, alternatives))
+
+    def _is_done(self, length: int) -> bool:
+        """Whether nothing lives, or what lives cannot matter any more."""
+        if not self._next:
+            return True
+        if len(self._ended) < self.params.beam_width:
+            return False
+        if self.params.early_stopping is True:
+            return True
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            length = self._max_len - self._num_prompt_tokens
+        return self.params.score(self._next[0].score, length) <= self._ended[-1].score
+
+
+class Beams:
+    """The scheduler's part: forks and drops the sequences of all searches.
+
+    Args:
+        roster: of the scheduler.
+        tables: of the scheduler.
+    """
+
+    def __init__(self, roster: Roster, tables: BlockTables) -> None:
+        self.roster, self.tables = roster, tables
+        self._unsettled: dict[BeamSearch, None] = {}
+
+    def start(self, first: Sequence) -> None:
+        """Let a new sequence be the first of a search."""
+        first.search = BeamSearch(first.request, first, first.max_len)
+        first.is_stepwise = True
+
+    def take(self, seq: Sequence, row: SampledToken) -> tuple[list[TokenEvent], list[int]]:
+        """Take the row of a beam; when those of all are there, let the best go on.
+
+        Returns:
+            The tokens of a search that is done, which the caller ends; and the seq_ids of beams
+            that are gone and held blocks.
+        """
+        search = seq.search
+        assert search is not None
+        if not search.take(seq, row):
+            self._unsettled[search] = None
+            return [], []
+        self._unsettled.pop(search, None)
+        branches = search.choose()
+        if branches:
+            return [], self._branch(search, branches)
+        return search.events(seq.num_cached_tokens), []
+
+    def settle(self) -> None:
+        """After the results of a step, put beams that rest behind those that have yet to run."""
+        for search in self._unsettled:
+            family = self.roster.unfinished(search.request.request_id)
+            if family and family[0].search is search:  # it has not failed in this step
+                self.roster.regroup(search.order(family))
+        self._unsettled.clear()
+
+    def regroup(self, seq: Sequence) -> None:
+        """Do the same for the search of a sequence that got or lost blocks, if it is a beam."""
+        if seq.search is not None:
+            family = self.roster.requests[seq.request.request_id]
+            self.roster.regroup(seq.search.order(family))
+
+    def is_resting(self, seq: Sequence) -> bool:
+        """Whether a sequence is a beam that waits for the rows of others."""
+        return seq.search is not None and seq.search.is_resting(seq)
+
+    def who_makes_way(self, seq: Sequence, lacks_seat: bool) -> Sequence | None:
+        """Return the beam that is to make way for one that waits, if there is one.
+
+        It is the last that rests, of the same search or of one that comes later; nobody if the
+        blocks that are lacking come free by themselves.
+        """
+        if self.tables.has_fenced and not lacks_seat:
+            return None
+        for other in reversed(self.roster.running):
+            if other.rank[:2] < seq.rank[:2]:
+                break
+            if self.is_resting(other):
+                return other
+        return None
+
+    def _branch(self, search: BeamSearch, branches: list[Branch]) -> list[int]:
+        """Continue each parent with its first token, fork it for the others, drop who has none."""
+        family = self.roster.unfinished(search.request.request_id)
+        parents = {branch.parent for branch in branches}
+        kept = {s.index for s in parents}
+        free = (i for i in range(len(branches)) if i not in kept)
+        gone = [s for s in family if s not in parents]
+        held, leaving = [s.seq_id for s in gone if s.block_ids], iter(gone)
+        sequences, known = list[Sequence](), {s: s.num_tokens for s in parents}
+        for parent, token_id in branches:
+            seq = parent
+            if parent.num_tokens > known[parent]:  # it goes on with another token
+                seq = self.roster.branch(parent, parent.token_ids[: known[parent]], next(free))
+                seq.search, seq.is_stepwise = search, True
+                seq.num_cached_tokens = parent.num_cached_tokens
+                if parent.block_ids:
+                    self.tables.fork(parent, seq, next(leaving, None))
+                    self.tables.trace.note("fork", parent.seq_id, seq.seq_id, seq.index)
+            seq.token_ids.append(token_id)
+            sequences.append(seq)
+        self.roster.regroup(search.order(search.follow(sequences)))
+        for seq in gone:
+            self.tables.trace.finish(seq, False)
+            self.tables.release(seq)
+        return held

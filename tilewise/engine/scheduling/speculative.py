@@ -1,0 +1,412 @@
+"""Several tokens of a sequence in one step: guessed, verified, taken back where wrong. No torch.
+
+A run of a decoding sequence is then its last token and some drafts, guesses of what follows. The
+step draws a token from the logits of each of them, by the sample's own rule and random number: the
+drafts before the first that was not drawn are right, and the token drawn in its place is one more.
+
+What comes out is what comes out without drafts, token by token, greedy or seeded: whichever token
+is drawn at number i of a sample's stream depends on the tokens before it and on that number only.
+A draft d that is a guess without randomness is so accepted with probability p(d), and what is drawn
+if it is not has the distribution p without d, renormalised: rejection sampling of Leviathan et al.
+for a certain guess, with one random number for both of its draws. A draft model draws its guess
+with the very same number of the stream, so that equal distributions give equal tokens. (Rejection
+with the draft's own probabilities would accept a little more of an unlike draft, but the tokens of
+a seed would depend on the draft model.) The condition is that a row of logits has the same bits
+whichever run it is part of; where it has not, a choice between near equals may differ, as it may
+between batches.
+
+Drafts take no block that a running sequence will want at once, and no token of the budget that one
+behind needs; their blocks are let go of when the step has finished (`BlockTables.truncate`), and
+the prefix cache learns of tokens only when they are drawn. Where a step with drafts gives fewer
+tokens a second than one without, `Pace` turns them off.
+
+Source: Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding",
+ICML 2023, algorithm 1; the lookup of n-grams is A. Saxena's prompt lookup decoding, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
+from tilewise.engine.request import Request, Sequence
+from tilewise.engine.scheduling.beams import BeamSearchParams
+from tilewise.engine.scheduling.draft_trees import depths, merge, num_in_place, path
+from tilewise.engine.tables.block_tables import BlockTables
+
+__all__ = [
+    "DRAFT",
+    "DraftModel",
+    "Ngrams",
+    "Pace",
+    "PromptLookup",
+    "Speculation",
+    "accepted",
+    "with_rows_of_drafts",
+]
+
+DRAFT = -3  # stands for a guess that the runner makes
+MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
+MAX_BRANCHES = 4  # continuations that a tree of guesses is made of
+# Tokens of a sequence in which n-grams are looked for: an index of 16,384 is some 10 MB.
+MAX_LOOKBACK = 16_384
+STEPS = 8  # of a trial, with drafts or without
+SOONEST, LATEST = 64, 4096  # steps until what has lost is tried again: doubled each time it loses
+
+
+def _check(num_tokens: int) -> None:
+    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
+        raise TypeError(f"num_tokens must be an integer, got {num_tokens!r}")
+    if not 1 <= num_tokens <= MAX_DRAFTS:
+        raise ValueError(f"num_tokens must be in 1 ... {MAX_DRAFTS}, got {num_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLookup:
+    """Guess that what followed the last tokens before follows them again.
+
+    Attributes:
+        num_tokens: guesses a step, 1 to 16.
+        max_ngram: tokens at the end that are looked for, at most; longer ones first.
+        min_ngram: and at least.
+        is_adaptive: turn guesses off where they cost more than they give.
+        num_branches: places of an n-gram whose continuations are guessed at once, the last ones
+            first, 1 to 4: with more than 1, guesses are a tree of at most 16 rows
+            (`draft_trees`). Not with batch invariance, as the rows of a branch add keys in
+            another order, nor for layers with a window or with latents.
+
+    Raises:
+        TypeError: a value is not of its type.
+        ValueError: a value is outside its range; the message names it.
+
+    Example:
+        >>> llm = LLM("story", speculative=PromptLookup(num_tokens=6))
+    """
+
+    num_tokens: int = 4
+    max_ngram: int = 4
+    min_ngram: int = 2
+    is_adaptive: bool = True
+    num_branches: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.num_tokens)
+        if not isinstance(self.num_branches, int) or isinstance(self.num_branches, bool):
+            raise TypeError(f"num_branches must be an integer, got {self.num_branches!r}")
+        if not 1 <= self.num_branches <= MAX_BRANCHES:
+            raise ValueError(
+                f"num_branches must be in 1 ... {MAX_BRANCHES}, got {self.num_branches}"
+            )
+        for name, value in (("max_ngram", self.max_ngram), ("min_ngram", self.min_ngram)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+        if not 1 <= self.min_ngram <= self.max_ngram <= MAX_DRAFTS:
+            raise ValueError(
+                f"min_ngram and max_ngram must be in 1 ... {MAX_DRAFTS}, in this order, "
+                f"got {self.min_ngram} and {self.max_ngram}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Let a smaller model of the same vocabulary guess, on a CPU.
+
+    Attributes:
+        model: a checkpoint directory, or "story".
+        num_tokens: guesses a step, 1 to 16.
+        dtype: of its parameters; "auto" is the checkpoint's own.
+        is_adaptive: turn guesses off where they cost more than they give.
+
+    Raises:
+        TypeError: num_tokens is not an integer.
+        ValueError: num_tokens is outside its range.
+    """
+
+    model: str | Path
+    num_tokens: int = 4
+    dtype: str = "auto"
+    is_adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.num_tokens)
+
+
+class Speculation:
+    """The scheduler's part: which guesses to run for a sequence.
+
+    Args:
+        params: how to guess.
+
+    Attributes:
+        pace: whether guesses are worth their cost.
+        num_drafts: guesses that were verified, since the start.
+        num_accepted: how many of them were right.
+    """
+
+    def __init__(self, params: PromptLookup | DraftModel) -> None:
+        self.params = params
+        self.pace = Pace() if params.is_adaptive else None
+        self.num_drafts = 0
+        self.num_accepted = 0
+        self._is_on = True
+        self._most = self._room = MAX_DRAFTS
+
+    def suits(self, request: Request) -> bool:
+        """Whether a request's tokens may be guessed.
+
+        Not those of a beam search; nor where logits are changed by what was drawn before, as the
+        rows of guesses would have to be, or where a prompt is scored or pooled.
+        """
+        sampling = request.sampling
+        is_read = sampling.prompt_logprobs is not None or request.pooling is not None
+        is_plain = not request.adjusts and not is_read
+        return is_plain and not isinstance(sampling, BeamSearchParams)
+
+    def begin(self, num_sequences: int, max_chunk_tokens: int | None) -> None:
+        """Decide about the step that is scheduled now.
+
+        Args:
+            num_sequences: how many run.
+            max_chunk_tokens: tokens of one sequence in a step; None is no limit.
+        """
+        self._most = MAX_DRAFTS if max_chunk_tokens is None else max_chunk_tokens - 1
+        self._is_on = self.pace is None or self.pace.is_on(num_sequences)
+
+    def draft(self, seq: Sequence, room: int, tables: BlockTables, num_running: int) -> int:
+        """Choose the drafts that a sequence runs behind its last token; return how many.
+
+        They take no block that is not there for them, beside one for each running sequence.
+
+        Args:
+            seq: its run is one token.
+            room: tokens that the budget has left for drafts.
+            tables: of its blocks.
+            num_running: sequences that hold blocks.
+        """
+        known = seq.num_tokens
+        is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
+        if seq.search is not None or not is_decoding:
+            return 0
+        free = max(tables.num_free - num_running, 0)
+        self._room = min(  # rows: the slots of a tree are as many as its drafts
+            room,
+            self._most,
+            (tables.num_places(seq) + free) * tables.block_size - known,
+        )
+        # The step draws one more token than there are drafts after one another.
+        most = min(self._room, seq.max_len - known - 1)
+        seq.draft_parents = ()
+        seq.drafts = self.propose(seq, most)
+        return len(seq.drafts)
+
+    def take(
+        self,
+        seq: Sequence,
+        run: ScheduledSequence,
+        drawn: Seq[SampledToken],
+        tables: BlockTables,
+    ) -> None:
+        """Count the drafts that were right as computed, and let go of the blocks of the others.
+
+        The prefix cache is told of a block when all its tokens are drawn. Right drafts of a tree
+        that do not lie in the slots of their positions are computed again.
+
+        Args:
+            seq: it has run drafts; its tokens do not have what was drawn yet.
+            run: what it has run.
+            drawn: the right ones and one more.
+            tables: of its blocks.
+        """
+        right, known = len(drawn) - 1, seq.num_tokens
+        self.num_drafts += run.num_drafts
+        self.num_accepted += right
+        in_place = right + 1  # the token before the drafts, and the right ones
+        if run.draft_parents:
+            tokens = [token.token_id for token in drawn]
+            in_place = num_in_place(path(run.token_ids[1:], run.draft_parents, tokens))
+        seq.num_computed_tokens += in_place
+        seq.num_scheduled_tokens, seq.num_pending = seq.num_computed_tokens, 0
+        tables.truncate(seq)
+        seq.token_ids += [token.token_id for token in drawn[:right]]
+        tables.register(seq)
+        del seq.token_ids[known:]
+
+    def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        """Return at most `most` guesses of what follows a sequence, of which all is known."""
+        most = min(most, self.params.num_tokens)
+        if most <= 0 or not self._is_on:
+            return ()
+        if isinstance(self.params, DraftModel):
+            return (DRAFT,) * most
+        params = self.params
+        if seq.ngrams is None:
+            seq.ngrams = Ngrams(params.min_ngram, params.max_ngram, params.num_branches)
+        chains = seq.ngrams.find_all(seq.token_ids, most)
+        if len(chains) < 2:
+            return chains[0] if chains else ()
+        drafts, seq.draft_parents = merge(chains, min(self._room, MAX_DRAFTS))
+        return drafts
+
+    def record(self, batch: Batch, samples: Seq[Seq[SampledToken]], seconds: float) -> None:
+        """Note what a step took, if its sequences decode, or compute what a branch has given."""
+        runs = batch.sequences
+        if any(s.num_generated == 0 or len(s.token_ids) - s.num_drafts > MAX_DRAFTS for s in runs):
+            return
+        if self.pace is not None:
+            num_tokens = sum(map(len, samples))
+            has_drafts = any(len(s.token_ids) > 1 for s in runs)
+            self.pace.record(len(runs), has_drafts, num_tokens, seconds)
+
+
+class Ngrams:
+    """Where the n-grams of a sequence were last, kept from step to step.
+
+    Args:
+        shortest, longest: tokens of an n-gram.
+        num_places: of each, the last ones are kept.
+    """
+
+    def __init__(self, shortest: int, longest: int, num_places: int = 1) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        # The places behind the last ones of each, the very last one first.
+        self._next: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._num_places = num_places
+        self._num_known = 0
+
+    def find(self, token_ids: Seq[int], most: int) -> tuple[int, ...]:
+        """Return what followed the longest n-gram that the tokens end with, when it was last there.
+
+        Where that reaches the end, it goes round: what repeats is guessed to repeat again.
+
+        Args:
+            token_ids: those of the last call and what came since.
+            most: tokens to return at most; fewer than one only if nothing is found.
+        """
+        found = self.find_all(token_ids, most)
+        return found[0] if found else ()
+
+    def find_all(self, token_ids: Seq[int], most: int) -> list[tuple[int, ...]]:
+        """Return what followed such n-grams at their last places, the longest and last ones first.
+
+        Args:
+            token_ids: as for find().
+            most: tokens of each at most.
+
+        Returns:
+            As many as places are kept, or fewer.
+        """
+        end = len(token_ids)
+        for place in range(max(self._num_known, end - MAX_LOOKBACK, 1), end):
+            for n in self._lengths:  # the n tokens before this place
+                if n <= place:
+                    ngram = tuple(token_ids[place - n : place])
+                    before = self._next.get(ngram, ())[: self._num_places - 1]
+                    self._next[ngram] = (place, *before)
+        self._num_known = end
+        found: dict[tuple[int, ...], None] = {}
+        for n in self._lengths:
+            for place in self._next.get(tuple(token_ids[end - n :]), ()) if n < end else ():
+                period = end - place
+                found[tuple(token_ids[place + i % period] for i in range(most))] = None
+                if len(found) == self._num_places:
+                    return list(found)
+        return list(found)
+
+
+@dataclass
+class _Kind:
+    """Steps of so many sequences: (tokens, seconds) of the last ones, without drafts and with."""
+
+    steps: tuple[list[tuple[int, float]], list[tuple[int, float]]] = field(
+        default_factory=lambda: ([], [])
+    )
+    is_on: bool = True
+    is_trial: bool = True
+    left: int = STEPS
+    wait: int = SOONEST
+
+
+class Pace:
+    """Chooses between steps with drafts and without, by the tokens that each gave a second.
+
+    For each power of two of sequences in a step: eight steps with drafts, eight without, then
+    whichever gave more; the other is tried again for eight steps after 64, then 128, at last every
+    4,096 steps. Of each the two longest of the last sixteen steps do not count: on a machine that
+    others use some take a hundred times as long.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, _Kind] = {}
+
+    def is_on(self, num_sequences: int) -> bool:
+        """Whether the next step of so many sequences is to have drafts."""
+        return self._kinds.setdefault(num_sequences.bit_length(), _Kind()).is_on
+
+    def record(self, num_sequences: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
+        """Note how many tokens a step gave and how long it took."""
+        kind = self._kinds.setdefault(num_sequences.bit_length(), _Kind())
+        steps = kind.steps[has_drafts]
+        steps.append((num_tokens, seconds))
+        del steps[: -2 * STEPS]
+        if kind.is_trial and has_drafts != kind.is_on:
+            return  # nothing was found to be guessed: no trial of drafts
+        kind.left -= 1
+        if kind.left > 0:
+            return
+        if not kind.is_trial or not all(kind.steps):
+            kind.is_on, kind.is_trial, kind.left = not kind.is_on, True, STEPS
+            return
+        without, with_drafts = map(_rate, kind.steps)
+        was_on = not kind.is_on  # before this trial
+        kind.is_on = with_drafts > without
+        kind.wait = min(2 * kind.wait, LATEST) if kind.is_on == was_on else SOONEST
+        kind.is_trial, kind.left = False, kind.wait
+
+
+def _rate(steps: list[tuple[int, float]]) -> float:
+    """Return tokens a second of all but the longest steps."""
+    kept = sorted(steps, key=lambda step: step[1])
+    kept = kept[: max(len(kept) - len(kept) // STEPS, 1)]
+    return sum(tokens for tokens, _ in kept) / max(sum(seconds for _, seconds in kept), 1e-9)
+
+
+def with_rows_of_drafts(batch: Batch) -> Batch:
+    """Return a batch for the sampler, in which each row of logits belongs to a run of its own.
+
+    The rows of a run with drafts are those of its last token before them and of each of them; they
+    draw number num_generated + depth of its stream, so 1, 2, ... more in a chain.
+    """
+    if not any(run.num_drafts for run in batch.sequences):
+        return batch
+    runs = []
+    for run in batch.sequences:
+        if run.num_drafts == 0:
+            runs.append(run)
+            continue
+        first, parents = run.num_generated, run.draft_parents
+        places = depths(parents) if parents else range(run.num_drafts + 1)
+        runs += [run._replace(num_generated=first + place) for place in places]
+    return replace(batch, sequences=tuple(runs))
+
+
+def accepted(batch: Batch, samples: list[list[SampledToken]]) -> list[list[SampledToken]]:
+    """Return the tokens of each run: of one with drafts those that are right, and one more.
+
+    Args:
+        batch: what was run; its drafts are known.
+        samples: of with_rows_of_drafts(batch).
+    """
+    if len(samples) == len(batch.sequences):
+        return samples
+    rows, found = iter(samples), []
+    for run in batch.sequences:
+        if run.num_drafts == 0:
+            found.append(next(rows))
+            continue
+        drawn = [next(rows)[0] for _ in range(run.num_drafts + 1)]
+        drafts = run.token_ids[-run.num_drafts :]
+        right = path(drafts, run.draft_parents, [token.token_id for token in drawn])
+        found.append([drawn[row] for row in right])
+    return found

@@ -1,0 +1,1 @@
+"""One step of the model, op by op, and what it samples."""

@@ -1,0 +1,372 @@
+"""What requests ask of their logits, followed for every sequence of a runner.
+
+A row is changed by one op (`ops.adjust_logits`), and only in steps that have such a row. What a
+step sends is what depends on the tokens so far: which of them may come next, as a bit mask, the
+biases, and the penalties. The counts of tokens that penalties need stay on the device, a row of the
+vocabulary for each sequence that has them: the host sends what it learned since the last step, and
+a token that only the device knows is counted there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.request import NO_TOKEN
+from tilewise.engine.sampling_options import Matcher
+from tilewise.engine.steps.inputs import send
+from tilewise.errors import RequestError
+from tilewise.ops.adjust_logits import words_of
+
+__all__ = ["Adjuster", "put_errors"]
+
+T = TypeVar("T", bound=np.generic)
+
+FIRST_SLOTS = 8  # sequences that counts are kept for at first; doubled when more come
+ALL_ALLOWED = np.uint32(0xFFFFFFFF)
+
+
+@dataclass(slots=True)
+class _State:
+    """What is kept of one sequence.
+
+    Attributes:
+        slot: row of its counts; -1 without penalties.
+        num_counted: generated tokens that are counted, or that the device was told to count.
+        allowed: words of what may ever be drawn; None is everything.
+        ends: tokens that may not be drawn before min_tokens.
+        endings: for the token before it, what would complete a bad word: (all but its last
+            token, its last one).
+        bias_ids, bias: of logit_bias.
+        matcher: of its structure, which has accepted num_accepted generated tokens.
+    """
+
+    slot: int = -1
+    num_counted: int = 0
+    allowed: NDArray[np.uint32] | None = None
+    ends: tuple[int, ...] = ()
+    endings: dict[int, list[tuple[tuple[int, ...], int]]] | None = None
+    bias_ids: NDArray[np.int64] | None = None
+    bias: NDArray[np.float32] | None = None
+    matcher: Matcher | None = None
+    num_accepted: int = 0
+
+
+class Adjuster:
+    """Changes the logits of the sequences that ask for it.
+
+    Args:
+        device: of the logits.
+
+    Attributes:
+        counts: (slots, V) int32, see `ops.adjust_logits`; None before they are needed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.counts: Tensor | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._states: dict[int, _State] = {}
+        self._free = list(range(0 if self.counts is None else len(self.counts)))
+
+    def follow(self, batch: Batch, asks: bool) -> bool:
+        """Forget who left; say whether a row of this batch is to be changed before it is drawn.
+
+        Every batch of a runner passes here, in order.
+
+        Args:
+            batch: the step.
+            asks: what `batch.asks` says.
+        """
+        if self._states:
+            for seq_id in batch.left:
+                state = self._states.pop(seq_id, None)
+                if state is not None and state.slot >= 0:
+                    self._free.append(state.slot)
+        return asks and any(
+            run.asked is not None and run.asked.adjusts and run.num_samples > 0
+            for run in batch.sequences
+        )
+
+    def adjust(
+        self,
+        logits: Tensor,
+        sequences: Sequence[ScheduledSequence],
+        rows: Sequence[int],
+        *,
+        tokens: Tensor | None = None,
+        token_rows: Sequence[int] = (),
+    ) -> dict[int, Exception]:
+        """Change logits in place before tokens are drawn from them.
+
+        Args:
+            logits: (R, V) float32.
+            sequences: of the batch that `follow` took last.
+            rows: for each, its row of logits; any number where it draws nothing.
+            tokens: int64, on the device: last tokens, for sequences whose own is PENDING.
+            token_rows: for each sequence, its place in `tokens`.
+
+        Returns:
+            By place among `sequences`, what went wrong: a grammar, or a function of the caller,
+            failed. Nothing may be drawn from these rows.
+        """
+        vocab, errors = logits.shape[1], dict[int, Exception]()
+        step = _Step(words_of(vocab))
+        for place, run in enumerate(sequences):
+            asked = run.asked
+            if asked is None or not asked.adjusts or run.num_samples == 0:
+                continue
+            try:
+                state = self._state_of(run, asked, vocab, step)
+                known, is_pending = _tokens_of(run, asked)
+                self._process(logits, rows[place], run, known, asked)
+                self._add(step, state, run, rows[place], known, asked)
+            except Exception as error:
+                errors[place] = error
+                continue
+            if state.slot >= 0:
+                first = asked.num_prompt_tokens + state.num_counted
+                step.count(state.slot * vocab, known[first:])
+                state.num_counted = len(known) - asked.num_prompt_tokens
+                if is_pending:
+                    step.pending.append((state.slot * vocab, token_rows[place]))
+                    state.num_counted += 1
+        self._run(logits, step, tokens)
+        return errors
+
+    def _state_of(self, run: ScheduledSequence, asked: Asked, vocab: int, step: _Step) -> _State:
+        state = self._states.get(run.seq_id)
+        if state is not None:
+            return state
+        sampling = run.sampling
+        state = _State()
+        words = [word for word in asked.bad_word_ids if len(word) == 1]
+        if sampling.allowed_token_ids or words:
+            state.allowed = np.full(words_of(vocab), ALL_ALLOWED)
+            if sampling.allowed_token_ids:
+                state.allowed = np.zeros(words_of(vocab), np.uint32)
+                _set_bits(state.allowed, np.fromiter(sampling.allowed_token_ids, np.int64))
+            _clear_bits(state.allowed, [word[0] for word in words])
+        if sampling.min_tokens:
+            state.ends = tuple(i for i in asked.end_ids if i != NO_TOKEN and i < vocab)
+        for word in asked.bad_word_ids:
+            if len(word) > 1:
+                state.endings = state.endings or {}
+                state.endings.setdefault(word[-2], []).append((word[:-1], word[-1]))
+        if sampling.logit_bias:
+            state.bias_ids = np.fromiter(sampling.logit_bias, np.int64)
+            state.bias = np.fromiter(sampling.logit_bias.values(), np.float32)
+        if asked.new_matcher is not None:
+            state.matcher = asked.new_matcher()
+        if sampling.has_penalties:
+            if not self._free:
+                self._grow(vocab)
+            state.slot = self._free.pop()
+            step.begin(state.slot, vocab, asked)
+            state.num_counted = len(asked.token_ids) - asked.num_prompt_tokens
+        self._states[run.seq_id] = state
+        return state
+
+    def _grow(self, vocab: int) -> None:
+        have = 0 if self.counts is None else len(self.counts)
+        size = max(FIRST_SLOTS, 2 * have)
+        wider = torch.zeros((size, vocab), dtype=torch.int32, device=self.device)
+        if self.counts is not None:
+            wider[:have] = self.counts
+        self.counts = wider
+        self._free += range(have, size)
+
+    def _process(
+        self, logits: Tensor, row: int, run: ScheduledSequence, known: Sequence[int], asked: Asked
+    ) -> None:
+        """Let the caller's own functions change a row."""
+        processors = run.sampling.logits_processors
+        if not processors:
+            return
+        prompt, output = known[: asked.num_prompt_tokens], known[asked.num_prompt_tokens :]
+        changed = logits[row].clone()
+        for processor in processors:
+            try:
+                changed = processor(list(prompt), list(output), changed)
+            except SystemExit as error:  # as is, it would end the requests of all, and the process
+                raise RuntimeError(f"a logits processor must not exit, got {error!r}") from error
+            if not isinstance(changed, Tensor) or changed.shape != logits.shape[1:]:
+                got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed)
+                raise ValueError(
+                    f"a logits processor must return a tensor of {logits.shape[1]} logits, "
+                    f"got {got}"
+                )
+        logits[row] = changed.to(logits.dtype)
+
+    def _add(
+        self,
+        step: _Step,
+        state: _State,
+        run: ScheduledSequence,
+        row: int,
+        known: Sequence[int],
+        asked: Asked,
+    ) -> None:
+        """Add the masks, biases and penalties of one row to the step."""
+        words, sampling = state.allowed, run.sampling
+        forbidden: list[int] = []
+        if run.num_generated < sampling.min_tokens:
+            forbidden += state.ends
+        if state.endings is not None and len(known) > asked.num_prompt_tokens:
+            for head, last in state.endings.get(known[-1], ()):
+                first = len(known) - len(head)
+                if first >= asked.num_prompt_tokens and tuple(known[first:]) == head:
+                    forbidden.append(last)
+        if state.matcher is not None:
+            for token in known[asked.num_prompt_tokens + state.num_accepted :]:
+                state.matcher.accept(token)
+                state.num_accepted += 1
+            mask = np.zeros(step.num_words, np.int32)
+            state.matcher.fill_mask(mask)
+            words = mask.view(np.uint32) if words is None else mask.view(np.uint32) & words
+        if forbidden:
+            words = np.full(step.num_words, ALL_ALLOWED) if words is None else words.copy()
+            _clear_bits(words, forbidden)
+        if words is not None:
+            if not words.any():
+                raise RequestError(
+                    "what a request allows must leave a token to draw, got none after "
+                    f"{len(known) - asked.num_prompt_tokens} tokens"
+                )
+            step.masks.append(words)
+        step.rows.append(row)
+        step.mask_of.append(-1 if words is None else len(step.masks) - 1)
+        step.counts_of.append(state.slot)
+        step.penalties.append(
+            (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        )
+        if state.bias_ids is not None and state.bias is not None:
+            step.bias_rows.append(np.full(len(state.bias), row, np.int64))
+            step.bias_ids.append(state.bias_ids)
+            step.biases.append(state.bias)
+
+    def _run(self, logits: Tensor, step: _Step, tokens: Tensor | None) -> None:
+        """Send the step in one copy and do it."""
+        if not step.rows and not step.cleared:
+            return
+        pending = np.array(step.pending, np.int64).reshape(-1, 2)
+        (rows, cleared, places, at, token_rows, bias_rows, bias_ids, values, mask_of, counts_of,
+         penalties, bias, mask) = send(
+            (
+                np.array(step.rows, np.int64), np.array(step.cleared, np.int64),
+                _joined(step.places, np.int64), pending[:, 0].copy(), pending[:, 1].copy(),
+                _joined(step.bias_rows, np.int64), _joined(step.bias_ids, np.int64),
+                _joined(step.values, np.int32), np.array(step.mask_of, np.int32),
+                np.array(step.counts_of, np.int32),
+                np.array(step.penalties, np.float32).view(np.int32).ravel(),
+                _joined(step.biases, np.float32).view(np.int32),
+                _joined(step.masks, np.uint32).view(np.int32),
+            ),
+            self.device,
+        )  # fmt: skip
+        has_counts = self.counts is not None and max(step.counts_of, default=-1) >= 0
+        if self.counts is not None:
+            if len(cleared):
+                self.counts.index_fill_(0, cleared, 0)
+            flat = self.counts.view(-1)
+            if len(places):
+                flat.index_add_(0, places, values)
+            if len(at):
+                assert tokens is not None, "only the device knows this token"
+                at = at + tokens.index_select(0, token_rows)
+                flat.index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
+        ops.adjust_logits(
+            logits,
+            rows,
+            mask=mask.view(-1, step.num_words) if step.masks else None,
+            mask_of=mask_of if step.masks else None,
+            bias_rows=bias_rows if step.biases else None,
+            bias_ids=bias_ids if step.biases else None,
+            bias=bias.view(torch.float32) if step.biases else None,
+            counts=self.counts if has_counts else None,
+            counts_of=counts_of if has_counts else None,
+            penalties=penalties.view(torch.float32).view(-1, 3) if has_counts else None,
+        )
+
+
+def put_errors(samples: list[list[SampledToken]], errors: dict[int, Exception]) -> None:
+    """Let the tokens of rows that could not be adjusted say why."""
+    for place, error in errors.items():
+        samples[place] = [SampledToken(NO_TOKEN, error=error)] * len(samples[place])
+
+
+class _Step:
+    """What one step sends.
+
+    Attributes:
+        rows, mask_of, counts_of, penalties, masks, bias_rows, bias_ids, biases: of `adjust_logits`.
+        cleared: slots of counts to begin from 0.
+        places, values: what is added to the flat counts.
+        pending: (first place of a slot, row that has the token) of tokens that the device knows.
+    """
+
+    def __init__(self, num_words: int) -> None:
+        self.num_words = num_words
+        self.rows: list[int] = []
+        self.mask_of: list[int] = []
+        self.counts_of: list[int] = []
+        self.penalties: list[tuple[float, float, float]] = []
+        self.masks: list[NDArray[np.uint32]] = []
+        self.bias_rows: list[NDArray[np.int64]] = []
+        self.bias_ids: list[NDArray[np.int64]] = []
+        self.biases: list[NDArray[np.float32]] = []
+        self.cleared: list[int] = []
+        self.places: list[NDArray[np.int64]] = []
+        self.values: list[NDArray[np.int32]] = []
+        self.pending: list[tuple[int, int]] = []
+
+    def begin(self, slot: int, vocab: int, asked: Asked) -> None:
+        """Count all that the host knows of a sequence that came, or came back."""
+        self.cleared.append(slot)
+        whole = np.array(asked.token_ids, np.int64)
+        prompt = np.unique(whole[: asked.num_prompt_tokens])
+        self.places.append(prompt + slot * vocab)
+        self.values.append(np.ones(len(prompt), np.int32))
+        self.count(slot * vocab, whole[asked.num_prompt_tokens :].tolist())
+
+    def count(self, first: int, tokens: Sequence[int]) -> None:
+        """Count generated tokens of the slot that begins at `first`."""
+        if tokens:
+            self.places.append(np.array(tokens, np.int64) + first)
+            self.values.append(np.full(len(tokens), 2, np.int32))
+
+
+def _tokens_of(run: ScheduledSequence, asked: Asked) -> tuple[Sequence[int], bool]:
+    """Return what is known of a sequence up to this run's end, and whether one more is PENDING.
+
+    A runner that knows what the last step drew may have put it in the place of PENDING.
+    """
+    known = asked.token_ids
+    if run.start + len(run.token_ids) == len(known):
+        return known, False
+    last = run.token_ids[-1]
+    return (known, True) if last == PENDING else ([*known, last], False)
+
+
+def _set_bits(words: NDArray[np.uint32], ids: NDArray[np.int64]) -> None:
+    np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+
+
+def _clear_bits(words: NDArray[np.uint32], ids: Sequence[int]) -> None:
+    for i in ids:
+        words[i >> 5] &= ~(np.uint32(1) << np.uint32(i & 31))
+
+
+def _joined(parts: Sequence[NDArray[T]], dtype: type[T]) -> NDArray[T]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)

@@ -1,0 +1,396 @@
+"""A model's step on a CPU as one compiled call: a runner beside `ModelRunner`.
+
+At load the model becomes a list of operations over fixed buffers. A step in which every sequence
+has one new token is one call of compiled code: no tensor is made and no Python runs between two
+operations. So is one with short prompts: each of their rows attends as a sequence of its own, to
+the keys that the same step has written before it. In other steps the attention of each layer is an
+op of `ops`, and what lies between two of them a compiled call.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.cache.spec import KVLayer
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.batch import Batch
+from tilewise.engine.sizing import widest_batch
+from tilewise.engine.steps.decode_arrays import DecodeArrays
+from tilewise.engine.steps.inputs import HostTables, ModelInputs, build_inputs
+from tilewise.engine.steps.runner import ModelRunner, Samples
+from tilewise.engine.steps.sampler import greedy_tokens, is_greedy, sample
+from tilewise.engine.steps.teams import Teams
+from tilewise.models.decoder import Decoder
+from tilewise.models.llama import Llama, LlamaLayer
+from tilewise.nn.packed import PackedEmbedding, PackedLinear
+from tilewise.ops import cpu_step as step
+from tilewise.ops.panels import Panels
+
+if TYPE_CHECKING:
+    from tilewise.kernels.cpu.step.program import Program
+
+__all__ = ["CompiledRunner", "runner_for", "why_not"]
+
+# Multiplications for which another thread is worth trying. Its helpers wait in compiled code, so a
+# meeting costs little; whether they pay, `Teams` finds out from the times of steps.
+WORK_PER_THREAD = 2**21
+# Rows of prompts times keys times channels of all heads for which rows attend one by one. Beyond it
+# tiles of rows, which read a key once, make up for the half millisecond of Python and of waking
+# threads that they cost in each layer. The story model, two cores of a Xeon with AMX, 2026-11-23:
+# a prompt of 30 tokens 6.8 -> 2.5 ms, of 200 (2^23.3) 13.5 -> 9.7, of 300 (2^24.5) 19.5 -> 21.1.
+MOST_WORK_BY_ROWS = 2**23
+_ALL_BUFFERS = ("x", "h", "qkv", "o", "act", "final", "logits")
+
+
+def _most_threads(num_multiplications: int) -> int:
+    """Return how many threads a list of so many multiplications may have, at least 1."""
+    return max(1, min(torch.get_num_threads(), num_multiplications // WORK_PER_THREAD))
+
+
+def why_not(model: Decoder, storage: KVStorage) -> str | None:
+    """Say why `CompiledRunner` cannot run a model, or return None when it can."""
+    device = storage.layers[0][0].device
+    if device.type != "cpu":
+        return f"device must be cpu, got {device}"
+    if not isinstance(model, Llama):
+        return f"the model must be a Llama, got {type(model).__name__}"
+    config = model.config
+    if config.hidden_act not in ("silu", "swish"):
+        return f"hidden_act must be silu, got {config.hidden_act}"
+    if config.head_dim % 2:
+        return f"head_dim must be even, got {config.head_dim}"
+    linears = [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
+    if not linears or not all(isinstance(m, PackedLinear) for m in linears):
+        return "the weights must be packed, see Decoder.pack_for_inference"
+    return step.why_not(model.dtype, storage.spec.kv.dtype)
+
+
+def runner_for(
+    model: Decoder,
+    storage: KVStorage,
+    *,
+    num_parameters: int | None = None,
+    batch_invariant: bool = False,
+) -> ModelRunner:
+    """Return a `CompiledRunner` where the model allows it, else a `ModelRunner`."""
+    reason = why_not(model, storage)
+    if reason is None:
+        return CompiledRunner(model, storage, batch_invariant=batch_invariant)
+    runner = ModelRunner(
+        model, storage, num_parameters=num_parameters, batch_invariant=batch_invariant
+    )
+    if storage.layers[0][0].device.type == "cpu":
+        runner.why_not_compiled = reason
+    return runner
+
+
+class CompiledRunner(ModelRunner):
+    """Runs a Llama over the cache that it writes, by a compiled list of operations.
+
+    The logits that `forward` returns are the runner's own memory until the next call.
+
+    Args:
+        model: packed, see `why_not`; its weights are shared, not copied.
+        storage: the paged cache.
+        batch_invariant: see `ModelRunner`.
+
+    Attributes:
+        program: the list of operations.
+        teams: how many threads a step uses.
+
+    Raises:
+        ValueError: the model cannot be expressed; the message says why.
+    """
+
+    def __init__(
+        self, model: Decoder, storage: KVStorage, *, batch_invariant: bool = False
+    ) -> None:
+        reason = why_not(model, storage)
+        if reason is not None:
+            raise ValueError(f"model must be one that a compiled step can run: {reason}")
+        assert isinstance(model, Llama)
+        linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
+        self._num_weights = sum(linear.panels.num_weights for linear in linears)
+        super().__init__(
+            model, storage, num_parameters=self._num_weights, batch_invariant=batch_invariant
+        )
+        self._llama = model
+        self._attention: list[int] = []  # places of the attention of each layer
+        self.program = self._compile(model, storage)
+        self._segments = self._split()
+        self.teams = Teams()
+        self._num_angles = 0
+        self._arrays = DecodeArrays(self.block_size)
+        # Of the last decode step: the buffer, and its rows as a tensor and as an array.
+        self._logits = torch.empty(0), torch.empty(0), np.empty(0, np.float32)
+
+    def _compile(self, model: Llama, storage: KVStorage) -> Program:
+        """Return the model as a list of operations."""
+        config = model.config
+        assert config.rope is not None
+        eps = config.norm_eps
+        qkv_width = (config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim
+        program = step.new_program(
+            model.dtype,
+            storage.layers[0],
+            num_q_heads=config.num_q_heads,
+            head_norms=_head_norms(model),
+            num_layers=config.num_layers,
+            half=config.rope.rotary_dim // 2,
+            batch_invariant=self.batch_invariant,
+        )
+        x = program.buffer("x", config.hidden_size)
+        h = program.buffer("h", config.hidden_size)
+        qkv = program.buffer("qkv", qkv_width)
+        o = program.buffer("o", config.num_q_heads * config.head_dim)
+        act = program.buffer("act", config.intermediate_size)
+        final = program.buffer("final", config.hidden_size)
+        logits = program.buffer("logits", config.vocab_size, torch.float32)
+        table = model.embed_tokens
+        assert isinstance(table, nn.Embedding | PackedEmbedding)
+        program.embed(table.panels if isinstance(table, PackedEmbedding) else table.weight, x)
+        caches = cast(list[KVLayer], storage.layers)
+        for i, (layer, kv) in enumerate(zip(_layers(model), caches, strict=True)):
+            attention, mlp = layer.attention, layer.mlp
+            program.norm(x, h, layer.attention_norm.weight, eps)
+            program.product(h, qkv, _panels(attention.qkv_proj), step.STORE)
+            program.rotate(qkv, i, kv, eps)
+            self._attention.append(len(program))
+            scale, window = config.softmax_scales[i], config.windows[i]
+            program.attend(qkv, o, i, kv, scale=scale, window=window)
+            program.product(o, x, _panels(attention.o_proj), step.ADD)
+            program.norm(x, h, layer.mlp_norm.weight, eps)
+            program.product(h, act, _panels(mlp.gate_up_proj), step.GATE)
+            program.product(act, x, _panels(mlp.down_proj), step.ADD)
+        program.norm(x, final, model.norm.weight, eps, is_sampled=True)
+        head = model.lm_head if model.packed_head is None else model.packed_head
+        program.product(final, logits, _panels(head), step.LOGITS, is_sampled=True)
+        return program
+
+    def _split(self) -> list[tuple[int, int, int]]:
+        """Return the parts of the list by groups of layers: first operation, end, group.
+
+        A part begins where a layer of another group writes its keys. One group is one part.
+        """
+        groups = self._group_of or (0,) * len(self._attention)
+        edges = [(0, groups[0])]
+        for place, group in zip(self._attention, groups, strict=True):
+            if group != edges[-1][1]:
+                edges.append((place - 1, group))  # keys are written right before they are read
+        ends = [*(first for first, _ in edges[1:]), len(self.program)]
+        return [(first, end, group) for (first, group), end in zip(edges, ends, strict=True)]
+
+    def _compute(self, batch: Batch) -> Samples:
+        """Compute a step; one that only decodes makes no tensor."""
+        inputs = self.decode_inputs(batch)
+        if inputs is None:
+            return super()._compute(batch)
+        if batch.left:
+            for each in (self._adjuster, self._scores, self._pools):
+                each.follow(batch, False)
+        logits = self.forward(inputs)
+        if self.sampler is sample and is_greedy(batch.sequences):
+            _, own, array = self._logits
+            return greedy_tokens(array if logits is own else logits.numpy(), batch.sequences)
+        return self.sampler(logits, batch)
+
+    def decode_inputs(self, batch: Batch) -> DecodeArrays | None:
+        """Return the arrays of a step in which each sequence has one token and draws one.
+
+        None where anything else is asked for.
+        """
+        if batch.block_copies or self._other_tables or self.sharing_tokens is not None:
+            return None
+        for run in batch.sequences:
+            if len(run.token_ids) != 1 or run.num_samples != 1 or run.asked is not None:
+                return None
+        return self._arrays.fill(batch, self._tables)
+
+    def forward(self, inputs: ModelInputs | DecodeArrays) -> Tensor:
+        """Run one step and return the logits (R, V) float32 of `inputs.logits_rows`.
+
+        Blocks are copied before anything is written. With no row to sample the result has no rows.
+        """
+        return self._decode(inputs) if isinstance(inputs, DecodeArrays) else self._run(inputs)
+
+    def _decode(self, inputs: DecodeArrays) -> Tensor:
+        program, rows = self.program, inputs.rows
+        count = len(rows.ids)
+        program.reserve(count, _ALL_BUFFERS)
+        buffer = program.buffers["logits"]
+        known, logits, array = self._logits
+        if known is not buffer or len(array) != count:
+            with torch.inference_mode():
+                logits = buffer[:count, : self._llama.config.vocab_size]
+            self._logits = buffer, logits, logits.numpy()
+        tables = self._rotations(inputs.max_len)
+        kind, most = count.bit_length(), _most_threads(count * self._num_weights)
+        num_threads = self.teams.choose(kind, most)
+        started = time.perf_counter()
+        program.run(rows, tables, num_threads, 0, len(program))
+        self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / count)
+        return logits
+
+    @torch.inference_mode()
+    def _run(self, inputs: ModelInputs) -> Tensor:
+        self.copy_all(inputs)
+        ctx, program = inputs.ctx, self.program
+        batch = step.Batch(
+            inputs.ids.numpy(), inputs.positions.numpy(), ctx.slot_mapping.numpy(),
+            ctx.cu_seqlens_q.numpy(), ctx.seqlens_k.numpy(), ctx.block_table.numpy(),
+            inputs.logits_rows.numpy(),
+        )  # fmt: skip
+        batches = [batch]  # of each group of layers
+        for other in ctx.others:
+            slots, table = other.slot_mapping.numpy(), other.block_table.numpy()
+            batches.append(batch._replace(slots=slots, table=table))
+        num_rows, num_sampled = len(batch.ids), len(batch.sampled)
+        program.reserve(num_rows, ("x", "h", "qkv", "o", "act"))
+        program.reserve(num_sampled, ("final", "logits"))
+        tables = self._rotations(int(batch.lengths.max()))
+        end = len(program) if num_sampled else len(program) - 2
+        is_decode = ctx.max_seqlen_q == 1
+        if not is_decode and self._takes_rows(inputs):
+            batches, is_decode = [_by_rows(part) for part in batches], True
+            batch = batches[0]
+        kind = num_rows.bit_length() if is_decode else -num_rows.bit_length()
+        most = _most_threads(num_rows * self._num_weights)
+        num_threads = self.teams.choose(kind, most)
+        started = time.perf_counter()
+        if is_decode:
+            for first, last, group in self._segments:
+                program.run(batches[group], tables, num_threads, first, min(last, end))
+        else:
+            first = 0
+            with self.threads(num_rows):
+                for layer, place in enumerate(self._attention):
+                    group = self._group_of[layer] if self._group_of else 0
+                    program.run(batches[group], tables, num_threads, first, place)
+                    self._attend(layer, inputs)
+                    first = place + 1
+            program.run(batch, tables, num_threads, first, end)
+        self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / num_rows)
+        self._last = batch, tables
+        return program.buffers["logits"][:num_sampled, : self._llama.config.vocab_size]
+
+    def _takes_rows(self, inputs: ModelInputs) -> bool:
+        """Whether the rows of a step's prompts are few enough to attend one by one.
+
+        The bits are the same where the engine is batch-invariant; elsewhere a prompt keeps its own
+        order of sums. Guesses that branch see other rows than those before them.
+        """
+        if not self.batch_invariant or inputs.ctx.tree_mask is not None:
+            return False
+        counts, lengths = np.diff(inputs.ctx.cu_seqlens_q.numpy()), inputs.ctx.seqlens_k.numpy()
+        keys = int((counts.astype(np.int64) * lengths)[counts > 1].sum())
+        config = self._llama.config
+        return keys * config.num_q_heads * config.head_dim <= MOST_WORK_BY_ROWS
+
+    @torch.inference_mode()
+    def logits_of(self, rows: Tensor) -> Tensor:
+        """Return the logits (n, V) float32 of rows (n,) int64 of the step that `forward` ran last.
+
+        They lie where those of the last call do.
+        """
+        batch, tables = self._last
+        program, end = self.program, len(self.program)
+        program.reserve(len(rows), ("final", "logits"))
+        most = _most_threads(len(rows) * self._num_weights)
+        sampled = batch._replace(sampled=rows.numpy())
+        program.run(sampled, tables, most, end - 2, end)  # the last norm and the head
+        return program.buffers["logits"][: len(rows), : self._llama.config.vocab_size]
+
+    @torch.inference_mode()
+    def states_of(self, rows: Tensor) -> Tensor:
+        """Return the hidden states (n, E), after the last norm, of rows (n,) int64 likewise.
+
+        They lie where those of the last call do.
+        """
+        batch, tables = self._last
+        program, end = self.program, len(self.program)
+        program.reserve(len(rows), ("final",))
+        sampled = batch._replace(sampled=rows.numpy())
+        program.run(sampled, tables, 1, end - 2, end - 1)  # the last norm
+        return program.buffers["final"][: len(rows), : self._llama.config.hidden_size]
+
+    def warm_up(self) -> None:
+        """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
+
+        They write to the first block, which nobody owns yet.
+        """
+        for length in (2, 1):
+            batch = widest_batch(1, length, length, self.block_size)
+            inputs = build_inputs(
+                batch,
+                self.block_size,
+                self.device,
+                group_of=self._group_of,
+                other_tables=[HostTables() for _ in self._other_tables],
+            )
+            sample(self.forward(inputs), batch)
+
+    def _rotations(self, num_positions: int) -> step.Tables:
+        """Cosines and sines of so many positions, and what else stays from step to step."""
+        if num_positions > self._num_angles:
+            cos, sin = self._llama.rotary.reserve(num_positions, self.device)
+            self._num_angles, self._angles = len(cos), self.program.with_angles(cos, sin)
+        return self._angles
+
+    def _attend(self, layer: int, inputs: ModelInputs) -> None:
+        """Attention of one layer where a sequence has several rows: an op, not one of the list."""
+        config, ctx = self._llama.config, inputs.ctx.of_layer(layer)
+        rows, dim = len(inputs.ids), config.head_dim
+        qkv, o = self.program.buffers["qkv"], self.program.buffers["o"]
+        q = qkv[:rows, : config.num_q_heads * dim].unflatten(-1, (config.num_q_heads, dim))
+        k_cache, v_cache, *rest = self.storage.layers[layer]
+        k_scale, v_scale = rest or (None, None)
+        attended = ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_table=ctx.block_table,
+            seqlens_k=ctx.seqlens_k,
+            cu_seqlens_q=ctx.cu_seqlens_q,
+            max_seqlen_q=ctx.max_seqlen_q,
+            softmax_scale=config.softmax_scales[layer],
+            window=config.windows[layer],
+            k_scale=k_scale,
+            v_scale=v_scale,
+            tree_mask=ctx.tree_mask,
+            batch_invariant=self.batch_invariant,
+        )
+        o[:rows, : config.num_q_heads * dim] = attended.flatten(-2)
+
+
+def _by_rows(batch: step.Batch) -> step.Batch:
+    """The same step with each row as a sequence of its own, which ends at its position."""
+    sequence = np.repeat(np.arange(len(batch.lengths)), np.diff(batch.edges))
+    return batch._replace(
+        edges=np.arange(len(batch.ids) + 1, dtype=batch.edges.dtype),
+        lengths=(batch.positions + 1).astype(batch.lengths.dtype),
+        table=batch.table[sequence],
+    )
+
+
+def _layers(model: Llama) -> list[LlamaLayer]:
+    return [cast(LlamaLayer, layer) for layer in model.layers]
+
+
+def _panels(linear: nn.Module | None) -> Panels:
+    assert isinstance(linear, PackedLinear)
+    return linear.panels
+
+
+def _head_norms(model: Llama) -> Tensor:
+    """Weights of the norms of q and k of each layer, (2 L, D) float32, or (2 L, 0) without."""
+    layers = [layer.attention for layer in _layers(model)]
+    if not model.config.qk_norm:
+        return torch.empty((2 * len(layers), 0), dtype=torch.float32)
+    norms = [n.weight.detach() for a in layers for n in (a.q_norm, a.k_norm) if n is not None]
+    return torch.stack(norms).float()

@@ -1,0 +1,108 @@
+"""The inputs of a decode step on a CPU: arrays that stay from step to step, without a tensor.
+
+At batch 1 a small model's step is half a millisecond, and its weights have pushed everything else
+out of the caches: each call of torch or numpy that the host makes between two steps costs several
+times what it costs in a loop. So numbers are written into memory that is there, and what has not
+changed since the step before, such as the tables of blocks, is not touched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilewise.engine.batch import Batch
+from tilewise.engine.steps.inputs import HostTables
+from tilewise.ops import cpu_step as step
+
+__all__ = ["DecodeArrays"]
+
+
+class DecodeArrays:
+    """One new token of each of some sequences, for each of which one is drawn.
+
+    The names are those of `ModelInputs` and its context, so that whoever looks at a step's inputs
+    finds the same in both.
+
+    Args:
+        block_size: tokens per cache block.
+
+    Attributes:
+        rows: all of it, as a compiled list takes it; its memory is used again by the next step.
+        max_len: the longest of seqlens_k.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.max_len = 0
+        self._table = np.full((0, 0), -1, np.int32)
+        # What the table was made of: tables, their version, and which rows of them.
+        self._held: tuple[HostTables | None, int, list[int]] = (None, 0, [])
+        self._make(1, 1)
+
+    def _make(self, count: int, num_columns: int) -> None:
+        """Have room for `count` sequences of `num_columns` blocks; what grows doubles."""
+        have = self._table.shape
+        if count > have[0] or num_columns > have[1]:
+            sizes = [
+                old if new <= old else max(2 * old, new)
+                for old, new in zip(have, (count, num_columns), strict=True)
+            ]
+            self._table = np.full(sizes, -1, np.int32)
+            self._numbers = np.empty((3, sizes[0]), np.int64)
+            self._lengths = np.empty(sizes[0], np.int32)
+            self._places = np.arange(sizes[0])
+            self._edges = np.arange(sizes[0] + 1, dtype=np.int32)
+        ids, positions, slots = self._numbers[:, :count]
+        self.rows = step.Batch(
+            ids, positions, slots, self._edges[: count + 1], self._lengths[:count],
+            self._table[:count], self._places[:count],
+        )  # fmt: skip
+
+    def fill(self, batch: Batch, tables: HostTables) -> DecodeArrays:
+        """Write a step down.
+
+        Args:
+            batch: each sequence has one token and draws one; no block is copied.
+            tables: of a runner that has followed all batches before.
+        """
+        sequences, block_size = batch.sequences, self.block_size
+        count = len(sequences)
+        starts = [s.start for s in sequences]
+        self.max_len = max(starts) + 1
+        table_rows = tables.rows_of(batch)
+        held, num_columns = (tables, tables.version, table_rows), -(-self.max_len // block_size)
+        rows = self.rows
+        if count != len(rows.ids) or num_columns > rows.table.shape[1]:
+            self._make(count, num_columns)
+            self._held, rows = (None, 0, []), self.rows
+        rows.ids[:] = [s.token_ids[0] for s in sequences]
+        rows.positions[:] = starts
+        rows.slots[:] = [
+            s.block_ids[at // block_size] * block_size + at % block_size
+            for s, at in zip(sequences, starts, strict=True)
+        ]
+        np.add(rows.positions, 1, out=rows.lengths, casting="unsafe")
+        if held != self._held:
+            tables.copy(table_rows, rows.table)
+            self._held = held
+        return self
+
+    @property
+    def ids(self) -> np.ndarray:
+        """(B,) int64 token ids."""
+        return self.rows.ids
+
+    @property
+    def logits_rows(self) -> np.ndarray:
+        """(B,) int64: each row is sampled."""
+        return self.rows.sampled
+
+    @property
+    def ctx(self) -> DecodeArrays:
+        """Where the rows belong in the cache: this has it, too."""
+        return self
+
+    @property
+    def seqlens_k(self) -> np.ndarray:
+        """(B,) int32 tokens of each sequence, its new one included."""
+        return self.rows.lengths

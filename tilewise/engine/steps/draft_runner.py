@@ -1,0 +1,236 @@
+"""A runner before whose steps a smaller model guesses tokens.
+
+The draft model keeps its keys and values under the same block ids, in a storage of its own. What a
+sequence has there may lag behind: the first guess computes what is missing, in chunks, and nothing
+else is computed for the draft model. Wrong contents cost accepted guesses, never a token, for the
+model verifies each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tilewise.cache.grouped_prefix import first_block
+from tilewise.cache.spec import CacheSpec
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.scheduling.speculative import DRAFT, DraftModel, PromptLookup
+from tilewise.engine.settings import cache_spec, model_directory
+from tilewise.engine.sizing import allocate
+from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
+from tilewise.engine.steps.runner import Finished, ModelRunner
+from tilewise.engine.tables.host_cache import HostCache
+from tilewise.models import Decoder, load_model
+from tilewise.nn import Attention
+
+__all__ = ["DraftingRunner", "check_speculative", "draft_runner"]
+
+
+def check_speculative(
+    speculative: PromptLookup | DraftModel | None,
+    device: torch.device,
+    has_graphs: bool,
+    batch_invariant: bool = False,
+) -> None:
+    """Refuse what cannot guess, or where nothing can be verified.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: steps are CUDA graphs, a draft model would be on a GPU, or guesses are trees
+            where a row's bits must not depend on them.
+    """
+    if speculative is None:
+        return
+    if not isinstance(speculative, PromptLookup | DraftModel):
+        raise TypeError(
+            f"speculative must be PromptLookup, DraftModel or None, got {speculative!r}"
+        )
+    if has_graphs:
+        raise ValueError(
+            "speculative must be None where steps are CUDA graphs (graphs='off' computes them op "
+            f"by op), got {speculative!r}"
+        )
+    if isinstance(speculative, DraftModel) and device.type != "cpu":
+        raise ValueError(f"speculative must be PromptLookup or None on a GPU, got {speculative!r}")
+    if batch_invariant and getattr(speculative, "num_branches", 1) > 1:
+        raise ValueError(
+            "num_branches must be 1 with batch_invariant=True, the default on a CPU: the rows of a "
+            f"branch add keys in an order of their own, got {speculative!r}"
+        )
+
+
+def draft_runner(
+    speculative: DraftModel, num_blocks: int, block_size: int, vocab_size: int, max_model_len: int,
+    window: int | None = None,
+) -> ModelRunner:  # fmt: skip
+    """Load a draft model, with a cache of as many blocks as the model's.
+
+    Args:
+        speculative: which.
+        num_blocks, block_size: of the model's first group of layers.
+        vocab_size, max_model_len: of the model.
+        window: of that group; what lies behind it the draft model does not see either.
+
+    Raises:
+        CheckpointError: its directory is incomplete or wrong.
+        ValueError: its vocabulary is another, or it has fewer positions than sequences may have.
+    """
+    device = torch.device("cpu")
+    model = load_model(model_directory(speculative.model), dtype=speculative.dtype, device=device)
+    config = model.config
+    if config.vocab_size != vocab_size:
+        raise ValueError(
+            f"the draft model's vocab_size must be the model's {vocab_size}, "
+            f"got {config.vocab_size}"
+        )
+    if config.max_position_embeddings < max_model_len:
+        raise ValueError(
+            f"the draft model's positions must be at least max_model_len {max_model_len}, "
+            f"got {config.max_position_embeddings}"
+        )
+    if window is not None:
+        narrow_windows(model, window)
+        config = model.config
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.pack_for_inference(is_int8=False)
+    # Blocks by the model's first tables, which keep every token: so does this cache.
+    spec = cache_spec(config, block_size, model.dtype)
+    spec = CacheSpec(spec.num_layers, block_size, spec.kv)
+    storage = allocate(spec, num_blocks, device)
+    for tensor in storage.whole if window is not None else ():
+        tensor.zero_()  # the first tokens behind a window see keys that nobody has written
+    runner = runner_for(model, storage, num_parameters=num_parameters)
+    if isinstance(runner, CompiledRunner):
+        runner.warm_up()
+    return runner
+
+
+def narrow_windows(model: Decoder, window: int) -> None:
+    """Let no layer see more keys than `window`."""
+    windows = tuple(window if own is None else min(own, window) for own in model.config.windows)
+    model.config = replace(model.config, windows=windows)
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    if len(attentions) != len(windows):
+        raise ValueError(
+            "the draft model must keep keys and values in every layer for a model all of whose "
+            f"layers have windows, got {type(model).__name__}"
+        )
+    for attention, own in zip(attentions, windows, strict=True):
+        attention.window = own
+
+
+class DraftingRunner:
+    """Fills in the guesses of a batch and hands it on.
+
+    Args:
+        runner: of the model.
+        draft: of the draft model, over a storage of as many blocks of the same size.
+        max_chunk: tokens of one sequence that the draft model computes at a time.
+        window: of the model's first group of layers, by whose tables the draft model reads. Blocks
+            behind it may be another sequence's: the draft model begins with what the next query
+            sees, and its first guesses are the worse for it.
+
+    Attributes:
+        storage: the paged cache of the model.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, draft: ModelRunner, max_chunk: int, window: int | None = None
+    ) -> None:
+        self.runner, self.draft, self.max_chunk = runner, draft, max_chunk
+        self.window = window
+        self.storage: KVStorage = runner.storage
+        self._num_known: dict[int, int] = {}  # tokens that the draft model has of a sequence
+        self._left: list[int] = []
+
+    @property
+    def num_compilations(self) -> int:
+        """Kernels that were compiled since the runner was ready."""
+        return self.runner.num_compilations
+
+    @property
+    def host(self) -> HostCache | None:
+        """Main memory for blocks of the model; those of the draft model are computed again."""
+        return self.runner.host
+
+    @host.setter
+    def host(self, host: HostCache | None) -> None:
+        self.runner.host = host
+
+    def submit(self, batch: Batch) -> Finished:
+        """Guess, then compute a step."""
+        return self.runner.submit(self._guess(batch))
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._num_known, self._left = {}, []
+        self.runner.reset()
+        self.draft.reset()
+
+    def is_lost(self) -> bool:
+        """Whether the device can compute no more."""
+        return self.runner.is_lost()
+
+    def _guess(self, batch: Batch) -> Batch:
+        """Return a batch with guesses in place of DRAFT."""
+        if batch.block_copies:
+            self.draft.copy(torch.tensor(batch.block_copies, dtype=torch.int64))
+        for seq_id in batch.left:
+            self._num_known.pop(seq_id, None)
+        self._left += batch.left
+        size, num_known = self.draft.block_size, self._num_known
+        asking = []
+        for run in batch.sequences:
+            if run.seq_id in num_known:  # blocks that changed hold what another has put there
+                kept = min(run.first_new_block * size, run.start)
+                num_known[run.seq_id] = min(num_known[run.seq_id], kept)
+            if DRAFT in run.token_ids:
+                asking.append(run)
+        if not asking:
+            return batch
+        self._catch_up(asking)
+        guesses: dict[int, list[int]] = {run.seq_id: [] for run in asking}
+        for i in range(max(run.num_drafts for run in asking)):
+            runs = [self._run_of(run, guesses[run.seq_id]) for run in asking if run.num_drafts > i]
+            drawn = self._submit(runs).result()
+            for run, tokens in zip(runs, drawn, strict=True):
+                guesses[run.seq_id].append(max(tokens[0].token_id, 0))
+                num_known[run.seq_id] = run.start + len(run.token_ids)
+        return replace(
+            batch,
+            sequences=tuple(
+                run._replace(token_ids=(run.token_ids[0], *guesses[run.seq_id]))
+                if run.seq_id in guesses
+                else run
+                for run in batch.sequences
+            ),
+        )
+
+    def _catch_up(self, asking: list[ScheduledSequence]) -> None:
+        """Compute all but the last chunk of what the draft model lacks."""
+        for run in asking:
+            size, most = self.draft.block_size, self.max_chunk
+            kept = first_block(run.start, self.window, size) * size
+            first = max(self._num_known.get(run.seq_id, 0), kept)
+            while len(run.known) - first > most:
+                tokens = tuple(run.known[first : first + most])
+                self._submit([run._replace(token_ids=tokens, start=first, num_samples=0, seeds=())])
+                first += most
+            self._num_known[run.seq_id] = first
+
+    def _run_of(self, run: ScheduledSequence, guesses: list[int]) -> ScheduledSequence:
+        """Return the run that draws the next guess, by the number that the model will draw by."""
+        first = self._num_known[run.seq_id]
+        tokens = (*run.known[first:], *guesses[max(first - len(run.known), 0) :])
+        return run._replace(
+            token_ids=tokens, start=first, num_generated=run.num_generated + len(guesses)
+        )
+
+    def _submit(self, runs: list[ScheduledSequence]) -> Finished:
+        left, self._left = tuple(self._left), []
+        plain = tuple(
+            run._replace(first_new_block=0, num_drafts=0, known=(), others=()) for run in runs
+        )
+        return self.draft.submit(Batch(plain, (), left))

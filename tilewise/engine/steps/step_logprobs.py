@@ -1,0 +1,114 @@
+"""Log-probabilities that samples of a step on a device ask for: which, of which rows, read where.
+
+A step of a search asks for them in every step. The numbers of its rows are sent once, since the
+same few rows come again and again, and results are read to memory that is used in turn: a steady
+step allocates nothing on the host for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.engine.batch import SampledToken, ScheduledSequence
+from tilewise.engine.request import MOST_LOGPROBS
+from tilewise.engine.steps.sampler import most_likely
+
+__all__ = ["Asking", "FoundLogprobs", "Logprobs", "StepLogprobs"]
+
+MOST_SENT = 64  # lists of rows that stay on the device
+Logprobs = tuple[Tensor, Tensor, Tensor]
+
+
+class StepLogprobs:
+    """What the steps of a runner share.
+
+    Args:
+        max_num_seqs: rows of a decode step at most.
+        device: of the steps.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.device = device
+        self._most_rows = max_num_seqs
+        self._numbers: dict[tuple[int, ...], Tensor] = {}
+        self._rooms: dict[int, list[Tensor]] = {}
+
+    def asking(self, samplers: Sequence[ScheduledSequence], rows: Sequence[int]) -> Asking | None:
+        """Return which of the samples, drawn from `rows`, ask for log-probabilities."""
+        asking = [i for i, s in enumerate(samplers) if s.sampling.logprobs is not None]
+        if not asking:
+            return None
+        # A search has the same few rows step after step, handed from beam to beam.
+        asking.sort(key=lambda i: rows[i])
+        most = max(samplers[i].sampling.logprobs or 0 for i in asking)
+        return Asking(asking, self.sent(tuple(rows[i] for i in asking)), most)
+
+    def sent(self, numbers: tuple[int, ...]) -> Tensor:
+        """Return int64 numbers on the device; those of late are there already."""
+        found = self._numbers.get(numbers)
+        if found is None:
+            found = torch.from_numpy(np.array(numbers, np.int64))
+            if self.device.type == "cuda":
+                found = found.pin_memory().to(self.device, non_blocking=True)
+            if len(self._numbers) >= MOST_SENT:
+                self._numbers.clear()
+            self._numbers[numbers] = found
+        return found
+
+    def room_of(self, found: list[Tensor], place: int) -> list[Tensor]:
+        """Return memory of the host for what the decode step at `place` has found.
+
+        It is used again when the results of that place are: they have been read by then.
+        """
+        kept = self._rooms.get(place, [])
+        if [(x.dtype, x.shape[1:]) for x in kept] != [(x.dtype, x.shape[1:]) for x in found]:
+            shapes = [(self._most_rows, *x.shape[1:]) for x in found]
+            kept = self._rooms[place] = [
+                torch.empty(shape, dtype=x.dtype, pin_memory=self.device.type == "cuda")
+                for shape, x in zip(shapes, found, strict=True)
+            ]
+        return [room[: len(x)] for room, x in zip(kept, found, strict=True)]
+
+
+class Asking(NamedTuple):
+    """Samples that ask for log-probabilities: their numbers, and their rows on the device.
+
+    The most that one of them asks for may be more than the kernel gives: beams may be many.
+    """
+
+    places: list[int]
+    rows: Tensor
+    most: int
+
+    def found_in(self, logits: Tensor, tokens: Tensor) -> FoundLogprobs:
+        """Compute them, of the model's logits and the token of each of these samples."""
+        logits, vocab = logits.float(), logits.shape[1]
+        if self.most > MOST_LOGPROBS:
+            logprobs = logits.log_softmax(dim=-1)
+            top, ids = most_likely(logprobs, min(self.most, vocab))
+            own = logprobs.gather(-1, tokens[:, None])[:, 0]
+            return FoundLogprobs(self.places, (own, ids.contiguous(), top.contiguous()))
+        most = min(MOST_LOGPROBS, vocab)  # one number, so that one kernel is compiled
+        return FoundLogprobs(self.places, ops.token_logprobs(logits, tokens, most))
+
+
+class FoundLogprobs:
+    """Log-probabilities of the samples `asking`, on the device and, once read, on the host."""
+
+    def __init__(self, asking: list[int], found: Logprobs) -> None:
+        self.asking, self.tensors = asking, list(found)
+        self.host: list[Tensor] = []
+
+    def attach(self, samplers: Sequence[ScheduledSequence], tokens: list[SampledToken]) -> None:
+        """Put them into the tokens."""
+        own, top_ids, top = (x.tolist() for x in self.host)
+        for i, value, ids, best in zip(self.asking, own, top_ids, top, strict=True):
+            kept = samplers[i].sampling.logprobs or 0
+            alternatives = tuple(zip(ids[:kept], best[:kept], strict=True))
+            tokens[i] = SampledToken(tokens[i].token_id, value, alternatives)

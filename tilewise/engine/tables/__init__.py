@@ -1,0 +1,1 @@
+"""Which blocks a sequence holds, on the device, in main memory and in files."""

@@ -1,0 +1,157 @@
+"""What must hold of block tables between two steps; for tests. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tilewise.cache.grouped_prefix import PrefixNode, first_block
+from tilewise.engine.request import Sequence
+from tilewise.engine.tables.admission import window_blocks
+from tilewise.engine.tables.grouped.places import places_of
+
+if TYPE_CHECKING:
+    from tilewise.engine.tables.block_tables import BlockTables
+    from tilewise.engine.tables.grouped.tables import GroupedTables
+
+__all__ = ["check_blocks", "check_groups"]
+
+
+def check_blocks(tables: BlockTables, holders: list[Sequence], waiting: list[Sequence]) -> None:
+    """Verify that the tables of the sequences that hold blocks agree with pool and cache.
+
+    Raises:
+        AssertionError: names the invariant that is broken.
+    """
+    tables.allocator.check_integrity()
+    owners = [0] * tables.allocator.num_blocks
+    for blocks in (*(seq.block_ids for seq in holders), *tables._fences, *tables._read):
+        for block in blocks:
+            owners[block] += 1
+    counts = [tables.allocator.ref_count(b) for b in range(tables.allocator.num_blocks)]
+    rules = [
+        (owners == counts, "a ref count is the number of tables that hold the block"),
+        (
+            all(len(s.block_ids) >= tables.blocks_for(s.num_scheduled_tokens) for s in holders),
+            "a table covers the computed tokens",
+        ),
+        (
+            all(s.num_told_blocks <= len(s.block_ids) for s in holders),
+            "a batch has told no more blocks than there are",
+        ),
+        (not tables._copies, "no copy is left between steps"),
+    ]
+    if tables.swap is not None:
+        tables.swap.check_integrity(waiting)
+    if tables.prefix is not None:
+        tables.prefix.check_integrity()
+        rules.append(
+            (all(_is_known(tables, s) for s in holders), "registered blocks hold their tokens")
+        )
+    for holds, rule in rules:
+        if not holds:
+            raise AssertionError(f"broken invariant: {rule}")
+
+
+def check_groups(tables: GroupedTables, holders: list[Sequence], waiting: list[Sequence]) -> None:
+    """Verify that the tables of the sequences that hold blocks agree with pools and cache.
+
+    Raises:
+        AssertionError: names the invariant that is broken.
+    """
+    rules = [
+        (all(s.places is not None for s in holders), "a sequence holds blocks in all groups"),
+        (all(s.places is None for s in waiting), "a sequence that waits holds none"),
+    ]
+    for number, pool in enumerate(tables.pools):
+        pool.allocator.check_integrity()
+        owners = [0] * pool.allocator.num_blocks
+        for blocks in (*(tables.held(seq, number) for seq in holders), *pool.fences):
+            for block in blocks:
+                owners[block] += 1
+        counts = [pool.allocator.ref_count(b) for b in range(pool.allocator.num_blocks)]
+        rules += [
+            (owners == counts, "a ref count is the number of tables that hold the block"),
+            (not pool.copies, "no copy is left between steps"),
+            (
+                all(
+                    len(tables.table(s, number)) >= tables.blocks_for(s.num_scheduled_tokens)
+                    for s in holders
+                ),
+                "a table covers the computed tokens",
+            ),
+            (
+                all(
+                    places_of(s).gone[number]
+                    <= first_block(s.num_scheduled_tokens, pool.window, tables.block_size)
+                    for s in holders
+                ),
+                "what a later query sees is held",
+            ),
+            (
+                all(_is_bounded(tables, s, number) for s in holders),
+                "what lies behind the window is let go of",
+            ),
+            (
+                all(_told(s, number) <= len(tables.table(s, number)) for s in holders),
+                "a batch has told no more blocks than there are",
+            ),
+        ]
+    if tables.group_swap is not None:
+        tables.group_swap.check_integrity(waiting, tables.block_size)
+    if tables.tree is not None:
+        nodes = [(s, places_of(s).node) for s in holders]
+        tables.tree.check_integrity([node for _, node in nodes if node is not None])
+        rules.append(
+            (
+                all(_is_known_in_groups(tables, s) for s in holders),
+                "registered blocks hold their tokens",
+            )
+        )
+    for holds, rule in rules:
+        if not holds:
+            raise AssertionError(f"broken invariant: {rule}")
+
+
+def _is_known(tables: BlockTables, seq: Sequence) -> bool:
+    """Whether the blocks of a sequence that are known are those of its tokens."""
+    assert tables.prefix is not None
+    size = tables.block_size
+    parent: int | str = seq.request.salt
+    for i, block in enumerate(seq.block_ids[: seq.num_registered_blocks]):
+        if not tables.prefix.holds(block, parent, seq.token_ids[i * size : (i + 1) * size]):
+            return False
+        parent = block
+    return True
+
+
+def _is_known_in_groups(tables: GroupedTables, seq: Sequence) -> bool:
+    """Whether the blocks of a sequence that are known are those of its tokens."""
+    assert tables.tree is not None
+    node, depth = places_of(seq).node, seq.num_registered_blocks
+    if node is None:
+        return depth == 0
+    if not tables.tree.holds(node, depth, seq.token_ids, seq.request.salt):
+        return False
+    at: PrefixNode | None = node
+    for i in range(depth - 1, -1, -1):
+        assert at is not None
+        for number in range(len(tables.pools)):
+            block = tables.table(seq, number)[i]
+            if i >= places_of(seq).gone[number] and at.blocks[number] not in (block, -1):
+                return False
+        at = at.parent
+    return True
+
+
+def _is_bounded(tables: GroupedTables, seq: Sequence, number: int) -> bool:
+    """Whether a sequence holds no more than a window and a step can need."""
+    window, table = tables.pools[number].window, tables.table(seq, number)
+    if window is None:
+        return True
+    held = len(table) - places_of(seq).gone[number]
+    # One more than admission counts: a decode lets go when it begins a block.
+    return held <= window_blocks(window, tables.max_run, tables.block_size) + 1
+
+
+def _told(seq: Sequence, number: int) -> int:
+    return places_of(seq).told[number - 1] if number else seq.num_told_blocks

@@ -1,0 +1,1 @@
+"""The same for layers of several groups, each with a table of its own."""

@@ -1,0 +1,248 @@
+"""What moves between the pools of several groups of layers and main memory. No torch.
+
+Out goes, of every group, what the query at a sequence's next token sees. What comes back is as it
+was: the blocks behind the window are gone, and their places in the tables say nothing. A block that
+the prefix cache has on the device is shared and not moved; samples of equal tokens share one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tilewise.cache.grouped_prefix import PrefixNode, first_block
+from tilewise.engine.batch import Batch
+from tilewise.engine.request import Sequence
+from tilewise.engine.tables.admission import window_blocks
+from tilewise.engine.tables.grouped.places import Places
+from tilewise.engine.tables.grouped.swap import slots_of
+from tilewise.engine.tables.swap_space import spread
+
+if TYPE_CHECKING:
+    from tilewise.engine.tables.grouped.tables import GroupedTables
+
+__all__ = ["bring_back", "count_lacking", "count_seen", "revoke_moves", "seen", "take"]
+
+
+class _Source(NamedTuple):
+    """Where a block that was swapped out comes from.
+
+    Attributes:
+        block: on the device already; -1 if it is not.
+        slot: in main memory; -1 if it is on the device, or its window has passed it.
+    """
+
+    block: int
+    slot: int
+
+
+def seen(tables: GroupedTables, seq: Sequence) -> list[list[int]]:
+    """Return a sequence's tables up to what is computed, -1 for what its next query misses."""
+    end, found = tables.blocks_for(seq.num_computed_tokens), list[list[int]]()
+    for number, pool in enumerate(tables.pools):
+        first = first_block(seq.num_computed_tokens, pool.window, tables.block_size)
+        first = min(first, end)
+        found.append([-1] * first + tables.table(seq, number)[first:end])
+    return found
+
+
+def count_seen(tables: GroupedTables, family: list[Sequence]) -> tuple[int, ...]:
+    """Return how many blocks of each group the next queries of all the sequences see."""
+    found = [seen(tables, seq) for seq in family]
+    return tuple(
+        len({block for own in found for block in own[number] if block >= 0})
+        for number in range(len(tables.pools))
+    )
+
+
+def count_lacking(tables: GroupedTables, hits: list[PrefixNode]) -> int:
+    """Return of how many blocks of a hit some group's is to be brought from main memory."""
+    end, size = len(hits), tables.block_size
+    firsts = [first_block(end * size, pool.window, size) for pool in tables.pools]
+    return sum(
+        any(i >= first and hits[i].blocks[number] < 0 for number, first in enumerate(firsts))
+        for i in range(end)
+    )
+
+
+def take(
+    tables: GroupedTables, number: int, nodes: list[PrefixNode], count: int
+) -> tuple[list[int], list[int]]:
+    """Own the blocks of nodes in a group, brought from main memory if need be, and new ones.
+
+    Returns:
+        A block for each node, and `count` new ones.
+    """
+    pool, found = tables.pools[number].allocator, [node.blocks[number] for node in nodes]
+    pool.share([block for block in found if block >= 0])
+    lacking = [i for i, block in enumerate(found) if block < 0]
+    if not lacking:
+        return found, pool.allocate(count)
+    assert tables.group_swap is not None
+    assert tables.tree is not None
+    slots = [nodes[i].slots[number] for i in lacking]
+    room = tables.group_swap.rooms[number].allocator
+    room.share(slots)  # before a block is kept in their place
+    fresh = pool.allocate(count + len(lacking))
+    for i, slot in zip(lacking, slots, strict=True):
+        found[i] = fresh.pop(0)
+        tables.group_swap.bring(number, slot, found[i])
+        tables.tree.put(nodes[i], number, found[i])
+    room.release(slots)  # pinned now by what moves
+    return found, fresh
+
+
+def bring_back(tables: GroupedTables, group: list[Sequence], spare: int) -> bool:
+    """Give all samples of a request that were swapped out their blocks back, or none.
+
+    Args:
+        tables: theirs.
+        group: they wait, and share slots with nobody else.
+        spare: blocks that must stay free in each group; with some, those that the samples need
+            next, too.
+
+    Returns:
+        Whether the blocks were there.
+    """
+    memory, size = tables.group_swap, tables.block_size
+    assert memory is not None
+    kept = [slots_of(seq) for seq in group]
+    chains = [_chain(tables, seq) for seq in group]
+    plans = list[list[list[_Source]]]()
+    for number in range(len(tables.pools)):
+        plan = _plan(tables, number, group, [slots[number] for slots in kept], chains, spare)
+        if plan is None:
+            for chain in chains:
+                if chain and tables.tree is not None:
+                    tables.tree.drop(chain[-1])
+            return False
+        plans.append(plan)
+    fetched = [_fetch(tables, number, plan, chains) for number, plan in enumerate(plans)]
+    for i, (seq, chain) in enumerate(zip(group, chains, strict=True)):
+        own = [found[i] for found in fetched]
+        gone = [
+            min(first_block(seq.num_swapped_tokens, pool.window, size), len(table))
+            for pool, table in zip(tables.pools, own, strict=True)
+        ]
+        node = chain[-1] if chain else None
+        seq.block_ids, seq.places = own[0], Places(own[1:], [0] * (len(own) - 1), gone, node)
+        seq.num_registered_blocks = len(chain)
+        seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_swapped_tokens
+        seq.shares_tail = len(group) > 1
+        memory.drop(seq)
+    return True
+
+
+def revoke_moves(
+    tables: GroupedTables,
+    batch: Batch,
+    later: list[Batch],
+    running: list[Sequence],
+    waiting: list[Sequence],
+) -> tuple[list[Sequence], list[Sequence]]:
+    """Make unfindable what a failed step was to move, and what was moved from there since.
+
+    Returns:
+        See `BlockTables.revoke`.
+    """
+    if tables.group_swap is None:
+        return [], []
+    spoilt, lost = dict[int, Sequence](), dict[int, Sequence]()
+    for number, room in enumerate(tables.group_swap.rooms):
+        steps = [step.of_group(number) for step in later]
+        moves = [(step.swap_out, step.swap_in, step.block_copies) for step in steps]
+        coming = tuple((slot, block) for block, slot in room.coming.items())
+        moves.append((tuple(room.going), coming, ()))
+        blocks, slots = spread(batch.of_group(number), moves)
+        tables.group_swap.forget_slots(number, slots)
+        tables.forget_blocks(number, sorted(blocks))
+        for seq in running:
+            if not blocks.isdisjoint(tables.held(seq, number)):
+                spoilt[seq.seq_id] = seq
+        for seq in waiting:
+            if seq.swap_slots and not slots.isdisjoint(slots_of(seq)[number]):
+                lost[seq.seq_id] = seq
+    return list(spoilt.values()), list(lost.values())
+
+
+def _chain(tables: GroupedTables, seq: Sequence) -> list[PrefixNode]:
+    """Return the nodes of the full blocks that are kept of a sequence; the last one is held."""
+    tree, size = tables.tree, tables.block_size
+    chain: list[PrefixNode] = []
+    if tree is None:
+        return chain
+    for i in range(seq.num_swapped_tokens // size):
+        tokens = seq.token_ids[i * size : (i + 1) * size]
+        chain.append(tree.child(chain[-1] if chain else None, seq.request.salt, tokens))
+    if chain:
+        tree.hold(chain[-1])
+    return chain
+
+
+def _plan(
+    tables: GroupedTables,
+    number: int,
+    group: list[Sequence],
+    kept: list[list[int]],
+    chains: list[list[PrefixNode]],
+    spare: int,
+) -> list[list[_Source]] | None:
+    """Return where each block of the samples comes from in a group; None if blocks lack."""
+    allocator, window = tables.pools[number].allocator, tables.pools[number].window
+    sources: list[list[_Source]] = []
+    slot_of: dict[int, int] = {}  # of nodes: samples with equal tokens share one
+    moved, revived = set[int](), set[int]()
+    grown = 0
+    for seq, slots, chain in zip(group, kept, chains, strict=True):
+        own: list[_Source] = []
+        for i, slot in enumerate(slots):
+            block = chain[i].blocks[number] if i < len(chain) and slot >= 0 else -1
+            if slot >= 0 and block < 0:
+                if i < len(chain):
+                    slot = slot_of.setdefault(id(chain[i]), slot)
+                moved.add(slot)
+                own.append(_Source(-1, slot))
+                continue
+            if block >= 0 and allocator.ref_count(block) == 0:
+                revived.add(block)
+            own.append(_Source(block, -1))
+        sources.append(own)
+        lacking = tables.blocks_for(seq.num_tokens) - len(slots)
+        if window is not None:
+            lacking = min(lacking, window_blocks(window, tables.max_run, tables.block_size))
+        grown += lacking
+    needed = len(moved) + len(revived) + (spare + grown if spare else 0)
+    return None if needed > allocator.num_free else sources
+
+
+def _fetch(
+    tables: GroupedTables,
+    number: int,
+    plan: list[list[_Source]],
+    chains: list[list[PrefixNode]],
+) -> list[list[int]]:
+    """Own the blocks of a plan, bring those that are in slots, and return the tables."""
+    memory, tree, allocator = tables.group_swap, tables.tree, tables.pools[number].allocator
+    assert memory is not None
+    allocator.share([source.block for own in plan for source in own if source.block >= 0])
+    slots = sorted({source.slot for own in plan for source in own if source.slot >= 0})
+    block_of = dict(zip(slots, sorted(allocator.allocate(len(slots))), strict=True))
+    for slot, block in block_of.items():
+        memory.bring(number, slot, block)
+    owned: set[int] = set()
+    found: list[list[int]] = []
+    for own, chain in zip(plan, chains, strict=True):
+        table: list[int] = []
+        for i, source in enumerate(own):
+            block = source.block
+            if source.slot >= 0:
+                block = block_of[source.slot]
+                if block in owned:
+                    allocator.share([block])
+                owned.add(block)
+                if i < len(chain):
+                    assert tree is not None
+                    same = tree.put(chain[i], number, block)
+                    assert same == block, "what is brought is not on the device"
+            table.append(max(block, 0))
+        found.append(table)
+    return found

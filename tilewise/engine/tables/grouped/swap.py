@@ -1,0 +1,286 @@
+"""Main memory for blocks of layers in several groups, or with windows. No torch.
+
+What `swap_space` says holds in every group, each with slots of its own: a batch tells what moves,
+and a slot on its way is pinned until its step has finished.
+
+    swapped     a sequence keeps of each group what the query at its next token sees, in all groups
+                or in none
+    cold        a block of a prefix that is given away on the device goes to a slot; the node of its
+                content (`cache.grouped_prefix`) lists the slot beside the blocks, and a hit is what
+                every group has in a block or in a slot
+
+Slots of cold prefixes have no owner, and the least recently used of a group gives way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+
+from tilewise.cache.allocator import BlockAllocator
+from tilewise.cache.grouped_prefix import GroupedPrefix, PrefixNode
+from tilewise.engine.request import Sequence
+from tilewise.engine.tables.grouped.files import content_of
+from tilewise.engine.tables.swap_space import BlockStore, Transfers
+
+__all__ = ["GroupSwap", "SlotRoom", "slots_of"]
+
+
+@dataclass(slots=True)
+class SlotRoom:
+    """The slots of one group.
+
+    Attributes:
+        allocator: owners of slots; a slot is `cached` while it holds a cold prefix's block.
+        going: (device block, slot) of the next batch.
+        coming: slots of the next batch by device block.
+        pins: one slot for each of these.
+        fences: the same of unfinished steps, the oldest first.
+        node_at: what cold slots hold.
+    """
+
+    allocator: BlockAllocator
+    going: list[tuple[int, int]] = field(default_factory=list)
+    coming: dict[int, int] = field(default_factory=dict)
+    pins: list[int] = field(default_factory=list)
+    fences: deque[list[int]] = field(default_factory=deque)
+    node_at: dict[int, PrefixNode] = field(default_factory=dict)
+
+
+class GroupSwap:
+    """Slots of main memory for every group, and what is to move in the next step.
+
+    Args:
+        num_slots: of each group.
+        tree: whose evicted blocks are kept; None keeps none.
+        stores: one for each group, where cold blocks go when main memory is full; () lets go of
+            them.
+
+    Attributes:
+        num_recalled: blocks of tokens of which some group's came from here, since the start.
+    """
+
+    def __init__(
+        self,
+        num_slots: Seq[int],
+        tree: GroupedPrefix | None,
+        stores: Seq[BlockStore] = (),
+    ) -> None:
+        self.stores = tuple(stores) if tree is not None else ()
+        self.rooms = [SlotRoom(BlockAllocator(count)) for count in num_slots]
+        for group, room in enumerate(self.rooms):
+            room.allocator.on_evict = partial(self._evict, group)
+        self.tree = tree
+        if tree is not None:
+            tree.keeper = self
+        self.num_recalled = 0
+        self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is kept, and nothing found, as transfers fail."""
+        return self._is_paused
+
+    @is_paused.setter
+    def is_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        if self.tree is not None:
+            self.tree.version += 1  # what was found before is not now, or the other way round
+
+    @property
+    def num_used(self) -> int:
+        """Slots of swapped sequences, and those of transfers that have not finished."""
+        return sum(room.allocator.num_used for room in self.rooms)
+
+    @property
+    def num_cold(self) -> int:
+        """Slots that hold a block of a prefix."""
+        return sum(len(room.node_at) for room in self.rooms)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the next step moves a block."""
+        return any(room.going or room.coming for room in self.rooms)
+
+    # What moves
+
+    def begin_step(self) -> list[tuple[Transfers, Transfers]]:
+        """Return what the step that begins now moves out, and in, of each group."""
+        moved: list[tuple[Transfers, Transfers]] = []
+        for room in self.rooms:
+            coming = tuple((slot, block) for block, slot in room.coming.items())
+            moved.append((tuple(room.going), coming))
+            room.fences.append(room.pins)
+            room.going, room.coming, room.pins = [], {}, []
+        return moved
+
+    def end_step(self, index: int) -> None:
+        """Note that unfinished step `index`, 0 the oldest, has finished or never will."""
+        for room in self.rooms:
+            pins = room.fences[index]
+            del room.fences[index]
+            if index == 0:
+                room.allocator.release(pins)
+            else:
+                room.fences[index - 1] += pins
+
+    def bring(self, group: int, slot: int, block: int) -> None:
+        """Copy a slot to a device block in the next step."""
+        room = self.rooms[group]
+        room.allocator.share([slot])
+        room.pins.append(slot)
+        room.coming[block] = slot
+
+    def cancel(self) -> list[list[int]]:
+        """Move nothing, as there may be no next step; return each group's unfilled blocks."""
+        unfilled = [list(room.coming) for room in self.rooms]
+        for group, room in enumerate(self.rooms):
+            self.forget_slots(group, [slot for _, slot in room.going])
+            room.going, room.coming, pins = [], {}, room.pins
+            room.pins = []
+            room.allocator.release(pins)
+        return unfilled
+
+    # Sequences
+
+    def swap_out(self, family: list[Sequence], held: list[list[list[int]]]) -> bool:
+        """Keep some blocks of sequences in every group, or nothing.
+
+        Args:
+            family: the sequences; they still hold their blocks.
+            held: of each its table in each group up to what is computed, -1 where nothing is kept.
+
+        Returns:
+            Whether there was room.
+        """
+        if self._is_paused:
+            return False
+        wanted = [
+            sorted({block for tables in held for block in tables[group] if block >= 0})
+            for group in range(len(self.rooms))
+        ]
+        for room, blocks in zip(self.rooms, wanted, strict=True):
+            if len(blocks) > room.allocator.num_free or any(b in room.coming for b in blocks):
+                return False
+        slot_of: list[dict[int, int]] = []
+        for room, blocks in zip(self.rooms, wanted, strict=True):
+            slots = sorted(room.allocator.allocate(len(blocks)))
+            slot_of.append(dict(zip(blocks, slots, strict=True)))
+            room.going += slot_of[-1].items()
+            room.pins += slots  # the owners are added now
+        for seq, tables in zip(family, held, strict=True):
+            kept = [
+                [slots.get(block, -1) for block in table]
+                for slots, table in zip(slot_of, tables, strict=True)
+            ]
+            seq.swap_slots, seq.other_swap_slots = kept[0], kept[1:]
+            seq.num_swapped_tokens = seq.num_computed_tokens
+            for room, slots in zip(self.rooms, kept, strict=True):
+                room.allocator.share([slot for slot in slots if slot >= 0])
+        return True
+
+    def drop(self, seq: Sequence) -> None:
+        """Let go of what is kept of a sequence: it is back, has ended, or is computed again."""
+        for room, slots in zip(self.rooms, slots_of(seq), strict=False):
+            room.allocator.release([slot for slot in slots if slot >= 0])
+        seq.swap_slots, seq.other_swap_slots, seq.num_swapped_tokens = [], [], 0
+
+    # Cold prefixes
+
+    def keep(self, group: int, block: int, node: PrefixNode) -> None:
+        """Keep a known device block that is about to be given away."""
+        room = self.rooms[group]
+        slot = node.slots[group]
+        if block in room.coming:  # not there yet; where it comes from has it still
+            del room.coming[block]
+        elif slot >= 0:
+            room.allocator.share([slot])  # it was used just now
+            room.allocator.release([slot])
+        elif room.allocator.num_free and not self._is_paused:
+            [slot] = room.allocator.allocate(1)
+            node.slots[group], room.node_at[slot] = slot, node
+            room.allocator.mark_cached(slot)
+            room.going.append((block, slot))
+            room.pins.append(slot)
+
+    def take_off(self, group: int, node: PrefixNode) -> None:
+        """Drop what is kept of a node in a group, if anything is."""
+        slot = node.slots[group]
+        if slot >= 0:
+            assert self.tree is not None
+            room = self.rooms[group]
+            del room.node_at[slot]
+            room.allocator.unmark_cached(slot)
+            node.slots[group] = -1
+            self.tree.version += 1  # who waits looks again
+
+    def forget_slots(self, group: int, slots: Iterable[int]) -> None:
+        """Drop the prefixes' blocks in these slots: what was to go there has not arrived."""
+        for slot in slots:
+            node = self.rooms[group].node_at.get(slot)
+            if node is not None:
+                assert self.tree is not None
+                self.take_off(group, node)
+                self.tree.prune(node)
+
+    def check_integrity(self, waiting: list[Sequence], blocks_for: int) -> None:
+        """Verify that owners, pins and nodes agree.
+
+        Args:
+            waiting: sequences that wait.
+            blocks_for: tokens of a block.
+
+        Raises:
+            AssertionError: names the invariant that is broken.
+        """
+        for group, room in enumerate(self.rooms):
+            pool = room.allocator
+            pool.check_integrity()
+            kept = [slots_of(seq)[group] for seq in waiting if seq.swap_slots]
+            owners = Counter(slot for slots in kept for slot in slots if slot >= 0)
+            for pins in (room.pins, *room.fences):
+                owners.update(pins)
+            slots = range(pool.num_blocks)
+            rules = [
+                (
+                    {s: n for s in slots if (n := pool.ref_count(s))} == owners,
+                    "a slot's owners are swapped sequences and transfers",
+                ),
+                (
+                    {s for s in slots if pool.is_cached(s)} == set(room.node_at),
+                    "slots of cold prefixes are marked",
+                ),
+                (
+                    all(node.slots[group] == s for s, node in room.node_at.items()),
+                    "a slot holds the content that is found there",
+                ),
+                (
+                    all(
+                        len(slots_of(s)[group]) == -(-s.num_swapped_tokens // blocks_for)
+                        for s in waiting
+                        if s.swap_slots
+                    ),
+                    "what is kept of a sequence is kept whole",
+                ),
+            ]
+            for holds, rule in rules:
+                if not holds:
+                    raise AssertionError(f"broken invariant: {rule}")
+
+    def _evict(self, group: int, slot: int) -> None:
+        """Give the slot of a cold block away."""
+        assert self.tree is not None
+        node = self.rooms[group].node_at.pop(slot)
+        if self.stores:
+            self.stores[group].save(content_of(node), slot)
+        node.slots[group] = -1
+        self.tree.version += 1
+        self.tree.prune(node)
+
+
+def slots_of(seq: Sequence) -> list[list[int]]:
+    """Return what is kept of a sequence in each group; -1 stands for what its window passed."""
+    return [seq.swap_slots, *seq.other_swap_slots] if seq.swap_slots else []

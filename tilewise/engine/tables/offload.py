@@ -1,0 +1,99 @@
+"""Main memory and files behind a cache: sizes from GiB, and what files must agree in."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import tilewise
+from tilewise.cache.spec import CacheSpec
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
+from tilewise.engine.tables.host_cache import HostCache, HostGroup
+
+__all__ = ["block_files", "check_offload", "fingerprint", "host_cache"]
+
+GIB = 2**30
+
+
+def check_offload(
+    swap_space_gib: float, offload_dir: str | Path | None, offload_gib: float
+) -> None:
+    """Refuse sizes that mean nothing.
+
+    Raises:
+        ValueError: a size is not finite or below 0, or there is a directory without main memory.
+    """
+    for name, value in (("swap_space_gib", swap_space_gib), ("offload_gib", offload_gib)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    if offload_dir is not None and not (swap_space_gib and offload_gib):
+        raise ValueError(
+            "swap_space_gib and offload_gib must be above 0 with an offload_dir, as blocks pass "
+            f"through main memory, got {swap_space_gib} and {offload_gib}"
+        )
+
+
+def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
+    """Return main memory for as many blocks as fit; None for 0 GiB.
+
+    Groups of layers share it as they share the cache on the device.
+
+    Raises:
+        ValueError: not even one block fits, or main memory has no room for them.
+    """
+    if not swap_space_gib:
+        return None
+    num_blocks = int(swap_space_gib * GIB) // storage.spec.bytes_per_block
+    if num_blocks < 1:
+        raise ValueError(
+            f"swap_space_gib must hold at least one cache block of "
+            f"{storage.spec.bytes_per_block:,} bytes, got {swap_space_gib}"
+        )
+    if len(storage.parts) == 1:
+        return HostCache(storage, num_blocks)
+    part = swap_space_gib * GIB / storage.num_bytes
+    return HostCache(storage, tuple(max(1, int(part * count)) for count in storage.counts))
+
+
+def block_files(
+    offload_dir: str | Path | None, host: HostCache | None, model: bytes, offload_gib: float
+) -> BlockFiles | GroupFiles | None:
+    """Return the files of a directory; None without one.
+
+    Groups of layers, and one with a window, have files of their own, which share offload_gib as the
+    groups share a block's bytes.
+    """
+    if offload_dir is None or host is None:
+        return None
+    directory, most = Path(offload_dir), int(offload_gib * GIB)
+    windows = host.storage.spec.windows
+    if windows == (None,):
+        return BlockFiles(directory, host, model, most)
+    return GroupFiles(
+        BlockFiles(
+            directory / f"group-{number}", HostGroup(host, number),
+            model + f" group {number} of {windows}".encode(), max(1, int(share * most)),
+        )
+        for number, share in enumerate(host.group_shares)
+    )  # fmt: skip
+
+
+def fingerprint(model: nn.Module, spec: CacheSpec, weight_dtype: str) -> bytes:
+    """Return what keys and values depend on beside the tokens, as 32 bytes.
+
+    Every weight is read; call it before the weights are packed.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    config = getattr(model, "config", None)
+    digest.update(f"{tilewise.__version__} {spec} {weight_dtype} {config}\n".encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        data = weight.detach().contiguous().cpu().reshape(-1)
+        if data.numel():
+            digest.update(memoryview(data.view(torch.uint8).numpy().data))
+    return digest.digest()
