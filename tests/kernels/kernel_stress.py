@@ -297,9 +297,9 @@ def _shorter(call: Call, batch: int) -> Call:
 
     One sequence is enough where its tiles of 128 rows are more than an H200 has multiprocessors,
     132: programs of a persistent kernel still go from tile to tile, and share what comes before and
-    after them. Sequences with lengths of their own for the keys are few, and each has its point.
+    after them. Sequences with lengths or masks of their own are few, and each has its point.
     """
-    if call.seqlens_k is not None:
+    if call.seqlens_k is not None or (call.mask or (1,))[0] > 1:
         return call
     if call.lengths is None:
         tiles = call.heads[0] * -(-max(call.seqlen_q, call.seqlen_k) // 128)
