@@ -265,6 +265,7 @@ def test_halves_of_a_captured_step_are_the_step_bit_for_bit(directory, dtype, re
 
 def test_a_captured_step_keeps_nothing_but_where_its_rows_belong(directory, replays):
     """Logits of 4,096 rows of a vocabulary of 128,256 are 1 GB: there are 143 such steps."""
+    before = _logits_alive()  # of other tests; held, so that no other tensor gets their ids
     runner = make_runner(directory, "cpu", max_num_seqs=64)
     runner.captures = True
     for of_model in (False, True):
@@ -278,8 +279,14 @@ def test_a_captured_step_keeps_nothing_but_where_its_rows_belong(directory, repl
         assert kept == KEPT_PER_ROW * bucket + 4 + 8
         assert step._hidden.data_ptr() == runner.steps[64]._hidden.data_ptr()
         assert step.ctx.block_table.data_ptr() == runner.rows.table.data_ptr()
+    known = set(map(id, before))
+    assert not [x.shape for x in _logits_alive() if id(x) not in known]
+
+
+def _logits_alive() -> list[torch.Tensor]:
+    gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
-    assert not [x.shape for x in tensors if x.dim() == 2 and x.shape[1] == VOCAB]
+    return [x for x in tensors if x.dim() == 2 and x.shape[1] == VOCAB]
 
 
 @pytest.mark.gpu

@@ -289,7 +289,7 @@ def test_the_context_ends_a_text_without_max_tokens(directory):
         ({"prompt_token_ids": 5}, "must be a list, got int"),
         ({"prompt_token_ids": [True]}, "must be integers, got True"),
         ({"prompt_token_ids": None}, "must be a str, .* got dict"),
-        ({"text": "the"}, "must be a str, .* got dict"),
+        ({"text": "the"}, "must have no keys but prompt and prompt_token_ids, got 'text'"),
         (7, "must be a str, .* got int"),
         (b"the", "must be a str, .* got bytes"),
         ("the \udcff", r"valid Unicode, got '.udcff' at character 4"),

@@ -159,8 +159,8 @@ def test_tables_stay_float32_when_the_module_is_cast():
         ({"rope_type": "longrope"}, "rope_type must be one of default, .*, got 'longrope'"),
         ({"rotary_dim": 7}, "rotary_dim must be even and at least 2, got 7"),
         ({"rotary_dim": 0}, "rotary_dim must be even and at least 2, got 0"),
-        ({"theta": 0.0}, "theta must be positive, got 0.0"),
-        ({"factor": float("nan")}, "factor must be positive, got nan"),
+        ({"theta": 0.0}, "theta must be positive and finite, got 0.0"),
+        ({"factor": float("nan")}, "factor must be positive and finite, got nan"),
     ],
 )
 def test_impossible_settings_are_refused(changes, message):

@@ -180,7 +180,8 @@ def test_a_frame_that_is_no_data_is_an_error():
 
 
 def test_every_field_of_a_step_travels():
-    # `known` is read by draft models only, which other processes do not have.
+    # `known` is read by draft models only, which other processes do not have; `is_plain` says
+    # where a shorter way gives the same, and stays behind.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",
@@ -189,7 +190,7 @@ def test_every_field_of_a_step_travels():
     assert set(ScheduledSequence._fields) == told
     assert set(Batch.__slots__) == {
         "sequences", "block_copies", "left", "swap_out", "swap_in", "other_copies",
-        "other_moves",
+        "other_moves", "is_plain",
     }  # fmt: skip
     assert set(Asked._fields) == {
         "adjusts", "token_ids", "num_prompt_tokens", "end_ids", "bad_word_ids", "new_matcher",

@@ -87,7 +87,7 @@ def test_importing_the_launchers_compiles_nothing() -> None:
     run(
         "from tilewise.kernels.cpu import merge, rope\n"
         "from tilewise.kernels.cpu.attention import plan\n"
-        "from tilewise.kernels.cpu.paged import cache, launch\n"
+        "from tilewise.kernels.cpu.paged import cache, plan\n"
         "from tilewise.kernels.cpu.attention.forward import attention_forward as kernel\n"
         "assert not kernel.signatures"
     )
