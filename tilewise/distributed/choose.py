@@ -271,6 +271,6 @@ def _method_of(
             q, k, v, size=size, causal=causal, window=window, cu_seqlens=cu_seqlens,
             layout=layout, rates=rates,
         ).method  # fmt: skip
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         # On every rank: the others must be told, which the method does.
         return "ring"
