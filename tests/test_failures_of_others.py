@@ -2,6 +2,7 @@
 
 48 classes of failures of vLLM, SGLang, transformers, nano-vllm, mini-sglang, llama.cpp and others,
 from their issues and security advisories (read 2026-11-20). What cannot happen here says why.
+docs/failures.md has these tests beside the server's own (`tests/server/test_failures.py`).
 """
 
 from __future__ import annotations
@@ -135,22 +136,6 @@ FAILURES: dict[int, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def rows_of_the_engine() -> list[str]:
-    """Write the lines of docs/engine.md's table: what another part than the server tests."""
-    rows: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for number, failure in FAILURES.items():
-        if not all(test.startswith(S) for test in failure[1]):
-            rows.setdefault(failure, []).append(number)
-    lines = []
-    for (what, tests), numbers in rows.items():
-        which = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-        named = ", ".join(
-            f"`{test.removeprefix('tests/').replace('.py::test_', ': ')}`" for test in tests
-        )
-        lines.append(f"| {which} | {what} | {named} |")
-    return lines
-
-
 def functions_of(path: Path) -> set[str]:
     found = ast.walk(ast.parse(path.read_text()))
     return {n.name for n in found if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -163,12 +148,6 @@ def test_every_failure_has_a_test_that_exists():
             path, name = test.split("::")
             known = functions_of(ROOT / path)
             assert any(each.startswith(name) for each in known), f"{number}: {test}"
-
-
-def test_the_page_of_the_engine_says_the_same():
-    page = (ROOT / "docs/engine.md").read_text().splitlines()
-    table = [line for line in page[page.index("| no. | what happened | tests |") + 2 :] if line]
-    assert table[: len(rows_of_the_engine())] == rows_of_the_engine()
 
 
 def test_nothing_is_unpickled_and_no_socket_takes_objects():

@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from tests.distributed.test_context_parallel import FUNCTIONS, compare
-from tilewise.distributed import context_parallel_attention, explain
+from tilewise.distributed import choose, context_parallel_attention, explain
 from tilewise.distributed.choose import Rates
 
 
 def _shape(tokens, heads, dim=128):
     return torch.empty(1, tokens, heads, dim, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """Let a gather be picked, as it will be when a GPU has run it."""
+    monkeypatch.setattr(choose, "SHORT", 16384)
 
 
 def _explain(tokens, heads, kv_heads, size=4, **options):
@@ -35,7 +41,7 @@ def test_what_is_sent_is_what_the_papers_count():
     assert _explain(1024, 32, 1).sent_bytes["ulysses"] == 0.75 * (32 + 4) * row
 
 
-def test_the_one_that_waits_least_is_picked():
+def test_the_one_that_waits_least_is_picked(gathers):
     many = _explain(16384, 32, 32, causal=True, rates=Rates(link=200e9, room=1e12))
     assert many.method == "ring"  # its transfers hide behind attention
     assert many.exposed_s["ring"] < min(many.exposed_s["ulysses"], many.exposed_s["gather"])
@@ -46,7 +52,7 @@ def test_the_one_that_waits_least_is_picked():
     assert equal.method == "ulysses"  # nothing to hide behind, and it sends less
 
 
-def test_what_has_no_room_is_not_picked():
+def test_what_has_no_room_is_not_picked(gathers):
     whole = _explain(8192, 32, 8, causal=True, rates=Rates(room=3e8))
     assert whole.method == "ring"
     assert "gather would take 0.8 GB" in whole.reason
@@ -55,7 +61,15 @@ def test_what_has_no_room_is_not_picked():
     assert _explain(8192, 32, 8, causal=True).method == "gather"
 
 
-def test_long_pieces_are_not_gathered_unless_asked_for():
+def test_nothing_is_gathered_unless_asked_for():
+    for tokens in (0, 1, 8192):
+        choice = _explain(tokens, 64, 8, causal=True)
+        assert choice.method != "gather"
+        assert "gather must be asked for by name" in choice.reason
+        assert _explain(tokens, 64, 8, causal=True, method="gather").method == "gather"
+
+
+def test_long_pieces_are_not_gathered_unless_asked_for(gathers):
     long = _explain(32768, 64, 8, size=2, causal=True)
     assert long.method == "ring"
     assert "gather is for at most 16,384 tokens a rank" in long.reason

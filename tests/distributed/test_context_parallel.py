@@ -272,6 +272,8 @@ def refused(
          "cu_seqlens, got 'documents'"),
         ({"options": [{"cu_seqlens": [0, 16]}, {"cu_seqlens": ["x"]}], "packed": True},
          "cu_seqlens must be whole numbers, got ['x']|refused on [1]"),
+        ({"options": [{"cu_seqlens": [0, 16]}, {"cu_seqlens": [float("inf")]}], "packed": True},
+         "cu_seqlens must be whole numbers, got [inf]|refused on [1]"),
         ({"options": [{"cu_seqlens": [0, 9, 16]}, {"cu_seqlens": [0, 8, 16]}], "packed": True},
          "must be the same on all ranks"),
         ({"options": [{"cu_seqlens": [0, 9, 4, 16]}, {"cu_seqlens": [0, 16]}], "packed": True},

@@ -18,6 +18,7 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
+from tests.test_failures_of_others import FAILURES
 from tilewise.engine import structured
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
@@ -213,9 +214,10 @@ KNOWN: dict[str, tuple[str, tuple[str, ...] | str]] = {
 HEAD = """# What has gone wrong in other servers
 
 The numbers are those of a list of public reports (issues and advisories of vLLM, SGLang, TGI,
-transformers, nano-vllm, mini-sglang, llama.cpp and others). Each that can apply is held off by the
-tests named beside it, whose files are in `tests/`; `tests/server/test_failures.py` holds this page
-to them.
+transformers, nano-vllm, mini-sglang, llama.cpp and others, read 2026-11-20). Each that can apply is
+held off by the tests named beside it, of the server and of the engine below it, whose files are in
+`tests/`; where the class itself has no place here, a sentence says so before what is nearest to it.
+`tests/server/test_failures.py` holds this page to them.
 
 | | what went wrong | test |
 |---|---|---|
@@ -226,8 +228,13 @@ def table():
     """docs/failures.md."""
     rows = []
     for number, (what, tests) in KNOWN.items():
-        told = tests if isinstance(tests, str) else "<br>".join(f"`{name}`" for name in tests)
-        rows.append(f"| {number} | {what} | {told} |\n")
+        _, engines = FAILURES.get(int(number), ("", ())) if number.isdigit() else ("", ())
+        named = () if isinstance(tests, str) else tests
+        names = dict.fromkeys((*named, *(name.removeprefix("tests/") for name in engines)))
+        told = [tests] if isinstance(tests, str) else []
+        rows.append(
+            f"| {number} | {what} | {'<br>'.join([*told, *(f'`{name}`' for name in names)])} |\n"
+        )
     return HEAD + "".join(rows)
 
 
@@ -546,6 +553,8 @@ def test_a_body_that_nests_for_ever_is_no_error_of_the_server(http):
 
 
 def test_compiled_descriptions_are_kept_within_a_bound(llm, http, monkeypatch):
+    # The first one makes what holds them.
+    assert ask(http, structured_outputs={"choice": ["word"]}).status_code == 200
     grammars = next(
         found for holder in vars(llm).values() if (found := getattr(holder, "_grammars", None))
     )

@@ -145,7 +145,7 @@ def _edges_of(
         return None, None
     try:
         return edges_of(cu_seqlens), None
-    except (TypeError, ValueError):
+    except (ArithmeticError, RuntimeError, TypeError, ValueError):
         # Told like any other mistake: an error that is raised here leaves the others waiting.
         return (), f"cu_seqlens must be whole numbers, got {cu_seqlens!r}"
 

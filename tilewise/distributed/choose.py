@@ -28,10 +28,11 @@ __all__ = ["METHODS", "Choice", "Rates", "context_parallel_attention", "explain"
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention, "gather": gather_attention}
 # Messages of a call's forward pass, a step of a ring each time: k and v; q, k, v and o.
 MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
-# Tokens of a rank's part up to which a gather is picked. From 32,768 a ring gave 0.96 of one GPU,
-# at 8,192 0.66 (2 H200s, 2026-11-23). `explain` counts less for a gather there, too: when rows of
-# `tilewise bench context --methods gather` have shown that, this may go.
-SHORT = 16384
+# Tokens of a rank's part up to which a gather is picked: none, as it has not run on a GPU yet.
+# What opens it: the gather's GPU tests pass, and rows of `tilewise bench context --methods ring
+# gather` on two GPUs show it ahead at 8,192 tokens, where a ring gave 0.66 of one GPU (H200,
+# 2026-11-23; from 32,768 it gave 0.96). Then this is the longest part for which it was ahead.
+SHORT = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,9 @@ def explain(
         for name in ("gather", *(["ulysses"] if refusal is None else []))
         if memory[name] > rates.room
     }
-    if q.shape[-3] > SHORT:
-        why_not.setdefault("gather", f"gather is for at most {SHORT:,} tokens a rank")
+    if max(q.shape[-3], 1) > SHORT:
+        limit = f"is for at most {SHORT:,} tokens a rank" if SHORT else "must be asked for by name"
+        why_not.setdefault("gather", f"gather {limit}")
     best = min((name for name in waits if name not in why_not), key=waits.__getitem__)
     others = [
         why_not.get(name, f"{name} waits {1e6 * waits[name]:,.1f} us")
@@ -269,6 +271,6 @@ def _method_of(
             q, k, v, size=size, causal=causal, window=window, cu_seqlens=cu_seqlens,
             layout=layout, rates=rates,
         ).method  # fmt: skip
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         # On every rank: the others must be told, which the method does.
         return "ring"

@@ -82,6 +82,8 @@ class Agreement:
         mine = torch.tensor(own, dtype=torch.int64)
         if is_cuda:
             mine = mine.to(next((t.device for t in tensors.values() if _is_on_gpu(t)), "cuda"))
+        # Kept until the host knows that it was sent: `wait` on another stream lets go of it before.
+        self._sent = mine
         self._rows = mine.new_empty((self._size, len(own)))
         self._work = _all_gather(self._rows, mine, group)
 

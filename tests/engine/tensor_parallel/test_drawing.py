@@ -95,6 +95,17 @@ def test_equal_logits_stand_or_fall_together(rule):
     assert _ids(_from_shares(logits, batch, 4)) == _ids(sample(logits.clone(), batch))
 
 
+def test_equal_logits_at_the_bound_of_top_k_count_for_the_nucleus():
+    logits = torch.zeros(20, 700)
+    logits[:, 100:600] = 1.0
+    logits[:, 10], logits[:, 11] = 5.0, 4.0
+    # With all 500 that are third the two before them have a tenth; with one of them 0.99.
+    batch = _batch([SamplingParams(temperature=1.0, top_k=3, top_p=0.9)] * 20)
+    got = _ids(_from_shares(logits, batch, 2))
+    assert got == _ids(sample(logits.clone(), batch))
+    assert any(100 <= token < 600 for (token,) in got)
+
+
 def test_forbidden_tokens_are_not_drawn_and_broken_rows_harm_no_other():
     names = ["plain", "few", "nucleus", "greedy", "plain", "few", "wide_nucleus"]
     logits = _logits(300, len(names), seed=2)
@@ -132,6 +143,32 @@ def test_log_probabilities(size, samples):
         assert [x for _, x in mine.top_logprobs] == pytest.approx(
             [x for _, x in theirs.top_logprobs], abs=1e-5
         )
+
+
+@pytest.mark.parametrize("rule", ["greedy", "plain"])
+def test_log_probabilities_of_the_tokens_alone(rule):
+    logits = _logits(250, 3, seed=8)
+    batch = _batch([SamplingParams(**RULES[rule], logprobs=0)] * 3)
+    want, got = sample(logits.clone(), batch), _from_shares(logits, batch, 2)
+    assert _ids(got) == _ids(want)
+    for (mine,), (theirs,) in zip(got, want, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+        assert mine.top_logprobs == theirs.top_logprobs == ()
+
+
+def test_more_alternatives_than_a_share_has_tokens():
+    """Beams ask for many; where a share has fewer, forbidden tokens of the next one follow."""
+
+    class Many(SamplingParams):
+        most_logprobs = 2**31
+
+    logits = _logits(96, 2, seed=9)
+    logits[1, 3:95] = -torch.inf
+    batch = _batch([Many(temperature=0.0, logprobs=80)] * 2)
+    want, got = sample(logits.clone(), batch), _from_shares(logits, batch, 2)
+    assert _ids(got) == _ids(want)
+    for (mine,), (theirs,) in zip(got, want, strict=True):
+        assert [i for i, _ in mine.top_logprobs] == [i for i, _ in theirs.top_logprobs]
 
 
 def test_rows_whose_candidates_do_not_reach_are_gathered(monkeypatch):

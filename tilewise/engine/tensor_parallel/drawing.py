@@ -232,7 +232,9 @@ class _Share:
         kept &= ((mass.cumsum(1) - mass).double() < wanted) | (top_p[:, None] >= 1)
         least = torch.where(kept, few.values, torch.inf).amin(1, keepdim=True)
         kept = (few.values >= least) & (powers >= self.min_p[places, None])
-        is_settled = (least[:, 0] > few.cutoff) | few.cutoff.isneginf()
+        # Equal logits at top_k's bound weigh in, though top_p may drop them again.
+        bound = torch.where(takes_k, torch.minimum(least[:, 0], kth[:, 0]), least[:, 0])
+        is_settled = (bound > few.cutoff) | few.cutoff.isneginf()
         ids, order = torch.where(kept, few.ids, self.head.vocab_size).sort(dim=1)
         cumulative = (weights * kept).gather(1, order).cumsum(1)
         number = torch.searchsorted(
@@ -276,6 +278,8 @@ def _scored(
     ids = torch.tensor([[*own, *[0] * (longest - len(own))] for own in tokens])
     sent = torch.full((len(rows), 2 + longest + 2 * wanted), -torch.inf, dtype=torch.float64)
     sent[:, 1] = 0
+    # Where a share has fewer tokens, behind all of them, forbidden ones of other shares too.
+    sent[:, 2 + longest + wanted :] = head.vocab_size
     if size:
         most = logits.amax(1).double()
         sent[:, 0] = most
@@ -293,10 +297,12 @@ def _scored(
     total = (parts[:, :, 1] * (parts[:, :, 0] - most).exp()).sum(0)
     normal = (most + total.log())[:, None]
     own = (parts[:, :, 2 : 2 + longest].amax(0) - normal).tolist()
-    values, alternatives = parts[:, :, 2 + longest :].movedim(0, 1).split(wanted, dim=2)
-    # The shares ascend, and so do equal logits in each of them: a stable sort leaves them so.
-    values, order = values.flatten(1).sort(dim=1, descending=True, stable=True)
-    alternatives = alternatives.flatten(1).gather(1, order)
+    likeliest = parts[:, :, 2 + longest :].movedim(0, 1)
+    # Of equal logits the first token comes first: by token, then by logit.
+    alternatives, order = likeliest[:, :, wanted:].flatten(1).sort(dim=1)
+    values = likeliest[:, :, :wanted].flatten(1).gather(1, order)
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    alternatives = alternatives.gather(1, order)
     best, best_ids = (values - normal)[:, :wanted].tolist(), alternatives[:, :wanted].tolist()
     found = []
     for s, some, scores, likely, likely_ids in zip(rows, tokens, own, best, best_ids, strict=True):
