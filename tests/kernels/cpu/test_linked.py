@@ -7,6 +7,7 @@ import operator
 import numpy as np
 import pytest
 from numba import njit, typeof, types
+from numba.core.codegen import JITCodeLibrary
 from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 from numba.core.types.functions import BaseFunction
@@ -107,6 +108,29 @@ def test_parts_have_no_machine_code():
     _both(2.0)
     for part in (_left, _right, _deep):
         assert _library(part).get_pointer_to_function("anything") == 0
+
+
+def test_parts_are_made_by_a_numba_that_reloads_nothing(monkeypatch):
+    begin = JITCodeLibrary.__init__
+
+    def begin_as_in_0_62(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        vars(self).pop("_reload_init", None)
+
+    @inner
+    def callee(x):
+        return x * 3.0
+
+    @inner
+    def part(x):
+        return callee(x) + 1.0
+
+    monkeypatch.setattr(JITCodeLibrary, "__init__", begin_as_in_0_62)
+    part.compile((types.float64,))
+    library = _library(part)
+    assert not hasattr(library, "_reload_init")
+    name = callee.overloads[(types.float64,)].fndesc.llvm_func_name
+    assert not library._get_module_for_linking().get_function(name).is_declaration
 
 
 NUMBERS = [types.boolean, types.int8, types.uint64, types.int64, types.float32, types.float64,
