@@ -7,13 +7,13 @@ import operator
 import numpy as np
 import pytest
 from numba import njit, typeof, types
-from numba.core.codegen import JITCodeLibrary
 from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 from numba.core.types.functions import BaseFunction
 
 from tilewise.kernels.cpu.machine import known_types
 from tilewise.kernels.cpu.machine.known_types import remembering_types
+from tilewise.kernels.cpu.machine.linked import _LinkedLibrary
 from tilewise.kernels.cpu.machine.threads import inner
 
 
@@ -111,11 +111,15 @@ def test_parts_have_no_machine_code():
 
 
 def test_parts_are_made_by_a_numba_that_reloads_nothing(monkeypatch):
-    begin = JITCodeLibrary.__init__
+    finalize, finalized = _LinkedLibrary.finalize, []
 
-    def begin_as_in_0_62(self, *args, **kwargs):
-        begin(self, *args, **kwargs)
-        vars(self).pop("_reload_init", None)
+    def finalize_as_in_0_62(self):
+        libraries = (self, *self._linking_libraries)
+        kept = [vars(each).pop("_reload_init", set()) for each in libraries]
+        finalize(self)
+        for each, its in zip(libraries, kept, strict=True):
+            each._reload_init = its
+        finalized.append(self)
 
     @inner
     def callee(x):
@@ -125,12 +129,13 @@ def test_parts_are_made_by_a_numba_that_reloads_nothing(monkeypatch):
     def part(x):
         return callee(x) + 1.0
 
-    monkeypatch.setattr(JITCodeLibrary, "__init__", begin_as_in_0_62)
+    monkeypatch.setattr(_LinkedLibrary, "finalize", finalize_as_in_0_62)
     part.compile((types.float64,))
     library = _library(part)
-    assert not hasattr(library, "_reload_init")
+    whole = library._get_module_for_linking()
+    assert library in finalized
     name = callee.overloads[(types.float64,)].fndesc.llvm_func_name
-    assert not library._get_module_for_linking().get_function(name).is_declaration
+    assert not whole.get_function(name).is_declaration
 
 
 NUMBERS = [types.boolean, types.int8, types.uint64, types.int64, types.float32, types.float64,
