@@ -110,10 +110,13 @@ def are_plain(*tensors: Tensor) -> bool:
     """Whether the dispatcher would pass tensors on to a kernel as they are.
 
     It shows those of a subclass to their class, negates what .conj().imag only marks as negated,
-    and maps over what autograd.grad(is_grads_batched=True) hands to a backward formula.
+    gives memory to the zeros of forward mode, which have none, and maps over what
+    autograd.grad(is_grads_batched=True) hands to a backward formula.
     """
     for x in tensors:
-        if type(x) not in _PLAIN or x.is_neg() or is_legacy_batchedtensor(x):
+        if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
+            return False
+        if is_legacy_batchedtensor(x):
             return False
     return True
 

@@ -69,7 +69,10 @@ def run_directly(
     if not (given[0].is_cuda or given[0].is_cpu):
         return None
     key = key_of(op, tensors, numbers)
-    run = _known.get(key)
+    try:
+        run = _known.get(key)
+    except TypeError:  # a number is a list or an array, whose equals Python does not find
+        return None
     if run is None:
         if not all(type(x) in kinds for x, kinds in zip(numbers, usual, strict=True)):
             return None

@@ -13,6 +13,7 @@ from numba.core.types.functions import BaseFunction
 
 from tilewise.kernels.cpu.machine import known_types
 from tilewise.kernels.cpu.machine.known_types import remembering_types
+from tilewise.kernels.cpu.machine.linked import _LinkedLibrary
 from tilewise.kernels.cpu.machine.threads import inner
 
 
@@ -107,6 +108,34 @@ def test_parts_have_no_machine_code():
     _both(2.0)
     for part in (_left, _right, _deep):
         assert _library(part).get_pointer_to_function("anything") == 0
+
+
+def test_parts_are_made_by_a_numba_that_reloads_nothing(monkeypatch):
+    finalize, finalized = _LinkedLibrary.finalize, []
+
+    def finalize_as_in_0_62(self):
+        libraries = (self, *self._linking_libraries)
+        kept = [vars(each).pop("_reload_init", set()) for each in libraries]
+        finalize(self)
+        for each, its in zip(libraries, kept, strict=True):
+            each._reload_init = its
+        finalized.append(self)
+
+    @inner
+    def callee(x):
+        return x * 3.0
+
+    @inner
+    def part(x):
+        return callee(x) + 1.0
+
+    monkeypatch.setattr(_LinkedLibrary, "finalize", finalize_as_in_0_62)
+    part.compile((types.float64,))
+    library = _library(part)
+    whole = library._get_module_for_linking()
+    assert library in finalized
+    name = callee.overloads[(types.float64,)].fndesc.llvm_func_name
+    assert not whole.get_function(name).is_declaration
 
 
 NUMBERS = [types.boolean, types.int8, types.uint64, types.int64, types.float32, types.float64,

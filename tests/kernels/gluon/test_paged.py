@@ -37,6 +37,7 @@ class Case:
     head_dim: int = 128
     block_size: int = 16
     head_scales: bool = False
+    one_scale: bool = False  # for all heads
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,6 +50,7 @@ CASES = [
     Case("sixteen_rows", (3000, 70), (1, 1), (64, 4)),
     Case("narrow_heads_small_blocks", (3000, 70), (1, 1), head_dim=64, block_size=8),
     Case("a_scale_a_head", (3000, 70), (1, 1), head_scales=True),
+    Case("one_scale", (3000, 70), (1, 1), head_scales=True, one_scale=True),
     Case("window", (3000, 70, 900), (1, 1, 1), options={"window": 500}),
     Case("sinks", (3000, 70), (1, 1), options={"sinks": 3.0}),
     Case("padding_rows", (3000, 70, 9), (1, 1, 0)),
@@ -77,6 +79,8 @@ def _inputs(
         cache = torch.zeros_like(x, dtype=dtype)
         shape = slots[2:] if case.head_scales else slots
         scale = torch.rand(shape, generator=generator, device=where) * 0.1 + 0.001
+        if case.one_scale:
+            scale = scale[:1].clone().expand(shape)
         divided = x / scale.unsqueeze(-1)
         limit = 127.0 if dtype == torch.int8 else 448.0
         cache.copy_(divided.clamp(-limit, limit))
@@ -162,6 +166,7 @@ EMULATED = {
         "", (200, 65, 64), (2, 1, 2), (8, 4), head_dim=64, block_size=8, options={"window": 70}
     ),
     "a_scale_a_head": Case("", (290, 70), (1, 1), (4, 4), head_scales=True),
+    "one_scale": Case("", (290, 70), (1, 1), (4, 4), head_scales=True, one_scale=True),
     "nothing_to_see": Case("", (0, 5, 64), (1, 1, 1), (8, 4), options={"sinks": 3.0}),
 }
 

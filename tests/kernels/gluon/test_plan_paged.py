@@ -152,12 +152,18 @@ def test_queries_whose_heads_lie_otherwise_are_copied(driver, kernels):
     assert odd.data_ptr() not in addresses
 
 
-def test_caches_that_the_copy_engine_cannot_read_are_refused(monkeypatch):
+def test_caches_and_scales_that_the_copy_engine_cannot_read_are_refused(monkeypatch):
     call = paged_call(PAGED["decode"])
     monkeypatch.setattr(gluon_paged, "why_not", gluon_paged.why_not_decode)
     k = call.tensors.k_cache
     odd = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
+    scale = call.tensors.k_scale
+    odd_scale = torch.empty(scale.numel() + 1)[1:].view(scale.shape)
+    assert not isinstance(gluon_paged.plan_fwd(Call.of(call.spec, call.tensors)), Refusal)
     for name, cache, words in (
+        ("k_scale", odd_scale, "16-byte boundary"),
+        ("v_scale", torch.empty(*scale.shape[:2], 5)[..., :4], "strides must be"),
+        ("v_scale", torch.empty(*scale.shape, 4)[..., 0], "last stride must be 1"),
         ("v_cache", odd, "16-byte boundary"),
         ("k_cache", torch.empty(*k.shape[:3], 72, dtype=k.dtype)[..., :64], "strides must be"),
     ):

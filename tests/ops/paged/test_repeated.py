@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,3 +118,32 @@ def test_latent_calls_that_come_again_are_not_checked_again():
     assert torch.equal(first, again)
     wide = ops.mla_decode(q, q_rope, cache.squeeze(2), **given | {"softmax_scale": 0.9})
     assert not torch.equal(first, wide)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("backend", ["cpu"], "backend must be one of .* got \\['cpu'\\]"),
+        ("softmax_scale", np.array(0.2), None),
+        ("window", [3], "'<' not supported"),
+    ],
+)
+def test_numbers_that_python_does_not_hash_go_the_usual_way(name, value, message):
+    tensors, given = make()
+    if message is None:
+        wanted = ops.paged_attention(*tensors, **given, **{name: float(value)})
+        assert torch.equal(ops.paged_attention(*tensors, **given, **{name: value}), wanted)
+        return
+    with pytest.raises((TypeError, ValueError), match=message):
+        ops.paged_attention(*tensors, **given, **{name: value})
+
+
+def test_zeros_without_memory_are_read_as_zeros():
+    (q, *caches), given = make()
+    wanted = ops.paged_attention(torch.zeros_like(q), *caches, **given)
+    for _ in range(2):  # planned, then known
+        zeros = torch._efficientzerotensor(q.shape)
+        assert torch.equal(ops.paged_attention(zeros, *caches, **given), wanted)
+    x = torch.randn(1, 8, 2, 32)
+    zeros = torch._efficientzerotensor(x.shape)
+    assert torch.equal(ops.attention(zeros, x, x), ops.attention(torch.zeros_like(x), x, x))

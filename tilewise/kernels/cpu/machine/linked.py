@@ -35,8 +35,9 @@ class _LinkedLibrary(JITCodeLibrary):
     def finalize(self) -> None:
         """Optimise what is here; the rest is linked by whoever makes machine code."""
         self._raise_if_finalized()
-        for library in self._linking_libraries:
-            self._reload_init.update(library._reload_init)
+        if hasattr(self, "_reload_init"):  # numba 0.62 has none
+            for library in self._linking_libraries:
+                self._reload_init.update(library._reload_init)
         self._optimize_final_module()
         self._finalize_dynamic_globals()
         _let_be_repeated(self._final_module)

@@ -69,12 +69,16 @@ def plan_fwd(call: Call) -> LaunchPlan | Refusal:
 
 
 def why_not_layouts(call: Call) -> str | None:
-    """Say why the copy engine cannot read the caches of a call, or return None when it can."""
-    for name in ("k_cache", "v_cache"):
+    """Say why the copy engine cannot read what a call keeps of tokens, or return None."""
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
         layout = call.layouts[PagedTensors._fields.index(name)]
+        if layout is None or len(layout.shape) == 1:  # a scale for each head is read by its address
+            continue
         reason = "tensors must start on a 16-byte boundary"
         if layout.is_aligned:
             reason = why_no_descriptor(layout.meta())
+        if reason is None and layout.stride[-1] != 1:
+            reason = f"the last stride must be 1, got {layout.stride}"
         if reason is not None:
             return f"{name} must be addressable by TMA: {reason}"
     return None
@@ -115,6 +119,9 @@ def _add_decode(
     """Add the kernels, which write o and lse, to a plan."""
     q, sinks, run, records = given.q, given.sinks, spec.max_seqlen_q, given.records
     caches, scales = (given.k_cache, given.v_cache), (given.k_scale, given.v_scale)
+    slot_scales = scales[0].dim() == 3
+    if not slot_scales:  # one for all heads may come as `scale.expand(Hk)`
+        scales = (maker.dense(scales[0]), maker.dense(scales[1]))
     table, starts = given.block_table, given.cu_seqlens_q
     if records is None:
         records = maker.empty((splits.num_pairs, FIELDS.value), torch.int32)
@@ -127,7 +134,6 @@ def _add_decode(
         bounds = maker.empty((spec.num_seqs, 2), torch.int32)
     box = min(spec.block_size, KEYS.value)
     tensors = [_bytes_descriptor(cache, box, spec.head_dim) for cache in caches]
-    slot_scales = scales[0].dim() == 3
     if slot_scales:
         tensors += [scale_descriptor(x, box, HEADS.value) for x in scales]
     else:
