@@ -217,9 +217,10 @@ class VirtualModel:
         assert len(batch.sequences) <= limits.max_num_seqs
         chunk = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
         assert all(1 <= len(run.token_ids) <= chunk for run in batch.sequences)
-        if not self.unfinished:
-            runs = {run.seq_id for run in batch.sequences}
-            first = self._first()
+        runs, first = {run.seq_id for run in batch.sequences}, self._first()
+        if self.unfinished:
+            self._has_waited &= first.seq_id not in runs
+        else:
             ordered = self.scheduler.order.name == "fcfs"
             is_plain = ordered and self.scheduler.preemption.victim == "newest"
             if self.host or self.has_lost_steps or not is_plain:

@@ -134,6 +134,12 @@ def test_any_schedule_gives_the_beams_of_a_search_alone(part: int, overlap: bool
         story.judge()
 
 
+def test_blocks_taken_over_beside_an_unfinished_step_are_freed_children_first():
+    story = BeamStory(10191, overlap=True, fails=True)
+    story.play()
+    story.judge()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("part", range(20))

@@ -101,6 +101,22 @@ def test_the_flood_itself_and_few_sequences_have_none():
     assert len(stepped(few, model).sequences) == newcomers.FLOOD
 
 
+def test_a_step_that_was_sought_in_vain_was_not_everybodys(monkeypatch):
+    """Beside an unfinished step for newcomers nobody could run: the next one is not theirs, too."""
+    scheduler, model = flooded()
+    scheduler.max_in_flight = 2
+    scheduler.add(of("other", "o", [99] * 30, max_tokens=3))
+    own = scheduler.schedule()
+    assert own is not None
+    model.submit(own)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "_schedule_running", lambda: ([], 2048, True))  # lacks blocks
+        assert scheduler.schedule() is None
+    scheduler.update(own, model.result(own))
+    scheduler.add(of("third", "t", [98] * 30, max_tokens=3))
+    assert len(stepped(scheduler, model).sequences) > FLOOD
+
+
 def test_without_a_seat_everybody_goes_on():
     scheduler, model = flooded(seats=FLOOD)
     scheduler.add(of("other", "o", [99] * 30, max_tokens=3))
@@ -115,11 +131,12 @@ class Crowd(simulation.Story):
         super().__init__(seed, **settings)
         self.draw, self.num_apart = random.Random(seed), 0
         old, block_size = self.scheduler.limits, self.scheduler.tables.block_size
+        in_flight = self.scheduler.max_in_flight
         self.scheduler = Scheduler(
             old.num_blocks, block_size, max_num_seqs=max(3, old.max_num_seqs),
             max_num_batched_tokens=old.max_num_batched_tokens, max_model_len=old.max_model_len,
             long_prefill_token_threshold=old.long_prefill_token_threshold,
-            enable_prefix_caching=self.draw.random() < 0.8, max_in_flight=1,
+            enable_prefix_caching=self.draw.random() < 0.8, max_in_flight=in_flight,
             scheduling_policy="fair", fair_prompt_tokens=self.draw.choice([1, 8, 64]),
         )  # fmt: skip
         self.model = VirtualModel(self.scheduler, self.is_damaging)
@@ -140,11 +157,12 @@ class Crowd(simulation.Story):
         super().judge()
 
 
-def test_any_schedule_with_newcomers_gives_the_tokens_of_a_request_alone(monkeypatch):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_any_schedule_with_newcomers_gives_the_tokens_of_a_request_alone(monkeypatch, overlap):
     monkeypatch.setattr(newcomers, "FLOOD", 2)
     num_apart = 0
     for seed in range(150):
-        story = Crowd(seed, fails=seed % 3 == 0)
+        story = Crowd(seed, overlap=overlap, fails=seed % 3 == 0)
         story.play()
         story.judge()
         num_apart += story.num_apart

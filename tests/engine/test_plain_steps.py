@@ -41,13 +41,16 @@ def describe_each(runs, describe, is_short):
     return tuple(describe(seq, n) for seq, n in runs), False
 
 
-def history(seed, in_flight):
+def history(seed, in_flight, num_swap_blocks=0):
     """Run a scheduler alone; return its steps, its events and what it has noted."""
     draw, steps, events = random.Random(seed), [], []
+    swaps = num_swap_blocks > 0
     scheduler = Scheduler(
-        draw.choice([40, 200]), 4, max_num_seqs=6, max_num_batched_tokens=draw.choice([8, 64]),
-        max_model_len=80, max_in_flight=in_flight, enable_prefix_caching=bool(seed % 2),
-        scheduling_policy=draw.choice(["fcfs", "fair"]),
+        draw.choice([22, 30] if swaps else [40, 200]), 4, max_num_seqs=6,
+        max_num_batched_tokens=draw.choice([8, 64]), max_model_len=80, max_in_flight=in_flight,
+        enable_prefix_caching=bool(seed % 2), num_swap_blocks=num_swap_blocks,
+        scheduling_policy=draw.choice(["fcfs", "fcfs" if swaps else "fair"]),
+        preemption="swap" if swaps else "auto",
     )  # fmt: skip
     for request in requests(seed):
         scheduler.add(request)
@@ -75,24 +78,28 @@ def history(seed, in_flight):
     return steps, events, noted
 
 
+@pytest.mark.parametrize("num_swap_blocks", [0, 60])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_plain_steps_are_described_and_taken_as_all_others(monkeypatch, in_flight):
-    num_plain = 0
+def test_plain_steps_are_described_and_taken_as_all_others(monkeypatch, in_flight, num_swap_blocks):
+    """Blocks that come back from main memory full are told of in the next step, whichever it is."""
+    num_plain = num_back = 0
 
     def counting(*arguments):
         nonlocal num_plain
         num_plain += 1
         append_to_all(*arguments)
 
-    for seed in range(12):
+    for seed in range(40 if num_swap_blocks else 12):
         with monkeypatch.context() as patch:
             patch.setattr(scheduler, "append_to_all", counting)
-            found = history(seed, in_flight)
+            found = history(seed, in_flight, num_swap_blocks)
         with monkeypatch.context() as patch:
             patch.setattr(scheduler, "describe_all", describe_each)
-            wanted = history(seed, in_flight)
+            wanted = history(seed, in_flight, num_swap_blocks)
         assert found == wanted
+        num_back += sum(event["kind"] == "swap_in" for event in found[2])
     assert num_plain > 30
+    assert (num_back > 9) == (num_swap_blocks > 0)
 
 
 def test_samples_of_a_wrong_number_are_refused():

@@ -37,13 +37,10 @@ def kept_waiting_by(roster: Roster) -> Set[str]:
 
 def admit_apart(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
     """Return the runs of a step for newcomers alone; none if this step is everybody's."""
-    was_apart, scheduler.was_apart = scheduler.was_apart, False
     limits = scheduler.limits
     is_fair = scheduler.order.counts_tokens and limits.fair_prompt_tokens is not None
-    but = kept_waiting_by(scheduler.roster) if is_fair and not was_apart else ()
+    but = kept_waiting_by(scheduler.roster) if is_fair and not scheduler.was_apart else ()
     if not but:
         return []
     scheduler._writer_of.clear()
-    runs = scheduler.admit_waiting(limits.max_num_batched_tokens, False, but)
-    scheduler.was_apart = bool(runs)
-    return runs
+    return scheduler.admit_waiting(limits.max_num_batched_tokens, False, but)

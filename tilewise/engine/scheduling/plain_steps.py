@@ -88,13 +88,14 @@ def append_to_all(
         tables: is told of blocks that are full.
         events: what happened is added to these.
     """
-    block_size, register = tables.block_size, tables.register
+    block_size, register, is_told = tables.block_size, tables.register, tables.prefix is not None
     for run, preemptions, (token,) in runs:
         seq = live.get(run.seq_id)
         if seq is None or seq.num_preemptions != preemptions:
             continue
         computed = seq.num_computed_tokens = seq.num_computed_tokens + 1
-        if not computed % block_size:
+        # Who came back from main memory may have several full blocks that nobody is told of yet.
+        if is_told and computed >= (seq.num_registered_blocks + 1) * block_size:
             register(seq)
         seq.num_pending -= 1
         request, token_ids = seq.request, seq.token_ids

@@ -241,6 +241,7 @@ class Scheduler:
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
         runs = admit_apart(self)
+        is_apart = bool(runs)
         if not runs:
             runs, budget, lacked_blocks = self._schedule_running()
             if not lacked_blocks or not (runs or self._steps):
@@ -250,6 +251,7 @@ class Scheduler:
         if not runs:
             assert self._steps or not self.roster.requests, "an unfinished request runs"
             return None
+        self.was_apart = is_apart  # of the last step there was, not of the last time one was sought
         moved = self.tables.begin_step()
         copies = self.tables.take_copies()
         sequences, is_plain = describe_all(runs, self._describe, self.speculation is None)

@@ -344,10 +344,12 @@ class BlockTables(OneGroup):
 
         Args:
             gone: one that is released next. The child becomes the owner, in its place, of the
-                blocks that it and the parent begin with: of a long text nearly all.
+                blocks that it and the parent begin with: of a long text nearly all. Not beside an
+                unfinished step: what is let go of then is freed together, in an order in which the
+                rest of `gone` would come after what the child lets go of meanwhile.
         """
         common = 0
-        if gone is not None:
+        if gone is not None and not self._fences:
             common = num_common(parent.block_ids, gone.block_ids)
             self.trace.free(gone.block_ids[:common])
             del gone.block_ids[:common]
