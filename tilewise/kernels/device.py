@@ -63,14 +63,18 @@ def sm_count_of(device: torch.device) -> int:
     return sm_count(_index_of(device)) if _is_gpu(device) else 4
 
 
-def why_not_hopper(device_type: str) -> str | None:
+def why_not_hopper(device_type: str, *, needs_gpu: bool = False) -> str | None:
     """Say why kernels of Hopper's own cannot run on a device, or return None when they can.
 
-    Without a GPU at hand the answer is for Hopper, as that of the other backends is.
+    Without a GPU at hand the answer is for Hopper, as that of the other backends is, unless
+    `needs_gpu`.
     """
     if device_type != "cuda":
         return f"device must be cuda, got {device_type}"
-    arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    has_gpu = torch.cuda.is_available()
+    if needs_gpu and not has_gpu:
+        return "torch sees no GPU"
+    arch = arch_of(torch.device("cuda" if has_gpu else "cpu"))
     if arch // 10 != 9:
         return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
     return None

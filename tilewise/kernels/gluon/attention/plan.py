@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention import split_kv
 from tilewise.kernels.gluon.backward.launch import add_bwd, variant_of, why_not_bwd
@@ -50,14 +48,8 @@ def plan_bwd(call: Call) -> LaunchPlan:
 
 
 def _why_not(spec: AttentionSpec) -> str | None:
-    if spec.device_type != "cuda":
-        return f"device must be cuda, got {spec.device_type}"
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
-    arch = device.arch_of(torch.device("cuda"))
-    if arch // 10 != 9:
-        return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
-    return why_not_fwd(spec) or why_not_bwd(spec)
+    reason = device.why_not_hopper(spec.device_type, needs_gpu=True)
+    return reason or why_not_fwd(spec) or why_not_bwd(spec)
 
 
 def made_fwd(call: Call) -> LaunchPlan:

@@ -58,14 +58,7 @@ class _Work(NamedTuple):
 
 def why_not(spec: PagedSpec) -> str | None:
     """Say why these kernels cannot run `spec`, or return None when one can."""
-    if spec.device_type != "cuda":
-        return f"device must be cuda, got {spec.device_type}"
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
-    arch = device.arch_of(torch.device("cuda"))
-    if arch // 10 != 9:
-        return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
-    return why_not_on_hopper(spec)
+    return device.why_not_hopper(spec.device_type, needs_gpu=True) or why_not_on_hopper(spec)
 
 
 def why_not_on_hopper(spec: PagedSpec) -> str | None:
