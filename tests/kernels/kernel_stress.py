@@ -444,6 +444,7 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     from tests.kernels.gluon import test_mla as test_gluon_mla
     from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
     from tests.kernels.gluon import test_paged as test_gluon_paged
+    from tests.kernels.stress_step import step_cases
     from tests.kernels.triton import test_mla as test_triton_mla
     from tests.kernels.triton import test_paged as test_triton_paged
 
@@ -479,3 +480,4 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
         yield f"triton_paged/{case.name}", lazily(_portable_paged, case)
     for case in test_triton_mla.CASES:
         yield f"triton_latents/{case.name}", lazily(_portable_latents, case)
+    yield from step_cases()
