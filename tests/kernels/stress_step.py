@@ -1,8 +1,4 @@
-"""Cases of the stress that are no attention alone: products of Hopper, chains of a decode step.
-
-In a chain kernels begin before the one before them has ended, and memory of one serves the next:
-what a kernel reads too early, or writes while another still reads it, shows in the last results.
-"""
+"""Cases of the stress beside attention's tables: Hopper's products, and the largest logits."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.kernels.kernel_stress import Prepared, Results
-from tests.kernels.test_chains import ROWS, Chain
 
 PRODUCTS = ((1, 1024, 1024), (9, 4096, 1000), (64, 776, 200), (33, 200, 40))
 MANY = ((70, 776, 264), (300, 1024, 512))
@@ -49,11 +44,6 @@ def _largest_logits(name: str) -> Prepared:
     return Prepared(run)
 
 
-def _chain(rows: int, modes: str) -> Prepared:
-    chain = Chain(rows)
-    return Prepared(lambda: chain.run(modes), check=lambda _: chain.check())
-
-
 def step_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     """Yield "family/name" and what prepares the case."""
     from tests.kernels.gluon import test_invariant_linear, test_linear, test_max_logits
@@ -70,6 +60,3 @@ def step_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
             yield title, lazily(_product_of_many, tile, *shape)
     for name in test_max_logits.CALLS:
         yield f"largest_logits/{name}", lazily(_largest_logits, name)
-    for rows in ROWS:
-        for modes in ("off", "chosen", "chosen_large"):
-            yield f"chain/{modes}_{rows}", lazily(_chain, rows, modes)

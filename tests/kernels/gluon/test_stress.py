@@ -25,8 +25,7 @@ SHORT = (
     "few/causal", "8_bits/short", "8_bits/short_d256", "paged_int8/decode", "paged_e4m3/drafts",
     "latents/more_items_than_shares", "latents/small_blocks",
     "latents_of_8_bits/more_items_than_shares", "triton/packed_short",
-    "triton_paged/decode", "triton_latents/576_and_512", "products/parts_64_776_200",
-    "chain/chosen_8",
+    "triton_paged/decode", "triton_latents/576_and_512",
 )  # fmt: skip
 
 
