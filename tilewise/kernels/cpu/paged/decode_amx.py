@@ -486,7 +486,8 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
                                begin, end)  # fmt: skip
             _weigh_tile(like, pointers, factor, is_whole, sizes.group, index, area, at, side, ldv,
                         begin, end)  # fmt: skip
-        work.at[: 2 * GROUPS] = work.at[2 * GROUPS :]
+        for group in range(2 * GROUPS):  # a slice of an array would compile NumPy's checks of it
+            work.at[group] = work.at[2 * GROUPS + group]
 
 
 @inner
