@@ -129,11 +129,15 @@ def test_wrong_requests_are_one_sentence_and_exit_2(model, capsys, arguments, se
     assert err.count("\n") == 1
 
 
-def test_unknown_options_exit_2_with_usage(capsys):
+@pytest.mark.parametrize("command", ["generate", "serve", "explain cache story"])
+def test_unknown_options_exit_2_with_the_usage_of_their_command(capsys, command):
+    words = command.split()
     with pytest.raises(SystemExit) as caught:
-        main(["generate", "--tmperature", "1"])
+        main([*words, "--tmperature", "1"])
     assert caught.value.code == 2
-    assert "usage: tilewise" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: tilewise {' '.join(words[:2])} [-h]")
+    assert "--tmperature" in err
 
 
 def test_failures_exit_1_and_debug_shows_where(model, capsys, monkeypatch):

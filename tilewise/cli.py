@@ -64,8 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
+    command: argparse.ArgumentParser = vars(options).pop("command", parser)
     if unknown:
-        parser.error(_unknown(options, unknown))
+        command.error(_unknown(options, unknown))
     # GNU OpenMP reads this when torch is imported. Its threads spin for milliseconds when they wait
     # for each other, and on a busy machine they take the cores from those that they wait for.
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
@@ -156,7 +157,7 @@ def _add_command(
     )
     if run is not None:
         parser.add_argument("--debug", action="store_true", help="show tracebacks")
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, command=parser)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -103,8 +104,28 @@ def test_yarn_without_factor_takes_the_ratio_of_the_lengths():
     assert llama(rope_parameters=rope).rope.factor == 4.0
 
 
-def test_partial_rotary_factor_rotates_the_first_channels_only():
-    assert llama(head_dim=8, partial_rotary_factor=0.5).rope.rotary_dim == 4
+def test_partial_rotary_factor_is_read_as_transformers_reads_it():
+    """Whole heads are rotated, and what transformers cannot run is refused."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    for given in (
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ):
+        theirs = modeling.LlamaConfig(
+            hidden_size=32, num_attention_heads=4, head_dim=8, **copy.deepcopy(given)
+        )
+        angles = modeling.LlamaRotaryEmbedding(theirs).inv_freq
+        assert llama(head_dim=8, **given).rope.rotary_dim == 2 * len(angles) == 8
+    scaled = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor must be 1 .*got 0\.5"):
+        llama(head_dim=8, rope_parameters=scaled)
+
+
+def test_a_config_that_rotates_part_of_a_head_is_not_written():
+    config = llama(head_dim=8)
+    part = dataclasses.replace(config.rope, rotary_dim=4)
+    with pytest.raises(CheckpointError, match="rotary_dim must be 8, got 4"):
+        dataclasses.replace(config, rope=part).to_hf()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
@@ -26,7 +25,6 @@ from tilewise.models.config import read_config
 from tilewise.nn.packed import quantisation_error
 from tilewise.ops import explain
 from tilewise.ops import precompile as _precompile
-from tilewise.ops.cpu_step import telling_of_compilation
 
 __all__ = ["explain_attention", "explain_cache", "generate", "precompile", "read_prompt"]
 
@@ -67,11 +65,8 @@ def generate(
     progress = Progress(terminal())
     progress.show(f"loading {model} ...")
     max_num_seqs = min(len(prompts) * params.n, MAX_NUM_SEQS)
-    on_cpu = compute_device(settings.get("device", "auto")).type == "cpu"
-    waiting = telling_of_compilation(_say_compiling) if on_cpu else nullcontext()
     try:
-        with waiting:
-            llm = LLM(model, max_num_seqs=max_num_seqs, **settings)
+        llm = LLM(model, max_num_seqs=max_num_seqs, **settings)
     finally:
         progress.close()
     errors = quantisation_error(llm.model)
@@ -94,13 +89,6 @@ def generate(
         write_trace(trace, llm.engine.trace())
     if sys.stderr is not None:  # print would take standard output instead
         print(stats_line(llm.engine.stats()), file=sys.stderr)
-
-
-def _say_compiling() -> None:
-    if sys.stderr is not None:
-        print(
-            "compiling kernels for this CPU, once: half a minute ...", file=sys.stderr, flush=True
-        )
 
 
 def explain_attention(

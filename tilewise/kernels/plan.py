@@ -11,6 +11,7 @@ device "meta", so that shapes, strides and views are torch's, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -88,13 +89,18 @@ class Call(NamedTuple):
         return Call(spec, self.device, (do, None, do, rows, *self.layouts))
 
 
-def _contiguous(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    return _new(Layout, (shape, _steps(shape), dtype, True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
     strides, step = list[int](), 1
     for size in reversed(shape):
         strides.append(step)
         step *= size or 1
-    strides.reverse()
-    return _new(Layout, (shape, tuple(strides), dtype, True))
+    return tuple(reversed(strides))
 
 
 class Refusal(NamedTuple):
@@ -367,9 +373,9 @@ class Maker:
         """Return one of the call's tensors."""
         return self.inputs[self._names.index(name)]
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that launches write."""
-        x = _contiguous(shape, dtype).meta()
+        x = torch.empty_strided(shape, _steps(shape), dtype=dtype, device=_META)
         index = len(self._buffers)
         kind = (dtype, True, self.device)
         self._places[id(x)] = _new(Place, (index, 0, None, kind, index))
@@ -410,7 +416,7 @@ class Maker:
         like = torch.empty(x.shape, dtype=x.dtype, device=_META)
         return self.compute(_contiguous_copy, x, like=like)
 
-    def full(self, shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
+    def full(self, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
         """Return a tensor of one value."""
         x = self.empty(shape, dtype)
 

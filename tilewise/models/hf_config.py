@@ -259,11 +259,16 @@ def _rope(config: Json, head_dim: int) -> RopeConfig:
         given["truncate"] = bool(settings["truncate"])
     partial = _number(settings, "partial_rotary_factor", 0.0)
     partial = partial or _number(config, "partial_rotary_factor", 1.0)
+    # transformers 5.17 rotates whole heads of these architectures, and fails with other rope_types.
+    if partial != 1.0 and kind != "default":
+        raise CheckpointError(
+            f"partial_rotary_factor must be 1 with rope_type {kind!r}, got {partial:g}"
+        )
     theta = _number(settings, "rope_theta", _number(config, "rope_theta", 10_000.0))
     factor = _number(settings, "factor", max_positions / original if kind == "yarn" else 1.0)
     try:
         return RopeConfig(
-            rotary_dim=int(head_dim * partial),
+            rotary_dim=head_dim,
             theta=float(theta),
             rope_type=kind,
             max_positions=max_positions,
@@ -567,9 +572,10 @@ def _write_gpt_oss(config: ModelConfig, rope: RopeConfig, experts: ExpertsConfig
 
 
 def _write_rope(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
+    head_dim = config.head_dim if config.latent is None else config.latent.rope_dim
+    if rope.rotary_dim != head_dim:  # there is no field that transformers would follow
+        raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")
     fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
-    if config.latent is None and rope.rotary_dim != config.head_dim:
-        fields["partial_rotary_factor"] = rope.rotary_dim / config.head_dim
     if rope.rope_type != "default":
         fields["factor"] = rope.factor
     if rope.rope_type in ("llama3", "yarn"):

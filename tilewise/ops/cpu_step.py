@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +21,6 @@ __all__ = [
     "Batch",
     "Tables",
     "new_program",
-    "telling_of_compilation",
     "why_not",
 ]
 
@@ -40,14 +37,6 @@ def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
         return f"cache dtype must be float32, float16, bfloat16, int8 or e4m3, got {cache_dtype}"
     reason = why_not_dtype(cache_dtype)
     return reason
-
-
-def telling_of_compilation(tell: Callable[[], None]) -> AbstractContextManager[None]:
-    """Call `tell` when, within this context, a first kernel of the CPU's must be compiled."""
-    context: AbstractContextManager[None] = kernel_module(
-        "machine.threads", "cpu"
-    ).telling_of_compilation(tell)
-    return context
 
 
 def new_program(*args: Any, **kwargs: Any) -> Program:

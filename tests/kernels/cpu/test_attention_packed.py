@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import planned
+from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.reference import standard
@@ -98,3 +99,31 @@ def test_gradient_of_the_bias_only_when_wanted() -> None:
     for one, other in zip(with_it[1:3], without[1:3], strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(with_it[0], without[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "edges", "rule"),
+    [
+        ("cu_seqlens_k", [0, 5, 9], "rise from 0 to at most 8"),
+        ("cu_seqlens_q", [0, 5, 9], "rise from 0 to at most 8"),
+        ("cu_seqlens_k", [0, 7, 3], "rise from 0 to at most 8"),
+        ("cu_seqlens_k", [-1, 3, 8], "rise from 0 to at most 8"),
+        ("cu_seqlens_q", [2, 3, 8], "rise from 0 to at most 8"),
+    ],
+)
+def test_sequences_outside_of_memory_are_refused(name, edges, rule):
+    x = torch.randn(8, 2, 16)
+    whole = torch.tensor([0, 3, 8], dtype=torch.int32)
+    given = {"cu_seqlens_q": whole, "cu_seqlens_k": whole}
+    given[name] = torch.tensor(edges, dtype=torch.int32)
+    for backend in (None, "cpu"):
+        with pytest.raises(ValueError, match=f"{name} must {rule}, got"):
+            ops.attention_varlen(x, x, x, **given, max_seqlen_q=9, max_seqlen_k=9, backend=backend)
+
+
+@pytest.mark.parametrize("lengths", [[9, 3], [3, -1]])
+def test_lengths_outside_of_memory_are_refused(lengths):
+    x = torch.randn(2, 8, 2, 16)
+    seqlens_k = torch.tensor(lengths, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"seqlens_k must lie in \[0, 8\], got"):
+        ops.attention(x, x, x, seqlens_k=seqlens_k)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import operator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 from numba.core.types.functions import BaseFunction
 
-from tilewise.kernels.cpu.machine import known_types
+from tilewise.kernels.cpu.machine import known_types, threads
 from tilewise.kernels.cpu.machine.known_types import remembering_types
 from tilewise.kernels.cpu.machine.linked import _LinkedLibrary
 from tilewise.kernels.cpu.machine.threads import inner
@@ -190,3 +192,24 @@ def test_nothing_is_changed_where_no_kernel_is_compiled():
     with remembering_types():
         assert BaseFunction.get_call_type is not before
     assert BaseFunction.get_call_type is before
+
+
+def test_kernels_compile_nothing_that_they_do_not_run():
+    """A slice set to a slice compiles NumPy's error messages, 1.6 s; numba's own `overload`
+    optimises all that a function calls by itself, 1.5 s."""
+    folder = Path(threads.__file__).parents[1]
+    for path in folder.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            names = {ast.unparse(decorator).split("(")[0] for decorator in function.decorator_list}
+            assert "overload" not in names, f"{path.name}: {function.name}"
+            if not names & {"inner", "inlined", "kernel"}:
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assign) and _is_slice(node.value):
+                    assert not any(map(_is_slice, node.targets)), f"{path.name}:{node.lineno}"
+
+
+def _is_slice(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)

@@ -13,7 +13,7 @@ import threading
 import pytest
 from numba import njit
 
-from tilewise.kernels.cpu.machine import once
+from tilewise.kernels.cpu.machine import once, telling
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -156,6 +156,26 @@ def test_garbage_is_looked_for_as_before_after_compiling(module):
     assert seen
     assert max(threshold[0] for threshold in seen) >= 100_000
     assert gc.get_threshold() == before
+
+
+def test_who_waits_for_a_kernel_is_told(module, monkeypatch, capsys):
+    monkeypatch.delenv("TILEWISE_PROGRESS", raising=False)
+    monkeypatch.setattr(telling, "MOMENT_S", 0.0)
+    monkeypatch.setattr(telling, "_has_told", False)
+    compiled = shared(module.halve)
+    assert compiled(9) == 4
+    assert capsys.readouterr().err == f"{telling.LINE}\n"
+    monkeypatch.setattr(telling, "_has_told", False)
+    again = shared(module.halve)
+    assert again(9) == 4  # from the cache
+    assert capsys.readouterr().err == ""
+    holder = another(again)
+    try:
+        monkeypatch.setattr(once, "PATIENCE_S", 0.2)
+        assert again(9.0) == 4.0
+        assert capsys.readouterr().err == f"{telling.LINE}\n"
+    finally:
+        holder.communicate()
 
 
 def test_a_cache_of_another_stamp_is_not_used(module):

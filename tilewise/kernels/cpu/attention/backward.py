@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
 from tilewise.kernels.cpu.attention.backward_scores import differentiate_rows
 from tilewise.kernels.cpu.attention.delta import delta_of_rows
@@ -62,6 +61,7 @@ from tilewise.kernels.cpu.machine.threads import (
     keep_alive,
     kernel,
     next_task,
+    overloaded,
     scratch,
     zero_scratch,
 )
@@ -134,7 +134,7 @@ def _shared_scratch(array, count, like):
     """`array` itself where it is of like's type, else a new `scratch`."""
 
 
-@overload(_shared_scratch, jit_options={"error_model": "numpy"})
+@overloaded(_shared_scratch)
 def _overload_shared_scratch(array, count, like):
     if array.dtype == like.dtype:
         return lambda array, count, like: array

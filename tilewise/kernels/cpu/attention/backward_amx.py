@@ -294,7 +294,7 @@ def _store_query_gradient(sizes, grads, starts, dq, sums, sequence, first_head, 
 
 
 @inner
-def _backward_tile(sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
+def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dbias, keys, queries,
                    scores, seen, shape, chunk, sequence, kv_head, first_row, first, key,
                    tile):  # fmt: skip
     """P and dS of tile `tile` of the panel and rows first_row + first ..., and their share of dq.
@@ -363,8 +363,8 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias
                           min(later + share, num_rows))  # fmt: skip
         if see_tile(sizes, mask, view, seen, q_len, k_len, row, min(TILE_M, num_rows - row), key):
             low, high = _backward_tile(
-                sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
-                scores, seen, shape, chunk, sequence, kv_head, first_row, at, key, tile,
+                sizes, rule, grads, arrays, dropout, lse, delta, dbias, keys, queries, scores, seen,
+                shape, chunk, sequence, kv_head, first_row, at, key, tile,
             )  # fmt: skip
             begin, end = min(begin, low), max(end, high)
             first, last = min(first, at), at + TILE_M

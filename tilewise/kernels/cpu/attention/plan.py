@@ -40,12 +40,12 @@ from tilewise.kernels.cpu.attention.problem import (
     Sizes,
     V,
     bias_numbers,
-    byte_strides,
     dropout_numbers,
     float_type,
     mask_numbers,
     packed_type,
     per_head,
+    sizes_of,
 )
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_tiles import PARTS
@@ -151,7 +151,10 @@ class _Frame:
             self._fill_packed(starts, tensors)
             starts[:, :4] += np.array(addresses[:4], np.int64)
         elif tensors.seqlens_k is not None:
-            starts[:, K_LEN] = tensors.seqlens_k.numpy()
+            lengths = tensors.seqlens_k.numpy()
+            if lengths.size and not 0 <= lengths.min() <= lengths.max() <= k.shape[1]:
+                raise ValueError(f"seqlens_k must lie in [0, {k.shape[1]}], got {lengths}")
+            starts[:, K_LEN] = lengths
         if tensors.bias is not None:
             sizes = sizes._replace(bias=tensors.bias.data_ptr())
         slopes = per_head(tensors.alibi_slopes, spec.num_q_heads, 0.0, self._real)
@@ -166,6 +169,8 @@ class _Frame:
 
     def _fill_packed(self, starts: np.ndarray, tensors: AttentionTensors) -> None:
         edges_q, edges_k = tensors.cu_seqlens_q.numpy(), tensors.cu_seqlens_k.numpy()
+        _check_edges("cu_seqlens_q", edges_q, tensors.q.shape[0])
+        _check_edges("cu_seqlens_k", edges_k, tensors.k.shape[0])
         first_q, first_k = self.firsts(tensors)
         starts[:, Q_LEN], starts[:, K_LEN] = np.diff(edges_q), np.diff(edges_k)
         starts[:, LSE] = first_q
@@ -179,6 +184,12 @@ class _Frame:
         return [each.numpy()[:-1].astype(np.int64) for each in edges]
 
 
+def _check_edges(name: str, edges: np.ndarray, num_rows: int) -> None:
+    """Raise where sequences overlap or lie outside of memory: on a CPU looking costs no sync."""
+    if edges[0] != 0 or edges[-1] > num_rows or (edges[1:] < edges[:-1]).any():
+        raise ValueError(f"{name} must rise from 0 to at most {num_rows}, got {edges}")
+
+
 def _sizes_of(
     spec: AttentionSpec,
     q: Tensor,
@@ -188,41 +199,14 @@ def _sizes_of(
     bias: Tensor | None,
     slopes: Layout | None,
 ) -> Sizes:
-    (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
-        byte_strides, (q, k, v, o)
-    )
+    sizes = sizes_of(spec, q, k, v, o, DTYPE_CODES[k.dtype], spec.window_right)
     shape = (spec.batch, spec.num_q_heads, spec.max_seqlen_q, spec.max_seqlen_k)
-    _, bias_code, bias_batch, bias_head, bias_row, bias_column = bias_numbers(bias, shape)
-    return Sizes(
-        num_kv_heads=spec.num_kv_heads,
-        group=spec.group_size,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        window_left=spec.window_left,
-        window_right=spec.window_right,
-        q_code=DTYPE_CODES[q.dtype],
-        k_code=DTYPE_CODES[k.dtype],
-        k_size=k.element_size(),
-        q_row=q_row,
-        q_head=q_head,
-        k_row=k_row,
-        k_head=k_head,
-        v_row=v_row,
-        v_head=v_head,
-        o_row=o_row,
-        o_head=o_head,
-        lse_head=q.shape[0] if spec.is_varlen else q.shape[1],
-        block_size=0,
-        k_block=0,
-        v_block=0,
-        bias=0,
-        bias_code=bias_code,
-        bias_batch=bias_batch,
-        bias_head=bias_head,
-        bias_row=bias_row,
-        bias_column=bias_column,
+    _, code, to_batch, to_head, to_row, to_column = bias_numbers(bias, shape)
+    return sizes._replace(
+        bias_code=code, bias_batch=to_batch, bias_head=to_head, bias_row=to_row,
+        bias_column=to_column,
         slopes_batch=spec.num_q_heads if slopes is not None and len(slopes.shape) == 2 else 0,
-    )
+    )  # fmt: skip
 
 
 class ForwardPlan:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32
-from tilewise.kernels.spec import AttentionSpec, MaskTensors
+from tilewise.kernels.spec import AttentionSpec, MaskTensors, PagedSpec
 
 TILE_M = 64 if simd.NUM_REGISTERS == 32 else 66  # query rows: 8 or 11 register blocks
 TILE_N = 128  # keys: one panel of V (128 x 32 bfloat16, 8 KiB) and P's block fit the L1 cache
@@ -53,15 +53,15 @@ class Sizes(NamedTuple):
     o_row: int
     o_head: int
     lse_head: int
-    block_size: int
-    k_block: int
-    v_block: int
-    bias: int
-    bias_code: int
-    bias_batch: int
-    bias_head: int
-    bias_row: int
-    bias_column: int
+    block_size: int = 0
+    k_block: int = 0
+    v_block: int = 0
+    bias: int = 0
+    bias_code: int = F32
+    bias_batch: int = 0
+    bias_head: int = 0
+    bias_row: int = 0
+    bias_column: int = 0
     slopes_batch: int = 0
     k_scale: int = 0
     k_scale_block: int = 0
@@ -253,6 +253,21 @@ def byte_strides(tensor: Tensor) -> tuple[int, int]:
     """Bytes from row to row and from head to head of a (..., S, H, D) tensor."""
     size = tensor.element_size()
     return tensor.stride(-3) * size, tensor.stride(-2) * size
+
+
+def sizes_of(
+    spec: AttentionSpec | PagedSpec, q: Tensor, k: Tensor, v: Tensor, o: Tensor, k_code: int,
+    window_right: int,
+) -> Sizes:  # fmt: skip
+    """How rows of q, k, v and o lie; blocks, a bias and slopes are for those who have them."""
+    (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
+        byte_strides, (q, k, v, o)
+    )
+    return Sizes(
+        spec.num_kv_heads, spec.group_size, spec.head_dim, spec.v_head_dim, spec.window_left,
+        window_right, DTYPE_CODES[q.dtype], k_code, k.element_size(), q_row, q_head, k_row, k_head,
+        v_row, v_head, o_row, o_head, lse_head=q.shape[-3],
+    )  # fmt: skip
 
 
 def bias_numbers(bias: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:

@@ -224,8 +224,8 @@ def attend_latents(sizes, arrays, lse, counter, num_tasks):
             slot = (starts[sequence, SLOT] + local) * sizes.block_rows
             _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q,
                           arrays.sums, slot * (ldv + ACC_PAD), ld, ldv)  # fmt: skip
-            arrays.tops[slot : slot + num_rows] = tile.m[:num_rows]
-            arrays.totals[slot : slot + num_rows] = tile.l[:num_rows]
+            for row in range(num_rows):
+                arrays.tops[slot + row], arrays.totals[slot + row] = tile.m[row], tile.l[row]
             continue
         _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q,
                       own, 0, ld, ldv)  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 from numba.core.caching import FunctionCache
 
 from tilewise.kernels.cpu.machine.known_types import remembering_types
+from tilewise.kernels.cpu.machine.telling import telling
 
 try:
     import fcntl
@@ -65,7 +66,8 @@ class SharedCache(FunctionCache):
         try:
             self._impl.locator.ensure_cache_path()
             self._lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            waited = self._take()
+            with telling():
+                waited = self._take()
         except OSError:  # a folder or a file system that knows no locks
             self.release()
             return None
@@ -115,7 +117,7 @@ def compile_once(compiled: Any, stamp: Any) -> None:
 
     def compile_or_release(*args: Any) -> Any:
         try:
-            with _looking_seldom_for_garbage(), remembering_types():
+            with _looking_seldom_for_garbage(), remembering_types(), telling():
                 return compile_now(*args)
         except BaseException:
             cache.release()  # nothing will be saved

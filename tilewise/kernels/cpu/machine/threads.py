@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils, event
-from numba.extending import intrinsic
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
 
 from tilewise.kernels.cpu.machine.linked import LinkedCompiler
 from tilewise.kernels.cpu.machine.once import compile_once
@@ -52,34 +51,16 @@ def kernel(function: Callable[..., Any]) -> Any:
     return compiled
 
 
-class _First(event.Listener):
-    """Calls `tell` when the first function is compiled, which loading from the cache is not."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self.tell: Callable[[], None] | None = tell
-
-    def on_start(self, event: event.Event) -> None:
-        tell, self.tell = self.tell, None
-        if tell is not None:
-            tell()
-
-    def on_end(self, event: event.Event) -> None:
-        pass
-
-
-@contextmanager
-def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` when, within this context, a first kernel must be compiled."""
-    with event.install_listener("numba:compile", _First(tell)):
-        yield
-
-
 # What kernels call: never called from Python, so neither a wrapper nor machine code is made of it.
 inner = njit(
     error_model="numpy",
     no_cpython_wrapper=True,
     no_cfunc_wrapper=True,
     pipeline_class=LinkedCompiler,
+)
+# What kernels call by several definitions, one for each kind of arguments.
+overloaded = functools.partial(
+    overload, jit_options={"error_model": "numpy", "pipeline_class": LinkedCompiler}
 )
 # What kernels call for every row or block: a call would count references to each array, atomically.
 inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, inline="always")

@@ -230,7 +230,7 @@ class _Work(NamedTuple):
 
 
 @inner
-def _new_work(sizes, arrays, heads, side, ld, ldv, is_direct):
+def _new_work(arrays, heads, side, ld, ldv, is_direct):
     like, packed, numbers = arrays.like, arrays.packed_like, arrays.starts[0]
     area = heads * side
     gathered = 0 if is_direct else TILE_N
@@ -375,7 +375,7 @@ def _fetch_group(address, row_bytes, head_bytes, row_size, index, heads):
 
 
 @inlined
-def _score_tile(like, work, zeros, k_row, v_row, k_offset, v_offset, k_head, v_head, is_direct,
+def _score_tile(work, zeros, k_row, v_row, k_offset, v_offset, k_head, v_head, is_direct,
                 group, index, heads, at, side, ld, ldv, low, high, begin, end):  # fmt: skip
     """Scores of keys low ... high - 1 of a tile for the rows of one head; values are packed."""
     k_first, v_first = k_offset - index * k_head, v_offset - index * v_head
@@ -478,7 +478,7 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
             else:
                 _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv)
             _score_tile(
-                like, pointers, zeros, k_row, v_row, k_offset, v_offset, sizes.k_head, sizes.v_head,
+                pointers, zeros, k_row, v_row, k_offset, v_offset, sizes.k_head, sizes.v_head,
                 is_direct, sizes.group, index, heads, at, side, ld, ldv, low, high, begin, end,
             )  # fmt: skip
             if not rule.is_scaled_only:
@@ -486,7 +486,8 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
                                begin, end)  # fmt: skip
             _weigh_tile(like, pointers, factor, is_whole, sizes.group, index, area, at, side, ldv,
                         begin, end)  # fmt: skip
-        work.at[: 2 * GROUPS] = work.at[2 * GROUPS :]
+        for group in range(2 * GROUPS):  # a slice of an array would compile NumPy's checks of it
+            work.at[group] = work.at[2 * GROUPS + group]
 
 
 @inner
@@ -505,7 +506,7 @@ def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_task
     ldv = (sizes.v_head_dim + STEP - 1) // STEP * STEP
     lies_together = sizes.block_size % ROWS == 0 and sizes.k_code == BF16
     is_direct = lies_together and sizes.head_dim == ld and sizes.v_head_dim == ldv
-    owned = _new_work(sizes, arrays, heads_per_task, side, ld, ldv, is_direct)
+    owned = _new_work(arrays, heads_per_task, side, ld, ldv, is_direct)
     work = borrowed(owned)
     pointers = _Work(
         bare(work.plain), bare(work.q), bare(work.acc), bare(work.m), bare(work.l),

@@ -293,7 +293,7 @@ def _add(c, ci, ldc, is_wide, rows, a, ai, a_word, b, bi, b_word, k_words):
 
 
 @inlined
-def _add_values(like, work, group, lanes, elements, width, at, ldv, columns, v_row, v_offset, size,
+def _add_values(work, group, lanes, elements, width, at, ldv, columns, v_row, v_offset, size,
                 low, high, begin, end):  # fmt: skip
     """O += P V of a tile, key after key."""
     row = 0
@@ -380,9 +380,10 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
             )  # fmt: skip
             _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, length - 1 - key, begin,
                         end, ldv)  # fmt: skip
-            _add_values(like, pointers, group, lanes, elements, width, at, ldv, columns, v_row,
+            _add_values(pointers, group, lanes, elements, width, at, ldv, columns, v_row,
                         v_offset, size, low, high, begin, end)  # fmt: skip
-        work.at[: 2 * RUNS] = work.at[2 * RUNS :]
+        for run in range(2 * RUNS):
+            work.at[run] = work.at[2 * RUNS + run]
 
 
 @inner

@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from torch import Tensor, get_num_threads
 
 from tilewise.kernels.cpu.attention.problem import TILE_N, Problem
 from tilewise.kernels.cpu.machine import amx
-from tilewise.kernels.cpu.machine.threads import inner, kernel, run_tasks
+from tilewise.kernels.cpu.machine.threads import inner, kernel, overloaded, run_tasks
 from tilewise.kernels.cpu.paged.decode_amx import decode_tiles_amx
 from tilewise.kernels.cpu.paged.decode_simd import decode_tiles_simd
 from tilewise.kernels.device import l2_bytes
@@ -42,7 +42,7 @@ def _has_tiles(packed: types.Array) -> bool:
     return packed.dtype == types.uint16 and amx.HAS_AMX
 
 
-@overload(decode_tiles)
+@overloaded(decode_tiles)
 def _decode_tiles(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
     """The kernel of `run_forward` for these operands decides."""
     if _has_tiles(arrays.types[arrays.fields.index("packed_like")]):

@@ -30,13 +30,13 @@ from tilewise.kernels.cpu.attention.problem import (
     Problem,
     Rule,
     Sizes,
-    byte_strides,
     float_type,
     packed_type,
     per_head,
+    sizes_of,
 )
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32, why_not_dtype
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.paged.decode import place_sequences
 from tilewise.kernels.cpu.paged.decode_launch import run_decode
 from tilewise.kernels.cpu.paged.decode_tiles import run_decode_tiles
@@ -144,7 +144,13 @@ class _Pass:
         assert k_cache.stride(-1) == v_cache.stride(-1) == 1, "cache rows are contiguous"
         o = torch.empty(self._o_shape, dtype=q.dtype, device="meta")
         has_alibi = layouts.alibi_slopes is not None
-        self._sizes = _sizes_of(q, k_cache, v_cache, o, spec)
+        right = 0 if spec.causal and not spec.has_tree else -1
+        sizes = sizes_of(spec, q, k_cache, v_cache, o, CODES[k_cache.dtype], right)
+        self._sizes = sizes._replace(
+            block_size=k_cache.shape[1],
+            k_block=k_cache.stride(0) * k_cache.element_size(),
+            v_block=v_cache.stride(0) * v_cache.element_size(),
+        )
         self._q_row, self._o_row = _row_bytes(q), _row_bytes(o)
         self._has_scales = layouts.k_scale is not None and layouts.v_scale is not None
         if self._has_scales:
@@ -257,40 +263,3 @@ def _shifted(block_table: Tensor, skipped: Tensor, block_size: int) -> Tensor:
     first = (skipped // block_size).long()
     columns = first[:, None] + torch.arange(block_table.shape[1])
     return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
-
-
-def _sizes_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, o: Tensor, spec: PagedSpec) -> Sizes:
-    """Put how the tensors lie into the numbers that the kernels take."""
-    (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
-        byte_strides, (q, k_cache, v_cache, o)
-    )
-    size = k_cache.element_size()
-    return Sizes(
-        num_kv_heads=spec.num_kv_heads,
-        group=spec.group_size,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        window_left=spec.window_left,
-        window_right=0 if spec.causal and not spec.has_tree else -1,
-        q_code=DTYPE_CODES[q.dtype],
-        k_code=CODES[k_cache.dtype],
-        k_size=size,
-        q_row=q_row,
-        q_head=q_head,
-        k_row=k_row,
-        k_head=k_head,
-        v_row=v_row,
-        v_head=v_head,
-        o_row=o_row,
-        o_head=o_head,
-        lse_head=q.shape[0],
-        block_size=k_cache.shape[1],
-        k_block=k_cache.stride(0) * size,
-        v_block=v_cache.stride(0) * size,
-        bias=0,
-        bias_code=F32,
-        bias_batch=0,
-        bias_head=0,
-        bias_row=0,
-        bias_column=0,
-    )

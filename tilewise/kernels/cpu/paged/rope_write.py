@@ -17,13 +17,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from tilewise.kernels.cpu.attention.problem import float_type
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
-from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task, run_tasks, scratch
+from tilewise.kernels.cpu.machine.threads import (
+    inner,
+    kernel,
+    next_task,
+    overloaded,
+    run_tasks,
+    scratch,
+)
 from tilewise.kernels.cpu.paged.quantise import BYTE_CODES, INT8, quantise_row
 from tilewise.kernels.cpu.rope import rotate_row
 from tilewise.kernels.spec import ElementSpec, scale_per_slot
@@ -192,7 +198,7 @@ def _to_bytes(row, count, code, address, scale_address, owns_scale):
     """`quantise_row`; no bytes are made of float64, and its rule of rounding has none for it."""
 
 
-@overload(_to_bytes, jit_options={"error_model": "numpy"})
+@overloaded(_to_bytes)
 def _overload_to_bytes(row, count, code, address, scale_address, owns_scale):
     if row.dtype == types.float64:
         return lambda row, count, code, address, scale_address, owns_scale: None
@@ -220,7 +226,7 @@ def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin,
             rotate_row(row, row, cos, sin, angle, half, interleaved)
         to = target + head * rows.to_head
         if rows.to_code < INT8:
-            store_row(row, rows.to_code, row, 0, 1.0, to, rows.dim)
+            store_row(row, rows.to_code, row, types.int64(0), row.dtype.type(1.0), to, rows.dim)
         else:
             _to_bytes(
                 row, rows.dim, rows.to_code, to, scale + head * rows.scale_head, rows.owns_scale
@@ -244,4 +250,4 @@ def _prepare(q, k, v, slots, block_size, cos, sin, half, interleaved, q_weight, 
                 move_heads(k, token, token, slots[token], block_size, row, k_weight, eps, cos, sin,
                            half, interleaved)  # fmt: skip
                 move_heads(v, token, token, slots[token], block_size, row, nothing, eps, cos, sin,
-                           0, interleaved)  # fmt: skip
+                           types.int64(0), interleaved)  # fmt: skip

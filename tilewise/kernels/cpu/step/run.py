@@ -14,12 +14,18 @@ from __future__ import annotations
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from tilewise.kernels.cpu.attention.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
 from tilewise.kernels.cpu.machine import amx
 from tilewise.kernels.cpu.machine.rows import F32
-from tilewise.kernels.cpu.machine.threads import inner, keep_alive, kernel, scratch
+from tilewise.kernels.cpu.machine.threads import (
+    borrowed,
+    inner,
+    keep_alive,
+    kernel,
+    overloaded,
+    scratch,
+)
 from tilewise.kernels.cpu.paged.decode import decode_attention, place_sequences, plan_decode
 from tilewise.kernels.cpu.paged.decode_tiles import decode_tiles, heads_of_task
 from tilewise.kernels.cpu.paged.quantise import INT8
@@ -49,20 +55,14 @@ from tilewise.kernels.cpu.step.codes import (
     V_SCALE,
     WEIGHT,
     WINDOW,
-    Batch,
-    Tables,
-    Workspace,
 )
 from tilewise.kernels.cpu.step.crew import (
-    JOB,
     close_step,
     enter_step,
     leave_step,
-    matrix_at,
-    note_matrix,
-    note_vector,
+    note_step,
+    noted_step,
     open_step,
-    vector_at,
     wait_for_step,
 )
 from tilewise.kernels.cpu.step.int8 import STEPS
@@ -148,7 +148,7 @@ def _rotate(op, eps, shape, tables, batch, token, row, first, end):
                       op[V_SCALE] + low * shape.scale_head, shape.scale_block, shape.scale_row,
                       shape.scale_head, owns)  # fmt: skip
         move_heads(values, token, position, slot, shape.block_size, row, tables.head_norms[0, :0],
-                   eps, tables.cos, tables.sin, 0, False)  # fmt: skip
+                   eps, tables.cos, tables.sin, types.int64(0), False)  # fmt: skip
 
 
 @inner
@@ -179,7 +179,7 @@ def _decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, sp
     raise NotImplementedError
 
 
-@overload(_decode)
+@overloaded(_decode)
 def _choose_decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
                    counter):  # fmt: skip
     """Only the kernel that is used is compiled."""
@@ -297,7 +297,8 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                 start = (task - which * per_chunk) * per_task
                 end = min(start + per_task, groups)
                 if norm >= 0 and held != which:  # while this holds a task the rows do not change
-                    _normalise(word_like, like, ops[norm], numbers[norm], batch, 0, rows, source)
+                    _normalise(word_like, like, ops[norm], numbers[norm], batch, types.int64(0),
+                               rows, source)  # fmt: skip
                 multiply_task(
                     word_like, like, source + which * chunk * stride, stride,
                     min(chunk, rows - which * chunk), op[WEIGHT], is_int8, inputs, start, end,
@@ -335,8 +336,8 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     continue
                 for row in range(begin, end):
                     if code == ROTATE:
-                        _rotate(op, numbers[index], shape, tables, batch, row, head_row, 0,
-                                num_heads)  # fmt: skip
+                        _rotate(op, numbers[index], shape, tables, batch, row, head_row,
+                                types.int64(0), num_heads)  # fmt: skip
                     else:
                         target = op[TARGET] + row * op[TARGET_ROW]
                         embed_row(word_like, like, batch.ids[row], op[WEIGHT], op[INPUTS],
@@ -348,60 +349,6 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     if has_tiles(word_like):
         amx.release()
     keep_alive((c, wide, words))
-
-
-@inner
-def _note(mailbox, ops, numbers, first, last, num_threads, meeting, batch, tables, work):
-    """Write what a step is about into the mailbox; `_noted` reads it in the same order."""
-    job = mailbox[JOB * (LINE // 8) :]
-    job[0], job[1], job[2] = first, last, num_threads
-    place = note_matrix(job, 3, ops)
-    place = note_vector(job, place, numbers)
-    place = note_vector(job, place, meeting)
-    place = note_vector(job, place, batch.ids)
-    place = note_vector(job, place, batch.positions)
-    place = note_vector(job, place, batch.slots)
-    place = note_vector(job, place, batch.edges)
-    place = note_vector(job, place, batch.lengths)
-    place = note_matrix(job, place, batch.table)
-    place = note_vector(job, place, batch.sampled)
-    place = note_vector(job, place, tables.cos)
-    place = note_vector(job, place, tables.sin)
-    place = note_matrix(job, place, tables.head_norms)
-    place = note_vector(job, place, tables.slopes)
-    place = note_vector(job, place, tables.sinks)
-    place = note_vector(job, place, work.sums)
-    place = note_vector(job, place, work.tops)
-    place = note_vector(job, place, work.totals)
-    place = note_vector(job, place, work.finished)
-    note_vector(job, place, work.lse)
-
-
-@inner
-def _noted(mailbox, ops, numbers, meeting, batch, tables, work):
-    """The arrays of the step in the mailbox, of the kinds of those given."""
-    job = mailbox[JOB * (LINE // 8) :]
-    return (
-        matrix_at(ops, job, 3),
-        vector_at(numbers, job, 6),
-        vector_at(meeting, job, 8),
-        Batch(
-            vector_at(batch.ids, job, 10), vector_at(batch.positions, job, 12),
-            vector_at(batch.slots, job, 14), vector_at(batch.edges, job, 16),
-            vector_at(batch.lengths, job, 18), matrix_at(batch.table, job, 20),
-            vector_at(batch.sampled, job, 23),
-        ),
-        Tables(
-            vector_at(tables.cos, job, 25), vector_at(tables.sin, job, 27),
-            matrix_at(tables.head_norms, job, 29), vector_at(tables.slopes, job, 32),
-            vector_at(tables.sinks, job, 34),
-        ),
-        Workspace(
-            vector_at(work.sums, job, 36), vector_at(work.tops, job, 38),
-            vector_at(work.totals, job, 40), vector_at(work.finished, job, 42),
-            vector_at(work.lse, job, 44),
-        ),
-    )  # fmt: skip
 
 
 @kernel
@@ -420,24 +367,23 @@ def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting,
         member: OWNER, or the number of a helper that waits for steps of this shape until it is to
             leave; what it is given of a step tells it nothing but dtypes.
     """
-    number, looks = 0, SPINS
+    number, looks = types.int64(0), types.int64(SPINS)
     is_shared = num_threads > 1 and syscall != 0
     while True:
         is_open = True
+        step = (first, last, num_threads, ops, numbers, meeting, batch, tables, work)
         if member != OWNER:
             number, looks = wait_for_step(mailbox, number, looks, give_way, syscall)
             if number < 0:
                 break
             is_open = enter_step(mailbox, number)
             if is_open:
-                job = JOB * (LINE // 8)
-                first, last, num_threads = mailbox[job], mailbox[job + 1], mailbox[job + 2]
-                is_open = member < num_threads
-                ops, numbers, meeting, batch, tables, work = _noted(
-                    mailbox, ops, numbers, meeting, batch, tables, work
+                first, last, num_threads, ops, numbers, meeting, batch, tables, work = noted_step(
+                    mailbox, step
                 )
+                is_open = member < num_threads
         elif is_shared:
-            _note(mailbox, ops, numbers, first, last, num_threads, meeting, batch, tables, work)
+            note_step(mailbox, borrowed(step))
             open_step(mailbox, syscall)
         if is_open:
             _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape,

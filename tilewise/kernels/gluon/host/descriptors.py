@@ -272,7 +272,7 @@ class Maps:
     """
 
     def __init__(self, count: int) -> None:
-        self._memory = ctypes.create_string_buffer(_MAP_BYTES * count + _MAP_ALIGNMENT)
+        self._memory = (ctypes.c_char * (_MAP_BYTES * count + _MAP_ALIGNMENT))()
         start = ctypes.addressof(self._memory)
         start += -start % _MAP_ALIGNMENT
         self.places = [start + _MAP_BYTES * index for index in range(count)]
