@@ -26,6 +26,8 @@ if not torch.cuda.is_available():
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.slow_rows import is_slow_row
+
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     from tests.kernels import interpreter
 
@@ -66,6 +68,13 @@ def _place(path: Path) -> int:
         if name.startswith(start):
             return len(_FROM_THE_BACK) - i
     return 0
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the rows of wide grids that slow_rows.py names, before rows are chosen by their marks."""
+    if item.path.is_relative_to(_TESTS):
+        if is_slow_row(item.path.relative_to(_TESTS).as_posix(), item.name):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
