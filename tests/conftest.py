@@ -33,6 +33,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
     interpreter.repair()
 
+gc.disable()  # until all tests are collected, none of which is garbage
+
 _HAS_GPU = torch.cuda.is_available()
 
 # torch remembers at the first use of a device context which functions make tensors; that must
@@ -71,9 +73,10 @@ def _place(path: Path) -> int:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the rows of wide grids that slow_rows.py names, before rows are chosen by their marks."""
+    """Mark the rows that slow_rows.py names, before tests are chosen by their marks."""
     if item.path.is_relative_to(_TESTS):
-        if is_slow_row(item.path.relative_to(_TESTS).as_posix(), item.name):
+        file = item.path.relative_to(_TESTS).as_posix()
+        if is_slow_row(file, item.name):
             item.add_marker(pytest.mark.slow)
 
 
@@ -105,9 +108,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_finish() -> None:
-    # Modules and tests stay until the end: the collector need not look at them again and again.
+    # Modules and tests stay until the end: the collector need not look at them again and again, and
+    # an interpreter of kernels makes many objects that their counts free.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def _called_from_tilewise() -> bool:

@@ -1,8 +1,7 @@
-"""Rows that run with the slow tests: their tables stand there, and some rows of each test stay."""
+"""Rows that run with the slow tests: their files and tests are there, and an id is told whole."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,9 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.parametrize("file", SLOW_ROWS)
-def test_each_test_that_is_named_is_there_and_has_rows(file: str) -> None:
+def test_each_test_that_is_named_is_there(file: str) -> None:
     text = (TESTS / file).read_text()
-    for name, rows in SLOW_ROWS[file].items():
-        found = re.search(rf"@pytest\.mark\.parametrize\((?:(?!\ndef ).)*\bdef {name}\(", text, re.S)
-        assert found, f"{file} must have {name} with rows"
-        assert re.compile(rows).groups >= 0
+    assert [name for name in SLOW_ROWS[file] if f"def {name}(" not in text] == []
 
 
 def test_a_row_is_told_by_its_whole_id() -> None:
