@@ -84,18 +84,19 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
         "test_vector_units_keep_the_budget_where_the_matrix_unit_is_taken": ".*-float(16|32)",
         "test_long_and_wide_calls_keep_the_budget": ".*-float16",
     },
-    # Three lists of one source, for three dtypes: float64 alone is in no engine.
+    # A kernel is compiled for each dtype: float64 alone is in no engine.
     "kernels/cpu/test_decode_tiles.py": {
         "test_a_row_alone_has_the_bits_of_a_chunk": ".*-float64",
     },
-    # A list of a step is compiled for each dtype: every day float32 and bfloat16.
-    # A cache that is not of the queries' dtype is read as rows of its own: every day one of float16.
+    # A cache of another dtype than the queries' is read by a kernel of its own: float16 stays.
     "kernels/cpu/test_paged.py": {
         "test_the_cache_may_have_a_dtype_of_its_own": "torch.float32-torch.bfloat16",
     },
-    "kernels/cpu/test_step.py": {  # AVX2 stays: what has no tiles differs from it in width alone
+    # AVX2 stays: what has wider vectors and no tiles differs from it in width alone.
+    "kernels/cpu/test_step.py": {
         "test_cpus_with_less_compute_the_same_function": "no tiles",
     },
+    # A list of a step is compiled for each dtype: every day float32 and bfloat16.
     "engine/test_cpu_step.py": {
         "test_logits_are_within_the_budget_of_float64": "torch.float16-.*",
     },
