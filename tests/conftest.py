@@ -29,10 +29,14 @@ if not torch.cuda.is_available():
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.slow_rows import is_slow_row
+
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     from tests.kernels import interpreter
 
     interpreter.repair()
+
+gc.disable()  # until all tests are collected, none of which is garbage
 
 _HAS_GPU = torch.cuda.is_available()
 
@@ -71,6 +75,14 @@ def _place(path: Path) -> int:
     return 0
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the rows that slow_rows.py names, before tests are chosen by their marks."""
+    if item.path.is_relative_to(_TESTS):
+        file = item.path.relative_to(_TESTS).as_posix()
+        if is_slow_row(file, item.name):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _place(item.path))
@@ -99,9 +111,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_finish() -> None:
-    # Modules and tests stay until the end: the collector need not look at them again and again.
+    # Modules and tests stay until the end: the collector need not look at them again and again, and
+    # an interpreter of kernels makes many objects that their counts free.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def _called_from_tilewise() -> bool:

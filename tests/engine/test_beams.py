@@ -197,7 +197,9 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
         stats = story.scheduler.stats()
         seen["preempted"] += stats.num_preemptions
         seen["hits"] += stats.prefix_hit_tokens
-    assert all(count > 10 for count in seen.values()), seen
+        if all(count > 10 for count in seen.values()):
+            return
+    pytest.fail(f"not all came often: {seen}")
 
 
 # --- real models --------------------------------------------------------------------------------

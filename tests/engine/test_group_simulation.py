@@ -197,7 +197,9 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
         0,
     )  # fmt: skip
     rare = ("passed then", "files", "inside taken over")
-    for seed in range(450):
+    # What is rare comes in these; where they reach it no longer, all others are played.
+    first = (38, 45, 54, 128, 133, 150, 183, 194, 234, 311)
+    for seed in dict.fromkeys((*first, *range(450))):
         story = GroupStory(seed, overlap=seed % 2 == 1, fails=seed % 5 == 3)
         tables, submit = story.scheduler.tables, story.model.submit
         size = tables.block_size

@@ -466,7 +466,9 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(overlap: bool):
         seen["aborts"] += len(story.aborted)
         seats = story.scheduler.limits.max_num_seqs
         seen["overflowing forks"] += sum(r.sampling.n > seats for r in story.requests.values())
-    assert all(count > 10 for count in seen.values()), seen
+        if all(count > 10 for count in seen.values()):
+            return
+    pytest.fail(f"not all came often: {seen}")
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -179,7 +179,9 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
         seen["wrong"] += now.num_drafts - now.num_accepted_drafts
         seen["preempted"] += now.num_preemptions
         seen["hits"] += now.prefix_hit_tokens
-    assert all(count > 10 for count in seen.values()), seen
+        if all(count > 10 for count in seen.values()):
+            return
+    pytest.fail(f"not all came often: {seen}")
 
 
 # --- planted mistakes ---------------------------------------------------------------------------

@@ -159,7 +159,12 @@ _APART: dict[str, tuple[int, dict[str, object]]] = {
     "d64-deterministic-mask": (64, {"deterministic": True, "mask_tile": (128, 128)}),
     "d128-deterministic-mask": (128, {"deterministic": True, "mask_tile": (128, 128)}),
 }
-_QUICK = {"mla-128-heads", "fwd-d128-causal", "fwd-d64-short-causal", "bwd-d128-causal"}
+_QUICK = {"mla-128-heads", "fwd-d128-causal", "bwd-d128-causal"}
+# Every day products of few rows with parts, early weights and odd sizes; of many rows the tile that
+# is whole and the one in parts with a bias.
+_QUICK_PRODUCTS = {
+    "linear-parts", "linear-early", "linear-odd", "many-whole-128x256", "many-bias-fp16",
+}  # fmt: skip
 _FULL_REGISTERS = (
     "128 queries a step fill the registers beside dk and dv: the fastest row of plain calls "
     "(H200, 2026-11-20) is not tuned for what this feature adds"
@@ -317,6 +322,7 @@ def product_cases() -> Iterator[GluonCase]:
             f"sm_{ARCH}-gluon-linear-{name}",
             ARCH,
             functools.partial(launch_product, product),
+            slow=f"linear-{name}" not in _QUICK_PRODUCTS,
         )
 
 
@@ -355,7 +361,10 @@ def many_cases() -> Iterator[GluonCase]:
     found["bias-fp16"] = Many(100, 1000, 1000, tile, torch.float16, has_bias=True)
     for name, product in found.items():
         yield GluonCase(
-            f"sm_{ARCH}-gluon-many-{name}", ARCH, functools.partial(launch_many, product)
+            f"sm_{ARCH}-gluon-many-{name}",
+            ARCH,
+            functools.partial(launch_many, product),
+            slow=f"many-{name}" not in _QUICK_PRODUCTS,
         )
 
 

@@ -16,7 +16,7 @@ _F32 = {"dtype": torch.float32, "cache_dtype": torch.float32}
 
 # name -> (changes of the spec, whether its loops must stay in registers, compiled only if slow)
 _MLA: dict[str, tuple[dict[str, object], bool, bool]] = {
-    "16-heads": ({"num_q_heads": 16}, True, False),
+    "16-heads": ({"num_q_heads": 16}, True, True),
     "32-heads": ({"num_q_heads": 32}, True, True),
     "64-heads": ({"num_q_heads": 64}, True, True),
     "128-heads": ({}, True, False),
@@ -103,7 +103,7 @@ def mla_cases() -> Iterator[Case]:
                 # Fewer than 64 rows are too few for WGMMA and tcgen05: mma.sync everywhere.
                 products=(hot or name == "block-16") and (arch == 80 or "16-heads" not in name),
                 hot=hot,
-                slow=slow or (arch != 90 and name != "128-heads"),
+                slow=slow or arch == 100 or (arch == 80 and name != "128-heads"),
                 mma="mma.sync"
                 if any(x in name for x in ("20-heads", "32-heads", "8bit"))
                 else None,

@@ -54,9 +54,9 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "prefill-int8": (_PREFILL | {"cache_dtype": torch.int8}, True, True),
     "prefill-e4m3": (_PREFILL | {"cache_dtype": torch.float8_e4m3fn}, True, False),
     "drafts": ({"max_seqlen_q": 8, "num_tokens": 16 * 8}, True, True),
-    "prefill": (_PREFILL, True, False),
+    "prefill": (_PREFILL, True, True),
     # Rows on no boundary of 4 bytes, and values narrower than keys; see tiles/paged.py.
-    "prefill-odd-d20-10": (_PREFILL | {"head_dim": 20, "v_head_dim": 10}, False, False),
+    "prefill-odd-d20-10": (_PREFILL | {"head_dim": 20, "v_head_dim": 10}, False, True),
     "tree-odd-d20-10": (_TREE | {"head_dim": 20, "v_head_dim": 10}, False, True),
     "prefill-d64": (_PREFILL | {"head_dim": 64, "v_head_dim": 64}, True, True),
     "prefill-d256": (_PREFILL | {"head_dim": 256, "v_head_dim": 256}, True, True),

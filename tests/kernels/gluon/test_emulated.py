@@ -42,14 +42,14 @@ CASES = {
     "window_of_the_own_key": Call(140, 140, dtype=BRAIN, window=(0, 0)),
     "one_query": Call(1, 300, (2, 2), (128, 128), 1, BRAIN, CAUSAL),
     "one_key": Call(90, 1, dtype=BRAIN),
-    "grouped_heads": Call(150, 150, (6, 2), (64, 64), 2, BRAIN, CAUSAL),
+    "grouped_heads": Call(150, 150, (4, 2), (64, 64), 1, BRAIN, CAUSAL),
     "one_key_head": Call(100, 140, (3, 1), (128, 128), 1, HALF),
     "softcap": Call(140, 140, softcap=3.0, window=CAUSAL, dtype=BRAIN),
     "alibi": Call(70, 200, alibi="heads", window=CAUSAL, dtype=BRAIN),
     "alibi_of_sequences": Call(150, 90, batch=2, alibi="sequences", dtype=HALF),
     "sinks_in_empty_rows": Call(200, 70, (4, 2), sinks=True, window=CAUSAL, dtype=BRAIN),
     "key_lengths": Call(
-        130, 140, batch=4, seqlens_k=(0, 1, 77, 140), window=CAUSAL, dtype=BRAIN
+        130, 140, (1, 1), batch=4, seqlens_k=(0, 1, 77, 140), window=CAUSAL, dtype=BRAIN
     ),
     "bias": Call(150, 190, bias=(2, 150, 190), dtype=BRAIN),
     "bias_of_keys": Call(150, 190, bias=(2, 1, 1, 190), batch=2, dtype=HALF, window=CAUSAL),
@@ -60,10 +60,10 @@ CASES = {
         200, 300, mask=(1, 1), mask_tile=(128, 128), window=(90, 30), dtype=HALF
     ),
     "wide_heads": Call(150, 200, (1, 1), (256, 256), 1, BRAIN, CAUSAL),
-    "latent_heads": Call(130, 190, (2, 2), (192, 128), 1, BRAIN, CAUSAL),
+    "latent_heads": Call(130, 190, (1, 1), (192, 128), 1, BRAIN, CAUSAL),
     "padded_heads": Call(100, 150, (2, 1), (80, 72), 1, BRAIN, CAUSAL),
     "packed": Call(
-        heads=(4, 2), dtype=BRAIN, lengths=((130, 130), (0, 50), (64, 64), (7, 0), (40, 150))
+        heads=(2, 2), dtype=BRAIN, lengths=((130, 130), (0, 50), (64, 64), (7, 0), (40, 150))
     ),
     "packed_with_a_window": Call(
         heads=(4, 2), dims=(128, 128), dtype=BRAIN, lengths=((130, 100), (64, 190)),

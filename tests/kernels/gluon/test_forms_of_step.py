@@ -25,7 +25,7 @@ from tilewise.kernels.spec import AttentionSpec
 CALLS = {
     "full_d64": Call(200, 256, (2, 2), (64, 64), 1, BRAIN),
     "full_d128": Call(200, 260, (2, 2), (128, 128), 1, BRAIN),
-    "causal_d128": Call(200, 260, (4, 2), (128, 128), 1, BRAIN, CAUSAL),
+    "causal_d128": Call(200, 260, (2, 1), (128, 128), 1, BRAIN, CAUSAL),
 }
 ONLY_FULL = ("flat_in_a_ring",)
 FORMS = {

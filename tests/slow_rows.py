@@ -1,0 +1,185 @@
+"""Rows of wide grids that run with the slow tests, and what the everyday run keeps of each grid.
+
+A grid crosses what a kernel does with dtypes, backends and forms. Where a mistake shows in any row
+of a group of them, the everyday run has the cheapest of the group; the others, named here, run with
+`make test-slow`. A new row of a grid runs every day, until it is named here.
+"""
+
+from __future__ import annotations
+
+import re
+
+# File, below tests/ -> test -> the rows, by their ids, that are slow: a regular expression.
+# Comments name what is left.
+SLOW_ROWS: dict[str, dict[str, str]] = {
+    # Planted mistakes that show that the emulator and its proof see races. The kernels themselves
+    # are judged by the rows that stay; `make mutants` runs all mistakes. Of each kind of kernel
+    # some stay here: of the forward pass, the backward pass, 8 bits, latents, pages and few rows.
+    "kernels/gluon/test_schedules.py": {
+        "test_every_schedule_sees_the_mistake_and_so_does_the_proof": (
+            "(?!q_of_rows_multiplied_before_it_is_there|a_number_read_before_it_is_announced"
+            "|dq_handed_over_before_it_is_written|8_bits_o_overwritten_while_it_is_copied"
+            "|values_cleared_before_they_are_there|a_page_|sums_loaded_over_those).*"
+        ),
+        "test_a_mistake_is_seen": (
+            "(?!the_wrong_phase_of_ds$|8_bits_v_multiplied_before_it_is_there|a_page_used"
+            "|the_wrong_phase_of_a_stage|the_turn_passed_to_oneself).*"
+        ),
+        # Two recordings of the forward and the backward pass show as well that warps lag.
+        "test_barriers_among_the_warps_of_a_partition_are_needed": "packed_causal",
+    },
+    "kernels/gluon/test_mutations.py": {
+        "test_a_mistake_in_the_forward_pass_is_seen": "(?!k_is_loaded|nobody_begins).*",
+        "test_a_mistake_in_the_backward_pass_is_seen": "(?!ds_multiplied|dq_added).*",
+    },
+    "kernels/gluon/test_fp8_emulated.py": {
+        "test_mistakes_with_scales_of_tokens_are_seen": "(?!.*produce).*",
+        # Scales of heads and of tokens go the same ways: those of tokens keep the causal rule and
+        # windows, those of heads tails and lengths.
+        "test_queries_and_keys_have_scales_of_their_own": "lengths|tails, grouped|more queries.*",
+        "test_the_kernel_computes_the_rule": "window|causal",
+    },
+    "kernels/gluon/test_max_logits.py": {
+        "test_a_mistake_is_seen": "(?!of_hidden_keys).*",
+    },
+    "kernels/gluon/test_mla.py": {
+        "test_every_mistake_with_small_blocks_is_seen": "(?!rows_of_no_key).*",
+        "test_every_mistake_is_seen": "(?!slots_behind).*",
+    },
+    # The cap chooses one form of the softmax, whatever it is: one cap with each call, another cap
+    # and another dtype where blocks, lengths and documents have edges, none with four calls.
+    "kernels/gluon/test_one_visible_key.py": {
+        "test_o_is_the_value": (
+            "(?!causal|packed).*-50.0-.*|(?!left_edge|key_lengths).*-15.0-dtype3"
+            "|(?!two_queries|the_own_key-|packed|mask).*-0.0-.*"
+        ),
+        "test_queries_and_keys_have_no_gradient": ".*-50.0|packed-0.0",
+        "test_a_mistake_is_seen": "(?!rows_without_a_maximum).*",
+    },
+    # A form's hand-overs are proved for every schedule in test_schedules.py; its numbers are judged
+    # here on full calls, those of the causal rule in the forms that causal calls choose.
+    "kernels/gluon/test_forms_of_step.py": {
+        "test_gradients_match_float64": (
+            "causal_d128-(flat_by_query|flat_without_prepost|together_in_tiles)"
+            "|full_d64-(together|together_in_one_loop)"
+        ),
+    },
+    # Each choice of a tile is crossed with the others in slow rows only.
+    "kernels/gluon/test_emulated.py": {
+        "test_tiles_in_any_order": "True-False|False-True",
+        "test_turns_and_queries_in_registers": "True-True|False-False",
+        "test_warpgroups_without_rows_let_the_others_multiply": "False-.*",
+        "test_blocks_hidden_from_a_warpgroup_are_passed_by": "False-(causal|window|lengths)",
+        "test_nobody_waits_for_who_does_not_run": "window0-True|window1-False",
+        "test_sums_that_are_rescaled_late_have_the_same_bits": "options[12]-dims1",
+        # Every day the mask of wide tiles, a window on both sides and documents stay.
+        "test_both_directions_match_float64": (
+            "window_to_the_right_only|alibi_of_sequences|packed_with_a_window|causal_fewer_queries"
+        ),
+    },
+    # Where a machine has a matrix unit, every day vector units run backward in bfloat16 here, whose
+    # words are packed in pairs, and in float64 elsewhere, which shares all of its code with
+    # float32; a machine without one runs all dtypes on them in test_attention.py.
+    "kernels/cpu/test_attention_backward.py": {
+        "test_vector_units_keep_the_budget_where_the_matrix_unit_is_taken": ".*-float(16|32)",
+        "test_long_and_wide_calls_keep_the_budget": ".*-float16",
+    },
+    # A kernel is compiled for each dtype: float64 alone is in no engine.
+    "kernels/cpu/test_decode_tiles.py": {
+        "test_a_row_alone_has_the_bits_of_a_chunk": ".*-float64",
+    },
+    # A cache of another dtype than the queries' is read by a kernel of its own: float16 stays.
+    "kernels/cpu/test_paged.py": {
+        "test_the_cache_may_have_a_dtype_of_its_own": "torch.float32-torch.bfloat16",
+    },
+    # AVX2 stays: what has wider vectors and no tiles differs from it in width alone.
+    "kernels/cpu/test_step.py": {
+        "test_cpus_with_less_compute_the_same_function": "no tiles",
+    },
+    # A list of a step is compiled for each dtype: every day float32 and bfloat16.
+    "engine/test_cpu_step.py": {
+        "test_logits_are_within_the_budget_of_float64": "torch.float16-.*",
+    },
+    # Compiled ahead, captured or plain: rows of each family stay in two ways of running.
+    "engine/test_group_models.py": {
+        "test_greedy_tokens_equal_transformers": (
+            "(gpt_oss|deepseek_yarn|qwen2_layer_types)-(together|small_steps|swapped)"
+            "|(gemma3|deepseek|mistral_window)-(chunked|preempted|uncached)"
+        ),
+        "test_samples_share_a_prompt_and_part": "deepseek|gemma3",
+        "test_rows_on_a_device_give_transformers_tokens": ".*-60-True|.*-24-False",
+        "test_beams_fork_and_are_dropped_in_all_groups": "gemma3|deepseek_yarn|qwen2_layer_types",
+        "test_a_step_that_failed_once_is_run_again_with_the_blocks_it_was_told": (
+            "(mistral_window|gemma3|deepseek)-True|(qwen2_layer_types|gpt_oss|deepseek_yarn)-False"
+        ),
+    },
+    "engine/test_speculative.py": {
+        "test_a_draft_model_of_another_vocabulary_is_refused": "gpt2",
+        "test_guesses_beside_swapped_and_adjusted_requests_change_nothing": "gpt2-.*",
+        "test_greedy_tokens_are_those_of_transformers": (
+            "gpt2-(whole prompts|no prefix cache|chunks)-.*"
+        ),
+        "test_what_is_drawn_has_the_exact_distribution": "rule[01]-(tree|draft)|rule2-tree",
+    },
+    "engine/test_sampling_options.py": {
+        "test_tokens_are_those_of_transformers_in_a_mixed_batch": "200-.*-plain|20-.*-rows",
+        "test_repetition_penalty_bad_words_and_min_length_together": (
+            "0.6-(rows|plain)|1.3-compiled"
+        ),
+        "test_prompt_logprobs_in_chunks_after_hits_and_preempted": "14-64-.*",
+    },
+    "engine/test_beams.py": {
+        "test_beams_are_those_of_transformers": "gpt2-.*",
+    },
+    # Four workers share a plain model every day, two one with windows and one with latents.
+    "engine/tensor_parallel/test_equal_kinds.py": {
+        "test_chunks_and_lost_blocks": "windows-4",
+        "test_common_beginnings_and_forks": "windows-4",
+        "test_the_cache_is_the_one_of_the_whole_model": "windows-4",
+    },
+    # Each class of LLM's calls leaves its thread in the same place.
+    "engine/test_loop.py": {
+        "test_the_interpreter_ends_whatever_the_engine_is_doing": "the engine is idle",
+        "test_an_llm_that_nobody_holds_is_freed_with_its_thread": "abort|pause",
+    },
+    "engine/test_fused_layers.py": {
+        "test_hidden_states_and_cache_keep_the_budget": ".*torch.float16-interpreted",
+    },
+    "engine/test_together.py": {
+        "test_any_mixture_gives_the_tokens_of_a_request_alone": (
+            "plain-overlap-.*|device-in turn-.*"
+        ),
+    },
+    "engine/test_batch_invariance.py": {
+        "test_generated_log_probabilities_are_those_of_the_training_forward_pass": (
+            ".*-(chunks 64|swapped)"
+        ),
+        "test_other_models_alone_preempted_and_by_both_forward_passes": "gpt2-torch.float32",
+    },
+    # Interpreted kernels of Triton are held to float64 feature by feature in kernels/triton; here
+    # stay, of what an op prepares for them, rows that join several features.
+    "ops/attention/test_api.py": {
+        "test_forward_and_every_gradient_keep_the_budget": (
+            "(plain|exact_tiles|mqa|gqa_3|window_of_17|window_both_sides|window_right_only|softcap"
+            "|alibi|sinks|head_dim_96|head_dim_80_value_40|head_dim_256|large_scale|all_at_once"
+            "|bias_full|bias_a_column|bias_of_all_heads|mask_per_head|dropout_nearly_all"
+            "|dropout_of_everything|head_dim_512)-triton-interpreted"
+        ),
+    },
+    # Rows of logits that are all different are drawn by the same passes as those with equal ones.
+    "ops/test_sampling.py": {
+        "test_tokens_are_those_of_a_float64_sampler": (
+            "(?!nucleus_of_hundreds|top_k_of_many).*-distinct-triton-interpreted"
+        ),
+    },
+    "test_failures_of_others.py": {
+        "test_nothing_is_kept_of_requests_that_ended": "False",
+    },
+}  # fmt: skip
+
+
+def is_slow_row(file: str, name: str) -> bool:
+    """Whether a test, by its file below tests/ and its name with its row's id, is named here."""
+    test, bracket, row = name.partition("[")
+    rows = SLOW_ROWS.get(file, {}).get(test)
+    return rows is not None and bool(bracket) and re.fullmatch(rows, row[:-1]) is not None
