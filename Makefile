@@ -33,7 +33,8 @@ mutants: $(VENV)/.installed-test ## plant the known mistakes one by one: every o
 	$(BIN)/python -m pytest -q -n 2 -m 'slow or not slow' -k 'mistake' \
 	  tests/kernels/gluon/test_mutations.py tests/kernels/gluon/test_schedules.py \
 	  tests/kernels/gluon/test_fp8_emulated.py tests/kernels/gluon/test_mla.py \
-	  tests/kernels/gluon/test_mla_bytes.py tests/kernels/gluon/test_emulator.py
+	  tests/kernels/gluon/test_mla_bytes.py tests/kernels/gluon/test_emulator.py \
+	  tests/kernels/gluon/test_one_visible_key.py tests/kernels/gluon/test_max_logits.py
 
 compile-matrix: $(VENV)/.installed-test ## compile every kernel with every supported Triton, without a GPU
 	for version in $(TRITONS); do \
