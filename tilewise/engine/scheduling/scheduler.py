@@ -240,6 +240,7 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
+        self._writer_of.clear()
         runs = admit_apart(self)
         is_apart = bool(runs)
         if not runs:
