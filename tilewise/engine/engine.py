@@ -122,6 +122,8 @@ class Engine:
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all requests, wherever they are, and go on with a new scheduler."""
         self._drop_unfinished()
+        self._expired.clear()  # an id may come again
+        self._num_withdrawn = 0
         self.runner.reset()
         with self.lock:
             scheduler.trace.follow(self.scheduler.trace)
