@@ -253,6 +253,20 @@ def test_who_was_late_when_a_scheduler_broke_may_come_again(loop):
     assert_idle(loop)
 
 
+def test_who_is_late_ends_also_while_no_step_may_begin(loop):
+    waiting, patient = callers(2)
+    loop.pause()
+    waiting.generation.request.deadline_s = 0.05
+    loop.submit(waiting.generation, patient.generation)
+    assert waiting.ended.wait(60)
+    assert waiting.generation.output.outputs[0].finish_reason == "deadline"
+    assert not patient.ended.is_set()
+    assert not any(event["kind"] == "schedule" for event in loop.engine.trace())
+    loop.resume()
+    assert len(patient.result()) == 12
+    assert_idle(loop)
+
+
 def test_a_scheduler_that_breaks_again_at_once_ends_the_loop(engine):
     def breaking():
         made = new_scheduler()

@@ -205,7 +205,9 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
         searches = [r for r in story.requests.values() if is_search(r)]
         draws = [r for r in story.requests.values() if not is_search(r)]
         has_windows = not story.is_plain
-        seen["beams over windows"] += has_windows and any((r.request_id, 0) in ended for r in searches)
+        seen["beams over windows"] += has_windows and any(
+            (r.request_id, 0) in ended for r in searches
+        )
         seen["beams late"] += any(r.request_id in story.expired for r in searches)
         seen["guesses over windows"] += has_windows and stats.num_accepted_drafts > 0
         seen["swapped over windows"] += has_windows and stats.num_swapped > 0

@@ -48,7 +48,7 @@ __all__ = [
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Sequences, tokens of a prompt, tokens of a step, sequences that come before each step (0: all at
 # once): decode steps of 1 to 128 rows over short and long contexts, after prompts in chunks of
-# several sizes; steps of a service, prompts among sequences that decode; and steps over a full cache.
+# several sizes; steps of a service, prompts among sequences that decode; and over a full cache.
 BATCHES = (
     (1, 16, 16, 0), (1, 900, 256, 0), (4, 200, 64, 0), (8, 100, 512, 0), (16, 400, 2048, 0),
     (32, 24, 128, 0), (32, 250, 1024, 0), (64, 60, 2048, 0), (64, 30, 256, 0), (128, 12, 512, 0),

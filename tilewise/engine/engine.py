@@ -190,6 +190,19 @@ class Engine:
         self._record(batch, samples, time.perf_counter() - started)
         return self._take_expired() + events if self._expired else events
 
+    def expire(self) -> list[TokenEvent]:
+        """End the requests whose time is over, without a step, and return their events."""
+        with self.lock:
+            self._expired += self.scheduler.expire()
+        self._let_end()
+        return self._take_expired()
+
+    def seconds_to_deadline(self) -> float | None:
+        """Return after how many seconds `expire` has something to look at; None is never."""
+        with self.lock:
+            at = self.scheduler.deadlines.next_time
+            return None if at is None else max(0.0, at - self.scheduler.clock())
+
     def _take_expired(self) -> list[TokenEvent]:
         expired, self._expired = self._expired, []
         return expired
