@@ -10,6 +10,7 @@ alone. The kinds take turns, so that however many run, each kind has its share:
     beams    beam searches that meet in a small cache                   test_beams
     drafts   guesses in chains, verified                                test_speculative
     trees    guesses in trees                                           test_speculative
+    whole    all of these at once                                       test_whole_simulation
 
     python benchmarks/random_schedules.py --count 100000 --processes 2 --json F
 
@@ -30,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.engine import test_group_simulation, test_tier_simulation
+from tests.engine import test_group_simulation, test_tier_simulation, test_whole_simulation
 from tests.engine.test_beams import BeamStory
 from tests.engine.test_scheduler_simulation import Story
 from tests.engine.test_speculative import DraftStory, TreeStory
@@ -77,6 +78,11 @@ def play_trees(seed: int) -> None:
     story.judge()
 
 
+def play_whole(seed: int) -> None:
+    """Play one schedule."""
+    test_whole_simulation.play(seed)
+
+
 KINDS = {
     "plain": play_plain,
     "tiers": play_tiers,
@@ -84,6 +90,7 @@ KINDS = {
     "beams": play_beams,
     "drafts": play_drafts,
     "trees": play_trees,
+    "whole": play_whole,
 }
 
 

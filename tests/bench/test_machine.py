@@ -66,6 +66,22 @@ def test_a_profile_is_found_again_from_the_steps_that_it_made(overlaps):
             assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.05)
 
 
+def test_it_is_found_what_the_caches_of_a_cpu_hold():
+    near = machine.NEAR_BYTES[3]
+    truth = Machine(
+        **PEAKS, key_efficiency=2.0, near_bytes=near, far_efficiency=0.5, overlaps=False,
+        sample_s=2e-5,
+    )  # fmt: skip
+    cost = StepCost(SIZES, truth)
+    steps = [MeasuredStep(work, 1e-5, 1e-5, cost(work).device, 1e-5) for work in works()]
+    assert any(work.keys * cost.cache_bytes > 2 * near for work in works())
+    found = fit(PEAKS, SIZES, steps, dtype="bfloat16")
+    assert found.near_bytes == near
+    assert found.far_efficiency == pytest.approx(0.5, rel=0.02)
+    assert max(map(abs, errors(found, SIZES, steps, {}))) < 0.005
+    assert fit(PEAKS, SIZES, steps, dtype="bfloat16", overlaps_steps=True).near_bytes == 0
+
+
 def test_weights_are_never_negative():
     columns = [[1.0, x] for x in range(1, 9)]
     assert least_squares(columns, [3 + 2 * x for x in range(1, 9)]) == pytest.approx([3, 2])

@@ -77,8 +77,12 @@ def test_more_work_never_takes_less_time(name, overlaps):
         assert all(s > 0 for s in seconds)
 
 
-def test_what_is_added_up_is_the_sum_of_its_parts():
-    m = replace(H200, overlaps=False, sample_s=3e-6, element_efficiency=0.5)
+@pytest.mark.parametrize("near", [0.0, 1e6])
+def test_what_is_added_up_is_the_sum_of_its_parts(near):
+    m = replace(
+        H200, overlaps=False, sample_s=3e-6, element_efficiency=0.5, near_bytes=near,
+        far_efficiency=0.3,
+    )  # fmt: skip
     cost = StepCost(QWEN, m)
     for work in (decode(7, 300), prefill(700), StepWork(300, 4, 0, 0, 900, 40_000)):
         total = 0.0
@@ -86,6 +90,8 @@ def test_what_is_added_up_is_the_sum_of_its_parts():
             weight = getattr(m, name)
             total += part * weight if name.endswith("_s") else part / weight
         assert cost.device(work) == pytest.approx(total, rel=1e-9)
+    far = cost.parts(decode(7, 300))["far_efficiency"]
+    assert far == (pytest.approx((2100 * cost.cache_bytes - 1e6) / m.read_bandwidth) if near else 0)
 
 
 def test_only_steps_that_are_not_captured_are_launched():

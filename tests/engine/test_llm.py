@@ -333,6 +333,7 @@ def test_what_is_asked_beside_the_prompt_reaches_the_request(llm, monkeypatch):
         ({"user": "a" * 2000}, "user must be of at most 1024 characters, got 2000"),
         ({"priority": 1.5}, "priority must be an integer, got 1.5"),
         ({"deadline_s": -1}, "deadline_s must be finite and at least 0, got -1"),
+        ({"deadline_s": 10**400}, "deadline_s must be finite and at least 0, got inf"),
         ({"max_queue_s": float("nan")}, "max_queue_s must be finite and at least 0, got nan"),
         ({"deadline_s": "1"}, "deadline_s must be a number of seconds or None, got '1'"),
     ],

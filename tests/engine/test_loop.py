@@ -229,6 +229,44 @@ def test_a_broken_scheduler_fails_all_each_with_its_own_copy_and_the_loop_goes_o
     assert_idle(loop)
 
 
+def test_who_was_late_when_a_scheduler_broke_may_come_again(loop):
+    """The event of its deadline was on its way and belongs to nobody any more."""
+    broken, now = loop.engine.scheduler, [0.0]
+    broken.clock = lambda: now[0]
+    [late] = callers(1)
+    late.generation.request.deadline_s = 1.0
+
+    def expire():
+        broken.schedule = None  # which then fails
+        now[0] = 2.0
+        return type(broken).expire(broken)
+
+    broken.expire = expire
+    loop.submit(late.generation)
+    with pytest.raises(TypeError):
+        late.result()
+    [again] = callers(1)
+    assert again.generation.request.request_id == late.generation.request.request_id
+    loop.submit(again.generation)
+    assert again.result() == expected_tokens(prompt_of(5, 0), GREEDY)
+    assert again.generation.output.outputs[0].finish_reason == "length"
+    assert_idle(loop)
+
+
+def test_who_is_late_ends_also_while_no_step_may_begin(loop):
+    waiting, patient = callers(2)
+    loop.pause()
+    waiting.generation.request.deadline_s = 0.05
+    loop.submit(waiting.generation, patient.generation)
+    assert waiting.ended.wait(60)
+    assert waiting.generation.output.outputs[0].finish_reason == "deadline"
+    assert not patient.ended.is_set()
+    assert not any(event["kind"] == "schedule" for event in loop.engine.trace())
+    loop.resume()
+    assert len(patient.result()) == 12
+    assert_idle(loop)
+
+
 def test_a_scheduler_that_breaks_again_at_once_ends_the_loop(engine):
     def breaking():
         made = new_scheduler()

@@ -414,6 +414,20 @@ def test_a_request_that_allows_no_token_says_so(checkpoint):
         assert_idle(llm)
 
 
+def test_who_forbids_every_token_loses_nothing_but_this_request(checkpoint):
+    """300 tokens end inside a word of the mask, whose other bits are nobody's."""
+    for runner in RUNNERS:
+        llm = engine_of(checkpoint[0], runner)
+        prompt = [30] * 20
+        llm.generate(as_ids([prompt]), PLAIN)
+        every = list(range(llm.config.vocab_size))
+        with pytest.raises(ValueError, match="must leave a token to draw, got none after 0 tokens"):
+            llm.generate(as_ids([prompt]), asking(min_tokens=2, stop_token_ids=every))
+        [output] = llm.generate(as_ids([prompt]), PLAIN)
+        assert output.num_cached_tokens > 0  # nothing was wrong with what it computed
+        assert_idle(llm)
+
+
 def _forbid_5(prompt, output, logits):
     logits[5] = -math.inf
     return logits

@@ -210,6 +210,26 @@ def test_a_reset_forgets_main_memory_too():
     run.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_a_reset_forgets_what_was_swapped_out_as_other_weights_have_other_keys(windows):
+    run, [_, request] = pressed(enable_prefix_caching=True, windows=windows)
+    [b] = run.scheduler.sequences("b")
+    while not b.swap_slots:
+        run.step()
+    assert not run.scheduler.reset_prefix_cache()
+    assert b.swap_slots
+    run.scheduler.abort("a")
+    assert run.scheduler.reset_prefix_cache()
+    assert not b.swap_slots
+    run.scheduler.check_integrity()
+    batch, _ = run.step()
+    assert batch.sequences[0].start == 0
+    assert not any(batch.of_group(number).swap_in for number in range(len(windows)))
+    run.finish()
+    alone = run_alone(request, 200)
+    assert run.tokens["b", 0] == alone.tokens["b", 0]
+
+
 def test_a_block_that_has_not_arrived_is_not_kept_as_if_it_had():
     swap = cold().scheduler.tables.swap
     run = cold()

@@ -128,6 +128,7 @@ def main(argv: Sequence[str]) -> int:
     trace = read_trace(options.trace) if options.trace else drawn_trace(8 * options.requests)
     trace = fitting(trace, max_len, options.requests)
     peaks = bench_machine.measure_peaks(options.device)
+    peaks["few_pairs"] = bench_machine.few_pairs_of(llm.engine.runner, sizes)
     ids_of = ids_within(sizes.vocab_size)
     traces = {rate: poisson(trace, rate) for rate in options.rates}
     turns = []

@@ -40,18 +40,23 @@ from tilewise.engine.steps.cpu_step import MOST_WORK_BY_ROWS, CompiledRunner
 from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.virtual import work_of
 
-__all__ = ["MeasuredStep", "errors", "fit", "measure_peaks", "measure_steps", "medians", "one_turn"]
+__all__ = [
+    "MeasuredStep", "errors", "few_pairs_of", "fit", "measure_peaks", "measure_steps", "medians",
+    "one_turn",
+]  # fmt: skip
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Sequences, tokens of a prompt, tokens of a step, sequences that come before each step (0: all at
 # once): decode steps of 1 to 128 rows over short and long contexts, after prompts in chunks of
-# several sizes; and steps of a service, prompts among sequences that decode.
+# several sizes; steps of a service, prompts among sequences that decode; and over a full cache.
 BATCHES = (
     (1, 16, 16, 0), (1, 900, 256, 0), (4, 200, 64, 0), (8, 100, 512, 0), (16, 400, 2048, 0),
     (32, 24, 128, 0), (32, 250, 1024, 0), (64, 60, 2048, 0), (64, 30, 256, 0), (128, 12, 512, 0),
-    (40, 300, 512, 1), (40, 80, 512, 2), (48, 500, 1024, 3),
+    (40, 300, 512, 1), (40, 80, 512, 2), (48, 500, 1024, 3), (48, 300, 512, 0), (20, 740, 512, 0),
 )  # fmt: skip
 NEW_TOKENS = 12
+# Keys and values that a CPU's caches may hold from one step to the next: the least squares choose.
+NEAR_BYTES = (0.0, *(float(mib << 20) for mib in (4, 8, 16, 32, 64)))
 MOST_EFFICIENT = 100.0  # what is read from caches has no other limit; a weight of 0 would be none
 
 
@@ -92,6 +97,13 @@ def measure_peaks(device: str) -> dict[str, Any]:
         found["memory_bytes"] = float(torch.cuda.get_device_properties(0).total_memory)
         found |= _measure_link() | _measure_launches()
     return found
+
+
+def few_pairs_of(runner: Runner, sizes: Sizes) -> int:
+    """Return the pairs up to which prompts of a step attend row by row; see Machine."""
+    if not isinstance(runner, CompiledRunner):
+        return 0
+    return MOST_WORK_BY_ROWS // (2 * sizes.num_q_heads * sizes.head_dim)  # half of n x n are pairs
 
 
 def _measure_link(num_bytes: int = 256 << 20) -> dict[str, float]:
@@ -254,7 +266,8 @@ def fit(
 ) -> Machine:
     """Return the profile whose predictions are nearest to measured steps.
 
-    Memory and products either overlap or add up in it, whichever is nearer.
+    Memory and products either overlap or add up in it, whichever is nearer; so is what a CPU's
+    caches hold of keys and values.
 
     Args:
         peaks: of measure_peaks.
@@ -264,9 +277,14 @@ def fit(
     """
     flags = {name: options.pop(name, False) for name in ("captures", "overlaps_steps")}
     start = Machine(**peaks, **flags)
-    host = _fit_host(start, steps)
-    both = [_fit_device(replace(start, **host), sizes, steps, o, options) for o in (True, False)]
-    return min(both, key=lambda m: _squares(m, sizes, steps, options))
+    start = replace(start, **_fit_host(start, steps))
+    on_device = start.captures or start.overlaps_steps
+    found = [
+        _fit_device(replace(start, near_bytes=near), sizes, steps, overlaps, options)
+        for overlaps in (True, False)
+        for near in (NEAR_BYTES[:1] if on_device else NEAR_BYTES)
+    ]
+    return min(found, key=lambda m: _squares(m, sizes, steps, options))
 
 
 def _fit_host(start: Machine, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
@@ -313,6 +331,7 @@ def _columns(parts: dict[str, float], overlaps: bool) -> dict[str, float]:
     if attention:
         parts["key_efficiency"] = keys if keys > attention else 0.0
         parts["attention_efficiency"] = attention if attention >= keys else 0.0
+        parts["far_efficiency"] = parts["far_efficiency"] if keys > attention else 0.0
     return parts
 
 
@@ -364,9 +383,7 @@ def main(argv: Sequence[str]) -> int:
             max_num_seqs=128, max_model_len=min(1024, sizes.max_len), random_weights=is_random,
         )  # fmt: skip
     engine = llm.engine
-    if isinstance(engine.runner, CompiledRunner):  # n rows of n keys are half as many pairs
-        width = sizes.num_q_heads * sizes.head_dim
-        peaks["few_pairs"] = MOST_WORK_BY_ROWS // (2 * width)
+    peaks["few_pairs"] = few_pairs_of(engine.runner, sizes)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     steps = measure_steps(
         engine.runner, sizes, overlap=engine.overlap, repeats=options.repeats,

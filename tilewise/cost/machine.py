@@ -38,6 +38,9 @@ class Machine:
         stream_efficiency: share of read_bandwidth at which a step's products read their weights.
         product_efficiency: share of flops at which they multiply.
         key_efficiency: share of read_bandwidth at which attention reads keys and values.
+        near_bytes: of the keys and values of a step, as many as caches hold between two steps; 0
+            is not known. What a step reads beyond takes as long again as at far_efficiency.
+        far_efficiency: see there; a share of read_bandwidth.
         attention_efficiency: share of flops at which attention of a prompt multiplies.
         element_efficiency: share of copy_bandwidth at which norms, activations and rotations move
             their tensors.
@@ -74,6 +77,8 @@ class Machine:
     stream_efficiency: float = 1.0
     product_efficiency: float = 1.0
     key_efficiency: float = 1.0
+    near_bytes: float = 0.0
+    far_efficiency: float = 1.0
     attention_efficiency: float = 1.0
     element_efficiency: float = 1.0
     overlaps: bool = True
@@ -100,7 +105,7 @@ class Machine:
             if each.name.endswith("_efficiency"):
                 _check(each.name, getattr(self, each.name), above=True)
             elif each.name.endswith("_s") or each.name in (
-                "link_bandwidth", "peer_bandwidth", "few_pairs",
+                "link_bandwidth", "peer_bandwidth", "few_pairs", "near_bytes",
             ):  # fmt: skip
                 _check(each.name, getattr(self, each.name), above=False)
         for dtype, rate in self.flops.items():

@@ -148,6 +148,8 @@ class StepCost:
             seconds += m.prompt_s
         seconds += self.sums(work)
         reading = work.keys * self.cache_bytes / (m.read_bandwidth * m.key_efficiency)
+        if m.near_bytes:
+            reading += self._far_seconds(work) / m.far_efficiency
         if not work.pairs:
             seconds += reading
         else:
@@ -196,8 +198,15 @@ class StepCost:
             "product_efficiency": (flops + 2 * work.logits * parameters) / self._flops,
             "element_efficiency": self._element_bytes(work.tokens, work.logits) / m.copy_bandwidth,
             "key_efficiency": work.keys * self.cache_bytes / m.read_bandwidth,
+            "far_efficiency": self._far_seconds(work),
             "attention_efficiency": work.pairs * self.attention_flops / self._flops,
         }
+
+    def _far_seconds(self, work: StepWork) -> float:
+        """Return what the keys and values that caches do not hold take at full speed."""
+        m = self.machine
+        far = work.keys * self.cache_bytes - m.near_bytes if m.near_bytes else 0.0
+        return max(0.0, far) / m.read_bandwidth
 
     def _streams(self, rows: int) -> tuple[int, int]:
         """Return the bytes of weights that all layers read, and the FLOPs of their products."""

@@ -122,6 +122,8 @@ class Engine:
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all requests, wherever they are, and go on with a new scheduler."""
         self._drop_unfinished()
+        self._expired.clear()  # an id may come again
+        self._num_withdrawn = 0
         self.runner.reset()
         with self.lock:
             scheduler.trace.follow(self.scheduler.trace)
@@ -187,6 +189,19 @@ class Engine:
             self._let_end()
         self._record(batch, samples, time.perf_counter() - started)
         return self._take_expired() + events if self._expired else events
+
+    def expire(self) -> list[TokenEvent]:
+        """End the requests whose time is over, without a step, and return their events."""
+        with self.lock:
+            self._expired += self.scheduler.expire()
+        self._let_end()
+        return self._take_expired()
+
+    def seconds_to_deadline(self) -> float | None:
+        """Return after how many seconds `expire` has something to look at; None is never."""
+        with self.lock:
+            at = self.scheduler.deadlines.next_time
+            return None if at is None else max(0.0, at - self.scheduler.clock())
 
     def _take_expired(self) -> list[TokenEvent]:
         expired, self._expired = self._expired, []

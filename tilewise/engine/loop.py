@@ -34,6 +34,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from tilewise.engine.batch import TokenEvent
 from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import FinishReason
@@ -187,7 +188,10 @@ class EngineLoop:
         return future
 
     def pause(self) -> None:
-        """Let no further step begin; returns when none runs. Requests are still taken."""
+        """Let no further step begin; returns when none runs.
+
+        Requests are still taken, and still end when their time is over.
+        """
         self.call(functools.partial(self._core.set_paused, True))
 
     def resume(self) -> None:
@@ -344,7 +348,7 @@ class _Core:
                 self._is_torn = False
                 self._restart()
             while self._take_tasks():
-                self._step()
+                self._step(self.engine.step)
         except BaseException as error:  # of our own: it must leave nobody waiting
             self._end(error)
         else:
@@ -353,21 +357,33 @@ class _Core:
     def _has_work(self) -> bool:
         return not self.is_paused and hasattr(self, "engine") and self.engine.has_unfinished()
 
+    def _seconds_to_deadline(self) -> float | None:
+        """How long to wait for a task at most, while no step sees whose time is over."""
+        if not (self.is_paused and self.live):
+            return None
+        seconds = self.engine.seconds_to_deadline()
+        return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+
     def _take_tasks(self) -> bool:
         """Do what has come; without other work, wait for it. False ends the thread."""
         while self.reason is None:
             if self._has_work() and self.inbox.empty():
                 return True
-            task = self.inbox.get()
+            try:
+                task = self.inbox.get(timeout=self._seconds_to_deadline())
+            except queue.Empty:
+                self._step(self.engine.expire)
+                continue
             if task is None:
                 return False
             task.run()
             del task  # what it holds must not live until the next one comes
         return False
 
-    def _step(self) -> None:
+    def _step(self, step: Callable[[], list[TokenEvent]]) -> None:
+        """Do a step, or what ends requests without one, and give its events to their readers."""
         try:
-            events = self.engine.step()
+            events = step()
         except DeviceLostError as error:
             self._stop(error)
             return

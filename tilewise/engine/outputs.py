@@ -32,7 +32,7 @@ class CompletionOutput:
             for, best first; None unless SamplingParams.logprobs is given.
         cumulative_logprob: the sum over the tokens drawn; None likewise, unless samples or beams
             are ordered by it.
-        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+        finish_reason: "stop", "length", "abort", "deadline" or "error"; None while it runs.
         stop_reason: the stop token id or stop string that ended it; None for the model's end token.
     """
 

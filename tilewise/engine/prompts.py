@@ -90,8 +90,12 @@ def check_terms(
             continue
         if not isinstance(value, Real) or isinstance(value, bool):
             raise RequestError(f"{name} must be a number of seconds or None, got {value!r}")
-        if not 0 <= float(value) < math.inf:
-            raise RequestError(f"{name} must be finite and at least 0, got {value}")
+        try:
+            seconds = float(value)
+        except OverflowError:  # of an integer
+            seconds = math.inf
+        if not 0 <= seconds < math.inf:
+            raise RequestError(f"{name} must be finite and at least 0, got {seconds:g}")
 
 
 def _integers(ids: object) -> list[int]:

@@ -527,14 +527,18 @@ def test_plan_fills_the_device_and_leaves_short_sequences_whole() -> None:
     assert tiles.plan_splits(_spec(max_blocks=8), config, 1, 132).alone
 
 
-def test_invariant_work_depends_on_a_sequence_alone() -> None:
+@pytest.mark.parametrize("decodes", [False, True])
+def test_invariant_work_depends_on_a_sequence_alone(
+    decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "INVARIANT_DECODES", decodes)
     few = tiles.paged_work(
         _spec(batch_invariant=True, num_seqs=2, max_seqlen_q=3, num_tokens=6), 90, 132
     )
     many = tiles.paged_work(
         _spec(batch_invariant=True, num_seqs=90, max_seqlen_q=700, num_tokens=9000), 90, 132
     )
-    assert few.split_run == many.split_run == 0
+    assert few.split_run == many.split_run == int(decodes)
     assert few.rows_config == many.rows_config is not None
 
 

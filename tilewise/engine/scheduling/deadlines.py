@@ -34,6 +34,11 @@ class Deadlines:
     def __bool__(self) -> bool:
         return bool(self._heap)
 
+    @property
+    def next_time(self) -> float | None:
+        """When `due` has something to look at; None if it never has."""
+        return self._heap[0].time if self._heap else None
+
     def add(self, seq: Sequence) -> None:
         """Note the times of the first sample of a request that has just arrived."""
         request = seq.request

@@ -40,7 +40,4 @@ def admit_apart(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
     limits = scheduler.limits
     is_fair = scheduler.order.counts_tokens and limits.fair_prompt_tokens is not None
     but = kept_waiting_by(scheduler.roster) if is_fair and not scheduler.was_apart else ()
-    if not but:
-        return []
-    scheduler._writer_of.clear()
-    return scheduler.admit_waiting(limits.max_num_batched_tokens, False, but)
+    return scheduler.admit_waiting(limits.max_num_batched_tokens, False, but) if but else []

@@ -176,8 +176,7 @@ class Scheduler:
         self.results = Results(self.roster, self.tables, self.beams, self.preemption)
         self.speculation = None if speculative is None else Speculation(speculative)
         self.deadlines = Deadlines(self.roster)
-        self.clock = clock
-        self.max_in_flight = max_in_flight
+        self.clock, self.max_in_flight = clock, max_in_flight
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
         self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._num_arrivals = 0
@@ -240,6 +239,7 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
+        self._writer_of.clear()
         runs = admit_apart(self)
         is_apart = bool(runs)
         if not runs:
@@ -409,13 +409,15 @@ class Scheduler:
         return list(self.roster.requests.get(request_id, ()))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, as after a change of weights.
+        """Forget all cached blocks, and what was swapped out, as after a change of weights.
 
         Returns:
             False if a sequence or an unfinished step holds blocks; nothing is forgotten then.
         """
         if self.roster.running or self._steps:
             return False
+        for seq in self.roster.waiting:
+            self.tables.drop_swapped(seq)
         self.tables.reset_prefix_cache()
         self.trace.note("reset")
         return True

@@ -122,7 +122,7 @@ class Adjuster:
             failed. Nothing may be drawn from these rows.
         """
         vocab, errors = logits.shape[1], dict[int, Exception]()
-        step = _Step(words_of(vocab))
+        step = _Step(vocab)
         for place, run in enumerate(sequences):
             asked = run.asked
             if asked is None or not asked.adjusts or run.num_samples == 0:
@@ -153,7 +153,7 @@ class Adjuster:
         state = _State()
         words = [word for word in asked.bad_word_ids if len(word) == 1]
         if sampling.allowed_token_ids or words:
-            state.allowed = np.full(words_of(vocab), ALL_ALLOWED)
+            state.allowed = _all_bits(vocab)
             if sampling.allowed_token_ids:
                 state.allowed = np.zeros(words_of(vocab), np.uint32)
                 _set_bits(state.allowed, np.fromiter(sampling.allowed_token_ids, np.int64))
@@ -236,7 +236,7 @@ class Adjuster:
             state.matcher.fill_mask(mask)
             words = mask.view(np.uint32) if words is None else mask.view(np.uint32) & words
         if forbidden:
-            words = np.full(step.num_words, ALL_ALLOWED) if words is None else words.copy()
+            words = _all_bits(step.vocab) if words is None else words.copy()
             _clear_bits(words, forbidden)
         if words is not None:
             if not words.any():
@@ -316,8 +316,8 @@ class _Step:
         pending: (first place of a slot, row that has the token) of tokens that the device knows.
     """
 
-    def __init__(self, num_words: int) -> None:
-        self.num_words = num_words
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.num_words = vocab, words_of(vocab)
         self.rows: list[int] = []
         self.mask_of: list[int] = []
         self.counts_of: list[int] = []
@@ -357,6 +357,13 @@ def _tokens_of(run: ScheduledSequence, asked: Asked) -> tuple[Sequence[int], boo
         return known, False
     last = run.token_ids[-1]
     return (known, True) if last == PENDING else ([*known, last], False)
+
+
+def _all_bits(vocab: int) -> NDArray[np.uint32]:
+    """Return words that allow every token, and no bit behind the last one."""
+    words = np.full(words_of(vocab), ALL_ALLOWED)
+    words[-1] >>= np.uint32(-vocab % 32)
+    return words
 
 
 def _set_bits(words: NDArray[np.uint32], ids: NDArray[np.int64]) -> None:
