@@ -207,6 +207,17 @@ class TestSharedPrefixes:
         _check(tensors, metadata, longest, backend, shared)
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_pass_of_groups_may_add_at_once(monkeypatch, name, place):
+    """Triton: what is whole needs no parts in memory."""
+    monkeypatch.setattr(paged_rows_tiles, "ADDS_AT_ONCE", True)
+    monkeypatch.setattr(device, "sm_count_of", lambda _: 1)
+    dtype = torch.float32 if device.interpreting() else torch.bfloat16
+    tensors, metadata, longest, shared = _shared_call(name, place, dtype)
+    _check(tensors, metadata, longest, "triton", shared, softcap=2.0)
+
+
 def test_many_splits_of_a_prefix_are_merged(monkeypatch):
     """Triton: more splits than a merge reads at once, over a wide group."""
     monkeypatch.setattr(paged_rows_tiles, "MIN_SPLIT_KEYS", 16)

@@ -14,6 +14,9 @@ from tilewise.kernels.tiles.paged import (
 )
 
 MIN_SPLIT_KEYS = 256  # a split writes and reads its rows in float32: for 128 rows, 256 keys' bytes
+# Whether a pass of groups whose keys are not split adds to o where it lies, in place of parts in
+# memory that another kernel adds. Shut until a GPU has compared both.
+ADDS_AT_ONCE = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class RowsPlan:
         config: tiles.
         splits: whether keys are split at all; if not, an item is a tile of rows.
         num_items: items launched, an upper bound; a program without one leaves at once.
+        lone: every sequence has one tile at most, as those that decode, and is an item.
         num_parts, num_merged: bounds of the items that write a partial result, and of the tiles of
             rows whose parts are merged.
     """
@@ -39,6 +43,7 @@ class RowsPlan:
     num_items: int
     num_parts: int
     num_merged: int
+    lone: bool = False
 
 
 def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
@@ -75,6 +80,10 @@ def plan_rows(
     )  # fmt: skip
     splits = not spec.batch_invariant and 2 * fewest_tiles <= target and key_tiles > split_tiles
     if not splits and not adds:
+        lone = run == 1 and spec.group_size <= config.tile_m
+        num_items = max(1, spec.num_seqs) if lone else most_tiles
+        return RowsPlan(config, False, 1, key_tiles, num_items, 0, 0, lone)
+    if not splits and ADDS_AT_ONCE:
         return RowsPlan(config, False, 1, key_tiles, most_tiles, 0, 0)
     if not splits:
         return RowsPlan(config, True, 1 << 30, key_tiles, most_tiles, most_tiles, most_tiles)
