@@ -272,8 +272,8 @@ def launch_rows(
         WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
         HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
         CAUSAL=spec.causal and tree_mask is None, TREE=tree_mask is not None,
-        HAS_ROWS=rows is not None, HAS_SKIPPED=skipped is not None, SPLITS=plan.splits, LONE=plan.lone,
-        ADDS=adds, INVARIANT=spec.batch_invariant,
+        HAS_ROWS=rows is not None, HAS_SKIPPED=skipped is not None, SPLITS=plan.splits,
+        LONE=plan.lone, ADDS=adds, INVARIANT=spec.batch_invariant,
         TILE_B=TILE_B, TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
