@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.captured.fused_layers import FusedLayers, why_not
 from tilewise.engine.settings import cache_spec
-from tilewise.kernels.triton.layers import launch
 from tilewise.models.config import ModelConfig
 from tilewise.models.llama import Llama
 from tilewise.nn.context import AttentionContext
@@ -159,24 +158,6 @@ def test_hidden_states_and_cache_keep_the_budget(name, dtype, place):
             others = torch.ones(len(rows[0]), dtype=torch.bool)
             others[written] = False
             assert torch.equal(rows[0][others].nan_to_num(), rows[2][others].nan_to_num())
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["one_row", "two_rows_one_idle", "one_key_head"])
-def test_spans_that_the_last_program_merges_have_the_bits_of_a_phase_of_their_own(
-    monkeypatch, name, place
-):
-    changes, block_size, lengths = CASES[name]
-    model = make_model(changes, torch.bfloat16, place)
-    found = []
-    for merges in (False, True):
-        monkeypatch.setattr(launch, "LAST_MERGES", merges)
-        torch.manual_seed(0)
-        ids, positions, storage, ctx = make_step(model, block_size, lengths, place)
-        fused = FusedLayers(model, storage, len(lengths))
-        found.append([fused(ids, positions, ctx=ctx).clone() for _ in range(3)])
-    for apart, merged in zip(*found, strict=True):
-        assert torch.equal(apart, merged)
 
 
 def test_what_it_cannot_run_is_said():

@@ -209,9 +209,8 @@ class TestSharedPrefixes:
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_pass_of_groups_may_add_at_once(monkeypatch, name, place):
-    """Triton: what is whole needs no parts in memory."""
-    monkeypatch.setattr(paged_rows_tiles, "ADDS_AT_ONCE", True)
+def test_a_pass_whose_keys_are_whole_adds_to_what_is_there(monkeypatch, name, place):
+    """Triton: parts in memory are for keys that are split."""
     monkeypatch.setattr(device, "sm_count_of", lambda _: 1)
     dtype = torch.float32 if device.interpreting() else torch.bfloat16
     tensors, metadata, longest, shared = _shared_call(name, place, dtype)

@@ -278,7 +278,7 @@ def decode_layers_kernel(
     QKV_N: tl.constexpr, O_N: tl.constexpr, O_RUNS: tl.constexpr, GATE_N: tl.constexpr,
     DOWN_N: tl.constexpr, DOWN_RUNS: tl.constexpr,
     TILE_KEYS: tl.constexpr, SPAN_STEP: tl.constexpr, GROUP: tl.constexpr, FIELDS: tl.constexpr,
-    LAST_MERGES: tl.constexpr, GRID: tl.constexpr,
+    GRID: tl.constexpr,
 ):  # fmt: skip
     dtype = x_ptr.dtype.element_ty
     pid = tl.program_id(0)
@@ -316,7 +316,7 @@ def decode_layers_kernel(
         k_cache = tl.load(fields + 9).to(weight_type)
         v_cache = tl.load(fields + 10).to(weight_type)
         up_weight = gate_weight + INNER * HIDDEN
-        met = layer * (5 if LAST_MERGES else 6)
+        met = layer * 6
 
         # 1. norm and qkv product
         _arrive(meeting_ptr, GRID)
@@ -403,18 +403,6 @@ def decode_layers_kernel(
             )  # fmt: skip
             tl.store(state_ptr + at * 2, m)
             tl.store(state_ptr + at * 2 + 1, total)
-            if LAST_MERGES:
-                whole = item // SPLITS
-                tl.debug_barrier()
-                ended = tl.atomic_add(meeting_ptr + 2 + whole, 1, sem="acq_rel", scope="gpu")
-                if ended == SPLITS - 1:
-                    tl.debug_barrier()
-                    tl.store(meeting_ptr + 2 + whole, 0)
-                    for member in tl.static_range(G):
-                        _merge_spans(
-                            part_ptr, state_ptr, o_ptr + (whole * G + member) * HEAD_DIM,
-                            whole * SPLITS, member, HEAD_DIM, SPLITS, SPLITS_PADDED, GROUP,
-                        )  # fmt: skip
             if ITEMS > GRID:
                 row, head, begin, end, length = _span_of(
                     item + GRID, seqlens_ptr, ROWS, KV_HEADS, SPLITS, SPAN_STEP
@@ -428,21 +416,19 @@ def decode_layers_kernel(
                     HALF, TILE_KEYS, BLOCK_SIZE,
                 )  # fmt: skip
 
-        # 3. the spans of a head put together, by the last program that had one, or after a meeting
-        if not LAST_MERGES:
-            _arrive(meeting_ptr, GRID)
-            _meet(meeting_ptr, met + 3, GRID)
-            for one in range(pid, ROWS * Q_HEADS, GRID):
-                _merge_spans(
-                    part_ptr, state_ptr, o_ptr + one * HEAD_DIM, one // G * SPLITS, one % G,
-                    HEAD_DIM, SPLITS, SPLITS_PADDED, GROUP,
-                )  # fmt: skip
-            met += 1
+        # 3. the spans of a head put together
+        _arrive(meeting_ptr, GRID)
+        _meet(meeting_ptr, met + 3, GRID)
+        for one in range(pid, ROWS * Q_HEADS, GRID):
+            _merge_spans(
+                part_ptr, state_ptr, o_ptr + one * HEAD_DIM, one // G * SPLITS, one % G, HEAD_DIM,
+                SPLITS, SPLITS_PADDED, GROUP,
+            )  # fmt: skip
 
         # 4. o product
         _arrive(meeting_ptr, GRID)
         weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, O_N, O_RUNS)
-        _meet(meeting_ptr, met + 3, GRID)
+        _meet(meeting_ptr, met + 4, GRID)
         _product(weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, O_N, O_RUNS, GRID)
 
         # 5. norm, gate-up product, activation
@@ -452,7 +438,7 @@ def decode_layers_kernel(
         gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS_E)
         up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS_E)
         norm = _row(mlp_norm, HIDDEN, RUNS_E)
-        _meet(meeting_ptr, met + 4, GRID)
+        _meet(meeting_ptr, met + 5, GRID)
         x, other = _normed(
             residual_ptr + ROWS * HIDDEN, x_ptr, norm, residual_ptr, layer >= 0, eps,
             ROWS, HIDDEN, RUNS_E,
@@ -468,7 +454,7 @@ def decode_layers_kernel(
         # 6. down product
         _arrive(meeting_ptr, GRID)
         weight = _weights(down_weight, pid, HIDDEN, INNER, DOWN_N, DOWN_RUNS)
-        _meet(meeting_ptr, met + 5, GRID)
+        _meet(meeting_ptr, met + 6, GRID)
         _product(weight, down_weight, act_ptr, x_ptr, HIDDEN, INNER, ROWS, DOWN_N, DOWN_RUNS, GRID)
 
     if GRID > 1:

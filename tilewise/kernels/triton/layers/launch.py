@@ -14,9 +14,6 @@ from tilewise.kernels.triton.layers.kernel import decode_layers_kernel
 DTYPES = (torch.float16, torch.bfloat16)
 NUM_WARPS = 8
 TILE_KEYS = 64
-# Whether the last program that attends to a key head's keys puts the spans together, in place of a
-# meeting of all: one of six a layer. Shut until a GPU has compared its bits and its time.
-LAST_MERGES = False
 SPAN_STEP = 16  # spans of keys are whole multiples of it
 MOST_SPLITS = 32
 GROUP = 16  # rows of the smallest matrix instruction; heads of a group are padded to it
@@ -160,8 +157,7 @@ class DecodeLayers:
         self._parts = buffer(items, GROUP, shape.head_dim, like=torch.float32)
         self._states = buffer(items, GROUP, 2, like=torch.float32)
         self._o, self._act = buffer(rows, width), buffer(rows, shape.inner)
-        # Arrivals, departures, and spans that have ended of each row's key heads.
-        self._meeting = buffer(2 + rows * shape.num_kv_heads, like=torch.int32)
+        self._meeting = buffer(2, like=torch.int32)
         self.cut = cut_of(shape, grid)
 
     def run(
@@ -193,8 +189,7 @@ class DecodeLayers:
             SPLITS_PADDED=triton.next_power_of_2(self.splits), HAS_QK_NORM=shape.has_qk_norm,
             HAS_QKV_BIAS=shape.has_qkv_bias, QKV_N=cut.qkv_n, O_N=cut.o_n, O_RUNS=cut.o_runs,
             GATE_N=cut.gate_n, DOWN_N=cut.down_n, DOWN_RUNS=cut.down_runs, TILE_KEYS=TILE_KEYS,
-            SPAN_STEP=SPAN_STEP, GROUP=GROUP, FIELDS=self.FIELDS, LAST_MERGES=LAST_MERGES,
-            GRID=self.grid,
+            SPAN_STEP=SPAN_STEP, GROUP=GROUP, FIELDS=self.FIELDS, GRID=self.grid,
             num_warps=NUM_WARPS, num_stages=1,
         )  # fmt: skip
         return self.x, self.residual[0]
