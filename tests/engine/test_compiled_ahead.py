@@ -33,7 +33,6 @@ SHAPES = {
     "qwen3-0.6b": ((16, 8, 128), (96, 1152, 2048, 16)),
     "llama-3-8b": ((32, 8, 128), (200, 2011, 1024, 16)),
     "llama-1b": ((32, 8, 64), (40, 4096, 512, 16)),
-    "samples of a small llama": ((32, 8, 64), (200, 600, 1024, 16)),
     "eight a group": ((32, 4, 128), (64, 3000, 1024, 32)),
     "a head each": ((12, 12, 64), (32, 1000, 512, 16)),
     "three a group, few rows": ((24, 8, 128), (5, 1000, 32, 4)),
@@ -135,6 +134,29 @@ def test_no_step_needs_another_kernel(name, shares):
     with on_hopper(launches):
         runner = runner_of(config_for(heads), limits, sharing=shares)
         assert found_later(runner, launches, limits, 25, shares=shares) == []
+
+
+@pytest.mark.parametrize("fewer", [graphs.FEWER, 200])
+def test_samples_of_a_prompt_need_no_other_kernel(monkeypatch, fewer):
+    """Sequences that share a prefix: some dozen have other tiles than a crowd."""
+    monkeypatch.setattr(graphs, "FEWER", fewer)
+    limits, launches = (200, 600, 1024, 16), Launches()
+    with on_hopper(launches):
+        runner = runner_of(config_for((32, 8, 64)), limits, sharing=True)
+        graphs.prepare(runner, max_num_batched_tokens=1024, is_lazy=False)
+        before, left = set(launches.keys), ()
+        for first, count in ((10, 200), (210, 130), (340, 100), (440, 30)):
+            rows = range(first, first + count)
+            runs = [
+                ScheduledSequence(
+                    i, (5,), 330, [*range(20), 20 + i % 30], 1, SamplingParams(), (0,), 3
+                )
+                for i in rows
+            ]
+            runner.submit(Batch(tuple(runs), left=left)).result()
+            assert runner.groups.is_active
+            left = tuple(rows)
+    assert (launches.keys - before == set()) == (fewer == graphs.FEWER)
 
 
 @pytest.mark.parametrize(
