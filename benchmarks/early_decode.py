@@ -47,6 +47,7 @@ from tilewise.kernels.tiles import paged as paged_tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile
 from tilewise.kernels.triton.paged import decode
 from tilewise.models import load_model
+from tilewise.ops import plans
 
 COMPARED, REPLAYS = 12, 20  # steps whose logits are compared; replays that are timed together
 KINDS = tuple(CHOSEN)
@@ -135,6 +136,7 @@ def applied(variant: Variant) -> Iterator[None]:
         paged_tiles.fills_whole = lambda *_: False
     for weight, tile in variant.tiles.items():
         linear_rows._TABLE[weight] = (tile, True)
+    _forget_plans()
     try:
         yield
     finally:
@@ -144,6 +146,13 @@ def applied(variant: Variant) -> Iterator[None]:
         paged_tiles.RESIDENT_PROGRAMS, paged_tiles.paged_split_config = resident, config_of
         linear_rows._TABLE.clear()
         linear_rows._TABLE.update(table)
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    """Let calls that come again be planned anew: those before had other tiles."""
+    plans._known.clear()
+    plans._plans.clear()
 
 
 class Bench:

@@ -136,6 +136,29 @@ def test_no_step_needs_another_kernel(name, shares):
         assert found_later(runner, launches, limits, 25, shares=shares) == []
 
 
+@pytest.mark.parametrize("fewer", [graphs.FEWER, 200])
+def test_samples_of_a_prompt_need_no_other_kernel(monkeypatch, fewer):
+    """Sequences that share a prefix: some dozen have other tiles than a crowd."""
+    monkeypatch.setattr(graphs, "FEWER", fewer)
+    limits, launches = (200, 600, 1024, 16), Launches()
+    with on_hopper(launches):
+        runner = runner_of(config_for((32, 8, 64)), limits, sharing=True)
+        graphs.prepare(runner, max_num_batched_tokens=1024, is_lazy=False)
+        before, left = set(launches.keys), ()
+        for first, count in ((10, 200), (210, 130), (340, 100), (440, 30)):
+            rows = range(first, first + count)
+            runs = [
+                ScheduledSequence(
+                    i, (5,), 330, [*range(20), 20 + i % 30], 1, SamplingParams(), (0,), 3
+                )
+                for i in rows
+            ]
+            runner.submit(Batch(tuple(runs), left=left)).result()
+            assert runner.groups.is_active
+            left = tuple(rows)
+    assert (launches.keys - before == set()) == (fewer == graphs.FEWER)
+
+
 @pytest.mark.parametrize(
     "case", ["mistral_window", "qwen2_second_layer_window", "deepseek", "deepseek_q_rank_biases"]
 )

@@ -71,6 +71,11 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "tree-everything": (_TREE | _ALL | {"cache_dtype": torch.int8}, True, True),
     "tree-wide": (_TREE | {"max_seqlen_q": 64, "num_tokens": 1024}, True, True),
     "shared": (_DECODE | {"shared_rows": (16,)}, True, False),
+    "shared-crowd": (
+        _DECODE | {"num_seqs": 256, "num_tokens": 256, "shared_rows": (256,)},
+        True,
+        True,
+    ),
     "shared-e4m3": (
         _DECODE | {"shared_rows": (16,), "cache_dtype": torch.float8_e4m3fn},
         True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,19 @@ def test_a_few_tiles_fill_the_device_once_and_many_are_left_whole() -> None:
     assert 2 * 8 * (-(-128 // -(-256 // plan.target_items))) <= 132
     crowd = _spec(num_seqs=64, num_tokens=64 * 64, max_seqlen_q=64)
     assert not plan_rows(crowd, extend_config(crowd, 90), 132).splits
+
+
+def test_sequences_that_decode_are_an_item_each() -> None:
+    decode = _spec(num_seqs=4096, num_tokens=4096, max_seqlen_q=1)
+    plan = plan_rows(decode, extend_config(decode, 90), 132)
+    assert plan.lone
+    assert plan.num_items == 4096
+    drafts = replace(decode, num_tokens=4096 * 3, max_seqlen_q=3)
+    assert not plan_rows(drafts, extend_config(drafts, 90), 132).lone
+    wide = replace(decode, num_q_heads=256, num_kv_heads=1)  # two tiles of 128 rows a token
+    assert not plan_rows(wide, extend_config(wide, 90), 132).lone
+    few = replace(decode, num_seqs=2, num_tokens=2)
+    assert not plan_rows(few, extend_config(few, 90), 132).lone  # their keys are split
 
 
 def test_batch_invariant_rows_that_decode_meet_the_tiles_of_all_others(

@@ -190,6 +190,8 @@ CASES = [
     Case("mixed", (1, 33, 0, 1, 9), (300, 40, 20, 1, 90), padding=2),
     Case("mixed_everything", (1, 50, 1), (333, 120, 7), (7, 1), 32, window=40, softcap=3.0,
          alibi=True, sinks=True),
+    Case("decode_invariant_with_idle_sequences", (1, 0, 1, 1, 0), (40, 17, 0, 300, 3), padding=3,
+         batch_invariant=True),
     Case("mixed_invariant", (1, 33, 3), (300, 40, 90), batch_invariant=True),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

@@ -207,6 +207,16 @@ class TestSharedPrefixes:
         _check(tensors, metadata, longest, backend, shared)
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_pass_whose_keys_are_whole_adds_to_what_is_there(monkeypatch, name, place):
+    """Triton: parts in memory are for keys that are split."""
+    monkeypatch.setattr(device, "sm_count_of", lambda _: 1)
+    dtype = torch.float32 if device.interpreting() else torch.bfloat16
+    tensors, metadata, longest, shared = _shared_call(name, place, dtype)
+    _check(tensors, metadata, longest, "triton", shared, softcap=2.0)
+
+
 def test_many_splits_of_a_prefix_are_merged(monkeypatch):
     """Triton: more splits than a merge reads at once, over a wide group."""
     monkeypatch.setattr(paged_rows_tiles, "MIN_SPLIT_KEYS", 16)

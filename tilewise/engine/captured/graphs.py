@@ -40,6 +40,7 @@ MIXED = (
 )  # fmt: skip
 # (sequences, new tokens of each): many tiles of rows of each width.
 MANY = ((200, 1), (40, 8), (64, 16), (64, 32), (16, 64), (9, 900))
+FEWER = 100  # sequences that decode after a shared prefix: other tiles than of 128 and more
 FAR = 512  # tokens before the new ones, where they matter: keys are split, and sequences merged
 # What `ops.adjust_logits` has kernels for: biases, masks, penalties, and the last two together.
 ADJUSTED: tuple[dict[str, Any], ...] = (
@@ -134,7 +135,7 @@ def warm_up_steps(
     plain += [(*[1] * count, run) for count, run in MIXED] + [(run,) * n for n, run in MANY]
     wanted = [(runs, start, False) for start in (0, FAR) for runs in plain]
     shared: list[tuple[int, ...]] = [(run, run) for run in (*RUNS, 500)] + [
-        (run,) * n for n, run in MANY[:-1]
+        (run,) * n for n, run in (*MANY[:-1], (FEWER, 1))
     ]
     # So few blocks as are shared at all, and more keys than one split has.
     starts = sorted({8 * block_size, -(-max(8 * block_size, 272) // block_size) * block_size})

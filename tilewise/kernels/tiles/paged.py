@@ -115,7 +115,7 @@ def _compute_bytes(spec: PagedSpec) -> int:
     return spec.dtype.itemsize if is_plain else 4
 
 
-def _row_bytes(spec: PagedSpec) -> int:
+def row_bytes(spec: PagedSpec) -> int:
     """Shared memory of one key and its value."""
     width = padded_head_dim(spec.head_dim) + padded_head_dim(spec.v_head_dim)
     return width * _compute_bytes(spec)
@@ -134,10 +134,10 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
     is_hopper = arch // 10 == 9
     step_bytes, num_stages = (16384, 4) if is_hopper else (32768, 2)
-    is_measured = spec.cache_dtype.itemsize == 2 and _row_bytes(spec) == 512
+    is_measured = spec.cache_dtype.itemsize == 2 and row_bytes(spec) == 512
     if is_hopper and is_measured and spec.max_seqlen_q == 1 and spec.num_seqs >= MANY_SEQS:
         step_bytes, num_stages = 32768, 2
-    tile_n = min(max(16, 1 << (step_bytes // _row_bytes(spec)).bit_length() - 1), 128)
+    tile_n = min(max(16, 1 << (step_bytes // row_bytes(spec)).bit_length() - 1), 128)
     if not is_hopper and arch in WIDE_SHARED_MEMORY:
         num_stages = 3
     # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
@@ -212,7 +212,7 @@ def plan_splits(
 
 def fills_whole(spec: PagedSpec, arch: int, sm_count: int) -> bool:
     """Whether sequences that decode fill the device once with their keys whole."""
-    is_measured = spec.cache_dtype.itemsize == 2 and _row_bytes(spec) == 512 and arch // 10 == 9
+    is_measured = spec.cache_dtype.itemsize == 2 and row_bytes(spec) == 512 and arch // 10 == 9
     slots = WHOLE_PROGRAMS * sm_count
     filled = spec.num_seqs * spec.num_kv_heads / slots
     return is_measured and spec.max_seqlen_q == 1 and _LEAST_FILLED <= filled <= 1

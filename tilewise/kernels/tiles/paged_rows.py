@@ -6,14 +6,20 @@ from dataclasses import dataclass, replace
 
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import (
+    MANY_SEQS,
     PROGRAMS_PER_SM,
     SMALL_TILE_ROWS,
     TileConfig,
     paged_rows_config,
     paged_split_config,
+    row_bytes,
 )
 
 MIN_SPLIT_KEYS = 256  # a split writes and reads its rows in float32: for 128 rows, 256 keys' bytes
+# Sequences that decode after a shared prefix have few keys of their own: two steps in flight leave
+# room for more programs. 4,096 of 64 keys, 8 key heads of 64, take 407 us in place of 590, the same
+# bits (with the pass of 4 groups of 256 keys; H200, 2026-11-23, samples_steps_h200.json).
+CROWD_STAGES, _CROWD_ROW_BYTES = 2, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class RowsPlan:
         config: tiles.
         splits: whether keys are split at all; if not, an item is a tile of rows.
         num_items: items launched, an upper bound; a program without one leaves at once.
+        lone: every sequence has one tile at most, as those that decode, and is an item.
         num_parts, num_merged: bounds of the items that write a partial result, and of the tiles of
             rows whose parts are merged.
     """
@@ -39,13 +46,18 @@ class RowsPlan:
     num_items: int
     num_parts: int
     num_merged: int
+    lone: bool = False
 
 
 def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
     """Tiles for a call's longest run; with batch_invariant a function of the widths alone."""
     run = max(1, spec.max_seqlen_q)
     if not spec.batch_invariant and run * spec.group_size <= SMALL_TILE_ROWS:
-        return paged_split_config(spec, run, arch)
+        config = paged_split_config(spec, run, arch)
+        is_crowd = spec.has_shared and run == 1 and spec.num_seqs >= MANY_SEQS
+        if is_crowd and arch // 10 == 9 and row_bytes(spec) == _CROWD_ROW_BYTES:
+            config = replace(config, num_stages=CROWD_STAGES)
+        return config
     config = paged_rows_config(spec, arch)
     if spec.has_tree:
         # Half as many keys a step, and the bytes of a mask do not spill the rest of a row.
@@ -74,10 +86,10 @@ def plan_rows(
         -(-spec.num_tokens // run),
     )  # fmt: skip
     splits = not spec.batch_invariant and 2 * fewest_tiles <= target and key_tiles > split_tiles
-    if not splits and not adds:
-        return RowsPlan(config, False, 1, key_tiles, most_tiles, 0, 0)
     if not splits:
-        return RowsPlan(config, True, 1 << 30, key_tiles, most_tiles, most_tiles, most_tiles)
+        lone = not adds and run == 1 and spec.group_size <= config.tile_m
+        num_items = max(1, spec.num_seqs) if lone else most_tiles
+        return RowsPlan(config, False, 1, key_tiles, num_items, 0, 0, lone)
     num_items = min(most_tiles + target, most_tiles * -(-key_tiles // split_tiles))
     # A sequence that is split has less than twice its share of the target in items.
     num_parts = num_items if adds else min(num_items, 2 * target)
