@@ -295,6 +295,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             running[name] = ServerProcess(
                 name, [*command, "--port", str(port)], port, folder, environments[name]
             )
+
         def called_directly() -> EngineProcess:
             # Behind our server, whose kernels it then finds compiled: two that compile the same
             # would keep the peer from the cores.
