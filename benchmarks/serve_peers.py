@@ -9,7 +9,8 @@ The model is a published shape with random weights and a made tokenizer, so that
 tokens into text. What is sent are nano-vllm's 256 requests (`tilewise bench serve` is the client):
 all at once, then as a Poisson process at 0.7 of the rate at which vLLM answered them (ours, where
 there is no vLLM). Both servers start at the same time, the engine behind ours, and all stay; each
-is warmed up while others start and measured while the others rest. Prefix caching is off, as every run sends the same prompts.
+is warmed up while others start, and measured while the others rest. Prefix caching is off, as every
+run sends the same prompts.
 
 direct    tokens a second of LLM.generate, and the share of it that comes through HTTP
 most      all requests at once: tokens a second, first tokens, between tokens

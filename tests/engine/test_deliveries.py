@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -135,7 +136,8 @@ def test_first_tokens_and_ends_wait_for_nothing(clock):
     clock.run()
     assert [reader.num_seen for reader in readers] == [4, 2, 1]
     clock.run(1.0)
-    assert readers[0].seen[-1][1] == 4 and len(readers[0].seen) == 3
+    assert readers[0].seen[-1][1] == 4
+    assert len(readers[0].seen) == 3
 
 
 def test_a_closed_event_loop_is_told_of_while_deliveries_rest(clock):
@@ -165,7 +167,9 @@ def test_nothing_is_left_behind_in_any_order(clock):
                 clock.run(draw.choice([0.0, 1e-3, 1e-2]))
         clock.run(3 * MOST_REST_S)
         assert [r.num_seen for r in readers] == [r.tokens for r in readers]
-        assert not clock.later and not mailbox._told and not mailbox._hurried
+        assert not clock.later
+        assert not mailbox._told
+        assert not mailbox._hurried
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5])
@@ -181,7 +185,7 @@ def test_streams_that_share_deliveries_end_with_what_generate_returns(tmp_path):
 
     async def one(engine, text):
         seen = [output async for output in engine.generate(text, GREEDY)]
-        for before, after in zip(seen, seen[1:], strict=False):
+        for before, after in pairwise(seen):
             assert after.outputs[0].text.startswith(before.outputs[0].text)
         return seen
 

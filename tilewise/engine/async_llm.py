@@ -44,8 +44,8 @@ class AsyncLLM:
     It may be used from several event loops, and beside the LLM itself.
 
     Tokens of running requests are told in one delivery for a step. Where that takes more than a
-    share of the time, as many streams on few cores do, the next one waits, 0.05 s at most, and tells
-    of several steps at once. First tokens and ends never wait.
+    share of the time, as with many streams on few cores, the next one waits, 0.05 s at most, and
+    tells of several steps at once. First tokens and ends never wait.
 
     Args:
         llm: stays its owner's: aclose() does not close it.

@@ -292,6 +292,7 @@ def new_service(
         template,
         keys=KeyRing(keys),
         shows_text=options["show_text"],
+        is_for_this_machine=not keys and not options["allow_open"],
         defaults=_defaults(directory) if options["generation_config"] == "auto" else {},
         tool_parser=_parser_of(text)
         if parser == "auto"
