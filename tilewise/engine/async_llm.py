@@ -32,9 +32,9 @@ LONG_PROMPT = 4096
 # While tokens are told, a step that computes on the same cores stands still: on a CPU, this share
 # of the time goes to it, in place of what one delivery for each step takes. Elsewhere it only must
 # not fall behind.
-TELLING_ON_CPU, TELLING = 0.06, 0.5
+TELLING_ON_CPU, TELLING = 0.04, 0.5
 LEAST_REST_S = 2e-3  # less is no step, and a timer costs more than it saves
-MOST_REST_S = 0.05  # that a token waits for it
+MOST_REST_S = 0.1  # that a token waits for it
 Sink = Callable[[RequestOutput], bool]
 
 
@@ -44,13 +44,13 @@ class AsyncLLM:
     It may be used from several event loops, and beside the LLM itself.
 
     Tokens of running requests are told in one delivery for a step. Where that takes more than a
-    share of the time, as with many streams on few cores, the next one waits, 0.05 s at most, and
+    share of the time, as with many streams on few cores, the next one waits, 0.1 s at most, and
     tells of several steps at once. First tokens and ends never wait.
 
     Args:
         llm: stays its owner's: aclose() does not close it.
         share: of the time that deliveries may take, above 0 to 1; 1 tells of each step; None is
-            0.06 where the engine computes on a CPU, and 0.5 elsewhere.
+            0.04 where the engine computes on a CPU, and 0.5 elsewhere.
 
     Raises:
         ValueError: share is none.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from tilewise.server import page
 from tilewise.server.errors import ApiError
+from tilewise.server.job import new_id
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
 
 __all__ = ["Front", "caller_of", "trace_headers"]
@@ -58,7 +58,7 @@ class Front:
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         asked = next((value for name, value in headers if name == b"x-request-id"), b"")
-        request_id = asked if _ID.fullmatch(asked) else uuid.uuid4().hex.encode()
+        request_id = asked if _ID.fullmatch(asked) else new_id().encode()
         extra = [(b"x-request-id", request_id), (b"x-content-type-options", b"nosniff")]
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("request_timeout", float, None, "seconds that a request may take at most", "the server",
          "S"),
     Flag("stream_share", float, None, "share of the time in which streams are written; above it "
-         "tokens of several steps are one event (default: 0.06 on a CPU, else 0.5)", "the server",
+         "tokens of several steps are one event (default: 0.04 on a CPU, else 0.5)", "the server",
          "SHARE"),
     Flag("log_level", str, "info", "debug, info, warning or error", "the server", "LEVEL"),
     Flag("demo", bool, False, "open the page in a browser when it is ready", "the server"),

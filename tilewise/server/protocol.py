@@ -18,6 +18,7 @@ from tilewise.server.errors import ApiError, unserved
 
 __all__ = [
     "REQUEST_ID",
+    "SERVED",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -62,6 +63,7 @@ SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "length_penalty": (1,),
 }
+SERVED = frozenset(field.name for field in fields(SamplingParams))
 # Fields of the API that are not served, and the values that ask for nothing. null is one always.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -352,21 +354,20 @@ def sampling_of(
     """
     if request.use_beam_search:
         return _search_of(request, max_tokens, more)
-    served = {field.name for field in fields(SamplingParams)}
-    asked: dict[str, Any] = {k: v for k, v in defaults.items() if k in served}
+    asked: dict[str, Any] = {k: v for k, v in defaults.items() if k in SERVED}
     asked["max_tokens"] = max_tokens
     for name, neutral in SAMPLING_FIELDS.items():
         value = getattr(request, name)
         if value is None:
             continue
-        if name in served:
+        if name in SERVED:
             asked[name] = _biases(value) if name == "logit_bias" else value
         elif not any(value == nothing for nothing in neutral):
             raise unserved(name)
     for name, value in more.items():
         if value is None:
             continue
-        if name not in served:
+        if name not in SERVED:
             raise unserved(name)
         asked[name] = value
     try:
