@@ -151,6 +151,11 @@ def _check(options: Mapping[str, Any]) -> None:
     share = options["stream_share"]
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"--stream-share must be above 0 and at most 1, got {share}")
+    if share is not None and options["engine_process"]:
+        raise ValueError(
+            "--stream-share must not be given with --engine-process, which tells of each step, got "
+            f"{share}"
+        )
     if not 0 <= options["port"] < 65536:
         raise ValueError(f"--port must be in 0 ... 65535, got {options['port']}")
     for flag in FLAGS:
